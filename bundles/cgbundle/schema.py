@@ -1,0 +1,328 @@
+"""The rows of a bundle: what the compiler writes and the runtime reads.  No behaviour.
+
+Every record is frozen; references are integers (positions in a tuple of the same manifest) or names.
+`codec.py` turns a `Manifest` into canonical JSON and back, `tables.py` does the same for a `Recording`,
+`verify.py` states every invariant.  FORMAT.md describes the bytes.
+
+Sizes are in bytes and elements as named; dtypes are the names in `DTYPES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORMAT_VERSION = 1
+"""Version log.  1 (2026-11): first version."""
+
+DTYPES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "complex64": 8, "complex128": 16,
+}  # fmt: skip
+"""Bytes of one element of every dtype that a bundle may hold."""
+
+MEMORIES = ("weights", "state", "inputs", "arena", "host")
+"""Where a value or an address may lie.  `host` is memory that a host region allocates during the call."""
+
+Size = int | str | tuple
+"""A size in a shape: an int, the name of a dimension, or (operator, left, right) with operator + - * // %."""
+
+Tree = dict
+"""Nested structure of a call's inputs or outputs as JSON: see `structure.py`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dimension:
+    """A declared dimension.
+
+    `pad` is "rows" (rows do not depend on each other: any filling is exact), "zeros" (a call filled up with
+    zeros was proved equal) or "no"; `chunk` says that a call may be cut along this dimension.  `reason` is the
+    sentence shown when the runtime has to refuse, and in `inspect`.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    pad: str
+    chunk: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """An input or output: `shape` may use dimension names; `order` lists the axes from outermost to innermost in
+    memory ((0, 1, 2, 3) is contiguous, (0, 2, 3, 1) is channels last)."""
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What the bundle runs on.
+
+    cpu: `arch` is the machine ("x86_64"), `features` the processor flags that the code uses, `torch` the lowest
+    version whose shared libraries it needs.  cuda: `arch` is "sm_90", `driver` the lowest CUDA driver version as
+    the driver reports it (13000 = 13.0).
+    """
+
+    kind: str
+    arch: str
+    features: tuple[str, ...]
+    torch: str
+    driver: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """A parameter, buffer or constant.  `tensor` names it in weights.safetensors (tied weights name the same
+    tensor); `offset` is its place in the `weights` memory of a GPU, 256-byte aligned, and 0 on the cpu target, where the file
+    itself is mapped."""
+
+    name: str
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Value:
+    """A tensor of one program: where it lies (bytes into `memory`; 0 in memory `host`) and how (strides in elements)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    memory: str
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """A piece of the exported graph: `kind` graph or host.  `file` is a host region's shared object, "" for a graph
+    region; `constants` pairs the shared object's own name of a constant with the position of a weight."""
+
+    name: str
+    kind: str
+    reason: str
+    file: str
+    constants: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One step of a program.  graph: `file` is the recording's table.  host: the region runs on `inputs` and writes `outputs`.
+    copy: `inputs[0]` is copied to `outputs[0]`.  Inputs and outputs are positions in the program's values."""
+
+    kind: str
+    region: int
+    file: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What replay does for one int_key.  `inputs` and `outputs` are the values of the call, in the signature's order;
+    `arena` and `static` are the bytes that this key needs of memory `arena` and `inputs`."""
+
+    key: tuple[int, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    steps: tuple[Step, ...]
+    arena: int
+    static: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What a check found: `severity` is refuse, host or note; `where` is the user's file:line or ""."""
+
+    rule: str
+    severity: str
+    message: str
+    where: str
+    source: str
+    effect: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """How one int_key was verified when the bundle was built.  `error` is the largest |runtime - eager| divided by the largest
+    |eager| of the same output; `tolerance` the bound it was held to; `method` one of replay, interpret, none."""
+
+    key: tuple[int, ...]
+    method: str
+    error: float
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exam:
+    """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (the proof's bound)."""
+
+    compare: str
+    proofs: tuple[Proof, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Where the bundle comes from: `source` as the user named it, when (UTC, ISO 8601), the versions of what built it, the machine's
+    processor or GPU, and the options of the build."""
+
+    source: str
+    created: str
+    versions: tuple[tuple[str, str], ...]
+    machine: str
+    options: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class File:
+    """A file of the bundle, by path relative to it, with forward slashes."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Everything about a bundle but its bulk."""
+
+    format: int
+    name: str
+    target: Target
+    dimensions: tuple[Dimension, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    call: Tree
+    result: Tree
+    weights: tuple[Weight, ...]
+    memories: tuple[tuple[str, int], ...]
+    regions: tuple[Region, ...]
+    programs: tuple[Program, ...]
+    module_state: str
+    findings: tuple[Finding, ...]
+    waivers: tuple[str, ...]
+    exam: Exam
+    provenance: Provenance
+    files: tuple[File, ...]
+
+
+# --- recordings: one graph region at one int_key; on disk a table of columns (tables.py) ----------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """A place: position of a memory in MEMORIES, and bytes into it."""
+
+    memory: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relocation:
+    """The 8 bytes at `at` of a parameter block hold the address of `target`."""
+
+    at: int
+    target: Address
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Function:
+    """A kernel of an image: identified by the image's sha256 and the symbol, never by name alone.  `params` is (offset, size) of
+    each parameter, as the driver reports them; `attributes` are CUfunction_attribute numbers and values to set before use
+    (dynamic shared memory, carve-out, non-portable cluster size)."""
+
+    image: str
+    symbol: str
+    params: tuple[tuple[int, int], ...]
+    attributes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelNode:
+    """A launch.  `block` is the whole parameter block (undefined words zeroed, relocated words zeroed); `undefined` lists
+    (offset, size) of bytes that no kernel reads; `attributes` are CUlaunchAttributeID numbers with up to three values."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    shared: int
+    block: bytes
+    relocations: tuple[Relocation, ...]
+    undefined: tuple[tuple[int, int], ...]
+    attributes: tuple[tuple[int, tuple[int, int, int]], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemsetNode:
+    """`width` elements of `element` bytes, `height` rows `pitch` bytes apart, set to `value`."""
+
+    target: Address
+    value: int
+    element: int
+    width: int
+    height: int
+    pitch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemcpyNode:
+    """`width` bytes x `height` rows x `depth` slices, device to device; pitches in bytes, heights in rows."""
+
+    source: Address
+    target: Address
+    width: int
+    height: int
+    depth: int
+    source_pitch: int
+    source_height: int
+    target_pitch: int
+    target_height: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmptyNode:
+    """A node that only orders others."""
+
+
+Node = KernelNode | MemsetNode | MemcpyNode | EmptyNode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edge:
+    """Node `source` before node `target`, with the driver's edge data (programmatic dependent launch lives there)."""
+
+    source: int
+    target: int
+    from_port: int
+    to_port: int
+    type: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """A graph region at one int_key: what capture and trace produce and the executors replay."""
+
+    key: tuple[int, ...]
+    functions: tuple[Function, ...]
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleState:
+    """A data symbol of an image whose contents had changed when it was recorded: written back after the module is loaded."""
+
+    image: str
+    symbol: str
+    contents: bytes
+    relocations: tuple[Relocation, ...]
