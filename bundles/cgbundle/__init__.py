@@ -1,0 +1,35 @@
+"""cgbundle: the runtime of cgcompile.
+
+    import cgbundle
+    program = cgbundle.load("gpt.cgb")
+    logits = program(ids)
+
+Needs the standard library only; a GPU bundle needs cuda-bindings, a CPU bundle torch's shared libraries as files.  torch is never
+imported.  Everything else is loaded when `load` is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import CallError, CgbundleError
+
+if TYPE_CHECKING:
+    from .loader import load
+    from .program import Program
+    from .tensor import Tensor
+    from .views import View
+
+__all__ = ["CallError", "CgbundleError", "Program", "Tensor", "View", "load"]
+
+_HOMES = {"load": "loader", "Program": "program", "Tensor": "tensor", "View": "views"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cgbundle' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,225 @@
+"""Tensors of the caller's library, without importing it: NumPy, torch, or our own `Tensor` (which DLPack producers are read into).
+
+A library is found by the type of the first input, among the modules that the caller has imported already.  All its operations are the same
+four: `read` a tensor's place, `ordered` it in memory, make one `alias` over memory of ours, `empty` one of its own; slicing and assignment
+are the library's `x[slices]` and `x[slices] = y`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+from . import dlpack, tensor
+from .errors import InputKind
+from .schema import DTYPES
+
+Place = tuple[int, Sequence[int], str, Sequence[int] | None, int | None]
+"""address, shape, dtype, strides in elements (None: row-major), CUDA device (None: CPU)."""
+
+
+class Library(Protocol):
+    """What the runtime needs of a tensor library."""
+
+    name: str
+
+    def accept(self, value: Any, name: str) -> Any:
+        """`value` as this library's tensor.  Raises InputKind."""
+
+    def read(self, value: Any) -> Place:
+        """Where and what a tensor is."""
+
+    def strides(self, value: Any) -> Sequence[int]:
+        """Strides in elements."""
+
+    def ordered(self, value: Any, order: Sequence[int]) -> Any:
+        """A copy whose axes lie in memory in `order`, outermost first, without gaps."""
+
+    def alias(self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object) -> Any:
+        """A tensor over CPU memory that `owner` keeps alive."""
+
+    def empty(self, dtype: str, shape: Sequence[int]) -> Any:
+        """A tensor of zeros in CPU memory of its own, row-major."""
+
+    def copy(self, value: Any) -> Any:
+        """A row-major copy of `value` in memory of its own."""
+
+    def finish(self, value: Any, like: Any) -> Any:
+        """What the caller gets: for libraries read through DLPack, a tensor of the type of `like`."""
+
+
+class Numpy:
+    """numpy.ndarray.  bfloat16 and float8 arrays are those of the `ml_dtypes` package."""
+
+    name = "numpy"
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.names: dict[Any, str] = {}
+
+    def accept(self, value: Any, name: str) -> Any:
+        if type(value) is not self.module.ndarray and not isinstance(value, self.module.ndarray):
+            if not isinstance(value, self.module.generic):
+                raise InputKind(f"input {name!r}: expected a NumPy array like the first input, got {_kind(value)}")
+            value = self.module.asarray(value)
+        if not value.dtype.isnative:
+            raise InputKind(f"input {name!r}: expected native byte order, got dtype {value.dtype.str}")
+        return value
+
+    def read(self, value: Any) -> Place:
+        dtype = value.dtype
+        name = self.names.get(dtype)
+        if name is None:
+            name = self.names[dtype] = str(dtype.name)
+        strides = None if value.flags.c_contiguous else self.strides(value)
+        return value.__array_interface__["data"][0], value.shape, name, strides, None
+
+    def strides(self, value: Any) -> Sequence[int]:
+        size = value.dtype.itemsize
+        # a stride that is no whole number of elements (a field of a structured array) never looks dense: -1
+        return tuple([stride // size if stride % size == 0 else -1 for stride in value.strides])
+
+    def ordered(self, value: Any, order: Sequence[int]) -> Any:
+        back = sorted(range(len(order)), key=lambda axis: order[axis])
+        return self.module.ascontiguousarray(value.transpose(order)).transpose(back)
+
+    def alias(self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object) -> Any:
+        size = DTYPES[dtype]
+        memory = _memory(address, shape, strides, size)
+        memory.owner = owner
+        return self.module.ndarray(shape, self._dtype(dtype), memory, 0, [stride * size for stride in strides])
+
+    def empty(self, dtype: str, shape: Sequence[int]) -> Any:
+        return self.module.zeros(shape, self._dtype(dtype))
+
+    def copy(self, value: Any) -> Any:
+        return value.copy()
+
+    def finish(self, value: Any, like: Any) -> Any:
+        return value
+
+    def _dtype(self, name: str) -> Any:
+        if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+            import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
+
+            return getattr(ml_dtypes, name)
+        return getattr(self.module, name if name != "bool" else "bool_")
+
+
+class Torch:
+    """torch.Tensor, on the CPU."""
+
+    name = "torch"
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.names: dict[Any, str] = {}
+
+    def accept(self, value: Any, name: str) -> Any:
+        if not isinstance(value, self.module.Tensor):
+            raise InputKind(f"input {name!r}: expected a torch tensor like the first input, got {_kind(value)}")
+        if value.layout is not self.module.strided:
+            raise InputKind(f"input {name!r}: expected a dense tensor, got layout {value.layout}")
+        return value.detach() if value.requires_grad else value
+
+    def read(self, value: Any) -> Place:
+        dtype = value.dtype
+        name = self.names.get(dtype)
+        if name is None:
+            name = self.names[dtype] = str(dtype).removeprefix("torch.")
+        device = None if value.device.type == "cpu" else value.device.index if value.device.type == "cuda" else -1
+        return value.data_ptr(), value.shape, name, None if value.is_contiguous() else value.stride(), device
+
+    def strides(self, value: Any) -> Sequence[int]:
+        found: tuple[int, ...] = value.stride()
+        return found
+
+    def ordered(self, value: Any, order: Sequence[int]) -> Any:
+        back = sorted(range(len(order)), key=lambda axis: order[axis])
+        return value.permute(*order).contiguous().permute(*back)
+
+    def alias(self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object) -> Any:
+        if not tensor.count(shape):
+            return self.empty(dtype, shape)
+        memory = _memory(address, shape, strides, DTYPES[dtype])
+        memory.owner = owner
+        return self.module.frombuffer(memory, dtype=getattr(self.module, dtype)).as_strided(tuple(shape), tuple(strides))
+
+    def empty(self, dtype: str, shape: Sequence[int]) -> Any:
+        return self.module.zeros(tuple(shape), dtype=getattr(self.module, dtype))
+
+    def copy(self, value: Any) -> Any:
+        return value.clone(memory_format=self.module.contiguous_format)
+
+    def finish(self, value: Any, like: Any) -> Any:
+        return value
+
+
+class Plain:
+    """`cgbundle.Tensor`, and every other library through DLPack (JAX, CuPy, ...): the result is turned back by that library's `from_dlpack`."""
+
+    name = "plain"
+
+    def accept(self, value: Any, name: str) -> Any:
+        if isinstance(value, tensor.Tensor):
+            return value
+        if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+            return dlpack.read(value, name)
+        raise InputKind(f"input {name!r}: expected a NumPy array, a torch tensor or a DLPack tensor, got {_kind(value)}")
+
+    def read(self, value: tensor.Tensor) -> Place:
+        return value.address, value.shape, value.dtype, None if value.contiguous else value.strides, value.device
+
+    def strides(self, value: tensor.Tensor) -> Sequence[int]:
+        return value.strides
+
+    def ordered(self, value: tensor.Tensor, order: Sequence[int]) -> tensor.Tensor:
+        fresh = tensor.empty(value.dtype, value.shape)
+        fresh.strides = tensor.dense(value.shape, order)
+        tensor.copy(fresh, value)
+        return fresh
+
+    def alias(self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object) -> tensor.Tensor:
+        return tensor.Tensor(address, dtype, shape, strides, owner)
+
+    def empty(self, dtype: str, shape: Sequence[int]) -> tensor.Tensor:
+        return tensor.empty(dtype, shape)
+
+    def copy(self, value: tensor.Tensor) -> tensor.Tensor:
+        return value.clone()
+
+    def finish(self, value: tensor.Tensor, like: Any) -> Any:
+        if isinstance(like, tensor.Tensor):
+            return value
+        module = sys.modules.get(type(like).__module__.partition(".")[0])
+        space = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
+        return space.from_dlpack(value) if hasattr(space, "from_dlpack") else value
+
+
+def library_of(value: Any) -> Library:
+    """The library that `value`, an input, belongs to; never imports one."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        return Numpy(numpy)
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "Tensor") and isinstance(value, torch.Tensor):
+        return Torch(torch)
+    return Plain()
+
+
+def _memory(address: int, shape: Sequence[int], strides: Sequence[int], size: int) -> Any:
+    span = 0 if 0 in shape else sum((axis - 1) * stride for axis, stride in zip(shape, strides, strict=True)) + 1
+    return _array_type(max(1, span * size)).from_address(address)
+
+
+@lru_cache(maxsize=1024)
+def _array_type(length: int) -> Any:
+    """A ctypes array of bytes with room for an owner, which plain ctypes arrays do not have."""
+    return type("Memory", (ctypes.c_char * length,), {})
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -1,0 +1,91 @@
+"""The cpu backend: every program is one host step; weights are mapped and used in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from ctypes import byref, c_void_p
+
+from . import libtorch
+from .archive import WEIGHTS
+from .errors import WrongMachine
+from .host import HostRegion, Layout
+from .safetensors import Mapped
+from .schema import Manifest, Target, Value, Weight
+
+
+def check_machine(target: Target) -> None:
+    """Raises WrongMachine unless this machine's processor has what the code uses."""
+    machine = os.uname().machine
+    if machine != target.arch:
+        raise WrongMachine(f"the bundle is for {target.arch} processors, this machine is {machine}")
+    missing = sorted(set(target.features) - processor_flags())
+    if missing:
+        raise WrongMachine(f"this processor lacks {', '.join(missing)}, which the bundle's code uses", "build the bundle on this kind of machine")
+
+
+def processor_flags() -> frozenset[str]:
+    """The flags of the first processor in /proc/cpuinfo (empty where there is no such file or line)."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith(("flags", "Features")):
+                    return frozenset(line.partition(":")[2].split())
+    except FileNotFoundError:
+        pass
+    return frozenset()
+
+
+class Outputs:
+    """The output tensors of one replay, in memory that torch's allocator owns until the last reference to this goes."""
+
+    __slots__ = ("_handles", "_torch", "addresses")
+
+    def __init__(self, torch: libtorch.LibTorch, handles: Sequence[int | None]) -> None:
+        self._torch, self._handles = torch, handles
+        self.addresses = []
+        pointer = c_void_p()
+        for handle in handles:
+            torch.data_pointer(handle, byref(pointer))
+            self.addresses.append(pointer.value or 0)
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            self._torch.delete(handle)
+
+
+class CpuBackend:
+    """Runs the programs of a cpu bundle.  Thread-safe.  Raises LibraryMissing, LibraryRefused, WrongMachine, WeightsInvalid."""
+
+    def __init__(self, path: str, manifest: Manifest) -> None:
+        check_machine(manifest.target)
+        self._torch = libtorch.load(manifest.target.torch)
+        self._regions: list[HostRegion] = []
+        self._weights = Mapped(os.path.join(path, WEIGHTS), WEIGHTS)
+        try:
+            for region in manifest.regions:
+                self._regions.append(HostRegion(os.path.join(path, region.file), self._torch, region.file))
+                self._regions[-1].bind({name: self._constant(manifest.weights[index]) for name, index in region.constants})
+            self._inputs = [[self._layout(program.values[index]) for index in program.inputs] for program in manifest.programs]
+        except BaseException:
+            self.close()
+            raise
+        self._run = [(self._regions[program.steps[0].region].run, len(program.outputs)) for program in manifest.programs]
+
+    def run(self, program: int, addresses: Sequence[int]) -> Outputs:
+        """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise."""
+        run, outputs = self._run[program]
+        return Outputs(self._torch, run(addresses, self._inputs[program], outputs))
+
+    def close(self) -> None:
+        """Frees what the backend holds.  No replay may be running."""
+        for region in self._regions:
+            region.close()
+        self._regions.clear()
+        self._weights.close()
+
+    def _constant(self, weight: Weight) -> tuple[int, Layout]:
+        return self._weights.address(weight.tensor), self._layout(weight)
+
+    def _layout(self, row: Weight | Value) -> Layout:
+        return Layout(self._torch.dtype(row.dtype), row.shape, row.strides)

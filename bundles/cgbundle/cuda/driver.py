@@ -1,0 +1,140 @@
+"""The CUDA driver: every call is checked, and the context is current only while it is needed.
+
+`cu` is `cuda.bindings.driver`, or None where cuda-bindings is not installed: `require` says so, importing this module does not.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+from ..errors import DriverFailed, LibraryMissing, OutOfMemory, WrongMachine
+
+try:
+    from cuda.bindings import driver
+except ImportError:  # a machine that only inspects bundles
+    driver = None
+
+cu: Any = driver
+
+MISSING_HINT = "pip install 'cgcompile[cuda]'"
+
+OUT_OF_MEMORY = 2
+"""CUDA_ERROR_OUT_OF_MEMORY."""
+
+
+def require() -> None:
+    """Raises LibraryMissing without cuda-bindings, and WrongMachine without a CUDA driver or a GPU."""
+    if cu is None:
+        raise LibraryMissing("the package cuda-bindings, which a bundle for CUDA needs, is not installed", MISSING_HINT)
+    try:
+        error = cu.cuInit(0)[0]
+    except RuntimeError as reason:  # cuda-bindings found no libcuda
+        raise WrongMachine(f"this machine has no CUDA driver: {reason}") from None
+    if error:
+        raise WrongMachine(f"this machine has no usable GPU: cuInit gives {_name(error)}")
+
+
+def check(call: str, result: tuple[Any, ...], detail: str = "") -> Any:
+    """What the driver call `call` returned beside its error code: nothing, one value, or a tuple.
+
+    Raises DriverFailed naming the call, the driver's error and `detail`; OutOfMemory for that error.
+    """
+    error = result[0]
+    if error:
+        about = f" ({detail})" if detail else ""
+        if error == OUT_OF_MEMORY:
+            raise OutOfMemory(f"{call}{about}: the GPU has too little free memory")
+        raise DriverFailed(f"{call}{about}: {_name(error)}")
+    return result[1] if len(result) == 2 else result[1:] or None
+
+
+def _name(error: Any) -> str:
+    found, text = cu.cuGetErrorName(error)
+    return str(error) if found or not text else text.decode()
+
+
+def device_count() -> int:
+    """GPUs that the driver shows this process."""
+    return int(check("cuDeviceGetCount", cu.cuDeviceGetCount()))
+
+
+def driver_version() -> int:
+    """As the driver reports it: 13000 is 13.0."""
+    return int(check("cuDriverGetVersion", cu.cuDriverGetVersion()))
+
+
+class Context:
+    """A share in the primary context of one GPU: torch, CuPy and the like in this process use the same one.
+
+    `with context:` makes it current in the calling thread and restores what was current before.  `stream` is a non-blocking
+    stream that lives as long.  Whoever hands the context on takes a further share with `retain`; with the last share the
+    driver's own count is released, and with it everything left in the context unless another library uses it too.
+
+    Raises LibraryMissing, WrongMachine, DriverFailed.
+    """
+
+    __slots__ = ("_lock", "_shares", "device", "handle", "index", "stream")
+
+    def __init__(self, index: int) -> None:
+        require()
+        count = device_count()
+        if not 0 <= index < count:
+            raise WrongMachine(f"device {index}: this machine shows {count} GPU{'' if count == 1 else 's'}")
+        self.index = index
+        self.device = check("cuDeviceGet", cu.cuDeviceGet(index))
+        self.handle = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self.device))
+        self._shares = 1
+        self._lock = threading.RLock()  # an Output may be collected, and release its share, at any point of this thread
+        try:
+            with self:
+                self.stream = check("cuStreamCreate", cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        except BaseException:
+            check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self.device))
+            raise
+
+    def __enter__(self) -> Context:
+        check("cuCtxPushCurrent", cu.cuCtxPushCurrent(self.handle))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        check("cuCtxPopCurrent", cu.cuCtxPopCurrent())
+
+    def retain(self) -> None:
+        """One more share."""
+        with self._lock:
+            self._shares += 1
+
+    def release(self) -> None:
+        """One share less."""
+        with self._lock:
+            self._shares -= 1
+            last = self._shares == 0
+        if last:
+            try:
+                with self:
+                    check("cuStreamDestroy", cu.cuStreamDestroy(self.stream))
+            finally:
+                check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self.device))
+
+    def attribute(self, name: str) -> int:
+        """A device attribute by the end of its name, such as COMPUTE_CAPABILITY_MAJOR."""
+        key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, self.device)))
+
+    @property
+    def arch(self) -> str:
+        """The GPU's compute capability as in "sm_90"."""
+        return f"sm_{self.attribute('COMPUTE_CAPABILITY_MAJOR')}{self.attribute('COMPUTE_CAPABILITY_MINOR')}"
+
+    @property
+    def name(self) -> str:
+        """The GPU's name."""
+        return str(check("cuDeviceGetName", cu.cuDeviceGetName(100, self.device)).split(b"\0")[0].decode())
+
+
+def free_bytes() -> int:
+    """Free bytes of the current context's GPU, as the driver counts them."""
+    free, _ = check("cuMemGetInfo", cu.cuMemGetInfo())
+    return int(free)

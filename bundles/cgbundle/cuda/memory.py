@@ -1,0 +1,162 @@
+"""Memory on the GPU: one allocation for each of weights, state, inputs and arena, and outputs that outlive the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from ..errors import CgbundleError, OutOfMemory
+from ..schema import MEMORIES
+from .driver import Context, check, cu, free_bytes
+
+SMALLEST = 256
+"""Bytes allocated for an empty memory, so that its address is one: a zero-size tensor may be passed to a kernel."""
+
+GRANULARITY = 2 << 20
+"""Bytes in which the driver takes memory from the GPU."""
+
+FILLED = ("state", "inputs")
+"""Memories that start as zeros: `state` by definition, `inputs` so that padding never holds another process's data."""
+
+
+class Memories:
+    """The bundle's memories on the current context's GPU; `bases` holds their addresses in the order of MEMORIES, 0 where there
+    is none.
+
+    `cleanup` frees them.  Raises OutOfMemory with the needed and free bytes.
+    """
+
+    __slots__ = ("bases", "sizes")
+
+    def __init__(self, sizes: Mapping[str, int], cleanup: ExitStack, stream: Any) -> None:
+        self.sizes = dict(sizes)
+        found = []
+        for name in MEMORIES:
+            if name not in sizes or name == "host":
+                found.append(0)
+                continue
+            size = max(sizes[name], SMALLEST)
+            base = allocate(size, f"memory {name}")
+            cleanup.callback(free, base)
+            if name in FILLED:
+                fill(base, size, 0, stream)
+            found.append(base)
+        self.bases = tuple(found)
+
+    def planned(self) -> int:
+        """Bytes that the allocations take from the GPU."""
+        return sum(-(-max(size, SMALLEST) // GRANULARITY) * GRANULARITY for name, size in self.sizes.items() if name != "host")
+
+    def address(self, memory: str, offset: int) -> int:
+        """Where byte `offset` of a memory lies on the GPU."""
+        return self.bases[MEMORIES.index(memory)] + offset
+
+    def poison(self, memory: str, byte: int, stream: Any) -> None:
+        """Overwrites a whole memory with `byte`, in the order of the stream."""
+        if self.sizes.get(memory):
+            fill(self.bases[MEMORIES.index(memory)], self.sizes[memory], byte, stream)
+
+
+def allocate(size: int, what: str) -> int:
+    """The address of `size` new bytes.  Raises OutOfMemory naming `what`."""
+    try:
+        return int(check("cuMemAlloc", cu.cuMemAlloc(size), what))
+    except OutOfMemory:
+        raise OutOfMemory(f"{what}: needs {size:,} bytes, the GPU has {free_bytes():,} free") from None
+
+
+def free(address: int) -> None:
+    """Gives an allocation back."""
+    check("cuMemFree", cu.cuMemFree(address))
+
+
+def fill(address: int, size: int, byte: int, stream: Any) -> None:
+    """Sets `size` bytes, in the order of the stream."""
+    if size:
+        check("cuMemsetD8Async", cu.cuMemsetD8Async(address, byte, size, stream))
+
+
+def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: bool = True, source_on_device: bool = True) -> None:
+    """Copies `size` bytes in the order of the stream.
+
+    From pageable host memory the bytes have been read when this returns; to host memory they are there when the stream has been
+    synchronized.  Pinned host memory must stay untouched until then, whichever way.
+    """
+    if not size:
+        return
+    if target_on_device and source_on_device:
+        check("cuMemcpyDtoDAsync", cu.cuMemcpyDtoDAsync(target, source, size, stream))
+    elif target_on_device:
+        check("cuMemcpyHtoDAsync", cu.cuMemcpyHtoDAsync(target, source, size, stream))
+    elif source_on_device:
+        check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(target, source, size, stream))
+    else:
+        raise ValueError("a copy from host to host is none of the GPU's")
+
+
+def copy_rows(
+    target: int,
+    source: int,
+    width: int,
+    rows: int,
+    stream: Any,
+    *,
+    target_pitch: int,
+    source_pitch: int,
+    target_on_device: bool = True,
+    source_on_device: bool = True,
+) -> None:
+    """Copies `rows` rows of `width` bytes whose starts lie `pitch` bytes apart: how a padded inner axis is filled or cut."""
+    if not (width and rows):
+        return
+    kind = cu.CUmemorytype
+    params = cu.CUDA_MEMCPY2D()
+    params.WidthInBytes, params.Height = width, rows
+    params.srcPitch, params.dstPitch = source_pitch, target_pitch
+    params.srcMemoryType = kind.CU_MEMORYTYPE_DEVICE if source_on_device else kind.CU_MEMORYTYPE_HOST
+    params.dstMemoryType = kind.CU_MEMORYTYPE_DEVICE if target_on_device else kind.CU_MEMORYTYPE_HOST
+    if source_on_device:
+        params.srcDevice = source
+    else:
+        params.srcHost = source
+    if target_on_device:
+        params.dstDevice = target
+    else:
+        params.dstHost = target
+    check("cuMemcpy2DAsync", cu.cuMemcpy2DAsync(params, stream))
+
+
+class Output:
+    """`bytes` bytes of GPU memory from the driver's pool, for one output of a call; it outlives the program.
+
+    `free`, or the end of this object, returns it in the order of the stream it was allocated on, which must still exist.  The
+    context must be current when it is made, in no other case.
+    """
+
+    __slots__ = ("_context", "_stream", "address", "bytes")
+
+    def __init__(self, context: Context, size: int, stream: Any) -> None:
+        self._context: Context | None = None
+        self._stream, self.bytes = stream, size
+        try:
+            self.address = int(check("cuMemAllocAsync", cu.cuMemAllocAsync(max(size, 1), stream)))
+        except OutOfMemory:
+            raise OutOfMemory(f"output: needs {size:,} bytes, the GPU has {free_bytes():,} free") from None
+        context.retain()
+        self._context = context
+
+    def free(self) -> None:
+        """Gives the memory back, and its share in the context; may be called twice."""
+        context, self._context = self._context, None
+        if context is None:
+            return
+        try:
+            with context:
+                check("cuMemFreeAsync", cu.cuMemFreeAsync(self.address, self._stream))
+        finally:
+            context.release()
+
+    def __del__(self) -> None:
+        with suppress(CgbundleError):  # after a fault of a kernel, which was reported where it happened
+            self.free()

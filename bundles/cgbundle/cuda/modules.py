@@ -1,0 +1,106 @@
+"""Kernel images on the GPU: each loaded once, its functions found by symbol, its data symbols set as they were when recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ..errors import FileDamaged, TableInvalid
+from ..schema import MEMORIES, ModuleState
+from .driver import check, cu
+from .memory import Memories
+
+GROWING = (8, 14)
+"""Function attributes that permit more (dynamic shared memory, non-portable cluster size): where recordings share a function, the
+largest value serves all."""
+
+
+class Modules:
+    """The images of a bundle that its recordings use, loaded into the current context on first use.
+
+    `folder` holds an image per file, named by its SHA-256.  Raises FileDamaged, TableInvalid, DriverFailed, OutOfMemory.
+    """
+
+    __slots__ = ("_folder", "_functions", "_memories", "_modules", "_settings", "_states")
+
+    def __init__(self, folder: str, states: Iterable[ModuleState], memories: Memories) -> None:
+        self._folder, self._memories = folder, memories
+        self._states: dict[str, list[ModuleState]] = {}
+        for state in states:
+            self._states.setdefault(state.image, []).append(state)
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[tuple[str, str], Any] = {}
+        self._settings: dict[tuple[str, str, int], int] = {}
+
+    def function(self, image: str, symbol: str, params: Sequence[tuple[int, int]], settings: Iterable[tuple[int, int]]) -> Any:
+        """The CUfunction, its attributes set to `settings`; `params` must be the (offset, size) of its parameters."""
+        found = self._functions.get((image, symbol))
+        if found is None:
+            module = self._module(image)
+            found = check("cuModuleGetFunction", cu.cuModuleGetFunction(module, symbol.encode()), f"{symbol} of {image[:16]}...")
+            _check_params(found, image, symbol, params)
+            self._functions[image, symbol] = found
+        for number, value in settings:
+            self._set(found, (image, symbol, number), value)
+        return found
+
+    def close(self) -> None:
+        """Unloads every module, the others too when one fails."""
+        with ExitStack() as each:
+            for module in self._modules.values():
+                each.callback(_unload, module)
+            self._modules, self._functions = {}, {}
+
+    def _set(self, function: Any, key: tuple[str, str, int], value: int) -> None:
+        number = key[2]
+        before = self._settings.get(key)
+        if before is not None and (before == value or (number in GROWING and before > value)):
+            return
+        result = cu.cuFuncSetAttribute(function, cu.CUfunction_attribute(number), value)
+        check("cuFuncSetAttribute", result, f"attribute {number} = {value} of {key[1]}")
+        self._settings[key] = value
+
+    def _module(self, image: str) -> Any:
+        module = self._modules.get(image)
+        if module is None:
+            try:
+                # As bytes: the interpreter ends them with the zero byte that PTX needs and a cubin does not mind.
+                data = read(f"{self._folder}/{image}")
+            except FileNotFoundError:
+                raise FileDamaged(f"kernels/{image}: missing") from None
+            module = check("cuModuleLoadData", cu.cuModuleLoadData(data), f"kernels/{image}")
+            self._modules[image] = module
+            for state in self._states.get(image, ()):
+                self._restore(module, state)
+        return module
+
+    def _restore(self, module: Any, state: ModuleState) -> None:
+        path = f"{state.symbol} of {state.image[:16]}..."
+        address, size = check("cuModuleGetGlobal", cu.cuModuleGetGlobal(module, state.symbol.encode()), path)
+        if len(state.contents) > size:
+            raise TableInvalid(f"module state {path}: {len(state.contents)} bytes, the symbol has {size}")
+        contents = bytearray(state.contents)
+        for item in state.relocations:
+            target = self._memories.address(MEMORIES[item.target.memory], item.target.offset)
+            contents[item.at : item.at + 8] = target.to_bytes(8, "little")
+        check("cuMemcpyHtoD", cu.cuMemcpyHtoD(address, bytes(contents), len(contents)), path)
+
+
+def read(path: str) -> bytes:
+    """A whole file."""
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _check_params(function: Any, image: str, symbol: str, params: Sequence[tuple[int, int]]) -> None:
+    """The driver reads as many parameters as the image declares: fewer in the table would be read past their end."""
+    found: list[tuple[int, int]] = []
+    while not (answer := cu.cuFuncGetParamInfo(function, len(found)))[0]:
+        found.append((int(answer[1]), int(answer[2])))
+    if found != list(params):
+        raise TableInvalid(f"{symbol} of {image[:16]}...: the image takes parameters {found}, the table says {list(params)}")
+
+
+def _unload(module: Any) -> None:
+    check("cuModuleUnload", cu.cuModuleUnload(module))

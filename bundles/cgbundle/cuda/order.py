@@ -1,0 +1,47 @@
+"""The order of calls that share one arena but come on different streams."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from .driver import Context, check, cu
+
+
+class StreamOrder:
+    """Puts the work of every `begin` ... `end` behind that of the one before, whatever their streams.
+
+    `default` is the stream of callers who name none.  The context must be current; `cleanup` gives the event back.
+    """
+
+    __slots__ = ("_default_key", "_done", "_last", "default")
+
+    def __init__(self, context: Context, cleanup: ExitStack) -> None:
+        self._done = check("cuEventCreate", cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        cleanup.callback(_destroy, self._done)
+        self.default = context.stream
+        self._default_key = self._last = int(self.default)
+
+    def handle(self, stream: int | None) -> Any:
+        """The driver's handle of a stream."""
+        return self.default if stream is None else cu.CUstream(stream)
+
+    def begin(self, stream: int | None) -> Any:
+        """The stream's handle; what is enqueued on it now runs after the work before the last `end`."""
+        handle = self.handle(stream)
+        key = int(handle)
+        if key != self._last:
+            if self._last == self._default_key:
+                check("cuEventRecord", cu.cuEventRecord(self._done, self.default))
+            check("cuStreamWaitEvent", cu.cuStreamWaitEvent(handle, self._done, 0))
+            self._last = key
+        return handle
+
+    def end(self, handle: Any) -> None:
+        """Marks the end of the work.  A caller's stream is marked now, because it may be gone by the next call."""
+        if self._last != self._default_key:
+            check("cuEventRecord", cu.cuEventRecord(self._done, handle))
+
+
+def _destroy(event: Any) -> None:
+    check("cuEventDestroy", cu.cuEventDestroy(event))

@@ -1,0 +1,127 @@
+"""The stored exam: inputs and expected outputs of every int_key, replayed and compared with nothing but the standard library.
+
+`python -m cgbundle.exam BUNDLE` is the fresh process that a build proves itself in; it prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .archive import EXAM
+from .errors import CgbundleError, ExamFailed
+from .loader import load
+from .program import Program
+from .safetensors import Mapped
+from .schema import Manifest, Proof
+from .tensor import Tensor, decode, from_bytes
+
+BITS = "bits"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What one int_key gave: `error` as in `schema.Proof`; `exact` when every output had the expected bits."""
+
+    key: tuple[int, ...]
+    error: float
+    tolerance: float
+    exact: bool
+
+    def passed(self, compare: str) -> bool:
+        """Whether the bundle keeps its promise for this key."""
+        return self.exact if compare == BITS else self.error <= self.tolerance
+
+
+def entry(key: Sequence[int], kind: str, index: int) -> str:
+    """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`."""
+    return f"{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
+
+
+def sit(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
+    """Replays the exam of the loaded bundle for `keys` (default: all), in order.  Raises WeightsInvalid when the exam is damaged."""
+    exam = Mapped(os.path.join(path, EXAM), EXAM)
+    try:
+        return [_sit(exam, program, proof) for proof in program.manifest.exam.proofs if keys is None or proof.key in keys]
+    finally:
+        exam.close()
+
+
+def check(path: str, program: Program) -> list[Result]:
+    """As `sit`; raises ExamFailed, naming the key and the error, for the first that fails."""
+    results = sit(path, program)
+    compare = program.manifest.exam.compare
+    for result in results:
+        if not result.passed(compare):
+            promise = "the recorded bits" if compare == BITS else f"at most {result.tolerance:.1e}"
+            raise ExamFailed(f"int_key {name_key(program.manifest, result.key)}: error {result.error:.1e}, promised {promise}")
+    return results
+
+
+def name_key(manifest: Manifest, key: Sequence[int]) -> str:
+    """`batch=8, seq=128`."""
+    pairs = zip(manifest.dimensions, key, strict=True)
+    return ", ".join(f"{dimension.name}={size}" for dimension, size in pairs) or "()"
+
+
+def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Tensor]:
+    """The exam's inputs for `key`, copied."""
+    found = []
+    for index in range(len(manifest.inputs)):
+        name = entry(key, "input", index)
+        row = exam.entries[name]
+        found.append(from_bytes(exam.data(name), row.dtype, row.shape))
+    return found
+
+
+def _sit(exam: Mapped, program: Program, proof: Proof) -> Result:
+    outputs = program.replay(inputs_of(exam, program.manifest, proof.key))
+    worst, exact = 0.0, True
+    for index, output in enumerate(outputs):
+        name = entry(proof.key, "output", index)
+        expected, got = bytes(exam.data(name)), output.tobytes()
+        if expected != got:
+            exact = False
+            worst = max(worst, relative_error(output.dtype, expected, got))
+    return Result(key=proof.key, error=worst, tolerance=proof.tolerance, exact=exact)
+
+
+def relative_error(dtype: str, expected: bytes, got: bytes) -> float:
+    """The largest |got - expected| divided by the largest finite |expected|; infinite where one is NaN or infinite and the other
+    is not the same."""
+    if len(expected) != len(got):
+        return float("inf")
+    wanted, found = decode(dtype, expected), decode(dtype, got)
+    largest = max((abs(x) for x in wanted if x - x == 0), default=0) or 1
+    worst = 0.0
+    for x, y in zip(wanted, found, strict=True):
+        if x == y or (x != x and y != y):
+            continue
+        difference = abs(x - y)
+        if not difference < float("inf"):
+            return float("inf")
+        worst = max(worst, difference / largest)
+    return worst
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Loads the bundle, sits the exam, prints {"results": [...], "modules": [...]} or {"error": ..., "hint": ...}."""
+    (path,) = arguments
+    try:
+        with load(path, check="full") as program:
+            results = sit(path, program)
+            rows = [{"key": r.key, "error": r.error, "tolerance": r.tolerance, "exact": r.exact} for r in results]
+            compare = program.manifest.exam.compare
+            passed = all(result.passed(compare) for result in results)
+    except CgbundleError as error:
+        print(json.dumps({"error": str(error), "hint": error.hint, "kind": type(error).__name__}))
+        return error.exit_code
+    print(json.dumps({"results": rows, "torch_imported": "torch" in sys.modules}))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,48 @@
+"""`load`: from a bundle on disk to a program, everything checked before anything runs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from . import dispatch, verify
+from .archive import read_manifest
+from .program import Backend, Program
+from .schema import Manifest
+
+MODES = ("graph", "stream")
+OUTPUTS = ("copy", "view")
+
+
+def load(
+    path: str | os.PathLike[str], *, device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load"
+) -> Program:
+    """Loads the bundle at `path`.
+
+    `device`: the CUDA device (the cpu target ignores it).  `mode`: "graph" replays recorded graphs, "stream" launches the same rows one by
+    one.  `on_miss`: for sizes that were not recorded, "pad" takes the smallest recorded key that holds the call, "chunk" wastes the fewest
+    rows, "error" refuses.  `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded views that the next call makes
+    stale.  `check`: "load" checks every file but the data of the weights, "full" those too.
+
+    Raises a CgbundleError (see errors.py); ValueError for an option that does not exist.
+    """
+    for name, value, known in (
+        ("mode", mode, MODES), ("on_miss", on_miss, dispatch.POLICIES), ("outputs", outputs, OUTPUTS), ("check", check, verify.LEVELS),
+    ):  # fmt: skip
+        if value not in known:
+            raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
+    folder = os.fspath(path)
+    manifest = read_manifest(folder)
+    verify.check_bundle(folder, manifest, check)
+    return Program(manifest, _backend(folder, manifest, device, mode), on_miss, outputs)
+
+
+def _backend(folder: str, manifest: Manifest, device: int, mode: str) -> Backend:
+    if manifest.target.kind == verify.CPU:
+        from .cpu import CpuBackend
+
+        return CpuBackend(folder, manifest)
+    from .cuda.device import CudaBackend  # type: ignore[import-not-found, unused-ignore]
+
+    backend: Any = CudaBackend(folder, manifest, device, mode)
+    return backend  # type: ignore[no-any-return, unused-ignore]

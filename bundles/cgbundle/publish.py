@@ -1,0 +1,76 @@
+"""Writing a bundle so that it is whole or absent: staged beside its destination, synced, renamed into place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from .archive import list_files
+
+
+@contextmanager
+def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
+    """A fresh directory beside `destination`, renamed to it when the block ends well and removed when it does not.
+
+    A process that is killed leaves its staging directory (named after it) and no bundle; the next build to the same destination removes
+    directories whose process is gone.  With `replace`, an existing bundle stays in place until the new one is whole.
+    """
+    _sweep(destination)
+    stage = destination.parent / f".{destination.name}.{os.getpid()}.{uuid4().hex[:8]}.building"
+    stage.mkdir(parents=True)
+    try:
+        yield stage
+        _sync(stage)
+        if replace and destination.exists():
+            old = stage.with_suffix(".old")
+            destination.rename(old)
+            try:
+                stage.rename(destination)
+            except OSError:
+                old.rename(destination)
+                raise
+            shutil.rmtree(old)
+        else:
+            stage.rename(destination)
+        _sync_one(destination.parent)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _sweep(destination: Path) -> None:
+    for leftover in destination.parent.glob(f".{destination.name}.*.*.*"):
+        owner = leftover.name[len(destination.name) + 2 :].split(".")[0]
+        if leftover.suffix not in (".building", ".old") or not owner.isdigit() or _alive(int(owner)):
+            continue
+        if leftover.suffix == ".old" and not destination.exists():
+            leftover.rename(destination)  # killed between the two renames: the old bundle is whole, put it back
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _sync(folder: Path) -> None:
+    for name in list_files(str(folder)):
+        _sync_one(folder / name)
+    _sync_one(folder)
+
+
+def _sync_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

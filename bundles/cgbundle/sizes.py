@@ -1,0 +1,64 @@
+"""Size expressions: how a shape follows from the declared dimensions.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .schema import Size
+
+
+def evaluate(size: Size, values: Mapping[str, int]) -> int:
+    """The number that `size` stands for when the dimensions have `values`.  Raises KeyError for an unknown dimension."""
+    if isinstance(size, int):
+        return size
+    if isinstance(size, str):
+        return values[size]
+    operator, left, right = size
+    a, b = evaluate(left, values), evaluate(right, values)
+    if operator == "+":
+        return a + b
+    if operator == "-":
+        return a - b
+    if operator == "*":
+        return a * b
+    return a // b if operator == "//" else a % b
+
+
+def names(size: Size) -> frozenset[str]:
+    """The dimensions that `size` depends on."""
+    if isinstance(size, int):
+        return frozenset()
+    if isinstance(size, str):
+        return frozenset((size,))
+    return names(size[1]) | names(size[2])
+
+
+def linear(size: Size) -> tuple[str, int, int] | None:
+    """(dimension, scale, offset) when `size` is scale * dimension + offset with scale > 0, else None.
+
+    Inputs have only such sizes: they can be solved for the dimension.
+    """
+    if isinstance(size, str):
+        return (size, 1, 0)
+    if isinstance(size, int):
+        return None
+    operator, left, right = size
+    if operator in ("+", "-") and isinstance(right, int):
+        inner = linear(left)
+        return inner and (inner[0], inner[1], inner[2] + (right if operator == "+" else -right))
+    if operator == "*" and isinstance(right, int) and right > 0:
+        inner = linear(left)
+        return inner and (inner[0], inner[1] * right, inner[2] * right)
+    return None
+
+
+def text(size: Size) -> str:
+    """`size` as a person would write it: `2*batch+1`."""
+    if isinstance(size, tuple):
+        operator, left, right = size
+        loose = operator in ("*", "//", "%")
+        sides = [f"({text(side)})" if loose and isinstance(side, tuple) else text(side) for side in (left, right)]
+        if operator == "*" and isinstance(right, int):
+            sides.reverse()
+        return operator.join(sides)
+    return str(size)

@@ -1,0 +1,213 @@
+"""Every invariant of a bundle, in one place: the compiler calls it before it publishes, the loader before it touches the device.
+
+`check_manifest` is pure; `check_bundle` adds the files: their lengths always, their hashes as far as asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import product
+
+from . import archive, safetensors, structure
+from .errors import FileDamaged, ManifestInvalid, WeightsInvalid
+from .schema import DTYPES, MEMORIES, Dimension, Manifest, Program, TensorSpec, Value
+from .sizes import evaluate, linear, names
+
+LEVELS = ("load", "full")
+"""How much `check_bundle` hashes: everything but the weights' data, or everything."""
+
+CPU, CUDA = "cpu", "cuda"
+
+
+def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
+    """Raises the error of the first invariant that does not hold: ManifestInvalid, FileDamaged, WeightsInvalid, TableInvalid."""
+    check_manifest(manifest)
+    archive.check_sizes(path, manifest)
+    check_weights(path, manifest)
+    for file in manifest.files:
+        if level == "full" or file.path != archive.WEIGHTS:
+            archive.check_hash(path, file)
+    if level == "full":
+        archive.check_strangers(path, manifest)
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raises ManifestInvalid, with the path of the field, unless the manifest is sound in itself."""
+    _check_dimensions(manifest.dimensions)
+    known = {dimension.name for dimension in manifest.dimensions}
+    _check_specs("inputs", manifest.inputs, known)
+    _check_specs("outputs", manifest.outputs, known)
+    solved = {rule[0] for spec in manifest.inputs for size in spec.shape if (rule := linear(size))}
+    for dimension in manifest.dimensions:
+        _require(dimension.name in solved, "dimensions", f"{dimension.name} is the size of no input's axis")
+    structure.check(manifest.call, "call", len(manifest.inputs))
+    _require("call" in manifest.call, "call", "is not the structure of a call")
+    structure.check(manifest.result, "result", len(manifest.outputs))
+    _check_target(manifest)
+    _check_memories(manifest)
+    _check_weights(manifest)
+    _check_regions(manifest)
+    _check_programs(manifest)
+    _check_files(manifest)
+    keys = [program.key for program in manifest.programs]
+    _require([proof.key for proof in manifest.exam.proofs] == keys, "exam.proofs", "do not match the programs")
+    _require(manifest.exam.compare in ("bits", "tolerance"), "exam.compare", f"unknown comparison {manifest.exam.compare!r}")
+
+
+def check_weights(path: str, manifest: Manifest) -> None:
+    """Raises WeightsInvalid unless weights.safetensors is well formed and holds what the manifest names."""
+    with open(os.path.join(path, archive.WEIGHTS), "rb") as file:
+        entries = safetensors.read_header(file, archive.WEIGHTS)
+    for weight in manifest.weights:
+        entry = entries.get(weight.tensor)
+        if entry is None:
+            raise WeightsInvalid(f"{archive.WEIGHTS}: tensor {weight.tensor!r} is missing")
+        if entry.dtype != weight.dtype or sorted(entry.shape) != sorted(weight.shape):
+            raise WeightsInvalid(
+                f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {list(entry.shape)}, "
+                f"expected {weight.dtype} {list(weight.shape)}"
+            )
+
+
+def _require(holds: bool, where: str, message: str) -> None:
+    if not holds:
+        raise ManifestInvalid(f"{where}: {message}")
+
+
+def _check_dimensions(dimensions: Sequence[Dimension]) -> None:
+    _require(len({dimension.name for dimension in dimensions}) == len(dimensions), "dimensions", "a name stands twice")
+    for index, dimension in enumerate(dimensions):
+        where = f"dimensions[{index}]"
+        _require(dimension.name.isidentifier(), f"{where}.name", f"{dimension.name!r} is no name")
+        _require(bool(dimension.sizes), f"{where}.sizes", "no size")
+        _require(list(dimension.sizes) == sorted(set(dimension.sizes)), f"{where}.sizes", "not ascending")
+        _require(dimension.sizes[0] >= 1, f"{where}.sizes", f"{dimension.sizes[0]} is below 1")
+        _require(dimension.pad in ("rows", "zeros", "no"), f"{where}.pad", f"unknown kind {dimension.pad!r}")
+
+
+def _check_specs(where: str, specs: Sequence[TensorSpec], known: set[str]) -> None:
+    _require(len({spec.name for spec in specs}) == len(specs), where, "a name stands twice")
+    for index, spec in enumerate(specs):
+        at = f"{where}[{index}]"
+        _require(spec.dtype in DTYPES, f"{at}.dtype", f"unknown dtype {spec.dtype!r}")
+        _require(sorted(spec.order) == list(range(len(spec.shape))), f"{at}.order", "is not an order of the axes")
+        for axis, size in enumerate(spec.shape):
+            unknown = sorted(names(size) - known)
+            _require(not unknown, f"{at}.shape[{axis}]", f"unknown dimension {unknown[:1]}")
+            fits = isinstance(size, int) or where == "outputs" or linear(size) is not None
+            _require(fits, f"{at}.shape[{axis}]", "an input's size must be scale * dimension + offset")
+
+
+def _check_target(manifest: Manifest) -> None:
+    _require(manifest.target.kind in (CPU, CUDA), "target.kind", f"unknown target {manifest.target.kind!r}")
+    _require(bool(manifest.target.arch), "target.arch", "empty")
+
+
+def _check_memories(manifest: Manifest) -> None:
+    seen = [name for name, _ in manifest.memories]
+    _require(len(set(seen)) == len(seen) and set(seen) <= set(MEMORIES), "memories", f"unknown or double name in {seen}")
+    for name, size in manifest.memories:
+        _require(size >= 0, f"memories.{name}", f"{size} bytes")
+
+
+def _check_weights(manifest: Manifest) -> None:
+    _require(len({weight.name for weight in manifest.weights}) == len(manifest.weights), "weights", "a name stands twice")
+    total = dict(manifest.memories).get("weights", 0)
+    for index, weight in enumerate(manifest.weights):
+        where = f"weights[{index}]"
+        _require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
+        extent = _extent(where, weight.dtype, weight.shape, weight.strides)
+        _require(extent == safetensors.nbytes(weight.dtype, weight.shape), f"{where}.strides", "leave gaps or overlap")
+        if manifest.target.kind == CUDA:
+            _require(weight.offset % safetensors.ALIGNMENT == 0, f"{where}.offset", "is not aligned")
+            _require(0 <= weight.offset and weight.offset + extent <= total, f"{where}.offset", "outside memory weights")
+
+
+def _extent(where: str, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Bytes from the first to behind the last element."""
+    _require(len(shape) == len(strides), f"{where}.strides", "do not match the shape")
+    _require(min(shape, default=0) >= 0 and min(strides, default=0) >= 0, where, "negative size or stride")
+    if 0 in shape:
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * DTYPES[dtype]
+
+
+def _check_regions(manifest: Manifest) -> None:
+    for index, region in enumerate(manifest.regions):
+        where = f"regions[{index}]"
+        _require(region.kind in ("graph", "host"), f"{where}.kind", f"unknown kind {region.kind!r}")
+        _require((region.kind == "host") == bool(region.file), f"{where}.file", "a host region has a file, a graph region none")
+        for place, (_, weight) in enumerate(region.constants):
+            _require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
+
+
+def _check_programs(manifest: Manifest) -> None:
+    keys = list(product(*[dimension.sizes for dimension in manifest.dimensions]))
+    found = [program.key for program in manifest.programs]
+    _require(found == keys, "programs", f"keys {found[:4]}... are not the product of the dimensions' sizes")
+    for index, program in enumerate(manifest.programs):
+        _check_program(manifest, program, f"programs[{index}]")
+
+
+def _check_program(manifest: Manifest, program: Program, where: str) -> None:
+    memories = dict(manifest.memories)
+    for place, value in enumerate(program.values):
+        _check_value(memories, value, f"{where}.values[{place}]")
+    sizes = {dimension.name: size for dimension, size in zip(manifest.dimensions, program.key, strict=True)}
+    for kind, positions, specs in (("inputs", program.inputs, manifest.inputs), ("outputs", program.outputs, manifest.outputs)):
+        _require(len(positions) == len(specs), f"{where}.{kind}", f"{len(positions)} values, the signature has {len(specs)}")
+        for place, (position, spec) in enumerate(zip(positions, specs, strict=True)):
+            at = f"{where}.{kind}[{place}]"
+            _require(0 <= position < len(program.values), at, f"no value {position}")
+            value = program.values[position]
+            _require(value.dtype == spec.dtype, at, f"dtype {value.dtype}, the signature has {spec.dtype}")
+            expected = tuple([evaluate(size, sizes) for size in spec.shape])
+            _require(value.shape == expected, at, f"shape {list(value.shape)}, the signature gives {list(expected)}")
+    for memory, size in (("arena", program.arena), ("inputs", program.static)):
+        _require(0 <= size <= memories.get(memory, 0), f"{where}.{memory}", f"{size} bytes, memory {memory} has less")
+    _require(bool(program.steps), f"{where}.steps", "no step")
+    for place, step in enumerate(program.steps):
+        at = f"{where}.steps[{place}]"
+        _require(step.kind in ("graph", "host", "copy"), f"{at}.kind", f"unknown kind {step.kind!r}")
+        _require(all(0 <= value < len(program.values) for value in (*step.inputs, *step.outputs)), at, "no such value")
+        _require((step.kind == "graph") == bool(step.file), f"{at}.file", "a graph step has a table, others none")
+        if step.kind == "copy":
+            _require(len(step.inputs) == len(step.outputs) == 1, at, "a copy has one input and one output")
+        else:
+            _require(0 <= step.region < len(manifest.regions), f"{at}.region", f"no region {step.region}")
+            _require(manifest.regions[step.region].kind == step.kind, f"{at}.region", "is of another kind")
+    if manifest.target.kind == CPU:
+        (step, *more) = program.steps
+        whole = step.kind == "host" and not more and step.inputs == program.inputs and step.outputs == program.outputs
+        _require(whole, f"{where}.steps", "a cpu program is one host step over the call's values")
+
+
+def _check_value(memories: dict[str, int], value: Value, where: str) -> None:
+    _require(value.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {value.dtype!r}")
+    _require(value.memory in MEMORIES, f"{where}.memory", f"unknown memory {value.memory!r}")
+    extent = _extent(where, value.dtype, value.shape, value.strides)
+    if value.memory == "host":
+        _require(value.offset == 0, f"{where}.offset", "a value in host memory has none")
+    else:
+        fits = 0 <= value.offset and value.offset + extent <= memories.get(value.memory, 0)
+        _require(fits, f"{where}.offset", f"outside memory {value.memory}")
+
+
+def _check_files(manifest: Manifest) -> None:
+    paths = [file.path for file in manifest.files]
+    _require(len(set(paths)) == len(paths), "files", "a path stands twice")
+    for index, file in enumerate(manifest.files):
+        where = f"files[{index}]"
+        parts = file.path.split("/")
+        plain = all(part not in ("", ".", "..") for part in parts) and "\\" not in file.path and file.path.isprintable()
+        _require(plain and file.path != archive.MANIFEST, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
+        _require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
+        digits = len(file.sha256) == 64 and set(file.sha256) <= set("0123456789abcdef")
+        _require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
+    needed = {archive.WEIGHTS, archive.EXAM, archive.PROGRAM}
+    needed |= {region.file for region in manifest.regions if region.file}
+    needed |= {step.file for program in manifest.programs for step in program.steps if step.file}
+    needed |= {manifest.module_state} - {""}
+    for path in sorted(needed - set(paths)):
+        raise FileDamaged(f"{path}: the manifest needs it and does not list it")

@@ -1,0 +1,28 @@
+"""cgcompile: an ahead-of-time compiler from PyTorch models to bundles.
+
+    import cgcompile
+    cgcompile.build(model, inputs, sizes=[1, 8, 32], out="gpt.cgb", target="auto")
+
+Importing this module is cheap: torch is imported when a model is built or checked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .pipeline import Built, build
+    from .progress import Event
+
+__version__ = "0.1.0"
+__all__ = ["Built", "Event", "__version__", "build"]
+
+_HOMES = {"build": "pipeline", "Built": "pipeline", "Event": "progress"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cgcompile' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

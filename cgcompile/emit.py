@@ -1,0 +1,121 @@
+"""emit: the parts of a build -> the files and the manifest of a bundle.  The only writer of the format."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from cgbundle import archive, codec, safetensors, schema, verify
+from cgbundle.exam import entry
+from torch.export import ExportedProgram
+
+from . import __version__
+from .export import Exported, run_eager
+from .source import Source, all_keys, sample
+from .trees import dtype_name
+from .weights import Weights
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyExam:
+    """Inputs and expected outputs at one int_key."""
+
+    key: tuple[int, ...]
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+
+
+def eager_exam(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]]) -> list[KeyExam]:
+    """What eager PyTorch gives at every int_key, on the inputs that the source draws."""
+    exams = []
+    for key in all_keys(sizes):
+        inputs = sample(source, dict(zip(sizes, key, strict=True))).tensors
+        exams.append(KeyExam(key=key, inputs=inputs, outputs=run_eager(exported.flat, inputs)))
+    return exams
+
+
+def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
+    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..."""
+    tensors: dict[str, safetensors.Tensor] = {}
+    for exam in exams:
+        for kind, values in (("input", exam.inputs), ("output", exam.outputs)):
+            for index, value in enumerate(values):
+                tensors[entry(exam.key, kind, index)] = _stored(value)
+    with open(path, "wb") as file:
+        safetensors.write(file, tensors)
+
+
+def write_program(path: Path, program: ExportedProgram) -> None:
+    """program.pt2 without weights: every weight keeps its shape and dtype and is stored as a single zero, seen through strides of 0."""
+    bare = copy.copy(program)
+    bare._state_dict = {name: _hollow(value) for name, value in program.state_dict.items()}
+    bare._constants = {name: _hollow(value) if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()}
+    bare._example_inputs = None
+    torch.export.save(bare, path)
+
+
+def _hollow(value: torch.Tensor) -> torch.Tensor:
+    hollow = torch.zeros(1, dtype=value.dtype).expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
+    return torch.nn.Parameter(hollow, value.requires_grad) if isinstance(value, torch.nn.Parameter) else hollow
+
+
+def _stored(value: torch.Tensor) -> safetensors.Tensor:
+    dense = value.detach().contiguous()
+    return dtype_name(dense.dtype), tuple(dense.shape), lambda: dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
+
+
+def cpu_programs(exams: Sequence[KeyExam], strides: Sequence[Sequence[tuple[int, ...]]]) -> tuple[schema.Program, ...]:
+    """One host step per int_key; `strides` are those that the compiled code gives its outputs, per key and output."""
+    programs = []
+    for exam, found in zip(exams, strides, strict=True):
+        given = [_value(tensor, tensor.stride()) for tensor in exam.inputs]
+        made = [_value(tensor, stride) for tensor, stride in zip(exam.outputs, found, strict=True)]
+        inputs, outputs = tuple(range(len(given))), tuple(range(len(given), len(given) + len(made)))
+        step = schema.Step(kind="host", region=0, file="", inputs=inputs, outputs=outputs)
+        values = (*given, *made)
+        programs.append(schema.Program(key=exam.key, values=values, inputs=inputs, outputs=outputs, steps=(step,), arena=0, static=0))
+    return tuple(programs)
+
+
+def _value(tensor: torch.Tensor, strides: Sequence[int]) -> schema.Value:
+    return schema.Value(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), strides=tuple(strides), memory="host", offset=0)
+
+
+def write_weights(path: Path, weights: Weights) -> None:
+    """weights.safetensors, one tensor at a time."""
+    with open(path, "wb") as file:
+        safetensors.write(file, weights.tensors)
+
+
+def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
+    """Describes the files of the stage in the manifest, checks everything, and writes it."""
+    sealed = replace(manifest, files=archive.describe_files(str(stage)))
+    (stage / archive.MANIFEST).write_bytes(codec.encode(sealed))
+    verify.check_bundle(str(stage), codec.decode((stage / archive.MANIFEST).read_bytes()))
+    return sealed
+
+
+def provenance(label: str, options: Mapping[str, str]) -> schema.Provenance:
+    """Where and when, and with what."""
+    versions = {"cgcompile": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return schema.Provenance(
+        source=os.path.basename(label) if os.path.exists(label) else label,
+        created=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        versions=tuple(sorted(versions.items())),
+        machine=_processor(),
+        options=tuple(sorted(options.items())),
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except FileNotFoundError:
+        names = []
+    return names[0] if names else platform.machine()

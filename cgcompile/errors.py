@@ -1,0 +1,113 @@
+"""The catalogue of build errors: one class per reason.  They share cgbundle's base, so that one place turns errors into text.
+
+`exit_code` 1: the model has findings or cannot be built; 2: usage or environment.  A message is one line: where, what, expected and found.
+"""
+
+from __future__ import annotations
+
+from cgbundle.errors import CgbundleError
+
+
+class BuildError(CgbundleError):
+    """Base of every error that building or checking raises on purpose."""
+
+
+# --- the source -------------------------------------------------------------------------------------------------
+
+
+class SourceMissing(BuildError):
+    """No such model file, module, attribute, or saved program."""
+
+    exit_code = 2
+
+
+class SourceInvalid(BuildError):
+    """The model file cannot be run, or lacks model() or inputs(), or these do not return what they should."""
+
+
+class SizesInvalid(BuildError):
+    """Sizes that are not distinct positive whole numbers, or name a dimension that inputs() does not declare."""
+
+    exit_code = 2
+
+
+class TooManyKeys(BuildError):
+    """The product of the sizes has more int_keys than are built without being asked."""
+
+    exit_code = 2
+
+
+# --- the model --------------------------------------------------------------------------------------------------
+
+
+class DimensionUnused(BuildError):
+    """A declared dimension changes no shape of the inputs."""
+
+
+class ShapeIrregular(BuildError):
+    """An input's size is no multiple of one declared dimension plus a constant."""
+
+
+class SizeExcluded(BuildError):
+    """The model does not work for a declared size: export found a constraint, or the model raised."""
+
+
+class ExportFailed(BuildError):
+    """torch.export cannot take the model; the message carries the user's file and line."""
+
+
+class StructureUnsupported(BuildError):
+    """An input or output is of a type that a bundle cannot describe."""
+
+
+class DtypeUnsupported(BuildError):
+    """A tensor has a dtype, layout or device that a bundle cannot hold."""
+
+
+class ConstantUnsaved(BuildError):
+    """The compiled code wants a constant that is not among the model's weights."""
+
+
+class Refused(BuildError):
+    """A check with severity `refuse` fired and was not waived, or --strict turned a host region into an error."""
+
+
+# --- the environment --------------------------------------------------------------------------------------------
+
+
+class ExtraMissing(BuildError):
+    """A package that building needs is not installed."""
+
+    exit_code = 2
+
+
+class TorchUnsupported(BuildError):
+    """This torch lacks something that the compiler uses; the message names it and the versions it was tested on."""
+
+    exit_code = 2
+
+
+class TargetUnavailable(BuildError):
+    """The target cannot be built for on this machine, or does not exist."""
+
+    exit_code = 2
+
+
+class CompilerFailed(BuildError):
+    """The C++ compiler, Inductor or Triton failed on the model."""
+
+
+class OutputExists(BuildError):
+    """The destination exists and --force was not given."""
+
+    exit_code = 2
+
+
+class OutputUnwritable(BuildError):
+    """The destination's folder does not exist or cannot be written."""
+
+    exit_code = 2
+
+
+class ProofFailed(BuildError):
+    """The fresh process that verifies the bundle failed, or got other results than eager PyTorch: nothing was published."""

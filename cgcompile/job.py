@@ -1,0 +1,36 @@
+"""What the targets' halves of a build share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cgbundle.schema import Dimension, Exam, Program, Region, Target, Weight
+
+from .export import Exported
+from .source import Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is built: the model, its sizes per declared dimension, and how."""
+
+    source: Source
+    exported: Exported
+    sizes: dict[str, tuple[int, ...]]
+    dimensions: tuple[Dimension, ...]
+    target: str
+    lower: str
+    torch_version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The fields of the manifest that depend on the target; the files they name are in the stage."""
+
+    target: Target
+    weights: tuple[Weight, ...]
+    memories: tuple[tuple[str, int], ...]
+    regions: tuple[Region, ...]
+    programs: tuple[Program, ...]
+    module_state: str
+    exam: Exam

@@ -1,0 +1,57 @@
+"""What the compiled code of a host region really does with memory: which constants it wants, and how it lays its outputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from cgbundle import libtorch
+from cgbundle.host import HostRegion, Layout
+from torch.export import ExportedProgram
+
+from .errors import CompilerFailed, ConstantUnsaved
+from .export import PREFIX
+from .trees import dtype_name
+from .weights import Weights, tensor_constants
+
+
+def bind_constants(path: Path, program: ExportedProgram, weights: Weights) -> tuple[HostRegion, tuple[tuple[str, int], ...]]:
+    """Loads the shared object here, with the model's own tensors as constants.
+
+    Returns it and (its name of a constant, position of the weight) for the manifest.  Raises ConstantUnsaved for a constant that is no weight.
+    """
+    torch_library = libtorch.load(torch.__version__)
+    region = HostRegion(str(path), torch_library, path.name)
+    tensors = {**program.state_dict, **tensor_constants(program)}
+    positions = {row.name: index for index, row in enumerate(weights.rows)}
+    pairs, bound = [], {}
+    for own, model in region.constants():
+        name = model.removeprefix(PREFIX)
+        if model not in tensors or name not in positions:
+            raise ConstantUnsaved(f"the compiled code wants the constant {own!r} ({model or 'made by Inductor'}), which is no weight of the model")
+        pairs.append((own, positions[name]))
+        value = tensors[model]
+        bound[own] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))
+    region.bind(bound)
+    return region, tuple(pairs)
+
+
+def output_strides(region: HostRegion, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Runs the region once and returns the strides of its outputs.  Raises CompilerFailed when their number, dtype or shape is not eager PyTorch's."""
+    torch_library = libtorch.load(torch.__version__)
+    layouts = [Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()) for value in inputs]
+    handles = region.run([value.data_ptr() for value in inputs], layouts, len(outputs))
+    found = []
+    try:
+        for index, (handle, expected) in enumerate(zip(handles, outputs, strict=True)):
+            dtype, shape, strides = torch_library.layout(handle or 0)
+            if shape != tuple(expected.shape) or dtype != torch_library.dtype(dtype_name(expected.dtype)):
+                raise CompilerFailed(
+                    f"the compiled code gives output {index} the shape {list(shape)}, eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}"
+                )
+            found.append(strides)
+    finally:
+        for handle in handles:
+            torch_library.delete(handle)
+    return found

@@ -1,0 +1,66 @@
+"""Lowering for a cuda target: an exported program's module -> a callable that launches the kernels to be captured.
+
+Levels: `eager` (PyTorch's own kernels), `inductor` (torch.compile's default), `max-autotune` (Inductor with benchmarked
+matrix products and convolutions).  Inductor lowers once per int_key with every size a constant (`specialize="size"`), or
+once for all (`specialize="shared"`).  CUDA graphs of torch.compile are off: the recorder makes its own.
+
+Public torch interfaces but for `torch._dynamo.reset`, `torch._dynamo.exc.TorchDynamoException` and
+`torch._inductor.exc.InductorError` (present in torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LEVELS = ("eager", "inductor", "max-autotune")
+SPECIALIZE = ("size", "shared")
+
+
+def lower(module: torch.nn.Module, level: str, specialize: str) -> Callable[..., Any]:
+    """A callable with the module's signature.  Compilation happens at its first call; see `lowering_errors`.
+
+    Raises ValueError for a level or mode that does not exist.
+    """
+    if level not in LEVELS or specialize not in SPECIALIZE:
+        raise ValueError(f"no lowering {level!r} with specialize={specialize!r}; there are {LEVELS} and {SPECIALIZE}")
+    if level == "eager":
+        return module
+    if specialize == "size":
+        torch._dynamo.reset()  # each key is a compilation of its own, and the limit of recompilations is never met
+    options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if level == "max-autotune" else {}
+    compiled: Callable[..., Any] = torch.compile(
+        module, fullgraph=True, dynamic=specialize == "shared", options={**options, "triton.cudagraphs": False}
+    )
+    return compiled
+
+
+def lowering_errors() -> tuple[type[Exception], ...]:
+    """What the first call of a lowered program raises when the compiler fails."""
+    import torch._dynamo.exc
+    import torch._inductor.exc
+
+    return torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError
+
+
+def cache_environment(folder: Path) -> dict[str, str]:
+    """Environment variables that keep every compiler cache inside `folder` and ask no remote cache.
+
+    With an own folder per build, nothing of another build can leak in; the processes of one build share it, so that what one
+    compiled and benchmarked the others reuse, to the same kernels.
+    """
+    folder = folder.absolute()
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),
+        "TRITON_CACHE_DIR": os.fspath(folder / "triton"),
+        "CUDA_CACHE_PATH": os.fspath(folder / "driver"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE": "0",
+        "TORCHINDUCTOR_AUTOTUNE_REMOTE_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_REMOTE_CACHE": "0",
+        "TORCHINDUCTOR_BUNDLED_AUTOTUNE_REMOTE_CACHE": "0",
+    }

@@ -1,0 +1,155 @@
+"""build: source -> export -> check -> padding -> lower -> (record) -> emit -> verify, each stage values in, values out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cgbundle import archive
+from cgbundle.publish import staged
+from cgbundle.schema import FORMAT_VERSION, Finding, Manifest
+
+from .errors import ExtraMissing, OutputExists, OutputUnwritable, Refused, TargetUnavailable
+from .progress import Stages, Watcher, silent
+from .sizes import Given, count_keys, declared_sizes
+
+if TYPE_CHECKING:
+    from .job import Job, Parts
+
+MAX_KEYS = 64
+"""int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """A published bundle, its manifest, and the seconds that each stage took."""
+
+    path: Path
+    manifest: Manifest
+    seconds: tuple[tuple[str, float], ...]
+
+
+def build(
+    model: Any,
+    inputs: Callable[..., Any] | None = None,
+    *,
+    sizes: Given = (),
+    out: str | os.PathLike[str] | None = None,
+    target: str = "auto",
+    strict: bool = False,
+    waive: Sequence[str] = (),
+    lower: str = "inductor",
+    force: bool = False,
+    max_keys: int = MAX_KEYS,
+    progress: Watcher | None = None,
+) -> Built:
+    """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
+
+    `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example inputs).
+    `sizes`: of the declared dimensions, e.g. [1, 8, 32] or {"batch": [1, 8], "seq": [128]}.  `target`: auto, cuda, sm_90 and its kind, or
+    cpu.  `strict`: findings that put operations on the host are errors.  `waive`: rules whose refusals are accepted; the manifest
+    names them.  `lower`: eager, inductor or max-autotune.  `force`: replace an existing bundle.  `progress` is told what happens.
+
+    Raises a CgbundleError (see errors.py here and in cgbundle); nothing is published then.
+    """
+    _need_torch()
+    import torch
+
+    from .checks import check, refuse
+    from .emit import provenance, seal, write_program
+    from .export import export
+    from .job import Job
+    from .padding import prove_padding
+    from .prove import prove
+    from .source import load_source
+    from .targets import choose
+
+    stages = Stages(progress or silent)
+    chosen = choose(target, lower)
+    with stages("source") as tell:
+        source = load_source(model, inputs)
+        wanted = declared_sizes(sizes, source.dimensions)
+        keys = count_keys(wanted, max_keys)
+        destination = _destination(out, source.name, force)
+        tell(f"{source.name}, {keys} int_key{'s' if keys > 1 else ''}")
+    with stages("export") as tell:
+        exported = export(source, wanted)
+        tell(f"{len(exported.program.graph.nodes)} nodes")
+    with stages("check") as tell:
+        findings = check(exported)
+        refuse(findings, strict, waive)
+        tell(f"{len(findings)} finding{'s' if len(findings) != 1 else ''}")
+    with stages("padding") as tell:
+        dimensions = prove_padding(source, exported, wanted, tell)
+        tell(", ".join(f"{dimension.name} by {dimension.pad}" for dimension in dimensions) or "no dimension")
+    job = Job(
+        source=source, exported=exported, sizes=wanted, dimensions=dimensions, target=chosen, lower=lower,
+        torch_version=torch.__version__.partition("+")[0],
+    )  # fmt: skip
+    with staged(destination, replace=force) as stage:
+        parts = _parts(job, stage, stages)
+        write_program(stage / archive.PROGRAM, exported.program)
+        options = {"target": target, "lower": lower, "strict": str(strict).lower()}
+        manifest = seal(stage, _manifest(job, parts, findings, waive, provenance(source.label, options)))
+        with stages("verify") as tell:
+            proofs = prove(stage, manifest)
+            manifest = seal(stage, replace(manifest, exam=replace(manifest.exam, proofs=proofs)))
+            tell(f"{len(proofs)} int_key{'s' if keys > 1 else ''} in a fresh process, largest error {max(proof.error for proof in proofs):.1e}")
+    return Built(path=destination, manifest=manifest, seconds=tuple(stages.seconds))
+
+
+def _parts(job: Job, stage: Path, stages: Stages) -> Parts:
+    if job.target == "cpu":
+        from .build_cpu import build_parts
+
+        return build_parts(job, stage, stages)
+    raise TargetUnavailable(f"target {job.target}: not built yet by this version")
+
+
+def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequence[str], origin: Any) -> Manifest:
+    return Manifest(
+        format=FORMAT_VERSION,
+        name=job.source.name,
+        target=parts.target,
+        dimensions=job.dimensions,
+        inputs=job.exported.inputs,
+        outputs=job.exported.outputs,
+        call=job.exported.call,
+        result=job.exported.result,
+        weights=parts.weights,
+        memories=parts.memories,
+        regions=parts.regions,
+        programs=parts.programs,
+        module_state=parts.module_state,
+        findings=findings,
+        waivers=tuple(sorted(waive)),
+        exam=parts.exam,
+        provenance=origin,
+        files=(),
+    )
+
+
+def _need_torch() -> None:
+    for package in ("torch", "numpy"):
+        if importlib.util.find_spec(package) is None:
+            raise ExtraMissing(f"building needs {package}, which is not installed", "pip install 'cgcompile[compile]'")
+
+
+def _destination(out: str | os.PathLike[str] | None, name: str, force: bool) -> Path:
+    """Where the bundle goes.  Raises OutputExists, OutputUnwritable: before minutes of work, not after."""
+    path = Path(out) if out is not None else Path(f"{name}.cgb")
+    if path.exists():
+        if not path.is_dir() or not ((path / archive.MANIFEST).exists() or not any(path.iterdir())):
+            raise OutputExists(f"{path}: exists and is no bundle", "choose another name with -o")
+        if not force:
+            raise OutputExists(f"{path}: exists", "give --force to replace it, or choose another name with -o")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise OutputUnwritable(f"{path}: the folder {folder} does not exist")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputUnwritable(f"{path}: the folder {folder} cannot be written")
+    return path

@@ -1,0 +1,213 @@
+"""The capture recorder: an exported program and one call per int_key -> everything a bundle needs, by way of a GPU.
+
+`record` asks short-lived processes of its own, so that CUPTI can listen before CUDA starts and the caller's process stays clean:
+some that fill the compile cache in parallel, then two that capture every key and say what they saw.  Comparing the two
+names every address (assemble.py); replaying the same fresh inputs in both shows whether the program is deterministic.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from cgbundle.schema import ModuleState, Recording, Value, Weight
+from cgcompile.lower import cache_environment
+from cgcompile.record.assemble import Assembled, assemble
+from cgcompile.record.errors import SharedStorage, SizesDiffer
+from cgcompile.record.memory import PAD, Table, lay_out
+from cgcompile.record.processes import run_all
+from cgcompile.record.relocate import Census
+from cgcompile.record.request import Request
+from cgcompile.record.rows import Key, Take
+from cgcompile.record.tensors import (
+    entangled,
+    freshen,
+    inputs_bytes,
+    program_tensors,
+    row_major,
+    settings,
+    shapes_of,
+    tolerance_of,
+)
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of one call: (args, kwargs)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A replay of one key in the recording process: the bytes of every input and output tensor, row-major, in the call's order.
+
+    `deterministic`: two processes got the same bits.  `error` and `tolerance` are those of schema.Proof, against eager PyTorch.
+    """
+
+    inputs: tuple[bytes, ...]
+    outputs: tuple[bytes, ...]
+    deterministic: bool
+    error: float
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """All that was recorded.  Mappings by int_key hold the keys largest first, as they were captured.
+
+    `weights` are the program's tensors with their offsets; `tables` follow them in the same memory, which takes
+    `weights_bytes` in all. `arena` and `static` are the bytes that each key needs of memories `arena` and `inputs`.
+    `mutated` names the weights that a replay changes in place: their memory has to start with the original values.
+    `images` are cubins by sha256.  `driver` is the CUDA version of the recording machine's driver (13000 = 13.0).
+    """
+
+    recordings: dict[Key, Recording]
+    inputs: dict[Key, tuple[Value, ...]]
+    outputs: dict[Key, tuple[Value, ...]]
+    arena: dict[Key, int]
+    static: dict[Key, int]
+    trials: dict[Key, Trial]
+    census: dict[Key, Census]
+    weights: tuple[Weight, ...]
+    tables: tuple[Table, ...]
+    weights_bytes: int
+    mutated: tuple[str, ...]
+    states: tuple[ModuleState, ...]
+    images: dict[str, bytes] = field(repr=False)
+    arch: str
+    driver: int
+    machine: str
+    versions: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def record(
+    program: torch.export.ExportedProgram,
+    calls: Mapping[Key, Call],
+    *,
+    folder: Path,
+    level: str = "inductor",
+    specialize: str = "size",
+    fresh: Mapping[Key, Call] | None = None,
+    cache: Path | None = None,
+    workers: int | None = None,
+    parallel: bool = True,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Recorded:
+    """Record a program at every key of `calls` (example tensors on any device; other leaves are constants of the call).
+
+    `fresh` are other inputs of the same shapes for the exam, drawn here when not given.  `folder` takes working files and the
+    processes' logs; `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).
+    `workers` processes lower at a time (default: half the processors, 1 for max-autotune, whose benchmarks would disturb
+    each other); with `parallel` the two recorders share the GPU, else they run one after the other.
+
+    Raises the refusals of errors.py.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    exam = fresh if fresh is not None else _fresh_calls(calls)
+    _check_calls(calls, exam)
+    tensors = program_tensors(program)
+    weights, weights_end = lay_out(shapes_of(tensors))
+    torch.export.save(program, folder / "program.pt2")
+    both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], exam[key])) for key in calls}
+    torch.save(both, folder / "calls.pt")
+    static = {key: inputs_bytes(_tensors(calls[key])) for key in calls}
+    keys = tuple(sorted(calls, key=lambda key: (static[key], key), reverse=True))
+
+    def request(role: str, number: int, some: tuple[Key, ...]) -> Request:
+        return Request(
+            role=role,
+            program=folder / "program.pt2",
+            calls=folder / "calls.pt",
+            result=folder / f"{role}{number}.result",
+            keys=some,
+            level=level,
+            specialize=specialize,
+            weights=weights,
+            weights_end=weights_end,
+            inputs_end=max(static.values(), default=0),
+            settings=settings(),
+            shift=bool(number),
+        )
+
+    environment = cache_environment(cache or folder / "cache")
+    if level != "eager":
+        shares = [(key,) for key in keys] if specialize == "size" else [keys]
+        at_once = workers or (1 if level == "max-autotune" else max(1, (os.cpu_count() or 2) // 2))
+        run_all([request("prime", i, share) for i, share in enumerate(shares)], folder, environment, at_once, tell)
+    a, b = run_all([request("record", i, keys) for i in range(2)], folder, environment, 2 if parallel else 1, tell)
+    tell("comparing the recordings")
+    _check_mutations(a, tensors)
+    exams = {key: tuple(row_major(t) for t in _tensors(call)) for key, call in exam.items()}
+    return _recorded(a, b, assemble(a, b, weights_end), weights, static, exams, tolerance_of(program))
+
+
+def _recorded(
+    a: Take,
+    b: Take,
+    assembled: Assembled,
+    weights: tuple[Weight, ...],
+    static: Mapping[Key, int],
+    exams: Mapping[Key, tuple[bytes, ...]],
+    tolerance: float,
+) -> Recorded:
+    trials = {}
+    for mine, theirs in zip(a.exams, b.exams, strict=True):
+        trials[mine.key] = Trial(
+            inputs=exams[mine.key],
+            outputs=mine.outputs,
+            deterministic=mine.outputs == theirs.outputs,
+            error=max(mine.error, theirs.error),
+            tolerance=tolerance,
+        )
+    graphs = assembled.graphs
+    return Recorded(
+        recordings={key: g.recording for key, g in graphs.items()},
+        inputs={key: g.inputs for key, g in graphs.items()},
+        outputs={key: g.outputs for key, g in graphs.items()},
+        arena={key: g.arena for key, g in graphs.items()},
+        static={key: static[key] + PAD for key in graphs},
+        trials=trials,
+        census={key: g.census for key, g in graphs.items()},
+        weights=weights,
+        tables=assembled.tables,
+        weights_bytes=assembled.weights_end + PAD,
+        mutated=a.mutated,
+        states=assembled.states,
+        images=a.images,
+        arch=a.arch,
+        driver=a.driver,
+        machine=a.machine,
+        versions=a.versions,
+        notes=a.notes,
+    )
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+
+
+def _fresh_calls(calls: Mapping[Key, Call]) -> dict[Key, Call]:
+    """Other inputs for every key, the same in every build."""
+    generator = torch.Generator().manual_seed(0)
+    return {key: tree_map_only(torch.Tensor, lambda t: freshen(t, generator), call) for key, call in calls.items()}
+
+
+def _check_calls(calls: Mapping[Key, Call], exam: Mapping[Key, Call]) -> None:
+    for key, call in calls.items():
+        if key not in exam:
+            raise SizesDiffer(f"there are no fresh inputs for int_key {key}")
+        shapes = []
+        for leaves, spec in (tree_flatten(call), tree_flatten(exam[key])):
+            shapes.append((spec, [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
+        if shapes[0] != shapes[1]:
+            raise SizesDiffer(f"int_key {key}: the fresh inputs have other shapes than the example's")
+
+
+def _check_mutations(take: Take, tensors: Mapping[str, torch.Tensor]) -> None:
+    broken = sorted(set(take.mutated) & entangled(tensors))
+    if broken:
+        raise SharedStorage(f"the program changes {', '.join(broken)}, which shares memory with another weight")

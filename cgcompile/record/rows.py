@@ -1,0 +1,168 @@
+"""Plain data that a recorder process hands to its parent: one process's view of the captured graphs, before two are compared.
+
+Addresses are kept twice: raw in the blocks, and as *targets*, (range, offset) pairs into the process's own `Range`
+table.  A word has every reading that is possible: inside one range, and one past the end of another that happens to lie
+before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Key = tuple[int, ...]
+
+WEIGHTS, INPUTS = 0, 1
+"""The first two ranges of every process: its weights buffer and its static inputs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """One reading of an address: `offset` bytes into range `range` of the process's table (offset = size: one past the end)."""
+
+    range: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Word:
+    """The 8 bytes at `at` of a block are a live address, with these readings; the first is the likeliest."""
+
+    at: int
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """A piece of device memory that an address may lie in.
+
+    `kind`: "weights" and "inputs" (ours, the same in both processes), "pool" (a segment of the private pool of `key`),
+    "torch" (a live block of torch's ordinary pool), "device" (an allocation that torch did not make), "host" (pinned
+    host memory).  `contents` is what a "torch" or "device" range held when the graphs had been captured and none had
+    run, for ranges that something refers to; `words` are the live addresses in it.
+    """
+
+    kind: str
+    start: int
+    size: int
+    key: Key | None = None
+    contents: bytes = b""
+    words: tuple[Word, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pointee:
+    """What a live address lies in: `kind` is "device" or "host", and the allocation's start and size in bytes
+    (0, 0 for host memory, whose extent nobody needs)."""
+
+    kind: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Bytes that may hold addresses: a kernel's parameters, or a module variable."""
+
+    data: bytes
+    words: tuple[Word, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawKernel:
+    """A kernel node; `image` is a sha256, the attributes are (number, value or values) as in schema.Function and
+    schema.KernelNode."""
+
+    image: str
+    symbol: str
+    params: tuple[tuple[int, int], ...]
+    function_attributes: tuple[tuple[int, int], ...]
+    grid: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    shared: int
+    attributes: tuple[tuple[int, tuple[int, int, int]], ...]
+    block: Block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawMemset:
+    """A memset node; `shape` is (value, element, width, height, pitch) as in schema.MemsetNode."""
+
+    target: Word
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawMemcpy:
+    """A device-to-device copy; `shape` is (width, height, depth, source pitch and height, target pitch and height)."""
+
+    source: Word
+    target: Word
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawEmpty:
+    """An empty node."""
+
+
+RawNode = RawKernel | RawMemset | RawMemcpy | RawEmpty
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawValue:
+    """A tensor of the call: dtype name of schema.DTYPES, shape and strides in elements, and where it lies."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    place: Word
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawGraph:
+    """One captured graph.  `edges` are (source, target, from_port, to_port, type); `inputs` and `outputs` the tensors of
+    the call."""
+
+    key: Key
+    nodes: tuple[RawNode, ...]
+    edges: tuple[tuple[int, int, int, int, int], ...]
+    inputs: tuple[RawValue, ...]
+    outputs: tuple[RawValue, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawState:
+    """A variable of an image that no longer holds its initial bytes."""
+
+    image: str
+    symbol: str
+    block: Block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawExam:
+    """A replay on fresh inputs: the bytes of every output tensor in row-major order, and how far eager PyTorch is from it
+    (`error`: the largest difference over the largest eager value; for integers and booleans the share of elements that
+    differ)."""
+
+    key: Key
+    outputs: tuple[bytes, ...]
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Take:
+    """Everything that one recorder process saw.  `mutated` names the weights that a replay changes; `notes` are remarks
+    for people."""
+
+    ranges: tuple[Range, ...]
+    graphs: tuple[RawGraph, ...]
+    states: tuple[RawState, ...]
+    exams: tuple[RawExam, ...]
+    images: dict[str, bytes] = field(repr=False)
+    mutated: tuple[str, ...]
+    versions: tuple[tuple[str, str], ...]
+    machine: str
+    arch: str
+    driver: int
+    notes: tuple[str, ...]

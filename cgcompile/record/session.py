@@ -1,0 +1,129 @@
+"""Inside a recorder process: load the program, place its memory, lower, warm up, capture every key.
+
+Private torch interface: `torch._C._cuda_clearCublasWorkspaces` (2.11, 2.13).  cuBLAS workspaces live per handle and
+stream; without clearing them, a later key's graph would use a workspace in an earlier key's private pool.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export.passes import move_to_device_pass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from cgcompile.lower import lower, lowering_errors
+from cgcompile.record.driver import check, driver
+from cgcompile.record.errors import LoweringFailed, NotCapturable
+from cgcompile.record.memory import PAD
+from cgcompile.record.request import Request
+from cgcompile.record.rows import Key
+from cgcompile.record.tensors import apply_settings, place_inputs, place_weights, program_tensors
+
+WARMUPS = 3
+SHIFTS = (1 << 20, 34 << 20, 200 << 20)
+"""Allocations that a shifted process makes first, bytes: one for each size class of the driver's address space."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """A loaded program: `module` computes with weights in the buffer `weights`, `originals` are their values before
+    anything ran."""
+
+    request: Request
+    module: torch.nn.Module
+    originals: Mapping[str, torch.Tensor]
+    weights: torch.Tensor
+    inputs: torch.Tensor
+    calls: Mapping[Key, tuple[Call, Call]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """A captured graph, not yet run.  `inputs` are the static tensors of the call, `outputs` the tensors it returns."""
+
+    key: Key
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+
+
+def open_session(request: Request) -> Session:
+    """Load the program, move it to the GPU, and place weights and static inputs."""
+    apply_settings(request.settings)
+    torch.cuda.init()
+    anchor = torch.zeros(1, device="cuda")  # makes the context current for the driver calls below
+    if request.shift:
+        for size in SHIFTS:
+            check(driver.cuMemAlloc(size))
+    program = torch.export.load(request.program)
+    originals = program_tensors(program)
+    moved = move_to_device_pass(program, "cuda")
+    module = moved.module(check_guards=False)  # the signature's checks run before a replay, not inside it
+    weights = torch.zeros(request.weights_end + PAD, dtype=torch.uint8, device="cuda")
+    inputs = torch.zeros(request.inputs_end + PAD, dtype=torch.uint8, device="cuda")
+    place_weights(module, request.weights, originals, weights)
+    calls = torch.load(request.calls, weights_only=False)
+    del program, moved, anchor
+    gc.collect()
+    torch.cuda.empty_cache()
+    return Session(request=request, module=module, originals=originals, weights=weights, inputs=inputs, calls=calls)
+
+
+def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
+    """Lower the program for a key and run it on a side stream.  Returns the call without arguments, and its static inputs.
+
+    Raises LoweringFailed.
+    """
+    tell(f"lowering {key}")
+    leaves, spec = tree_flatten(session.calls[key][0])
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    static = place_inputs([leaves[i] for i in where], session.inputs)
+    for i, tensor in zip(where, static, strict=True):
+        leaves[i] = tensor
+    args, kwargs = tree_unflatten(leaves, spec)
+    lowered = lower(session.module, session.request.level, session.request.specialize)
+
+    def call() -> Any:
+        return lowered(*args, **kwargs)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(WARMUPS):
+                call()
+    except lowering_errors() as error:
+        raise LoweringFailed(f"int_key {key}, {session.request.level}: {_first_line(error)}") from error
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    return call, tuple(static)
+
+
+def capture(session: Session, key: Key, tell: Tell) -> Captured:
+    """Capture the program for a key into a private pool of its own.  Raises LoweringFailed, NotCapturable."""
+    call, static = warm_up(session, key, tell)
+    tell(f"capturing {key}")
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    try:
+        with torch.no_grad(), torch.cuda.graph(graph):
+            result = call()
+    except RuntimeError as error:
+        raise NotCapturable(f"int_key {key}: {_first_line(error)}") from error
+    torch._C._cuda_clearCublasWorkspaces()
+    outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return Captured(key=key, graph=graph, inputs=static, outputs=outputs)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,149 @@
+"""`cgcompile build`: a model into a bundle, with a line per stage."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from .output import console, duration, listed, record, safe, say, shortened, show, write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cgcompile.pipeline import Built
+    from cgcompile.progress import Event, Watcher
+
+NAMES = 10
+"""Columns for the name of a stage."""
+
+
+def build(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="model.py, package.module:attribute, or a .pt2 file.", show_default=False)
+    ],
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZES", help="Sizes to record: 1,8,32, or batch=1,8 for each of several dimensions.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
+    ] = None,
+    target: Annotated[str, typer.Option(metavar="TARGET", help="auto, cpu, cuda, or an architecture such as sm_90.")] = "auto",
+    lower: Annotated[Literal["eager", "inductor", "max-autotune"], typer.Option(help="How hard to optimize.")] = "inductor",
+    strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
+    waive: Annotated[
+        list[str] | None, typer.Option(metavar="RULE", help="Build in spite of a rule's findings; may be repeated.")
+    ] = None,
+    max_keys: Annotated[int, typer.Option(min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")] = 64,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the bundle's path.")] = False,
+) -> None:
+    """Turn a PyTorch model into a bundle.
+
+    A model file defines model(), which returns the module, and inputs(),
+    which returns example inputs; the parameters of inputs() are the
+    dimensions that --sizes gives values for.
+
+    \b
+    cgcompile build gpt.py --sizes 1,8,32
+    cgcompile build minilm.py --sizes batch=1,8 --sizes seq=32,128
+    """
+    import cgcompile
+
+    begin = time.perf_counter()
+    with _watching(quiet) as progress:
+        built = cgcompile.build(
+            model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
+            force=force, max_keys=max_keys, progress=progress,
+        )  # fmt: skip
+    if not quiet:
+        show(_summary(built, time.perf_counter() - begin), sys.stderr)
+    if as_json:
+        from .summary import plain
+
+        write_json({"seconds": dict(built.seconds), **plain(str(built.path), built.manifest)})
+    else:
+        sys.stdout.write(f"{built.path}\n")
+
+
+@contextmanager
+def _watching(quiet: bool) -> Iterator[Watcher | None]:
+    if quiet:
+        yield None
+        return
+    target = console(sys.stderr)
+    if not target.is_terminal or target.is_dumb_terminal:
+        yield Progress()
+        return
+    from rich.live import Live
+
+    shown = Progress()
+    with Live(console=target, get_renderable=lambda: shown.running(target), refresh_per_second=8, transient=True):
+        shown.console = target  # above the live line
+        yield shown
+
+
+class Progress:
+    """Watches a build: prints a line for every finished stage, and gives a live one for the stage that runs."""
+
+    def __init__(self) -> None:
+        from rich.spinner import Spinner
+
+        self.console: Console | None = None
+        self._spinner = Spinner("line")
+        self._stage, self._detail, self._begin = "", "", 0.0
+
+    def __call__(self, event: Event) -> None:
+        if event.state == "done":
+            line = f"{event.stage:<{NAMES}} {duration(event.seconds):>10}  {event.text}".rstrip()
+            if self.console is None:
+                say(line)
+            else:
+                self.console.print(safe(line), no_wrap=True, overflow="ellipsis")
+            self._stage = ""
+        else:
+            self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
+
+    def running(self, target: Console) -> Table:
+        """The live line: a spinner, the stage, how long it has run, the latest detail."""
+        from rich.table import Table
+
+        line = Table.grid(padding=(0, 1, 0, 0))
+        for _ in range(3):
+            line.add_column(no_wrap=True, overflow="ellipsis")
+        if self._stage:
+            seconds = f"{time.perf_counter() - self._begin:.1f} s"
+            line.add_row(f"{safe(self._stage):<{NAMES}} {seconds:>10}", self._spinner, safe(self._detail))
+        return line
+
+
+def _summary(built: Built, seconds: float) -> Table:
+    from . import summary
+
+    manifest = built.manifest
+    proofs = manifest.exam.proofs
+    worst = max(proofs, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
+    findings = [f"{finding.where or finding.rule}: {finding.message}" for finding in manifest.findings]
+    shown, hidden = shortened(findings)
+    return record([
+        ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
+        ("target", summary.target(manifest.target)),
+        ("sizes", summary.sizes(manifest)),
+        *([("padding", "\n".join(map(summary.padding, manifest.dimensions)))] if manifest.dimensions else []),
+        ("memory", summary.memory(manifest)),
+        ("files", summary.files(manifest)),
+        ("programs", summary.programs(manifest)),
+        ("proof", f"largest error {worst.error:.1e}, allowed {worst.tolerance:.1e}, against eager PyTorch in a fresh process"),
+        *([("findings", "\n".join([*shown, *([f"and {hidden} more"] if hidden else [])]))] if findings else []),
+        *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
+        ("load", "\n".join(summary.load_lines(str(built.path), manifest))),
+    ])  # fmt: skip

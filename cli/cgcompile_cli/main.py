@@ -1,0 +1,65 @@
+"""Wires the commands.  Imports of torch, cgbundle's parts and Rich wait inside them, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import build, errors, inspect, run, verify
+
+
+class Commands(TyperGroup):
+    """The group of all commands: every exception of a command passes errors.py, whoever calls it."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override, unused-ignore]
+        with errors.as_text(ctx.obj):
+            return super().invoke(ctx)
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override, unused-ignore]
+        ctx.obj = list(args)  # what the user typed: hints repeat it
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=Commands, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True, add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import cgcompile
+        from cgbundle.schema import FORMAT_VERSION
+
+        typer.echo(f"cgcompile {cgcompile.__version__} (bundle format {FORMAT_VERSION})")
+        raise typer.Exit()
+
+
+@app.callback()
+def cgcompile(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Ahead-of-time CUDA graphs for PyTorch: build a bundle once, load it in a
+    fraction of a second without torch.
+
+    Data goes to stdout, progress and messages to stderr. Exit status: 0 ok;
+    1 the model or bundle has findings or fails verification; 2 usage or
+    environment.
+    """
+
+
+app.command("build")(build.build)
+app.command("inspect")(inspect.inspect)
+app.command("verify")(verify.verify)
+app.command("run")(run.run)
+
+
+def main() -> None:
+    """The command `cgcompile`."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no reason to fail
+    app(prog_name="cgcompile")

@@ -1,0 +1,133 @@
+"""What commands write: data on stdout, everything else on stderr.
+
+On a terminal Rich fits text to its width and colours it unless NO_COLOR is set; elsewhere there are no control codes and a line is
+never broken or cut.  `safe` is for every text that comes from a bundle: a hostile name must not drive the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+UNBROKEN = 100_000
+"""Columns of an output that is no terminal."""
+
+SHOWN = 12
+"""Rows of a list that are shown before the rest is counted: an 80-column screen should hold a small bundle."""
+
+
+def safe(text: object) -> str:
+    """`text` on one line, with everything that is not printable (control characters, line breaks, direction marks) escaped."""
+    return "".join([c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text)])
+
+
+def console(stream: IO[str]) -> Console:
+    """A console on `stream` as it is now: tests and redirections replace sys.stdout and sys.stderr."""
+    from rich.console import Console
+
+    terminal = stream.isatty()
+    colour = terminal and not os.environ.get("NO_COLOR")
+    return Console(
+        file=stream, force_terminal=terminal, color_system="auto" if colour else None, width=None if terminal else UNBROKEN,
+        markup=False, highlight=False, emoji=False,
+    )  # fmt: skip
+
+
+def show(renderable: RenderableType, stream: IO[str] | None = None) -> None:
+    """Writes something of Rich's to `stream` (default: stdout)."""
+    target = console(stream or sys.stdout)
+    if target.is_terminal:
+        target.print(renderable)
+        return
+    with target.capture() as text:
+        target.print(renderable)
+    target.file.write("".join([f"{line.rstrip()}\n" for line in text.get().splitlines()]))
+
+
+def say(text: str) -> None:
+    """A message: one line on stderr."""
+    show(safe(text), sys.stderr)
+
+
+def complain(message: str, hint: str) -> None:
+    """An error: one line on stderr, and one with what to do where there is something."""
+    from rich.text import Text
+
+    show(Text.assemble(("error: ", "bold red"), safe(" ".join(message.split()))), sys.stderr)
+    if hint:
+        show(Text.assemble(("hint: ", "bold cyan"), safe(" ".join(hint.split()))), sys.stderr)
+
+
+def write_json(value: Any) -> None:
+    """`value` as JSON on stdout: ASCII, so that no name in it can drive a terminal."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Rows under heads, without lines; a head that begins with ">" is that of numbers.  Cells are made safe."""
+    from rich.table import Table
+
+    headed = any(head.strip(">") for head in heads)
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=headed, header_style="dim")
+    for head in heads:
+        made.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*[safe(cell) for cell in row])
+    return made
+
+
+def record(fields: Iterable[tuple[str, RenderableType]]) -> Table:
+    """Named fields one below the other, each a text (made safe, line by line) or something of Rich's."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2, 0, 0))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in fields:
+        made.add_row(name, "\n".join(map(safe, value.split("\n"))) if isinstance(value, str) else value)
+    return made
+
+
+def shortened(rows: Sequence[Any], limit: int = SHOWN) -> tuple[Sequence[Any], int]:
+    """The rows that are shown, and how many are not: never hides a single one."""
+    return (rows, 0) if len(rows) <= limit + 1 else (rows[:limit], len(rows) - limit)
+
+
+def listed(words: Sequence[object], limit: int = SHOWN) -> str:
+    """`1, 8, 32, and 40 more`."""
+    shown, hidden = shortened(words, limit)
+    return ", ".join(map(str, shown)) + (f", and {hidden} more" if hidden else "")
+
+
+def count(number: int, thing: str) -> str:
+    """`1 file`, `5 files`."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
+def size(number: int) -> str:
+    """Bytes for people: `0 B`, `80.5 KiB`, `1.2 GiB`."""
+    if number < 1024:
+        return f"{number} B"
+    units = ("KiB", "MiB", "GiB", "TiB")
+    power = next((power for power in range(1, len(units)) if number / 1024**power < 1023.95), len(units))
+    return f"{number / 1024**power:.1f} {units[power - 1]}"
+
+
+def duration(seconds: float) -> str:
+    """`35 us`, `1.2 ms`, `0.21 s`, `24.3 s`, `2 min 05 s`."""
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"

@@ -1,0 +1,139 @@
+"""`cgcompile run`: one replay of a bundle from the shell, without NumPy or torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .errors import Usage
+from .output import duration, listed, say, show, table, write_json
+
+if TYPE_CHECKING:
+    from cgbundle.schema import Manifest
+    from cgbundle.tensor import Tensor
+
+VALUES = 4
+"""Elements of an output that are shown."""
+
+
+def run(
+    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
+    inputs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A safetensors file with the inputs by name. Default: the stored exam's.")
+    ] = None,
+    outputs: Annotated[str | None, typer.Option(metavar="FILE", help="Write the outputs to this safetensors file.")] = None,
+    key: Annotated[
+        str | None, typer.Option("--size", metavar="KEY", help="Which exam inputs: 8, or batch=8,seq=128. Default: the smallest.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Replay a bundle once and show its outputs.
+
+    Without --inputs it replays the inputs that the build stored. Inputs of
+    a size that was not recorded are padded or cut where the build proved
+    that this is exact.
+    """
+    import cgbundle
+    from cgbundle import archive, verify
+
+    if inputs is not None and key is not None:
+        raise Usage("--size picks among the stored inputs: it cannot be used with --inputs")
+    manifest = archive.read_manifest(bundle)
+    verify.check_manifest(manifest)
+    given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
+    begin = time.perf_counter()
+    with cgbundle.load(bundle) as program:
+        loaded = time.perf_counter()
+        made: list[Tensor] = program.replay(given)
+        replayed = time.perf_counter()
+    rows = [_row(spec.name, value) | {"values": preview(value)} for spec, value in zip(manifest.outputs, made, strict=True)]
+    if outputs is not None:
+        _write(outputs, manifest, made)
+    if as_json:
+        write_json({
+            "inputs": [_row(spec.name, value) for spec, value in zip(manifest.inputs, given, strict=True)],
+            "outputs": rows,
+            "seconds": {"load": loaded - begin, "replay": replayed - loaded},
+        })  # fmt: skip
+        return
+    more = [", ..." if math.prod(row["shape"]) > len(row["values"]) else "" for row in rows]
+    shown = [(row["name"], row["dtype"], row["shape"], listed(row["values"]) + dots) for row, dots in zip(rows, more, strict=True)]
+    show(table(("output", "dtype", "shape", "values"), shown))
+    say(f"loaded in {duration(loaded - begin)}, replayed in {duration(replayed - loaded)}")
+
+
+def _row(name: str, value: Tensor) -> dict[str, Any]:
+    return {"name": name, "dtype": value.dtype, "shape": list(value.shape)}
+
+
+def preview(value: Tensor) -> list[Any]:
+    """The first elements along the last axis, as numbers; text for what JSON has no number for, nothing for float8."""
+    from cgbundle.tensor import decode
+
+    last = len(value.shape) - 1
+    first = value[tuple([slice(0, VALUES if axis == last else 1) for axis in range(last + 1)])]
+    try:
+        numbers = decode(value.dtype, first.tobytes())
+    except TypeError:
+        return []
+    return [number if math.isfinite(number) else str(number) for number in map(_short, numbers)]
+
+
+def _short(number: Any) -> Any:
+    return float(f"{number:.6g}") if isinstance(number, float) else number
+
+
+def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
+    from cgbundle import archive, exam
+    from cgbundle.safetensors import Mapped
+
+    from . import keys
+    from .verify import check_exam
+
+    chosen = min(program.key for program in manifest.programs) if key is None else keys.parse(manifest, key)
+    archive.check_sizes(path, manifest)
+    check_exam(path, manifest)
+    stored = Mapped(os.path.join(path, archive.EXAM), archive.EXAM)
+    try:
+        return exam.inputs_of(stored, manifest, chosen)
+    finally:
+        stored.close()
+
+
+def _read(path: str, manifest: Manifest) -> list[Tensor]:
+    """The inputs by name.  Raises Usage for a file that is not safetensors, lacks an input, or holds something else."""
+    from cgbundle.errors import WeightsInvalid
+    from cgbundle.safetensors import Mapped
+    from cgbundle.tensor import from_bytes
+
+    wanted = [spec.name for spec in manifest.inputs]
+    try:
+        file = Mapped(path, path)
+    except WeightsInvalid as error:
+        raise Usage(str(error), "--inputs takes a safetensors file that holds every input under its name") from None
+    try:
+        takes = f"the bundle takes {listed(wanted)}"
+        for name in [*wanted, *file.entries]:
+            if name not in file.entries:
+                raise Usage(f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
+            if name not in wanted:
+                raise Usage(f"{path}: no input is called {name!r}", takes)
+        return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in wanted]
+    finally:
+        file.close()
+
+
+def _write(path: str, manifest: Manifest, made: list[Tensor]) -> None:
+    """Raises Usage where the file format has no code for a dtype."""
+    from cgbundle.safetensors import CODES, write
+
+    for spec in manifest.outputs:
+        if spec.dtype not in CODES:
+            raise Usage(f"--outputs: output {spec.name!r} is {spec.dtype}, which safetensors cannot hold")
+    tensors = {spec.name: (value.dtype, value.shape, value.tobytes) for spec, value in zip(manifest.outputs, made, strict=True)}
+    with open(path, "wb") as file:
+        write(file, tensors)

@@ -1,0 +1,162 @@
+"""A bundle's manifest in the words that `build` and `inspect` show, and what follows from it for `--json`.  Pure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cgbundle import archive, codec
+from cgbundle.safetensors import nbytes
+from cgbundle.schema import Dimension, Manifest, Program, Target, Tree
+from cgbundle.sizes import text
+
+from .keys import spell
+from .output import count, listed, shortened, size, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FEATURES = 4
+"""Processor features that are named before the rest is counted."""
+
+TELLING = ("avx", "amx", "fma", "sve", "asimd")
+"""How the names of features begin that tell most about a processor: they are named first."""
+
+PADDING = {"rows": "padded (any filling is exact)", "zeros": "padded with zeros", "no": "never padded"}
+
+
+def plain(path: str, manifest: Manifest) -> dict[str, Any]:
+    """What `--json` gives: the manifest as it is stored, and what follows from it."""
+    return {
+        "path": path,
+        "bytes": total(manifest),
+        "int_keys": [list(program.key) for program in manifest.programs],
+        "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.inputs],
+        "outputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.outputs],
+        "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
+        "load": load_lines(path, manifest),
+        "manifest": json.loads(codec.encode(manifest)),
+    }
+
+
+def total(manifest: Manifest) -> int:
+    """Bytes of all files."""
+    return sum(file.bytes for file in manifest.files) + len(codec.encode(manifest))
+
+
+def bulk(manifest: Manifest) -> str:
+    """`5 files, 1.2 MiB`."""
+    return f"{count(len(manifest.files) + 1, 'file')}, {size(total(manifest))}"
+
+
+def target(row: Target) -> str:
+    """`cpu x86_64 (avx2, fma, 9 more), torch >= 2.13`."""
+    ranked = sorted(row.features, key=lambda name: not name.startswith(TELLING))
+    features = f" ({listed(ranked, FEATURES)})" if row.features else ""
+    needs = [f"torch >= {row.torch}"] if row.torch else []
+    if row.driver:
+        needs.append(f"CUDA driver >= {row.driver // 1000}.{row.driver % 1000 // 10}")
+    return ", ".join([f"{row.kind} {row.arch}{features}", *needs])
+
+
+def shape(sizes: Sequence[Any]) -> str:
+    """`[batch, 64]`."""
+    return "[" + ", ".join([text(each) for each in sizes]) + "]"
+
+
+def signature(manifest: Manifest) -> Table:
+    """Inputs and outputs, a row each."""
+    sides = (("in", manifest.inputs), ("out", manifest.outputs))
+    rows = [(side, spec.name, spec.dtype, shape(spec.shape)) for side, specs in sides for spec in specs]
+    return table(("", "", "", ""), rows)
+
+
+def padding(row: Dimension) -> str:
+    """`batch: padded (any filling is exact), cut into chunks: <why>`."""
+    chunks = "cut into chunks" if row.chunk else "never cut"
+    return f"{row.name}: {PADDING[row.pad]}, {chunks}" + (f": {row.reason}" if row.reason else "")
+
+
+def sizes(manifest: Manifest) -> str:
+    """`batch 1, 8 x seq 32, 128: 4 int_keys`."""
+    axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in manifest.dimensions])
+    return f"{axes or 'no dimensions'}: {count(len(manifest.programs), 'int_key')}"
+
+
+def memory(manifest: Manifest) -> str:
+    """`weights 1.2 MiB, arena 80.0 KiB`."""
+    return ", ".join([f"{name} {size(number)}" for name, number in manifest.memories]) or "none of its own"
+
+
+def weight_bytes(manifest: Manifest) -> int:
+    """Bytes of the weights, tied ones once."""
+    return sum({weight.tensor: nbytes(weight.dtype, weight.shape) for weight in manifest.weights}.values())
+
+
+def ties(manifest: Manifest) -> list[list[str]]:
+    """The names of weights that share one tensor, a list per tensor."""
+    named: dict[str, list[str]] = defaultdict(list)
+    for weight in manifest.weights:
+        named[weight.tensor].append(weight.name)
+    return [names for names in named.values() if len(names) > 1]
+
+
+def weights(manifest: Manifest) -> str:
+    """`6 weights, 1.2 MiB` and a line per tie."""
+    tied, hidden = shortened(ties(manifest), 3)
+    lines = [count(len(manifest.weights), "weight") + f", {size(weight_bytes(manifest))}", *(" = ".join(names) for names in tied)]
+    return "\n".join([*lines, *([f"and {hidden} more ties"] if hidden else [])])
+
+
+def steps(program: Program) -> str:
+    """`2 graph, 1 host`."""
+    kinds = Counter(step.kind for step in program.steps)
+    return ", ".join([f"{number} {kind}" for kind, number in kinds.items()])
+
+
+def programs(manifest: Manifest) -> Table:
+    """A row per int_key: what it does, what memory it needs, how it was proved."""
+    names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
+    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound")
+    rows = []
+    for each, proof in zip(manifest.programs, manifest.exam.proofs, strict=True):
+        proved = (proof.method, f"{proof.error:.1e}", f"{proof.tolerance:.1e}")
+        rows.append((spell(each.key), steps(each), size(each.arena), size(each.static), *proved))
+    shown, hidden = shortened(rows)
+    return table(heads, [*shown, *([(f"and {hidden} more", *[""] * 6)] if hidden else [])])
+
+
+def files(manifest: Manifest) -> Table:
+    """A row per file; a folder of many is one row."""
+    folders: dict[str, list[int]] = defaultdict(list)
+    for file in manifest.files:
+        folders[file.path.rpartition("/")[0]].append(file.bytes)
+    many = {folder for folder, found in folders.items() if folder and len(found) > 3}
+    rows = [(size(len(codec.encode(manifest))), archive.MANIFEST)]
+    rows += [(size(file.bytes), file.path) for file in manifest.files if file.path.rpartition("/")[0] not in many]
+    rows += [(size(sum(folders[folder])), f"{folder}/ ({count(len(folders[folder]), 'file')})") for folder in sorted(many)]
+    shown, hidden = shortened(rows)
+    return table((">", ""), [*shown, *([("", f"and {hidden} more")] if hidden else [])])
+
+
+def load_lines(path: str, manifest: Manifest) -> list[str]:
+    """Python that loads the bundle and calls it."""
+    arguments, by_name = [], False
+    for name, tree in manifest.call["call"]:
+        if not _tensors(tree):
+            by_name = True  # constants may be left out, and what follows them is then given by name
+        else:
+            arguments.append(f"{name}={name}" if by_name else str(name))
+    return ["import cgbundle", f"program = cgbundle.load({path!r})", f"result = program({', '.join(arguments)})"]
+
+
+def _tensors(tree: Tree) -> bool:
+    ((kind, body),) = tree.items()
+    if kind == "tensor":
+        return True
+    if kind == "value":
+        return False
+    children = {"namedtuple": lambda: body[2], "dict": lambda: [child for _, child in body]}.get(kind, lambda: body)()
+    return any(_tensors(child) for child in children)

@@ -1,0 +1,140 @@
+"""Serves the bundle of minilm.py in a fresh process without torch, and compares it with eager PyTorch in another: `make demo`.
+
+    python examples/demo.py minilm.cgb
+
+The serving process is `serve()`: that is all the code that a server needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import minilm
+
+SENTENCES = (
+    "The cat sleeps on the warm windowsill.",
+    "A kitten is napping in the sun.",
+    "How do I reset my password?",
+    "I cannot log in to my account any more.",
+    "The central bank raised interest rates again.",
+    "Borrowing money just became more expensive.",
+)
+SPAWNED = "CGCOMPILE_DEMO_SPAWNED"
+"""Environment variable: when the parent started the process, on the monotonic clock, which is the same in all processes."""
+TOLERANCE = 1e-5
+
+
+def serve(bundle: str) -> dict[str, Any]:
+    """The serving process: load the bundle, embed.  No torch, no compiler, no warm-up."""
+    import cgbundle
+
+    try:
+        program = cgbundle.load(bundle)
+    except cgbundle.CgbundleError as error:
+        raise SystemExit(f"demo: {error}") from None
+    ids, mask = minilm.tokenize(SENTENCES)
+    return {"embeddings": program(ids, mask), "tokens": ids.shape, "keys": [list(key) for key in program.int_keys]}
+
+
+def eager(_bundle: str) -> dict[str, Any]:
+    """The same with eager PyTorch."""
+    import torch
+
+    network = minilm.model()
+    ids, mask = minilm.tokenize(SENTENCES)
+    with torch.no_grad():
+        return {"embeddings": network(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()}
+
+
+WAYS = {"serve": serve, "eager": eager}
+
+
+def child(way: str, bundle: str) -> None:
+    """Runs one way in this process and reports as JSON on stdout."""
+    found = WAYS[way](bundle)
+    seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - float(os.environ[SPAWNED])
+    found |= {"embeddings": found["embeddings"].tolist(), "seconds": seconds, "torch": "torch" in sys.modules}
+    print(json.dumps(found))
+
+
+def measure(way: str, bundle: str) -> dict[str, Any]:
+    """What a fresh process reports.  Raises SystemExit with its messages when it fails."""
+    environment = os.environ | {SPAWNED: repr(time.clock_gettime(time.CLOCK_MONOTONIC))}
+    command = [sys.executable, __file__, "--child", way, bundle]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr.strip())
+    return json.loads(done.stdout)
+
+
+def similarity(embeddings: list[list[float]]) -> list[list[float]]:
+    """Cosine of every pair; the embeddings have length 1."""
+    return [[sum(a * b for a, b in zip(x, y, strict=True)) for y in embeddings] for x in embeddings]
+
+
+def report(served: dict[str, Any], reference: dict[str, Any]) -> float:
+    """Prints everything in 80 columns; returns the largest difference of an embedding."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=80, highlight=False)
+    rows, tokens = served["tokens"]
+    keys = ", ".join("x".join(map(str, key)) for key in served["keys"])
+    console.print(f"\n[bold]{rows} sentences, {tokens} tokens each, served from a bundle of sizes {keys}[/bold]\n")
+
+    alike = similarity(served["embeddings"])
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("similarity", no_wrap=True)
+    for index in range(rows):
+        table.add_column(str(index + 1), justify="right")
+    for index, sentence in enumerate(SENTENCES):
+        best = max(alike[index][:index] + alike[index][index + 1 :])
+        cells = [Text(f"{value:.2f}", "bold green" if value == best else "") for value in alike[index]]
+        table.add_row(f"{index + 1} {sentence}", *cells)
+    console.print(table)
+
+    compared = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for title in ("", "bundle", "eager PyTorch"):
+        compared.add_column(title, justify="left" if not title else "right")
+    both = (served, reference)
+    compared.add_row("torch imported", *("yes" if way["torch"] else "no" for way in both))
+    compared.add_row("process start to embeddings", *(f"{way['seconds']:.2f} s" for way in both))
+    expected = similarity(reference["embeddings"])
+    for one in range(0, rows, 2):
+        pair = f"similarity of {one + 1} and {one + 2}"
+        compared.add_row(pair, f"{alike[one][one + 1]:.6f}", f"{expected[one][one + 1]:.6f}")
+    console.print(compared)
+
+    pairs = zip(served["embeddings"], reference["embeddings"], strict=True)
+    worst = max(abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True))
+    ratio = reference["seconds"] / served["seconds"]
+    console.print(f"{ratio:.1f} times faster to the first answer; largest difference of an embedding {worst:.1e}\n")
+    return worst
+
+
+def main(arguments: list[str]) -> int:
+    """0 when the bundle agrees with eager PyTorch and torch stayed out of the serving process."""
+    if len(arguments) == 3 and arguments[0] == "--child":
+        child(*arguments[1:])
+        return 0
+    if len(arguments) != 1:
+        print("usage: python examples/demo.py BUNDLE", file=sys.stderr)
+        return 2
+    served = measure("serve", arguments[0])
+    reference = measure("eager", arguments[0])
+    worst = report(served, reference)
+    if worst > TOLERANCE or served["torch"]:
+        print(f"demo: expected a difference of at most {TOLERANCE} and no torch in the serving process", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

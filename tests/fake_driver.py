@@ -1,0 +1,309 @@
+"""A CUDA driver in a page: GPU memory is host memory, kernels are the functions below, graphs run in an order that their edges
+allow.
+
+It checks what the real one would (freed twice, unknown handles, a context that is not current), counts what is alive, and can
+fail at any call: so the tests walk the backend through every failure without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from array import array
+from struct import unpack
+from types import SimpleNamespace
+from typing import Any
+
+from tests.cuda_bundles import ADD, COMBINE
+
+SYMBOLS = {"bias": 4, "table": 8}
+FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
+
+
+class Number(int):
+    """An enumerator: an int with a name."""
+
+    @property
+    def name(self) -> str:
+        return f"NUMBER_{int(self)}"
+
+
+class Handle(int):
+    """A handle of the driver."""
+
+
+class FakeDriver:
+    """Stands in for `cuda.bindings.driver`.  `fail_at` is the number of the call that returns `error` instead of running."""
+
+    CUlaunchAttributeValue = CUDA_MEMCPY3D = CUDA_MEMCPY2D = CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
+    CUDA_MEMSET_NODE_PARAMS = CUlaunchConfig = CUlaunchAttribute = CUgraphEdgeData = SimpleNamespace
+    CUlaunchAttributeID = CUfunction_attribute = Number
+    CUstream = Handle
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)
+    CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76
+    )
+
+    def __init__(self, arch: tuple[int, int] = (9, 0), version: int = 13000, devices: int = 1) -> None:
+        self.arch, self.version, self.devices = arch, version, devices
+        self.fail_at, self.error = -1, 719
+        self.calls: list[str] = []
+        self.live: dict[int, Any] = {}
+        self.retained = 0
+        self.freed = 0
+        self._numbers = itertools.count(0x1000)
+        self._current = threading.local()
+        self._lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu") or name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            with self._lock:
+                self.calls.append(name)
+                if len(self.calls) - 1 == self.fail_at:
+                    return (self.error,)
+                if name.startswith(("cuMem", "cuGraph", "cuLaunch", "cuModule", "cuStream", "cuEvent", "cuFunc")):
+                    assert getattr(self._current, "stack", []), f"{name} without a current context"
+                answer = self._memset(name, *args) if name in FLAT else getattr(self, f"do_{name}")(*args)
+                return answer if isinstance(answer, tuple) else (0,) if answer is None else (0, answer)
+
+        call.__name__ = name
+        return call
+
+    def _make(self, thing: Any) -> Handle:
+        handle = Handle(next(self._numbers))
+        self.live[handle] = thing
+        return handle
+
+    def _drop(self, handle: int) -> None:
+        del self.live[int(handle)]
+
+    # --- context ----------------------------------------------------------------------------------------------
+
+    def do_cuInit(self, flags: int) -> Any:
+        return None if self.devices else (100,)
+
+    def do_cuGetErrorName(self, error: int) -> Any:
+        return {2: b"CUDA_ERROR_OUT_OF_MEMORY", 100: b"CUDA_ERROR_NO_DEVICE"}.get(error, b"CUDA_ERROR_LAUNCH_FAILED")
+
+    def do_cuDeviceGetCount(self) -> int:
+        return self.devices
+
+    def do_cuDriverGetVersion(self) -> int:
+        return self.version
+
+    def do_cuDeviceGet(self, index: int) -> int:
+        return index
+
+    def do_cuDeviceGetName(self, size: int, device: int) -> bytes:
+        return b"Fake GPU" + bytes(size - 8)
+
+    def do_cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
+        return self.arch[attribute - 75]
+
+    def do_cuDevicePrimaryCtxRetain(self, device: int) -> Handle:
+        self.retained += 1
+        return Handle(7)
+
+    def do_cuDevicePrimaryCtxRelease(self, device: int) -> None:
+        self.retained -= 1
+
+    def do_cuCtxPushCurrent(self, context: int) -> None:
+        assert self.retained, "the context is gone"
+        self._current.stack = [*getattr(self._current, "stack", []), context]
+
+    def do_cuCtxPopCurrent(self) -> int:
+        return int(self._current.stack.pop())
+
+    def do_cuCtxSynchronize(self) -> None:
+        pass
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def do_cuMemAlloc(self, size: int) -> int:
+        buffer = ctypes.create_string_buffer(b"\xcd" * size, size + 256)
+        address = ctypes.addressof(buffer)
+        self.live[address] = buffer
+        return address
+
+    def do_cuMemHostAlloc(self, size: int, flags: int) -> int:
+        return self.do_cuMemAlloc(size)
+
+    def do_cuMemAllocAsync(self, size: int, stream: int) -> int:
+        return self.do_cuMemAlloc(size)
+
+    def do_cuMemFree(self, address: int) -> None:
+        self._drop(address)
+
+    do_cuMemFreeHost = do_cuMemFree
+
+    def do_cuMemFreeAsync(self, address: int, stream: int) -> None:
+        self._drop(address)
+
+    def do_cuMemGetInfo(self) -> tuple[int, int, int]:
+        return (0, 1 << 30, 2 << 30)
+
+    def _memset(self, name: str, address: int, value: int, count: int, stream: int) -> None:
+        ctypes.memmove(address, value.to_bytes(FLAT[name], "little") * count, FLAT[name] * count)
+
+    def do_cuMemcpyHtoD(self, target: int, source: bytes, size: int) -> None:
+        ctypes.memmove(int(target), source, size)
+
+    def do_cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        ctypes.memmove(target, source, size)
+
+    do_cuMemcpyHtoDAsync = do_cuMemcpyDtoHAsync = do_cuMemcpyDtoDAsync
+
+    def do_cuMemcpy3DAsync(self, params: Any, stream: int) -> None:
+        for z, y in itertools.product(range(params.Depth), range(params.Height)):
+            target = params.dstDevice + (z * params.dstHeight + y) * params.dstPitch
+            ctypes.memmove(target, params.srcDevice + (z * params.srcHeight + y) * params.srcPitch, params.WidthInBytes)
+
+    def do_cuMemcpy2DAsync(self, params: Any, stream: int) -> None:
+        host = self.CUmemorytype.CU_MEMORYTYPE_HOST
+        source = params.srcHost if params.srcMemoryType == host else params.srcDevice
+        target = params.dstHost if params.dstMemoryType == host else params.dstDevice
+        for y in range(params.Height):
+            ctypes.memmove(target + y * params.dstPitch, source + y * params.srcPitch, params.WidthInBytes)
+
+    # --- streams and events -----------------------------------------------------------------------------------
+
+    def do_cuStreamCreate(self, flags: int) -> Handle:
+        return self._make("stream")
+
+    def do_cuStreamDestroy(self, stream: int) -> None:
+        self._drop(stream)
+
+    def do_cuStreamSynchronize(self, stream: int) -> None:
+        pass
+
+    def do_cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
+        assert event in self.live
+
+    def do_cuEventCreate(self, flags: int) -> Handle:
+        return self._make("event")
+
+    def do_cuEventRecord(self, event: int, stream: int) -> None:
+        assert event in self.live
+
+    def do_cuEventSynchronize(self, event: int) -> None:
+        assert event in self.live
+
+    def do_cuEventDestroy(self, event: int) -> None:
+        self._drop(event)
+
+    # --- modules ----------------------------------------------------------------------------------------------
+
+    def do_cuModuleLoadData(self, image: bytes) -> Handle:
+        return self._make({name: ctypes.create_string_buffer(size) for name, size in SYMBOLS.items()})
+
+    def do_cuModuleUnload(self, module: int) -> None:
+        self._drop(module)
+
+    def do_cuModuleGetFunction(self, module: int, symbol: bytes) -> Any:
+        return SimpleNamespace(symbol=symbol.decode(), data=self.live[module], attributes={})
+
+    def do_cuModuleGetGlobal(self, module: int, symbol: bytes) -> Any:
+        data = self.live[module][symbol.decode()]
+        return (0, ctypes.addressof(data), len(data))
+
+    def do_cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> None:
+        function.attributes[int(attribute)] = value
+
+    def do_cuFuncGetParamInfo(self, function: Any, index: int) -> Any:
+        params = {"add": ADD, "combine": COMBINE}[function.symbol]
+        return (0, *params[index]) if index < len(params) else (1, None, None)
+
+    # --- launches ---------------------------------------------------------------------------------------------
+
+    def _kernel(self, function: Any, address: int) -> Any:
+        """A launch with its parameters copied now."""
+        sizes = [size for _, size in {"add": ADD, "combine": COMBINE}[function.symbol]]
+        pointers = (ctypes.c_void_p * len(sizes)).from_address(address)
+        block = [ctypes.string_at(pointer or 0, size) for pointer, size in zip(pointers, sizes, strict=True)]
+        return lambda: KERNELS[function.symbol](block, function.data)
+
+    def do_cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> None:
+        assert config.numAttrs == len(config.attrs)
+        self._kernel(function, params)()
+
+    def do_cuGraphCreate(self, flags: int) -> Handle:
+        return self._make(SimpleNamespace(nodes=[], edges=[]))
+
+    def do_cuGraphDestroy(self, graph: int) -> None:
+        self._drop(graph)
+
+    def _node(self, graph: int, run: Any) -> Any:
+        node = SimpleNamespace(run=run, attributes={})
+        self.live[graph].nodes.append(node)
+        return node
+
+    def do_cuGraphAddKernelNode(self, graph: int, dependencies: None, count: int, params: Any) -> Any:
+        return self._node(graph, self._kernel(params.func, params.kernelParams))
+
+    def do_cuGraphAddMemsetNode(self, graph: int, dependencies: None, count: int, params: Any, context: int) -> Any:
+        assert params.height == 1
+        name = {size: name for name, size in FLAT.items()}[params.elementSize]
+        address, value, width = params.dst, params.value, params.width
+        return self._node(graph, lambda: self._memset(name, address, value, width, 0))
+
+    def do_cuGraphAddMemcpyNode(self, graph: int, dependencies: None, count: int, params: Any, context: int) -> Any:
+        return self._node(graph, lambda: self.do_cuMemcpy3DAsync(params, 0))
+
+    def do_cuGraphAddEmptyNode(self, graph: int, dependencies: None, count: int) -> Any:
+        return self._node(graph, lambda: None)
+
+    def do_cuGraphKernelNodeSetAttribute(self, node: Any, attribute: Number, value: Any) -> None:
+        node.attributes[int(attribute)] = value.pad
+
+    def do_cuGraphAddDependencies(self, graph: int, sources: Any, targets: Any, data: Any, count: int) -> None:
+        self.live[graph].edges += zip(sources, targets, strict=True)
+
+    def do_cuGraphInstantiate(self, graph: int, flags: int) -> Handle:
+        drawn = self.live[graph]
+        left, done = list(drawn.nodes), []
+        while left:  # the last node that may run, so that only edges can explain the order
+            ready = [n for n in left if not any(target is n and source in left for source, target in drawn.edges)]
+            done.append(ready[-1])
+            left.remove(ready[-1])
+        return self._make([node.run for node in done])
+
+    def do_cuGraphUpload(self, graph: int, stream: int) -> None:
+        assert graph in self.live
+
+    def do_cuGraphLaunch(self, graph: int, stream: int) -> None:
+        for run in self.live[graph]:
+            run()
+
+    def do_cuGraphExecDestroy(self, graph: int) -> None:
+        self._drop(graph)
+
+
+def floats(address: int, count: int) -> array[float]:
+    return array("f", ctypes.string_at(address, 4 * count))
+
+
+def add(block: list[bytes], data: dict[str, Any]) -> None:
+    out, a, b = (int.from_bytes(word, "little") for word in block[:3])
+    (n,) = unpack("<i", block[3])
+    made = array("f", [x + y for x, y in zip(floats(a, n), floats(b, n), strict=True)])
+    ctypes.memmove(out, made.tobytes(), 4 * n)
+
+
+def combine(block: list[bytes], data: dict[str, Any]) -> None:
+    out, y = int.from_bytes(block[0], "little"), int.from_bytes(block[2], "little")
+    x, factor, _ = unpack("<Qfi", block[1])
+    (n,) = unpack("<i", block[3])
+    (bias,) = unpack("<f", data["bias"].raw)
+    table = floats(int.from_bytes(data["table"].raw, "little"), n)
+    made = array("f", [p * factor + q + bias + r for p, q, r in zip(floats(x, n), floats(y, n), table, strict=True)])
+    ctypes.memmove(out, made.tobytes(), 4 * n)
+
+
+KERNELS = {"add": add, "combine": combine}

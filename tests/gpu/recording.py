@@ -1,0 +1,59 @@
+"""Record a case of models.py, and write what a replay without torch needs."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from models import CASES
+
+from cgcompile.record.capture import Recorded, record
+from cgcompile.record.tensors import contents, program_tensors
+
+HERE = Path(__file__).parent
+
+
+def export(name: str, device: str = "cpu") -> tuple[torch.export.ExportedProgram, dict]:
+    """A case as an exported program with a dynamic batch, and one call per size."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.model().eval().to(device)
+    calls = {(size,): (tuple(t.to(device) for t in case.inputs(size)), {}) for size in case.sizes}
+    args = calls[max(calls)][0] if len(calls) > 1 else tuple(t.to(device) for t in case.inputs(3))
+    shapes = tuple({0: torch.export.Dim("batch", min=1, max=4096)} for _ in args)
+    return torch.export.export(model, args, dynamic_shapes=shapes), calls
+
+
+def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorded, dict]:
+    """Record a case; returns it with the plain data of `replay.py`."""
+    program, calls = export(name)
+    recorded = record(program, calls, folder=folder, level=level, **options)
+    tensors = program_tensors(program)
+    plain = {
+        "recordings": recorded.recordings,
+        "inputs": recorded.inputs,
+        "outputs": recorded.outputs,
+        "trials": {key: (trial.inputs, trial.outputs) for key, trial in recorded.trials.items()},
+        "arena": max(recorded.arena.values()),
+        "static": max(recorded.static.values()),
+        "weights": recorded.weights,
+        "weight_contents": {w.tensor: contents(tensors[w.tensor], w.strides) for w in recorded.weights},
+        "tables": [(table.offset, table.contents) for table in recorded.tables],
+        "weights_bytes": recorded.weights_bytes,
+        "states": recorded.states,
+        "images": recorded.images,
+        "mutated": recorded.mutated,
+    }
+    (folder / "plain.pkl").write_bytes(pickle.dumps(plain))
+    return recorded, plain
+
+
+def replay(folder: Path) -> str:
+    """Rebuild and replay in a fresh process without torch; its report ("exact" for every key, or what went wrong)."""
+    command = [sys.executable, str(HERE / "replay.py"), str(folder / "plain.pkl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return lines[-1] if lines else f"status {done.returncode}"

@@ -1,0 +1,356 @@
+"""The CUDA backend on a GPU: a small bundle made by hand, compiled here with NVRTC."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from struct import pack
+from typing import Any
+
+import pytest
+
+from cgbundle import tables
+from cgbundle.cuda import device, driver, executors
+from cgbundle.cuda.driver import Context, check, cu
+from cgbundle.cuda.executors import GraphExecutor, StreamExecutor
+from cgbundle.cuda.memory import Memories
+from cgbundle.cuda.modules import Modules
+from cgbundle.errors import CgbundleError, DriverFailed, OutOfMemory, TableInvalid, WrongMachine
+from cgbundle.schema import Function, Manifest, Recording
+from cgbundle.tableview import Table
+from tests import cuda_bundles
+from tests.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
+
+
+def missing() -> str:
+    """Why these tests cannot run here, or ""."""
+    try:
+        driver.require()
+    except CgbundleError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no GPU: {missing()}")
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[Context]:
+    """A share in the context that lasts as long as these tests: what is free in it can be compared."""
+    made = Context(0)
+    yield made
+    made.release()
+
+
+@pytest.fixture(scope="module")
+def image(context: Context) -> bytes:
+    """The source of `cuda_bundles`, compiled for this GPU."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+
+    def ask(result: tuple[Any, ...]) -> Any:
+        assert int(result[0]) == 0, result[0]
+        return result[1] if len(result) == 2 else None
+
+    program = ask(nvrtc.nvrtcCreateProgram(cuda_bundles.SOURCE.encode(), b"tiny.cu", 0, [], []))
+    options = [f"--gpu-architecture={context.arch}".encode()]
+    error = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+    if int(error):
+        log = bytes(ask(nvrtc.nvrtcGetProgramLogSize(program)))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        pytest.fail(log.decode())
+    cubin = bytes(ask(nvrtc.nvrtcGetCUBINSize(program)))
+    ask(nvrtc.nvrtcGetCUBIN(program, cubin))
+    return cubin
+
+
+@pytest.fixture
+def bundle(context: Context, image: bytes, tmp_path: Path) -> tuple[Manifest, Path]:
+    folder = tmp_path / "tiny.cgb"
+    return cuda_bundles.write(folder, image, arch=context.arch), folder
+
+
+def call(backend: device.CudaBackend, number: int, given: array[float], stream: int | None = None) -> array[float]:
+    """One replay, from host to host."""
+    start, count = given.buffer_info()
+    (output,) = backend.run(number, [(start, False, 4 * count)], stream)
+    result = array("f", bytes(4 * count))
+    backend.to_host(result.buffer_info()[0], output, 4 * count, stream)
+    return result
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("poison", [None, 0xFF, 0xA5])
+def test_both_modes_replay_what_was_recorded(bundle: tuple[Manifest, Path], mode: str, poison: int | None) -> None:
+    manifest, folder = bundle
+    backend = device.open(manifest, folder, mode=mode, poison=poison)
+    try:
+        for seed in range(3):
+            for number, key in enumerate(KEYS):
+                given = inputs(key, seed)
+                assert call(backend, number, given) == expected(given)
+                if poison is not None:
+                    backend.poison(poison)
+    finally:
+        backend.close()
+
+
+def test_close_gives_every_byte_back(context: Context, bundle: tuple[Manifest, Path]) -> None:
+    free = []
+    for number in range(100):
+        backend = device.open(*bundle, mode=executors.MODES[number % 2])
+        given = inputs(KEYS[0], number)
+        assert call(backend, 0, given) == expected(given)
+        kept = backend.copy_out(backend.run(1, [None])[0], 4 * KEYS[1] * FLOATS)
+        backend.close()
+        backend.close()
+        kept.free()
+        with context:
+            check("cuCtxSynchronize", cu.cuCtxSynchronize())
+            free.append(driver.free_bytes())
+    print("\nfree bytes:", sorted(set(free)), "first rounds:", free[:6])
+    assert len(set(free[10:])) == 1  # the driver keeps what the first rounds made it take
+
+
+def test_the_last_share_ends_the_context(bundle: tuple[Manifest, Path]) -> None:
+    """In a process of its own, because this one holds the context."""
+    import pickle
+    import subprocess
+    import sys
+
+    code = (
+        "import pickle, sys\n"
+        "from cgbundle.cuda import device, driver\n"
+        "from cgbundle.cuda.driver import cu\n"
+        "manifest, folder = pickle.loads(sys.stdin.buffer.read())\n"
+        "backend = device.open(manifest, folder); backend.prepare(); kept = backend.allocate(100)\n"
+        "active = lambda: int(cu.cuDevicePrimaryCtxGetState(cu.cuDeviceGet(0)[1])[2])\n"
+        "backend.close(); assert active() == 1; kept.free(); assert active() == 0\n"
+        "assert not [name for name in sys.modules if name.partition('.')[0] in ('torch', 'numpy', 'triton')]\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(bundle), capture_output=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr.decode()
+
+
+def test_device_inputs_and_callers_streams(context: Context, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    given = inputs(KEYS[1])
+    size = 4 * len(given)
+    with context:
+        mine = check("cuStreamCreate", cu.cuStreamCreate(1))
+    for stream in (None, 0, int(mine), None, int(mine), 0):
+        source = backend.allocate(size, stream)
+        backend.copy(source.address, given.buffer_info()[0], size, stream, source_on_device=False)
+        (output,) = backend.run(1, [(source.address, True, size)], stream)
+        kept = backend.copy_out(output, size, stream)
+        backend.poison(0xFF)  # on another stream, and yet behind the copy
+        result = array("f", bytes(size))
+        backend.to_host(result.buffer_info()[0], kept.address, size, stream)
+        assert result == expected(given)
+        source.free()
+        kept.free()
+    backend.close()
+    with context:
+        check("cuStreamDestroy", cu.cuStreamDestroy(mine))
+
+
+def test_a_short_input_and_rows(bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    call(backend, 1, inputs(KEYS[1], seed=5))
+    given = inputs(KEYS[1])[: 5 * FLOATS]
+    whole = given + array("f", bytes(4 * 3 * FLOATS))
+    (output,) = backend.run(1, [(given.buffer_info()[0], False, 4 * len(given))])
+    result = array("f", bytes(4 * len(whole)))
+    backend.to_host(result.buffer_info()[0], output, 4 * len(whole))
+    assert result == expected(whole)
+    wide = array("f", [x for row in range(KEYS[1]) for x in [*whole[row * FLOATS : (row + 1) * FLOATS], 99.0]])
+    (target,) = backend.input_addresses(1)
+    backend.copy_rows(
+        target,
+        wide.buffer_info()[0],
+        4 * FLOATS,
+        KEYS[1],
+        target_pitch=4 * FLOATS,
+        source_pitch=4 * FLOATS + 4,
+        source_on_device=False,
+    )
+    (output,) = backend.run(1, [None])
+    backend.to_host(result.buffer_info()[0], output, 4 * len(whole))
+    assert result == expected(whole)
+    backend.close()
+
+
+def test_usage(bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    backend.prepare()
+    usage = backend.used_bytes()
+    print("\nplanned", usage.planned, "measured", usage.measured)
+    assert usage.memories["arena"] == cuda_bundles.ARENA
+    assert 0 <= usage.measured < usage.planned + (64 << 20)
+    backend.close()
+
+
+def test_the_wrong_machine(bundle: tuple[Manifest, Path]) -> None:
+    manifest, folder = bundle
+    other = replace(manifest, target=replace(manifest.target, arch="sm_70"))
+    with pytest.raises(WrongMachine, match="the bundle is for sm_70, device 0"):
+        device.open(other, folder)
+    other = replace(manifest, target=replace(manifest.target, driver=99000))
+    with pytest.raises(WrongMachine, match="a driver for CUDA 99.0"):
+        device.open(other, folder)
+    with pytest.raises(WrongMachine, match="device 1000"):
+        device.open(manifest, folder, device=1000)
+
+
+def test_too_little_memory(bundle: tuple[Manifest, Path]) -> None:
+    manifest, folder = bundle
+    memories = (*manifest.memories[:3], ("arena", 1 << 50))
+    with pytest.raises(OutOfMemory, match="memory arena: needs 1,125,899,906,842,624 bytes, the GPU has .* free"):
+        device.open(replace(manifest, memories=memories), folder)
+
+
+def test_an_image_that_is_none(bundle: tuple[Manifest, Path]) -> None:
+    manifest, folder = bundle
+    for path in (folder / "kernels").iterdir():
+        path.write_bytes(b"nonsense")
+    backend = device.open(manifest, folder)
+    with pytest.raises(DriverFailed, match=r"cuModuleLoadData \(kernels/.*CUDA_ERROR"):
+        backend.prepare()
+    backend.close()
+
+
+def test_parameters_are_those_of_the_image(bundle: tuple[Manifest, Path]) -> None:
+    manifest, folder = bundle
+    recording = tables.decode((folder / "graphs/g0-4.bin").read_bytes())
+    functions = (replace(recording.functions[0], params=((0, 8), (8, 8))), recording.functions[1])
+    (folder / "graphs/g0-4.bin").write_bytes(tables.encode(replace(recording, functions=functions)))
+    backend = device.open(manifest, folder)
+    with pytest.raises(TableInvalid, match="add of .*the image takes parameters"):
+        backend.prepare()
+    backend.close()
+
+
+# --- rows that the bundle does not have -----------------------------------------------------------------------
+
+
+class Bench:
+    """Runs one recording over an arena, in both modes."""
+
+    def __init__(self, context: Context, folder: Path, image: str) -> None:
+        from contextlib import ExitStack
+
+        self.context, self.image = context, image
+        self.cleanup = ExitStack()
+        self.memories = Memories({"arena": cuda_bundles.ARENA}, self.cleanup, context.stream)
+        self.modules = Modules(str(folder / "kernels"), (), self.memories)
+        self.cleanup.callback(self.modules.close)
+
+    def words(self, recording: Recording, mode: str, count: int) -> list[int]:
+        """The arena's first words after a run over an arena of ones."""
+        table = Table(tables.encode(recording), "bench")
+        tables.check(table, "bench", {"arena": cuda_bundles.ARENA}, {self.image})
+        bases, stream = self.memories.bases, self.context.stream
+        executor: Any = (
+            GraphExecutor(self.context, table, self.modules, bases, stream)
+            if mode == "graph"
+            else StreamExecutor(table, self.modules, bases)
+        )
+        self.memories.poison("arena", 0xFF, stream)
+        executor.launch(stream)
+        check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        found = (ctypes.c_uint32 * count)()
+        check("cuMemcpyDtoH", cu.cuMemcpyDtoH(ctypes.addressof(found), bases[ARENA_AT], 4 * count))
+        executor.close()
+        return list(found)
+
+
+@pytest.fixture
+def bench(context: Context, bundle: tuple[Manifest, Path]) -> Iterator[Bench]:
+    manifest, folder = bundle
+    (file,) = [file for file in manifest.files if file.path.startswith("kernels/")]
+    with context:
+        made = Bench(context, folder, file.path.rpartition("/")[2])
+        with made.cleanup:
+            yield made
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+def test_clusters_and_priorities(bench: Bench, mode: str) -> None:
+    function = Function(image=bench.image, symbol="cluster_size", params=((0, 8),), attributes=())
+    node = launch(0, bytes(8), relocations((0, ARENA_AT, 0)))
+    pair = replace(node, attributes=((4, (2, 1, 1)), (8, (-1, 0, 0))))
+    for given, size in ((node, 1), (pair, 2)):
+        recording = Recording(key=(), functions=(function,), nodes=(given,), edges=())
+        assert bench.words(recording, mode, 5) == [size] * 4 + [0xFFFFFFFF]
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+def test_large_shared_memory(bench: Bench, mode: str) -> None:
+    size = 96 << 10
+    function = Function(image=bench.image, symbol="large_shared", params=((0, 8), (8, 4)), attributes=((8, size),))
+    node = replace(launch(0, bytes(8) + pack("<I", size // 4), relocations((0, ARENA_AT, 0))), shared=size)
+    recording = Recording(key=(), functions=(function,), nodes=(node,), edges=())
+    assert bench.words(recording, mode, 1) == [size // 4 - 1]
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+def test_programmatic_edges(bench: Bench, mode: str) -> None:
+    function = Function(image=bench.image, symbol="add", params=cuda_bundles.ADD, attributes=())
+
+    def add(out: int, a: int, b: int) -> Any:
+        return launch(0, bytes(24) + pack("<i", 8), relocations((0, ARENA_AT, out), (8, ARENA_AT, a), (16, ARENA_AT, b)))
+
+    ones = cuda_bundles.recording(bench.image, 4).nodes[3]
+    nodes = (ones, add(512, 0, 0), add(0, 0, 0))
+    recording = Recording(key=(), functions=(function,), nodes=nodes, edges=(edge(0, 1), edge(1, 2, from_port=1, type=1)))
+    assert bench.words(recording, mode, 1) == [0x40000000]
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("element", [1, 2, 4])
+def test_memsets_of_every_element(bench: Bench, mode: str, element: int) -> None:
+    flat = replace(
+        cuda_bundles.recording(bench.image, 4).nodes[3], value=0xA1B2C3D4 % (1 << 8 * element), element=element, width=8 // element
+    )
+    rows = replace(flat, width=4 // element, height=3, pitch=512)  # type: ignore[arg-type]
+    word = int.from_bytes(flat.value.to_bytes(element, "little") * (4 // element), "little")
+    untouched = 0xFFFFFFFF
+    for node, places in ((flat, (0, 1)), (rows, (0, 128, 256))):
+        found = bench.words(Recording(key=(), functions=(), nodes=(node,), edges=()), mode, 300)
+        assert [index for index, value in enumerate(found) if value != untouched] == list(places)
+        assert {found[index] for index in places} == {word}
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+def test_an_empty_recording(bench: Bench, mode: str) -> None:
+    assert bench.words(Recording(key=(), functions=(), nodes=(), edges=()), mode, 1) == [0xFFFFFFFF]
+
+
+def test_how_long_a_long_chain_takes(bench: Bench, context: Context, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints what building and launching 500 nodes costs; asserts only that a launch costs no Python per node."""
+    function = Function(image=bench.image, symbol="add", params=cuda_bundles.ADD, attributes=())
+    node = launch(0, bytes(24) + pack("<i", 8), relocations((0, ARENA_AT, 0), (8, ARENA_AT, 512), (16, ARENA_AT, 1024)))
+    recording = Recording(key=(), functions=(function,), nodes=(node,) * 500, edges=tuple(edge(i, i + 1) for i in range(499)))
+    data = tables.encode(recording)
+    times = [time.perf_counter()]
+    table = Table(data, "chain")
+    times.append(time.perf_counter())
+    tables.check(table, "chain", {"arena": cuda_bundles.ARENA}, {bench.image})
+    times.append(time.perf_counter())
+    executor = GraphExecutor(context, table, bench.modules, bench.memories.bases, context.stream)
+    times.append(time.perf_counter())
+    executor.launch(context.stream)
+    check("cuStreamSynchronize", cu.cuStreamSynchronize(context.stream))
+    start = time.perf_counter()
+    for _ in range(20):
+        executor.launch(context.stream)
+    launched = (time.perf_counter() - start) / 20
+    check("cuStreamSynchronize", cu.cuStreamSynchronize(context.stream))
+    executor.close()
+    names = ("table", "check", "build")
+    with capsys.disabled():
+        parts = [f"{name} {1e3 * (b - a):.2f} ms" for name, a, b in zip(names, times, times[1:], strict=False)]
+        print("\n500 nodes:", ", ".join(parts), f"launch {1e6 * launched:.0f} us")

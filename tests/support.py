@@ -1,0 +1,116 @@
+"""A tiny valid bundle written by hand from schema rows: what tests need that inspect, verify, damage or compare bundles.
+
+Nothing here imports torch, and the shared object is a dummy: such a bundle can be checked, not run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from struct import pack
+
+from cgbundle import archive, codec, safetensors
+from cgbundle.exam import entry
+from cgbundle.schema import (
+    FORMAT_VERSION,
+    Dimension,
+    Exam,
+    Manifest,
+    Program,
+    Proof,
+    Provenance,
+    Region,
+    Step,
+    Target,
+    TensorSpec,
+    Value,
+    Weight,
+)
+
+Change = Callable[[Manifest], Manifest]
+HOST_FILE = "host/model.so"
+SIZES = (1, 4)
+
+
+def write_bundle(folder: Path, change: Change | None = None) -> Path:
+    """Writes the bundle to `folder`; `change` edits the manifest before it is sealed.  Returns `folder`."""
+    (folder / "host").mkdir(parents=True)
+    (folder / HOST_FILE).write_bytes(b"\x7fELF, but not really\n" * 20)
+    (folder / archive.PROGRAM).write_bytes(b"PK, but not really\n" * 10)
+    with open(folder / archive.WEIGHTS, "wb") as file:
+        safetensors.write(
+            file, {"first.weight": ("float32", (2, 3), floats(range(6))), "first.bias": ("float32", (2,), floats(range(2)))}
+        )
+    with open(folder / archive.EXAM, "wb") as file:
+        safetensors.write(file, exam_tensors())
+    made = replace(manifest(), files=archive.describe_files(str(folder)))
+    seal(folder, change(made) if change else made)
+    return folder
+
+
+def seal(folder: Path, made: Manifest) -> None:
+    """Writes the manifest as it is, sound or not."""
+    (folder / archive.MANIFEST).write_bytes(codec.encode(made))
+
+
+def floats(values: range) -> Callable[[], bytes]:
+    """The bytes of float32 numbers, as `safetensors.write` wants them."""
+    return lambda: pack(f"<{len(values)}f", *values)
+
+
+def exam_tensors() -> dict[str, safetensors.Tensor]:
+    """x and y of both sizes, under the exam's names."""
+    made: dict[str, safetensors.Tensor] = {}
+    for size in SIZES:
+        made[entry((size,), "input", 0)] = ("float32", (size, 3), floats(range(size * 3)))
+        made[entry((size,), "output", 0)] = ("float32", (size, 2), floats(range(size * 2)))
+    return made
+
+
+def manifest() -> Manifest:
+    """y[batch, 2] = first(x[batch, 3]) on the cpu, with a tied weight, for batch 1 and 4; lists no file yet."""
+    return Manifest(
+        format=FORMAT_VERSION,
+        name="tiny",
+        target=Target(kind="cpu", arch=os.uname().machine, features=("sse", "sse2"), torch="2.11", driver=0),
+        dimensions=(Dimension(name="batch", sizes=SIZES, pad="rows", chunk=True, reason="rows do not depend on each other"),),
+        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1)),),
+        outputs=(TensorSpec(name="y", dtype="float32", shape=("batch", 2), order=(0, 1)),),
+        call={"call": [["x", {"tensor": 0}]]},
+        result={"tensor": 0},
+        weights=(
+            Weight(name="first.weight", tensor="first.weight", dtype="float32", shape=(2, 3), strides=(3, 1), offset=0),
+            Weight(name="first.bias", tensor="first.bias", dtype="float32", shape=(2,), strides=(1,), offset=0),
+            Weight(name="tied.bias", tensor="first.bias", dtype="float32", shape=(2,), strides=(1,), offset=0),
+        ),
+        memories=(("weights", 32),),
+        regions=(
+            Region(
+                name="model", kind="host", reason="the cpu target has no graphs", file=HOST_FILE, constants=(("c0", 0), ("c1", 1))
+            ),
+        ),
+        programs=tuple([program(size) for size in SIZES]),
+        module_state="",
+        findings=(),
+        waivers=(),
+        exam=Exam(
+            compare="tolerance", proofs=tuple([Proof(key=(size,), method="replay", error=1e-7, tolerance=1e-5) for size in SIZES])
+        ),
+        provenance=Provenance(
+            source="tiny.py",
+            created="2026-11-21T10:00:00Z",
+            versions=(("cgcompile", "0.1.0"), ("torch", "2.13.0")),
+            machine="a processor",
+            options=(("target", "cpu"),),
+        ),
+        files=(),
+    )
+
+
+def program(size: int) -> Program:
+    """One host step from x to y."""
+    values = [Value(dtype="float32", shape=(size, width), strides=(width, 1), memory="host", offset=0) for width in (3, 2)]
+    step = Step(kind="host", region=0, file="", inputs=(0,), outputs=(1,))
+    return Program(key=(size,), values=tuple(values), inputs=(0,), outputs=(1,), steps=(step,), arena=0, static=0)
