@@ -57,11 +57,20 @@ def mutated_input(exported: Exported) -> Iterable[Finding]:
 def random_operation(exported: Exported) -> Iterable[Finding]:
     """Random numbers: the exam could not tell a right result from a wrong one."""
     for node in _calls(exported.program):
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _switched_off(node):
             yield _finding(
                 "random", REFUSE, f"{_operator(node)} draws random numbers", node,
                 "results differ from call to call and cannot be verified", "call model.eval() if this is dropout, or pass the random tensor as an input",
             )  # fmt: skip
+
+
+def _switched_off(node: Any) -> bool:
+    """Whether a random operation draws nothing: dropout outside training, or with probability 0 (attention takes a dropout_p)."""
+    arguments = node.target._schema.arguments
+    values = {argument.name: argument.default_value for argument in arguments}
+    values.update({argument.name: value for argument, value in zip(arguments, node.args, strict=False)})
+    values.update(node.kwargs)
+    return values.get("train") is False or values.get("training") is False or values.get("dropout_p") == 0
 
 
 def training_mode(exported: Exported) -> Iterable[Finding]:

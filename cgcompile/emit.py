@@ -60,7 +60,7 @@ def write_program(path: Path, program: ExportedProgram) -> None:
 
 
 def _hollow(value: torch.Tensor) -> torch.Tensor:
-    hollow = torch.zeros(1, dtype=value.dtype).expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
+    hollow = torch.zeros((), dtype=value.dtype).expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
     return torch.nn.Parameter(hollow, value.requires_grad) if isinstance(value, torch.nn.Parameter) else hollow
 
 
@@ -101,11 +101,13 @@ def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
 
 
 def provenance(label: str, options: Mapping[str, str]) -> schema.Provenance:
-    """Where and when, and with what."""
+    """Where and when, and with what.  SOURCE_DATE_EPOCH, where set, is the time: two builds are then equal byte for byte."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    now = datetime.datetime.fromtimestamp(int(epoch), datetime.UTC) if epoch and epoch.isdigit() else datetime.datetime.now(datetime.UTC)
     versions = {"cgcompile": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     return schema.Provenance(
         source=os.path.basename(label) if os.path.exists(label) else label,
-        created=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
         versions=tuple(sorted(versions.items())),
         machine=_processor(),
         options=tuple(sorted(options.items())),

@@ -129,53 +129,68 @@ def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]])
         )
 
 
-def _export(source: Source, flat: Flat, like: Sample, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]) -> ExportedProgram:
-    roots = {name: Dim(name, min=1, max=max(2, values[-1])) for name, values in sizes.items()}
-    dynamic = (tuple([{axis: _dim(size, roots) for axis, size in enumerate(shape) if not isinstance(size, int)} for shape in shapes]),)
+def _export(
+    source: Source, flat: Flat, like: Sample, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
+) -> ExportedProgram:
+    # export takes a dimension that can only be 1 or 2 for a constant: the range always leaves room above
+    roots = {name: Dim(name, min=1, max=max(4, values[-1])) for name, values in sizes.items()}
     try:
-        return _torch_export(flat, like, dynamic)
+        return _torch_export(flat, like, shapes, roots)
     except Exception as error:
-        narrower = _narrower(error, dynamic)
+        narrower = _narrower(str(error), roots)
         if narrower is None:
             raise _explain(source, error, sizes) from error
     try:
-        return _torch_export(flat, like, narrower)
+        return _torch_export(flat, like, shapes, narrower)
     except Exception as error:
         raise _explain(source, error, sizes) from error
 
 
-def _torch_export(flat: Flat, like: Sample, dynamic: Any) -> ExportedProgram:
+def _torch_export(flat: Flat, like: Sample, shapes: Sequence[tuple[Size, ...]], roots: Mapping[str, Any]) -> ExportedProgram:
+    dynamic = tuple([{axis: _dim(size, roots) for axis, size in enumerate(shape) if not isinstance(size, int)} for shape in shapes])
     with torch.no_grad():
-        return torch.export.export(flat, like.tensors, dynamic_shapes=dynamic, strict=False)
+        return torch.export.export(flat, like.tensors, dynamic_shapes=(dynamic,), strict=False)
 
 
 def _dim(size: Size, roots: Mapping[str, Any]) -> Any:
     rule = linear(size)
     assert rule is not None, size
     name, scale, offset = rule
-    return (scale * roots[name] if scale != 1 else roots[name]) + offset if offset else scale * roots[name] if scale != 1 else roots[name]
+    made = roots[name] if scale == 1 else scale * roots[name]
+    return made + offset if offset else made
 
 
-def _narrower(error: BaseException, dynamic: Any) -> Any:
-    """torch.export names the constraint it found ("batch = Dim('batch', min=2)", "seq = 8*_seq") as suggested fixes; taking a range or a multiple
-    is right here, because every declared size is checked against the result.  A constant is not taken: it gives an error that names
-    the dimension."""
-    text = str(error)
-    if "Suggested fixes:" not in text or re.search(r"^\s*\w+ = \d+\s*$", text.split("Suggested fixes:")[1], re.MULTILINE):
+def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
+    """torch.export names the constraint that it found as suggested fixes: "batch = Dim('batch', min=2)", "seq = 8*_seq".
+
+    A range or a multiple is taken up, because every declared size is checked against the exported program afterwards; None for anything
+    else, a constant above all.
+    """
+    _, found, fixes = text.partition("Suggested fixes:")
+    if not found:
         return None
-    try:
-        return torch.export.dynamic_shapes.refine_dynamic_shapes_from_suggested_fixes(text, dynamic)
-    except Exception:  # noqa: BLE001  the suggestion does not fit our dims: the first error is the one to report
-        return None
+    made = dict(roots)
+    for name, low, high in re.findall(r"^\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)\s*$", fixes, re.MULTILINE):
+        made[name] = Dim(name, min=int(low or 1), max=int(high) if high else None)
+    for name, scale, root, offset in re.findall(r"^\s*(\w+) = (?:(\d+)\*)?(_\w+)(?: ([+-] \d+))?\s*$", fixes, re.MULTILINE):
+        step = int(offset.replace(" ", "")) if offset else 0
+        base = made.get(root) or Dim(root)
+        made[name] = int(scale or 1) * base + step if step else int(scale or 1) * base
+    return made if made != dict(roots) and made.keys() >= roots.keys() and not _constants(fixes) else None
+
+
+def _constants(fixes: str) -> dict[str, str]:
+    """Dimensions that export found to be constant, with the value."""
+    return dict(re.findall(r"^\s*(\w+) = (\d+)\s*$", fixes, re.MULTILINE))
 
 
 def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> SizeExcluded | ExportFailed:
     text = str(error)
+    constants = _constants(text)
     for name in sizes:
-        constant = re.search(rf"^\s*{name} = (\d+)\s*$", text, re.MULTILINE)
-        if constant:
+        if name in constants:
             return SizeExcluded(
-                f"{source.label}: dimension {name!r} cannot vary: the model's code fixes it to {constant[1]}",
+                f"{source.label}: dimension {name!r} cannot vary: the model's code fixes it to {constants[name]}",
                 f"remove what depends on the value of {name} (a Python if, int(), a constant in a view), or declare no such dimension",
             )
         if re.search(rf"\b{name}\b", text) and "onstraint" in text:

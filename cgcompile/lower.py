@@ -20,6 +20,10 @@ import torch
 LEVELS = ("eager", "inductor", "max-autotune")
 SPECIALIZE = ("size", "shared")
 
+OPTIONS = {"triton.cudagraphs": False, "use_static_cuda_launcher": False}
+"""Inductor's options at every level.  Its static launcher, when it comes from the cache, tunes by coordinate descent again in every
+process (seen in torch 2.11), so that two recordings would get different kernels."""
+
 
 def lower(module: torch.nn.Module, level: str, specialize: str) -> Callable[..., Any]:
     """A callable with the module's signature.  Compilation happens at its first call; see `lowering_errors`.
@@ -34,7 +38,7 @@ def lower(module: torch.nn.Module, level: str, specialize: str) -> Callable[...,
         torch._dynamo.reset()  # each key is a compilation of its own, and the limit of recompilations is never met
     options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if level == "max-autotune" else {}
     compiled: Callable[..., Any] = torch.compile(
-        module, fullgraph=True, dynamic=specialize == "shared", options={**options, "triton.cudagraphs": False}
+        module, fullgraph=True, dynamic=specialize == "shared", options={**options, **OPTIONS}
     )
     return compiled
 

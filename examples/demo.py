@@ -17,12 +17,12 @@ from typing import Any
 import minilm
 
 SENTENCES = (
-    "The cat sleeps on the warm windowsill.",
+    "The cat sleeps on the windowsill.",
     "A kitten is napping in the sun.",
     "How do I reset my password?",
-    "I cannot log in to my account any more.",
-    "The central bank raised interest rates again.",
-    "Borrowing money just became more expensive.",
+    "I cannot log in to my account.",
+    "The central bank raised rates.",
+    "Loans just became more expensive.",
 )
 SPAWNED = "CGCOMPILE_DEMO_SPAWNED"
 """Environment variable: when the parent started the process, on the monotonic clock, which is the same in all processes."""
@@ -87,16 +87,16 @@ def report(served: dict[str, Any], reference: dict[str, Any]) -> float:
     console = Console(width=80, highlight=False)
     rows, tokens = served["tokens"]
     keys = ", ".join("x".join(map(str, key)) for key in served["keys"])
-    console.print(f"\n[bold]{rows} sentences, {tokens} tokens each, served from a bundle of sizes {keys}[/bold]\n")
+    console.print(f"\n[bold]{rows} sentences, {tokens} tokens each, from a bundle of sizes {keys}[/bold]\n")
 
     alike = similarity(served["embeddings"])
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("similarity", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("similarity (* most similar other)", no_wrap=True)
     for index in range(rows):
-        table.add_column(str(index + 1), justify="right")
+        table.add_column(f"{index + 1} ", justify="right", no_wrap=True)
     for index, sentence in enumerate(SENTENCES):
         best = max(alike[index][:index] + alike[index][index + 1 :])
-        cells = [Text(f"{value:.2f}", "bold green" if value == best else "") for value in alike[index]]
+        cells = [Text(f"{value:.2f}*", "bold green") if value == best else f"{value:.2f} " for value in alike[index]]
         table.add_row(f"{index + 1} {sentence}", *cells)
     console.print(table)
 

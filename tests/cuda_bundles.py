@@ -202,7 +202,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
         waivers=(),
         exam=Exam(compare="bits", proofs=()),
         provenance=Provenance(source="", created="", versions=(), machine="", options=()),
-        files=describe_files(folder),
+        files=describe_files(str(folder)),
     )
 
 

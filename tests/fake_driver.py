@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import threading
 from array import array
+from functools import partial
 from struct import unpack
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +71,8 @@ class FakeDriver:
                     return (self.error,)
                 if name.startswith(("cuMem", "cuGraph", "cuLaunch", "cuModule", "cuStream", "cuEvent", "cuFunc")):
                     assert getattr(self._current, "stack", []), f"{name} without a current context"
-                answer = self._memset(name, *args) if name in FLAT else getattr(self, f"do_{name}")(*args)
+                run = partial(self._memset, name) if name in FLAT else getattr(self, f"do_{name}")
+                answer = run(*args)
                 return answer if isinstance(answer, tuple) else (0,) if answer is None else (0, answer)
 
         call.__name__ = name

@@ -73,7 +73,9 @@ def sha256(path: str) -> str:
 def list_files(path: str) -> list[str]:
     """Every file below `path`, relative, with forward slashes, sorted."""
     return sorted(
-        os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/") for folder, _, names in os.walk(path) for name in names
+        os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/")
+        for folder, _, names in os.walk(path)
+        for name in names
     )
 
 

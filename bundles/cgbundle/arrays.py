@@ -1,8 +1,8 @@
 """Tensors of the caller's library, without importing it: NumPy, torch, or our own `Tensor` (which DLPack producers are read into).
 
-A library is found by the type of the first input, among the modules that the caller has imported already.  All its operations are the same
-four: `read` a tensor's place, `ordered` it in memory, make one `alias` over memory of ours, `empty` one of its own; slicing and assignment
-are the library's `x[slices]` and `x[slices] = y`.
+A library is found by the type of the first input, among the modules that the caller has imported already.  All its operations
+are the same four: `read` a tensor's place, `ordered` it in memory, make one `alias` over memory of ours, `empty` one of its own;
+slicing and assignment are the library's `x[slices]` and `x[slices] = y`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class Torch:
 
 
 class Plain:
-    """`cgbundle.Tensor`, and every other library through DLPack (JAX, CuPy, ...): the result is turned back by that library's `from_dlpack`."""
+    """`cgbundle.Tensor`, and every other library through DLPack (JAX, CuPy, ...): the result is turned back by that library's
+    `from_dlpack`."""
 
     name = "plain"
 

@@ -1,7 +1,8 @@
 """Manifest <-> canonical JSON.
 
-Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well.  The extra key
-`sha256` holds the hash of the whole text with that hash's own digits as zeros, so that no byte can change unseen.  Decoding is driven by the annotations in `schema.py` and fails with the path of the offending field, such as
+Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well.  The extra
+key `sha256` holds the hash of the whole text with that hash's own digits as zeros, so that no byte can change unseen.  Decoding is
+driven by the annotations in `schema.py` and fails with the path of the offending field, such as
 `programs[2].values[0].dtype: expected str, got int`.
 """
 

@@ -22,8 +22,8 @@ MAX_ROWS = 1 << 40
 
 
 class Column(NamedTuple):
-    """`format` is a code of `struct` (B, i, I, Q), `rows` the count it follows, `width` the items per row, `extra` the items after
-    the last row: 1 in a column of bounds, where row i owns the items of another column from bounds[i] to bounds[i + 1]."""
+    """`format` is a code of `struct` (B, i, I, q, Q), `rows` the count it follows, `width` the items per row, `extra` the items
+    after the last row: 1 in a column of bounds, where row i owns the items of another column from bounds[i] to bounds[i + 1]."""
 
     name: str
     format: str
@@ -165,4 +165,4 @@ def _cast(view: memoryview, code: str) -> memoryview:
     return view if code == "B" else view.cast(code)  # type: ignore[call-overload]
 
 
-_ITEM = {"B": 1, "i": 4, "I": 4, "Q": 8}
+_ITEM = {"B": 1, "i": 4, "I": 4, "q": 8, "Q": 8}

@@ -21,7 +21,9 @@ def check_machine(target: Target) -> None:
         raise WrongMachine(f"the bundle is for {target.arch} processors, this machine is {machine}")
     missing = sorted(set(target.features) - processor_flags())
     if missing:
-        raise WrongMachine(f"this processor lacks {', '.join(missing)}, which the bundle's code uses", "build the bundle on this kind of machine")
+        raise WrongMachine(
+            f"this processor lacks {', '.join(missing)}, which the bundle's code uses", "build the bundle on this kind of machine"
+        )
 
 
 def processor_flags() -> frozenset[str]:

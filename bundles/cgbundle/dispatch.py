@@ -1,12 +1,12 @@
 """Which recorded keys serve a call: pure, and tested without a GPU.
 
-Every declared dimension is planned by itself (the recorded keys are the product of the dimensions' sizes); a call's plan is the product of
-the dimensions' cuts.
+Every declared dimension is planned by itself (the recorded keys are the product of the dimensions' sizes); a call's plan is the
+product of the dimensions' cuts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -29,16 +29,20 @@ Piece = tuple[Cut, ...]
 """One replay: a cut for every dimension, in declared order."""
 
 
-def plan(dimensions: Sequence[Dimension], sizes: Sequence[int], on_miss: str) -> tuple[Piece, ...]:
+def plan(
+    dimensions: Sequence[Dimension], sizes: Sequence[int], on_miss: str, place: Callable[[str], str] = str
+) -> tuple[Piece, ...]:
     """The replays that serve a call whose dimensions have `sizes`; one exact piece when the key was recorded.
 
-    Raises KeyMissing, naming the dimension, the sizes recorded and why the build does not allow padding or cutting.
+    `place` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises KeyMissing, naming that place, the
+    sizes recorded and why the build does not allow padding or cutting.
     """
-    if on_miss == "error":
-        for dimension, size in zip(dimensions, sizes, strict=True):
-            if size not in dimension.sizes:
-                raise KeyMissing(f"{dimension.name}={size} was not recorded; {_recorded(dimensions)}", _NO_POLICY)
-    cuts = [_cuts(dimension, size, on_miss) for dimension, size in zip(dimensions, sizes, strict=True)]
+    cuts = []
+    for dimension, size in zip(dimensions, sizes, strict=True):
+        try:
+            cuts.append(_cuts(dimension, size, on_miss))
+        except KeyMissing as error:
+            raise KeyMissing(f"{place(dimension.name)}: {error}", error.hint) from None
     return tuple(product(*cuts))
 
 
@@ -49,7 +53,9 @@ def _cuts(dimension: Dimension, size: int, on_miss: str) -> list[Cut]:
     if size in dimension.sizes:
         return [Cut(0, size, size)]
     if size < 1:
-        raise KeyMissing(f"{dimension.name}={size}: there is nothing to run")
+        raise KeyMissing(f"got {dimension.name}={size}: there is nothing to run")
+    if on_miss == "error":
+        raise KeyMissing(f"expected a recorded {dimension.name} ({_list(dimension)}), got {size}", _NO_POLICY)
     pads, largest = dimension.pad != "no", dimension.sizes[-1]
     if dimension.chunk and (on_miss == "chunk" or size > largest or not pads):
         largest_first = on_miss == "pad" and pads
@@ -67,8 +73,8 @@ def _largest_first(sizes: Sequence[int], size: int) -> list[int]:
 
 
 def _fewest_wasted(sizes: Sequence[int], size: int, *, exact: bool) -> list[int]:
-    """Recorded sizes, largest first, that add up to at least `size` with the least excess, then the fewest pieces; [] when `exact` and no sum
-    fits exactly.
+    """Recorded sizes, largest first, that add up to at least `size` with the least excess, then the fewest pieces; [] when `exact`
+    and no sum fits exactly.
 
     Dynamic programming over the last `largest**2` rows: above that an optimal sum always holds the largest size (of any `largest`
     smaller pieces some add up to a multiple of it).
@@ -102,11 +108,13 @@ def _place(pieces: Sequence[int], size: int) -> list[Cut]:
 
 
 def _refusal(dimension: Dimension, size: int) -> str:
-    name, sizes = dimension.name, ", ".join(map(str, dimension.sizes))
+    name = dimension.name
     if size > dimension.sizes[-1]:
-        return f"{name}={size} is larger than every recorded size ({sizes}), and a call cannot be cut along {name}: {dimension.reason}"
-    return f"{name}={size} was not recorded ({sizes}), and {name} cannot be padded: {dimension.reason}"
+        return (
+            f"expected at most {name}={dimension.sizes[-1]}, got {size}, and a call cannot be cut along {name}: {dimension.reason}"
+        )
+    return f"expected a recorded {name} ({_list(dimension)}), got {size}, and {name} cannot be padded: {dimension.reason}"
 
 
-def _recorded(dimensions: Sequence[Dimension]) -> str:
-    return "recorded: " + "; ".join(f"{dimension.name}={','.join(map(str, dimension.sizes))}" for dimension in dimensions)
+def _list(dimension: Dimension) -> str:
+    return ", ".join(map(str, dimension.sizes))

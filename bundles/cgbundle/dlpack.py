@@ -56,7 +56,9 @@ def read(value: Any, name: str) -> Tensor:
     source = managed.tensor
     dtype = _CODES.get((source.code, source.bits))
     if dtype is None or source.lanes != 1:
-        raise InputKind(f"input {name!r}: DLPack dtype (code {source.code}, {source.bits} bits, {source.lanes} lanes) is not supported")
+        raise InputKind(
+            f"input {name!r}: DLPack dtype (code {source.code}, {source.bits} bits, {source.lanes} lanes) is not supported"
+        )
     shape = source.shape[: source.ndim]
     strides = source.strides[: source.ndim] if source.strides else None
     on_host = device_type in (CPU, CUDA_HOST)

@@ -46,7 +46,7 @@ class FormatUnsupported(CgbundleError):
 
 
 class ManifestInvalid(CgbundleError):
-    """The manifest is not JSON, lacks a field, has a wrong type, or breaks an invariant; the message starts with the path of the field."""
+    """The manifest is not JSON, lacks a field, has a wrong type, or breaks an invariant; the message starts with the field's path."""
 
     hint = "the bundle is damaged or was edited: build it again"
 
@@ -146,7 +146,7 @@ class KeyMissing(CallError):
 class StaleView(CallError):
     """An output handed out by `outputs="view"` was read after the next replay."""
 
-    hint = "call .clone() before the next call, or load the bundle with outputs=\"copy\""
+    hint = 'call .clone() before the next call, or load the bundle with outputs="copy"'
 
 
 class ProgramClosed(CallError):

@@ -42,7 +42,10 @@ def entry(key: Sequence[int], kind: str, index: int) -> str:
 
 
 def sit(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
-    """Replays the exam of the loaded bundle for `keys` (default: all), in order.  Raises WeightsInvalid when the exam is damaged."""
+    """Replays the exam of the loaded bundle for `keys` (default: all), in order.
+
+    Raises WeightsInvalid when the exam is damaged.
+    """
     exam = Mapped(os.path.join(path, EXAM), EXAM)
     try:
         return [_sit(exam, program, proof) for proof in program.manifest.exam.proofs if keys is None or proof.key in keys]

@@ -14,7 +14,8 @@ CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
 
 INSTANCES = 4
-"""Replays of one region that may run at the same time; a further one waits.  An instance shares the constants and costs a few KB."""
+"""Replays of one region that may run at the same time; a further one waits.  An instance shares the constants and costs a few
+KB."""
 
 
 class _Pair(ctypes.Structure):
@@ -60,12 +61,15 @@ class HostRegion:
         for index in range(count.value):
             own, model = c_char_p(), c_char_p()
             self._check(self._library.AOTInductorModelContainerGetConstantName(self._container, c_size_t(index), byref(own)))
-            self._check(self._library.AOTInductorModelContainerGetConstantOriginalFQN(self._container, c_size_t(index), byref(model)))
+            self._check(
+                self._library.AOTInductorModelContainerGetConstantOriginalFQN(self._container, c_size_t(index), byref(model))
+            )
             found.append(((own.value or b"").decode(), (model.value or b"").decode()))
         return found
 
     def bind(self, constants: Mapping[str, tuple[int, Layout]]) -> None:
-        """Gives the region its constants by the shared object's names: (address, layout); the memory stays ours and is used in place."""
+        """Gives the region its constants by the shared object's names: (address, layout); the memory stays ours and is used in
+        place."""
         pairs = (_Pair * len(constants))()
         for pair, (name, (address, layout)) in zip(pairs, constants.items(), strict=True):
             handle = c_void_p()
@@ -93,7 +97,8 @@ class HostRegion:
         return made
 
     def close(self) -> None:
-        """Frees the container and the constants' handles; the shared object itself stays mapped (dlclose of C++ code is not safe)."""
+        """Frees the container and the constants' handles; the shared object itself stays mapped (dlclose of C++ code is not
+        safe)."""
         if self._container.value:
             self._library.AOTInductorModelContainerDelete(self._container)
             self._container = c_void_p()

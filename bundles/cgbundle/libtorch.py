@@ -1,7 +1,7 @@
 """torch's shared libraries, loaded as files: torch itself is never imported.
 
-Host regions are shared objects made by AOTInductor; they need libc10 and libtorch_cpu, and are driven through the C interface declared in
-torch/csrc/inductor/aoti_torch/c/shim.h.  Tested with torch 2.13 (CPU build) and 2.11.
+Host regions are shared objects made by AOTInductor; they need libc10 and libtorch_cpu, and are driven through the C interface
+declared in torch/csrc/inductor/aoti_torch/c/shim.h.  Tested with torch 2.13 (CPU build) and 2.11.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def find(needed: str) -> tuple[str, str]:
         package = os.path.join(entry or ".", "torch")
         if _complete(os.path.join(package, "lib")):
             return os.path.join(package, "lib"), _version(package)
-    raise LibraryMissing(f"{LIBRARIES[1]} not found: a cpu bundle runs on torch's shared libraries, version {needed} or newer", hint)
+    raise LibraryMissing(
+        f"{LIBRARIES[1]} not found: a cpu bundle runs on torch's shared libraries, version {needed} or newer", hint
+    )
 
 
 def _complete(folder: str) -> bool:
@@ -55,11 +57,14 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def load(needed: str) -> LibTorch:
-    """Loads the libraries.  Raises LibraryMissing, or LibraryRefused for a version older than `needed` (a shared object needs at least
-    the C interface that it was compiled against)."""
+    """Loads the libraries.  Raises LibraryMissing, or LibraryRefused for a version older than `needed` (a shared object needs at
+    least the C interface that it was compiled against)."""
     folder, version = find(needed)
     if version and numbers(version) < numbers(needed):
-        raise LibraryRefused(f"torch {version} in {folder} is older than the {needed} that the bundle was built with", f"pip install 'torch>={needed}'")
+        raise LibraryRefused(
+            f"torch {version} in {folder} is older than the {needed} that the bundle was built with",
+            f"pip install 'torch>={needed}'",
+        )
     try:
         handles = [ctypes.CDLL(os.path.join(folder, name), mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES]
     except OSError as error:
@@ -68,7 +73,8 @@ def load(needed: str) -> LibTorch:
 
 
 class LibTorch:
-    """The few functions of the C interface that are needed.  Handles are tensors owned by the caller until given away or deleted."""
+    """The few functions of the C interface that are needed.  Handles are tensors owned by the caller until given away or
+    deleted."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

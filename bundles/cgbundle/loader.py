@@ -15,13 +15,19 @@ OUTPUTS = ("copy", "view")
 
 
 def load(
-    path: str | os.PathLike[str], *, device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load"
+    path: str | os.PathLike[str],
+    *,
+    device: int = 0,
+    mode: str = "graph",
+    on_miss: str = "pad",
+    outputs: str = "copy",
+    check: str = "load",
 ) -> Program:
     """Loads the bundle at `path`.
 
-    `device`: the CUDA device (the cpu target ignores it).  `mode`: "graph" replays recorded graphs, "stream" launches the same rows one by
-    one.  `on_miss`: for sizes that were not recorded, "pad" takes the smallest recorded key that holds the call, "chunk" wastes the fewest
-    rows, "error" refuses.  `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded views that the next call makes
+    `device`: the CUDA device (the cpu target ignores it).  `mode`: "graph" replays recorded graphs, "stream" launches the same rows
+    one by one.  `on_miss`: for sizes that were not recorded, "pad" takes the smallest recorded key that holds the call, "chunk"
+    wastes the fewest rows, "error" refuses.  `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded views that the next call makes
     stale.  `check`: "load" checks every file but the data of the weights, "full" those too.
 
     Raises a CgbundleError (see errors.py); ValueError for an option that does not exist.

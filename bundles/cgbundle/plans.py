@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from . import dispatch
-from .guards import call_sizes
+from .guards import call_sizes, place_of
 from .schema import Manifest, Size
 from .sizes import evaluate, linear
 
@@ -16,8 +17,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One replay: the position of its program; of every input the slices that it takes and the recorded shape; of every output the slices
-    of the replay's output that count, and where they go in the call's."""
+    """One replay: the position of its program; of every input the slices that it takes and the recorded shape; of every output the
+    slices of the replay's output that count, and where they go in the call's."""
 
     program: int
     inputs: tuple[tuple[Slices, Shape], ...]
@@ -40,12 +41,15 @@ def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> P
     named = {dimension.name: size for dimension, size in zip(dimensions, sizes, strict=True)}
     keys = {program.key: index for index, program in enumerate(manifest.programs)}
     parts = []
-    for piece in dispatch.plan(dimensions, sizes, on_miss):
+    for piece in dispatch.plan(dimensions, sizes, on_miss, partial(place_of, manifest)):
         starts = {dimension.name: cut.start for dimension, cut in zip(dimensions, piece, strict=True)}
         lengths = {dimension.name: cut.length for dimension, cut in zip(dimensions, piece, strict=True)}
         recorded = {dimension.name: cut.size for dimension, cut in zip(dimensions, piece, strict=True)}
         inputs = tuple(
-            [(_ranges(spec.shape, starts, lengths), tuple([evaluate(size, recorded) for size in spec.shape])) for spec in manifest.inputs]
+            [
+                (_ranges(spec.shape, starts, lengths), tuple([evaluate(size, recorded) for size in spec.shape]))
+                for spec in manifest.inputs
+            ]
         )
         outputs = tuple(
             [

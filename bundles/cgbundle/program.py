@@ -64,9 +64,9 @@ class Program:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replays the model.
 
-        Inputs as the model takes them, by position or by name: NumPy arrays, torch tensors, or anything that speaks DLPack, all of one
-        kind.  The result is of the same kind, row-major, nested as the model's own.  Raises a CallError that names the input, the axis,
-        what was expected and what came.
+        Inputs as the model takes them, by position or by name: NumPy arrays, torch tensors, or anything that speaks DLPack, all of
+        one kind.  The result is of the same kind, row-major, nested as the model's own.  Raises a CallError that names the input,
+        the axis, what was expected and what came.
         """
         return self._build(self.replay(self._flatten(args, kwargs)))
 
@@ -82,7 +82,9 @@ class Program:
                 if place[2] != spec.dtype:
                     check_dtype(spec, place[2])
                 if place[4] is not None:
-                    raise InputDevice(f"input {spec.name!r}: expected a tensor on the CPU, got one on device {place[4]}", "call .cpu() on it")
+                    raise InputDevice(
+                        f"input {spec.name!r}: expected a tensor on the CPU, got one on device {place[4]}", "call .cpu() on it"
+                    )
                 values.append(value)
                 places.append(place)
             shapes = tuple([place[1] for place in places])
@@ -95,7 +97,8 @@ class Program:
         return made
 
     def close(self) -> None:
-        """Waits for running calls, then frees everything.  Calling a closed program raises ProgramClosed; closing twice does nothing."""
+        """Waits for running calls, then frees everything.  Calling a closed program raises ProgramClosed; closing twice does
+        nothing."""
         with self._gate:
             self._closed = True
             self._gate.wait_for(lambda: self._running == 0)
@@ -163,7 +166,9 @@ class Program:
         whole = [library.empty(spec.dtype, shape) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
         for part in plan.parts:
             results = self._run_part(library, part, values)
-            for output, alias, (taken, placed) in zip(whole, self._aliases(library, part.program, results), part.outputs, strict=True):
+            for output, alias, (taken, placed) in zip(
+                whole, self._aliases(library, part.program, results), part.outputs, strict=True
+            ):
                 output[placed] = alias[taken]
         return self._guarded(library, whole) if self._views else whole
 

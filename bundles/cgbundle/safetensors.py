@@ -1,8 +1,9 @@
 """safetensors files, read without copying and written without holding: 8 bytes of header length, a JSON header, then the data.
 
-Why not the `safetensors` package: its readers need NumPy or torch, and its writer starts the data at any multiple of 8 bytes and takes
-every tensor in memory.  The runtime maps the file and uses weights in place, so `write` starts the data at a multiple of `ALIGNMENT` (the header is
-padded with spaces, as the format allows) and puts tensors whose size is a multiple of it first: these all stay aligned.  Tests compare both ways with the package.
+Why not the `safetensors` package: its readers need NumPy or torch, and its writer starts the data at any multiple of 8 bytes and
+takes every tensor in memory.  The runtime maps the file and uses weights in place, so `write` starts the data at a multiple of
+`ALIGNMENT` (the header is padded with spaces, as the format allows) and puts tensors whose size is a multiple of it first: these
+all stay aligned.  Tests compare both ways with the package.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
         if entry.begin != end or entry.end < entry.begin:
             raise WeightsInvalid(f"{where}: tensor {name!r} begins at byte {entry.begin}, expected {end}")
         if min(entry.shape, default=0) < 0 or entry.end - entry.begin != nbytes(entry.dtype, entry.shape):
-            raise WeightsInvalid(f"{where}: tensor {name!r} has {entry.end - entry.begin} bytes, its shape {list(entry.shape)} needs others")
+            raise WeightsInvalid(
+                f"{where}: tensor {name!r} has {entry.end - entry.begin} bytes, its shape {list(entry.shape)} needs others"
+            )
         end = entry.end
     if end != size:
         raise WeightsInvalid(f"{where}: the file has {size} bytes, its header promises {end}")

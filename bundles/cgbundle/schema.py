@@ -10,6 +10,7 @@ Sizes are in bytes and elements as named; dtypes are the names in `DTYPES`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 FORMAT_VERSION = 1
 """Version log.  1 (2026-11): first version."""
@@ -26,10 +27,10 @@ DTYPES = {
 MEMORIES = ("weights", "state", "inputs", "arena", "host")
 """Where a value or an address may lie.  `host` is memory that a host region allocates during the call."""
 
-Size = int | str | tuple
+Size = int | str | tuple[Any, ...]
 """A size in a shape: an int, the name of a dimension, or (operator, left, right) with operator + - * // %."""
 
-Tree = dict
+Tree = dict[str, Any]
 """Nested structure of a call's inputs or outputs as JSON: see `structure.py`."""
 
 
@@ -173,8 +174,8 @@ class Exam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where the bundle comes from: `source` as the user named it, when (UTC, ISO 8601), the versions of what built it, the machine's
-    processor or GPU, and the options of the build."""
+    """Where the bundle comes from: `source` as the user named it, when (UTC, ISO 8601), the versions of what built it, the
+    machine's processor or GPU, and the options of the build."""
 
     source: str
     created: str

@@ -1,4 +1,4 @@
-"""Nested inputs and outputs as data: no class of the model is needed, and none is imported, to take a call apart or to build a result.
+"""Nested inputs and outputs as data: no class of the model is needed, and none is imported, to take a call apart or build a result.
 
 A tree is one of {"tensor": position}, {"value": None | bool | int | float | str}, {"tuple": [trees]}, {"list": [trees]},
 {"dict": [[key, tree], ...]} (keys str or int, order kept) and {"namedtuple": [name, [field, ...], [trees]]}.  The tree of a call is

@@ -5,7 +5,9 @@ A message starts with the path of the defect: `graphs/g0-8.bin: nodes[17].grid: 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .errors import TableInvalid
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
 LAUNCH_ATTRIBUTES = {
     2: "cooperative", 4: "cluster dimension", 5: "cluster scheduling policy", 8: "priority", 9: "memory sync domain map",
     10: "memory sync domain", 11: "preferred cluster dimension", 14: "preferred shared memory carveout",
+    16: "NVLink centric scheduling",
 }  # fmt: skip
-"""CUlaunchAttributeID numbers that a kernel node may carry.  Values are 32-bit words, those of 9 bytes."""
+"""CUlaunchAttributeID numbers that a kernel node may carry.  Values are 32-bit words, signed or unsigned as read;
+those of 9 are bytes."""
 
 FUNCTION_ATTRIBUTES = {
     8: "maximal dynamic shared memory", 9: "preferred shared memory carveout", 11: "cluster width", 12: "cluster height",
@@ -91,35 +95,56 @@ def _check_functions(table: Table, where: str, images: Collection[str]) -> list[
             end = offset + size
         ends.append(end)
         first, last = table.function_attribute_bounds[row], table.function_attribute_bounds[row + 1]
-        _check_attributes(table.function_attribute_id[first:last], FUNCTION_ATTRIBUTES, path)
+        if reason := _attributes_reason(table.function_attribute_id[first:last], FUNCTION_ATTRIBUTES):
+            raise TableInvalid(f"{path}.{reason}")
     return ends
 
 
-def _check_attributes(numbers: memoryview, known: Mapping[int, str], path: str) -> None:
+def _attributes_reason(numbers: memoryview, known: Mapping[int, str]) -> str:
+    """What is wrong with the attributes of a function or launch, or ""."""
     last = -1
     for number in numbers:
         if number not in known:
-            raise TableInvalid(f"{path}.attributes: {number} is none of {sorted(known)}")
+            return f"attributes: {number} is none of {sorted(known)}"
         if number <= last:
-            raise TableInvalid(f"{path}.attributes: {number} after {last}, expected to rise")
+            return f"attributes: {number} after {last}, expected to rise"
         last = number
+    return ""
 
 
 def _check_launches(table: Table, where: str, ends: list[int]) -> None:
+    _check_axes(table, where, "grid", (table.grid_x, table.grid_y, table.grid_z), MAX_GRID, None)
+    _check_axes(table, where, "threads", (table.threads_x, table.threads_y, table.threads_z), MAX_THREADS, MAX_THREADS_TOTAL)
     for row, (function, size) in enumerate(zip(table.function, table.block_size, strict=True)):
-        grid = (table.grid_x[row], table.grid_y[row], table.grid_z[row])
-        threads = (table.threads_x[row], table.threads_y[row], table.threads_z[row])
-        if not all(1 <= n <= limit for n, limit in zip(grid, MAX_GRID, strict=True)):
-            raise TableInvalid(f"{where}: {_node(table, _KERNEL, row)}.grid: {grid} is not within {MAX_GRID}")
-        total = threads[0] * threads[1] * threads[2]
-        if not all(1 <= n <= limit for n, limit in zip(threads, MAX_THREADS, strict=True)) or total > MAX_THREADS_TOTAL:
-            raise TableInvalid(f"{where}: {_node(table, _KERNEL, row)}.threads: {threads} is not within {MAX_THREADS}")
         if ends[function] > size:
             path = f"{where}: {_node(table, _KERNEL, row)}.block"
             raise TableInvalid(f"{path}: {size} bytes, the function's parameters end at {ends[function]}")
-        first, last = table.attribute_bounds[row], table.attribute_bounds[row + 1]
-        if first != last:
-            _check_attributes(table.attribute_id[first:last], LAUNCH_ATTRIBUTES, f"{where}: {_node(table, _KERNEL, row)}")
+    limits = table.attribute_bounds.tolist()
+    for row, (first, last) in enumerate(pairwise(limits)):
+        if first != last and (reason := _attributes_reason(table.attribute_id[first:last], LAUNCH_ATTRIBUTES)):
+            raise TableInvalid(f"{where}: {_node(table, _KERNEL, row)}.{reason}")
+    values = table.attribute_value.tolist()
+    if values and (min(values) < -(1 << 31) or max(values) >= 1 << 32):
+        raise TableInvalid(f"{where}: nodes.attributes: a value between {min(values)} and {max(values)} has more than 32 bits")
+
+
+def _check_axes(
+    table: Table,
+    where: str,
+    name: str,
+    axes: tuple[memoryview, memoryview, memoryview],
+    limits: tuple[int, int, int],
+    total: int | None,
+) -> None:
+    rows = list(zip(*axes, strict=True))
+    whole = all(not axis or (min(axis) >= 1 and max(axis) <= limit) for axis, limit in zip(axes, limits, strict=True))
+    if whole and (total is None or all(x * y * z <= total for x, y, z in rows)):
+        return
+    for row, sizes in enumerate(rows):
+        if not all(1 <= size <= limit for size, limit in zip(sizes, limits, strict=True)):
+            raise TableInvalid(f"{where}: {_node(table, _KERNEL, row)}.{name}: {sizes} is not within {limits}")
+        if total is not None and sizes[0] * sizes[1] * sizes[2] > total:
+            raise TableInvalid(f"{where}: {_node(table, _KERNEL, row)}.{name}: {sizes} are more than {total} in all")
 
 
 def _check_relocations(table: Table, where: str, sizes: list[int]) -> None:
@@ -141,37 +166,35 @@ def _check_relocations(table: Table, where: str, sizes: list[int]) -> None:
 
 
 def _check_undefined(table: Table, where: str) -> None:
-    for kernel, size in enumerate(table.block_size):
-        first, last = table.undefined_bounds[kernel], table.undefined_bounds[kernel + 1]
-        if first == last:
-            continue
-        path = f"{where}: {_node(table, _KERNEL, kernel)}"
-        begin = table.block_offset[kernel]
-        known = {
-            byte
-            for at in table.relocation_at[table.relocation_bounds[kernel] : table.relocation_bounds[kernel + 1]]
-            for byte in range(at, at + 8)
-        }
+    if not table.counts["undefined"]:
+        return
+    blocks, relocated = bytes(table.blocks), table.relocation_at.tolist()
+    relocations, limits = table.relocation_bounds.tolist(), table.undefined_bounds.tolist()
+    rows = list(zip(table.undefined_offset, table.undefined_size, strict=True))
+    for kernel, (begin, size) in enumerate(zip(table.block_offset, table.block_size, strict=True)):
+        known = relocated[relocations[kernel] : relocations[kernel + 1]]
         free = 0
-        for offset, length in zip(table.undefined_offset[first:last], table.undefined_size[first:last], strict=True):
+        for offset, length in rows[limits[kernel] : limits[kernel + 1]]:
+            after = bisect_left(known, offset - 7)  # the first relocation that ends behind the range's start
             if offset < free or not length or offset + length > size:
-                raise TableInvalid(
-                    f"{path}.undefined: {length} bytes at {offset}, expected between {free} and {size}, rising and apart"
-                )
-            if any(table.blocks[begin + offset : begin + offset + length]):
-                raise TableInvalid(f"{path}.block: the undefined bytes at {offset} are not zero")
-            if not known.isdisjoint(range(offset, offset + length)):
-                raise TableInvalid(f"{path}.undefined: the bytes at {offset} hold a relocation")
-            free = offset + length
+                reason = f"undefined: {length} bytes at {offset}, expected between {free} and {size}, rising and apart"
+            elif blocks.count(0, begin + offset, begin + offset + length) != length:
+                reason = f"block: the undefined bytes at {offset} are not zero"
+            elif after < len(known) and known[after] < offset + length:
+                reason = f"undefined: the bytes at {offset} hold a relocation"
+            else:
+                free = offset + length
+                continue
+            raise TableInvalid(f"{where}: {_node(table, _KERNEL, kernel)}.{reason}")
 
 
 def _check_memsets(table: Table, where: str, sizes: list[int]) -> None:
     for row in range(table.counts["memsets"]):
         path = f"{where}: {_node(table, 2, row)}"
-        element, value = table.memset_element[row], table.memset_value[row]
+        element = table.memset_element[row]
         width, height, pitch = table.memset_width[row] * element, table.memset_height[row], table.memset_pitch[row]
-        if element not in (1, 2, 4) or value >> 8 * element:
-            raise TableInvalid(f"{path}.value: {value} in elements of {element} bytes")
+        if element not in (1, 2, 4):
+            raise TableInvalid(f"{path}.element: {element} bytes, expected 1, 2 or 4")
         _check_extent(path, table.memset_memory[row], table.memset_offset[row], (width, height, 1), (pitch, height), sizes)
         if height > 1 and pitch % element:
             raise TableInvalid(f"{path}.pitch: {pitch} is no multiple of {element}")

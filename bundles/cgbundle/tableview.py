@@ -52,7 +52,7 @@ RECORDING = Layout(
         Column("undefined_offset", "I", "undefined"),
         Column("undefined_size", "I", "undefined"),
         Column("attribute_id", "I", "attributes"),
-        Column("attribute_value", "i", "attributes", 3),
+        Column("attribute_value", "q", "attributes", 3),
         Column("memset_memory", "B", "memsets"),
         Column("memset_offset", "Q", "memsets"),
         Column("memset_value", "I", "memsets"),

@@ -22,7 +22,13 @@ class Tensor:
     __slots__ = ("_owner", "address", "device", "dtype", "shape", "strides")
 
     def __init__(
-        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, owner: object, device: int | None = None
+        self,
+        address: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int] | None,
+        owner: object,
+        device: int | None = None,
     ) -> None:
         self.address = address
         self.dtype = dtype

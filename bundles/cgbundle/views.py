@@ -18,7 +18,8 @@ class Epoch:
 
 
 class View:
-    """An output of call number `call`.  `tensor` is the caller's kind of tensor over the runtime's memory; `clone()` a copy that stays.
+    """An output of call number `call`.  `tensor` is the caller's kind of tensor over the runtime's memory; `clone()` a copy that
+    stays.
 
     Shape and dtype may be read at any time; everything else raises StaleView once the program has been called again.
     """

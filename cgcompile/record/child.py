@@ -5,6 +5,7 @@ CUPTI must subscribe before CUDA starts, therefore before torch is imported; the
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -40,8 +41,14 @@ def _run(request: Request) -> object:
     log = ImageLog()
     from cgcompile.record.take import record  # here: imports torch, after the subscription
 
-    return record(request, log, tell)
+    try:
+        return record(request, log, tell)
+    finally:
+        log.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    status = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # libraries unload their kernels in destructors, when no Python callback may run any more

@@ -158,7 +158,7 @@ class ImageLog:
                 stack.append((call.function.decode(), []))
             elif stack:
                 name, images = stack.pop()
-                if images and not ctypes.c_int.from_address(call.result).value:
+                if images and not (call.result and ctypes.c_int.from_address(call.result).value):
                     kind, handle = _handle(name, call.params)
                     serial = len(self._loads)
                     self._loads.extend(Load(serial=serial, call=name, kind=kind, handle=handle, image=image) for image in images)

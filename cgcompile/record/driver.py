@@ -57,4 +57,6 @@ def inspect_pointer(address: int) -> Pointee | None:
     if int(result[1]) == int(driver.CUmemorytype.CU_MEMORYTYPE_HOST):
         return Pointee(kind="host", start=0, size=0)
     found = allocation(address)
-    return Pointee(kind="device", start=found[0], size=found[1]) if found else None
+    if found is None or not succeeded(driver.cuPointerGetAttribute(attribute, driver.CUdeviceptr(found[0] + found[1] - 1))):
+        return None
+    return Pointee(kind="device", start=found[0], size=found[1])

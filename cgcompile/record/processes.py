@@ -31,7 +31,12 @@ def run_all(requests: Sequence[Request], folder: Path, environment: Mapping[str,
         with open(folder / f"{name}.log", "w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "cgcompile.record.child", os.fspath(path)],
-                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                env={
+                    **os.environ,
+                    **environment,
+                    "PYTHONFAULTHANDLER": "1",
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

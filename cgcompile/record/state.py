@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cgcompile.record.addresses import AddressMap
-from cgcompile.record.driver import driver, read_device, succeeded
+from cgcompile.record.driver import allocation, driver, read_device, succeeded
 from cgcompile.record.elf import Cubin
 from cgcompile.record.errors import ModuleStateUnreadable
 from cgcompile.record.rows import RawState
@@ -27,25 +27,30 @@ def changed_variables(
 ) -> tuple[tuple[RawState, ...], tuple[str, ...]]:
     """The changed variables of the images in `modules` (image -> CUmodule handle), sorted, and notes on what could not be read.
 
-    A symbol without a handle of its own is read at its distance from one of the same section.  Raises
+    A symbol without a handle of its own is read at its distance from one of the same section, where that lies in the same
+    allocation: an address outside could be taken for host memory.  Raises
     ModuleStateUnreadable when a section that kernels can write has no handle at all.
     """
     found: list[RawState] = []
     notes: list[str] = []
     for image, module in sorted(modules.items()):
         handles: dict[str, int] = {}
-        starts: dict[str, int] = {}
+        starts: dict[str, tuple[int, int, int]] = {}
         lost: dict[str, list[str]] = {}
         variables = [s for s in cubins[image].data if s.section.startswith(SECTIONS)]
         for symbol in variables:
             result = driver.cuModuleGetGlobal(driver.CUmodule(module), symbol.name.encode())
             if succeeded(result):
                 handles[symbol.name] = int(result[1])
-                starts[symbol.section] = int(result[1]) - symbol.value
+                piece = allocation(int(result[1]))
+                if piece:
+                    starts[symbol.section] = (int(result[1]) - symbol.value, piece[0], piece[0] + piece[1])
         for symbol in variables:
             address = handles.get(symbol.name)
             if address is None and symbol.section in starts:
-                address = starts[symbol.section] + symbol.value
+                start, low, high = starts[symbol.section]
+                if low <= start + symbol.value <= high - len(symbol.initial):
+                    address = start + symbol.value
             if address is None:
                 lost.setdefault(symbol.section, []).append(symbol.name)
                 continue

@@ -24,8 +24,9 @@ from cgcompile.record.request import Request
 from cgcompile.record.rows import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawState, RawValue, Take, Word
 from cgcompile.record.session import Captured, Session, Tell, capture, open_session, warm_up
 from cgcompile.record.state import changed_variables
-from cgcompile.record.tensors import difference, dtype_name, row_major, tensor_at
+from cgcompile.record.tensors import dtype_name, row_major, tensor_at
 from cgcompile.record.walk import walk
+from cgcompile.tolerance import largest_error
 
 
 def prime(request: Request, tell: Tell) -> None:
@@ -170,7 +171,7 @@ def _examine(session: Session, item: Captured, mutated: Sequence[str]) -> RawExa
     args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("cuda", copy=True), fresh)
     with torch.no_grad():
         eager = [t for t in tree_leaves(session.module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
-    error = max((difference(got, want) for got, want in zip(item.outputs, eager, strict=True)), default=0.0)
+    error = max((largest_error(want, got) for got, want in zip(item.outputs, eager, strict=True)), default=0.0)
     _restore(session, mutated)
     return RawExam(key=item.key, outputs=outputs, error=error)
 

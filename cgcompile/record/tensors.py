@@ -10,23 +10,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from cgbundle.schema import DTYPES, Weight
 from cgcompile.errors import DtypeUnsupported
 from cgcompile.record.memory import Shape, align, dense_strides, tensor_bytes
-
-TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-3,
-    torch.float16: 2e-2,
-    torch.bfloat16: 5e-2,
-}
-"""Largest difference to eager PyTorch, relative to the largest eager value, by the narrowest dtype that the program
-computes in."""
+from cgcompile.tolerance import tolerance
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -149,27 +141,10 @@ def freshen(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu").copy_(flat[order].reshape(tensor.shape))
 
 
-def difference(got: torch.Tensor, eager: torch.Tensor) -> float:
-    """max |got - eager| / max |eager|, in float64; of integers and booleans the share of elements that differ.  Values that are
-    the same, infinities and NaNs included, do not count; a NaN against a number is infinite."""
-    if not got.numel():
-        return 0.0
-    if got.is_complex():
-        got, eager = torch.view_as_real(got), torch.view_as_real(eager)
-    if not got.dtype.is_floating_point:
-        return float((got != eager).double().mean().item())
-    x, y = got.double(), eager.double()
-    same = (x == y) | (x.isnan() & y.isnan())
-    worst = torch.where(same, 0.0, (x - y).abs()).max().item()
-    largest = torch.where(y.isfinite(), y.abs(), 0.0).max().item()
-    return float("inf") if worst != worst else worst / (largest or 1.0)
-
-
 def tolerance_of(program: torch.export.ExportedProgram) -> float:
-    """The bound for `difference` that the narrowest floating dtype in the program's graph sets."""
-    values = [node.meta.get("val") for node in program.graph.nodes]
-    tensors = [v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-    return reduce(max, (TOLERANCES.get(t.dtype, 0.0) for t in tensors), TOLERANCES[torch.float64])
+    """The bound for the error against eager PyTorch that the narrowest floating dtype in the program's graph sets."""
+    values = tree_leaves([node.meta.get("val") for node in program.graph.nodes])
+    return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
 
 
 def settings() -> dict[str, Any]:

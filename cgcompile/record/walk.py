@@ -32,18 +32,21 @@ REFUSED = {
 FUNCTION_ATTRIBUTES = {8: 0, 9: -1, 14: 0, 15: 0}
 """CUfunction_attribute -> default: dynamic shared memory, carve-out, non-portable cluster size, cluster scheduling policy."""
 
-ATTRIBUTES: dict[int, tuple[tuple[int, int, int], Callable[[Any], tuple[int, int, int]]]] = {
-    2: ((0, 0, 0), lambda v: (v.cooperative, 0, 0)),
-    4: ((0, 0, 0), lambda v: (v.clusterDim.x, v.clusterDim.y, v.clusterDim.z)),
-    5: ((0, 0, 0), lambda v: (int(v.clusterSchedulingPolicyPreference), 0, 0)),
-    8: ((0, 0, 0), lambda v: (v.priority, 0, 0)),
-    9: ((0, 1, 0), lambda v: (v.memSyncDomainMap.default_, v.memSyncDomainMap.remote, 0)),
-    10: ((0, 0, 0), lambda v: (int(v.memSyncDomain), 0, 0)),
-    11: ((0, 0, 0), lambda v: (v.preferredClusterDim.x, v.preferredClusterDim.y, v.preferredClusterDim.z)),
-    14: ((-1, 0, 0), lambda v: (v.sharedMemCarveout, 0, 0)),
-    16: ((0, 0, 0), lambda v: (v.nvlinkUtilCentricScheduling, 0, 0)),
+ATTRIBUTES: dict[int, Callable[[Any], tuple[int, int, int]]] = {
+    2: lambda v: (v.cooperative, 0, 0),
+    4: lambda v: (v.clusterDim.x, v.clusterDim.y, v.clusterDim.z),
+    5: lambda v: (int(v.clusterSchedulingPolicyPreference), 0, 0),
+    8: lambda v: (v.priority, 0, 0),
+    9: lambda v: (v.memSyncDomainMap.default_, v.memSyncDomainMap.remote, 0),
+    10: lambda v: (int(v.memSyncDomain), 0, 0),
+    11: lambda v: (v.preferredClusterDim.x, v.preferredClusterDim.y, v.preferredClusterDim.z),
+    14: lambda v: (v.sharedMemCarveout, 0, 0),
+    16: lambda v: (v.nvlinkUtilCentricScheduling, 0, 0),
 }
-"""CUlaunchAttributeID -> (default, reader).  Programmatic dependent launch is in the edges once a launch was captured."""
+"""CUlaunchAttributeID -> reader of its values.  Programmatic dependent launch is in the edges once a launch was captured.
+
+What a driver reports for an attribute that nobody set is not documented (the cluster scheduling policy reads 1 on driver 580), so a
+value is recorded when it differs from that of a node just added with the same function."""
 
 REFUSED_ATTRIBUTES: dict[int, tuple[str, Callable[[Any], int]]] = {
     1: ("an access policy window, which holds an address", lambda v: int(v.accessPolicyWindow.num_bytes)),
@@ -64,12 +67,13 @@ def walk(
     count = check(driver.cuGraphGetNodes(handle, 0))[1]
     handles = check(driver.cuGraphGetNodes(handle, count))[0] if count else []
     used: dict[str, int] = {}
+    scratch = check(driver.cuGraphCreate(0))
     nodes: list[RawNode] = []
     for i, node in enumerate(handles):
         kind = check(driver.cuGraphNodeGetType(node)).name.removeprefix("CU_GRAPH_NODE_TYPE_")
         where = f"int_key {key}, node {i}"
         if kind == "KERNEL":
-            nodes.append(_kernel(node, where, key, addresses, modules, functions, used))
+            nodes.append(_kernel(node, where, key, addresses, modules, functions, used, scratch))
         elif kind == "MEMSET":
             nodes.append(_memset(node, where, key, addresses))
         elif kind == "MEMCPY":
@@ -78,6 +82,7 @@ def walk(
             nodes.append(RawEmpty())
         else:
             raise NodeRefused(f"{where} is a node of kind {kind}: {REFUSED.get(kind, 'the recorder does not know it')}")
+    check(driver.cuGraphDestroy(scratch))
     return tuple(nodes), _edges(handle, {int(node): i for i, node in enumerate(handles)}), used
 
 
@@ -98,6 +103,7 @@ def _kernel(
     modules: Mapping[int, tuple[str, ...]],
     functions: Callable[[str], frozenset[str]],
     used: dict[str, int],
+    scratch: Any,
 ) -> RawKernel:
     params = check(driver.cuGraphKernelNodeGetParams(node))
     function = params.func if int(params.func) else check(driver.cuKernelGetFunction(params.kern))
@@ -118,7 +124,7 @@ def _kernel(
         grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
         threads=(params.blockDimX, params.blockDimY, params.blockDimZ),
         shared=params.sharedMemBytes,
-        attributes=_attributes(node, where),
+        attributes=_attributes(node, params, scratch, where),
         block=addresses.block(_parameters(params, layout, where), key),
     )
 
@@ -159,17 +165,23 @@ def _function_attributes(function: Any) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _attributes(node: Any, where: str) -> tuple[tuple[int, tuple[int, int, int]], ...]:
-    found = []
-    for number, (default, read) in ATTRIBUTES.items():
+def _attributes(node: Any, params: Any, scratch: Any, where: str) -> tuple[tuple[int, tuple[int, int, int]], ...]:
+    """The attributes that differ from those of a node added to graph `scratch` with the same parameters."""
+    plain = _values(check(driver.cuGraphAddKernelNode(scratch, [], 0, params)))
+    for number, (what, read) in REFUSED_ATTRIBUTES.items():
         result = driver.cuGraphKernelNodeGetAttribute(node, driver.CUlaunchAttributeID(number))
-        if succeeded(result) and (value := read(result[1])) != default:
-            found.append((number, value))
-    for number, (what, read_one) in REFUSED_ATTRIBUTES.items():
-        result = driver.cuGraphKernelNodeGetAttribute(node, driver.CUlaunchAttributeID(number))
-        if succeeded(result) and read_one(result[1]):
+        if succeeded(result) and read(result[1]):
             raise AttributeRefused(f"{where} has launch attribute {number}: {what}")
-    return tuple(found)
+    return tuple((number, value) for number, value in _values(node).items() if value != plain.get(number))
+
+
+def _values(node: Any) -> dict[int, tuple[int, int, int]]:
+    values = {}
+    for number, read in ATTRIBUTES.items():
+        result = driver.cuGraphKernelNodeGetAttribute(node, driver.CUlaunchAttributeID(number))
+        if succeeded(result):
+            values[number] = read(result[1])
+    return values
 
 
 def _memset(node: Any, where: str, key: Key, addresses: AddressMap) -> RawMemset:

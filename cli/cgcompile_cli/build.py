@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from cgcompile.pipeline import Built
     from cgcompile.progress import Event, Watcher
 
+PROVED = {
+    "replay": "replayed in a fresh process, compared with eager PyTorch",
+    "interpret": "interpreted on the CPU, compared with eager PyTorch",
+    "none": "not run: this machine cannot",
+}
+"""What the methods of a `schema.Proof` mean."""
+
 NAMES = 10
 """Columns for the name of a stage."""
 
@@ -87,7 +94,7 @@ def _watching(quiet: bool) -> Iterator[Watcher | None]:
     from rich.live import Live
 
     shown = Progress()
-    with Live(console=target, get_renderable=lambda: shown.running(target), refresh_per_second=8, transient=True):
+    with Live(console=target, get_renderable=shown.running, refresh_per_second=8, transient=True):
         shown.console = target  # above the live line
         yield shown
 
@@ -113,7 +120,7 @@ class Progress:
         else:
             self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
 
-    def running(self, target: Console) -> Table:
+    def running(self) -> Table:
         """The live line: a spinner, the stage, how long it has run, the latest detail."""
         from rich.table import Table
 
@@ -138,12 +145,12 @@ def _summary(built: Built, seconds: float) -> Table:
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
         ("target", summary.target(manifest.target)),
         ("sizes", summary.sizes(manifest)),
-        *([("padding", "\n".join(map(summary.padding, manifest.dimensions)))] if manifest.dimensions else []),
+        *([("padding", [summary.padding(dimension) for dimension in manifest.dimensions])] if manifest.dimensions else []),
         ("memory", summary.memory(manifest)),
         ("files", summary.files(manifest)),
         ("programs", summary.programs(manifest)),
-        ("proof", f"largest error {worst.error:.1e}, allowed {worst.tolerance:.1e}, against eager PyTorch in a fresh process"),
-        *([("findings", "\n".join([*shown, *([f"and {hidden} more"] if hidden else [])]))] if findings else []),
+        ("proof", f"{PROVED[worst.method]}: largest error {worst.error:.1e}, allowed {worst.tolerance:.1e}"),
+        *([("findings", [*shown, *([f"and {hidden} more"] if hidden else [])])] if findings else []),
         *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
-        ("load", "\n".join(summary.load_lines(str(built.path), manifest))),
+        ("load", summary.load_lines(str(built.path), manifest)),
     ])  # fmt: skip

@@ -67,7 +67,7 @@ def again(arguments: Sequence[str], *more: str) -> str:
 
 
 def _exists(error: CgbundleError, arguments: Sequence[str]) -> str:
-    return f"to replace it: {again(arguments, '--force')}"
+    return error.hint if "--force" in arguments else f"to replace it: {again(arguments, '--force')}"
 
 
 _SPELLED: dict[type, Callable[[CgbundleError, Sequence[str]], str]] = {OutputExists: _exists}

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from cgbundle.schema import Finding, Manifest, Program, Step
 
+    Field = tuple[str, RenderableType | Sequence[str]]
+
 
 def inspect(
     bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
@@ -44,32 +46,31 @@ def inspect(
         show(record(_overview(bundle, manifest)))
 
 
-def _overview(path: str, manifest: Manifest) -> list[tuple[str, RenderableType]]:
+def _overview(path: str, manifest: Manifest) -> list[Field]:
     from . import summary
 
     origin = manifest.provenance
-    fields: list[tuple[str, RenderableType]] = [
+    fields: list[Field] = [
         ("bundle", f"{manifest.name}, format {manifest.format}, {summary.bulk(manifest)}"),
         ("target", summary.target(manifest.target)),
         ("signature", summary.signature(manifest)),
         ("sizes", summary.sizes(manifest)),
     ]
     if manifest.dimensions:
-        fields.append(("padding", "\n".join([summary.padding(dimension) for dimension in manifest.dimensions])))
+        fields.append(("padding", [summary.padding(dimension) for dimension in manifest.dimensions]))
     fields += [
         ("memory", summary.memory(manifest)),
         ("weights", summary.weights(manifest)),
         ("regions", _regions(manifest)),
         ("programs", summary.programs(manifest)),
-        ("exam", "the recorded bits" if manifest.exam.compare == "bits" else "within the bound of eager PyTorch"),
         ("files", summary.files(manifest)),
-        ("findings", _findings(manifest.findings)),
-        ("waivers", ", ".join(manifest.waivers) or "none"),
+        ("findings", _findings(manifest.findings, manifest.waivers)),
+        *([("waived", ", ".join(manifest.waivers))] if manifest.waivers else []),
         ("built", f"{origin.created} from {origin.source}"),
         ("with", ", ".join([f"{name} {version}" for name, version in origin.versions])),
         ("on", origin.machine),
         ("options", ", ".join([f"{name}={value}" for name, value in origin.options]) or "none"),
-        ("load", "\n".join(summary.load_lines(path, manifest))),
+        ("load", summary.load_lines(path, manifest)),
     ]
     return fields
 
@@ -80,24 +81,24 @@ def _regions(manifest: Manifest) -> RenderableType:
     return table(("", "", "", ""), [*shown, *([("", f"and {hidden} more", "", "")] if hidden else [])])
 
 
-def _findings(findings: Sequence[Finding]) -> RenderableType:
-    if not findings:
-        return "none"
+def _findings(findings: Sequence[Finding], waivers: Sequence[str]) -> list[str]:
+    if not (findings or waivers):
+        return ["none, nothing was waived"]
     shown, hidden = shortened(findings)
     lines = []
     for finding in shown:
         lines.append(f"{finding.severity} {finding.rule}: {finding.message}" + (f" ({finding.where})" if finding.where else ""))
         lines += [f"  {name}: {text}" for name, text in (("effect", finding.effect), ("fix", finding.fix)) if text]
-    return "\n".join([*lines, *([f"and {hidden} more"] if hidden else [])])
+    return [*lines, *([f"and {hidden} more"] if hidden else [])] or ["none"]
 
 
 # --- one program --------------------------------------------------------------------------------------------------
 
 
-def _program(manifest: Manifest, program: Program) -> list[tuple[str, RenderableType]]:
+def _program(manifest: Manifest, program: Program) -> list[Field]:
     from cgbundle.exam import name_key
 
-    fields: list[tuple[str, RenderableType]] = [
+    fields: list[Field] = [
         ("int_key", name_key(manifest, program.key)),
         ("memory", f"arena {size(program.arena)}, inputs {size(program.static)}"),
         ("steps", table((">", "", "region", "reads", "writes", "file"), _steps(manifest, program))),

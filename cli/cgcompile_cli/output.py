@@ -83,15 +83,16 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     return made
 
 
-def record(fields: Iterable[tuple[str, RenderableType]]) -> Table:
-    """Named fields one below the other, each a text (made safe, line by line) or something of Rich's."""
+def record(fields: Iterable[tuple[str, RenderableType | Sequence[str]]]) -> Table:
+    """Named fields one below the other, each a line or lines of text (made safe) or something of Rich's."""
     from rich.table import Table
 
     made = Table.grid(padding=(0, 2, 0, 0))
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in fields:
-        made.add_row(name, "\n".join(map(safe, value.split("\n"))) if isinstance(value, str) else value)
+        lines = [value] if isinstance(value, str) else value
+        made.add_row(name, "\n".join(map(safe, lines)) if isinstance(lines, Sequence) else lines)
     return made
 
 

@@ -103,11 +103,11 @@ def ties(manifest: Manifest) -> list[list[str]]:
     return [names for names in named.values() if len(names) > 1]
 
 
-def weights(manifest: Manifest) -> str:
+def weights(manifest: Manifest) -> list[str]:
     """`6 weights, 1.2 MiB` and a line per tie."""
     tied, hidden = shortened(ties(manifest), 3)
     lines = [count(len(manifest.weights), "weight") + f", {size(weight_bytes(manifest))}", *(" = ".join(names) for names in tied)]
-    return "\n".join([*lines, *([f"and {hidden} more ties"] if hidden else [])])
+    return [*lines, *([f"and {hidden} more ties"] if hidden else [])]
 
 
 def steps(program: Program) -> str:
@@ -122,7 +122,8 @@ def programs(manifest: Manifest) -> Table:
     heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound")
     rows = []
     for each, proof in zip(manifest.programs, manifest.exam.proofs, strict=True):
-        proved = (proof.method, f"{proof.error:.1e}", f"{proof.tolerance:.1e}")
+        bound = "same bits" if manifest.exam.compare == "bits" else f"{proof.tolerance:.1e}"
+        proved = (proof.method, f"{proof.error:.1e}", bound)
         rows.append((spell(each.key), steps(each), size(each.arena), size(each.static), *proved))
     shown, hidden = shortened(rows)
     return table(heads, [*shown, *([(f"and {hidden} more", *[""] * 6)] if hidden else [])])

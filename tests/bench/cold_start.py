@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -63,16 +64,18 @@ def arguments() -> argparse.Namespace:
 def measure(options: argparse.Namespace, cache: Path) -> tuple[dict[str, Any], list[str]]:
     """(all numbers, sentences about wrong outputs)."""
     screen = report.console()
-    found: dict[str, Any] = {}
+    models = [CASES[name] for name in options.models.split(",")] if options.only in (None, "cold") else []
+    also = [case for part, case in (("calls", MLP), ("sharing", MINILM)) if options.only in (None, part)]
+    bundles = {case.name: bundle(case, cache) for case in dict.fromkeys([*models, *also])}
+    found: dict[str, Any] = {"load average": os.getloadavg()[0], "cores": os.cpu_count()}
+    screen.print(f"{os.cpu_count()} cores, load average before measuring {os.getloadavg()[0]:.2f}\n")
     wrong: list[str] = []
     if options.only in (None, "cold"):
         results = []
-        for name in options.models.split(","):
-            case = CASES[name]
-            built = bundle(case, cache)
-            results.append(cold.measure(case, built, inputs(case, cache), cache, options.repeat, say))
+        for case in models:
+            results.append(cold.measure(case, bundles[case.name], inputs(case, cache), cache, options.repeat, say))
             wrong += results[-1].wrong()
-            wrong += [f"{name}: torch in the serving process" for run in results[-1].runs["bundle"] if run["torch"]]
+            wrong += [f"{case.name}: torch in the serving process" for run in results[-1].runs["bundle"] if run["torch"]]
         found["cold"] = {
             one.case.name: {"runs": one.runs, "errors": one.errors, "cold compile": one.cold_compile} for one in results
         }
@@ -80,11 +83,11 @@ def measure(options: argparse.Namespace, cache: Path) -> tuple[dict[str, Any], l
     if options.only in (None, "calls"):
         say("mlp: calls")
         (text,) = inputs(MLP, cache)
-        found["calls"] = children.run("time_calls.py", bundle(MLP, cache), text)
+        found["calls"] = children.run("time_calls.py", bundles[MLP.name], text)
         print_calls(screen, found["calls"])
     if options.only in (None, "sharing"):
         say(f"minilm: {SERVERS} servers")
-        built = bundle(MINILM, cache)
+        built = bundles[MINILM.name]
         found["sharing"] = sharing.measure(built, inputs(MINILM, cache), SERVERS)
         print_sharing(screen, found["sharing"], (built / sharing.WEIGHTS).stat().st_size)
     return found, wrong

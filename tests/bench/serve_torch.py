@@ -37,8 +37,8 @@ def filled(module: Any, weights: str) -> Any:
 
 
 def skip_initialization() -> None:
-    """Modules made from now on leave their parameters as the allocator gave them.  (The meta device would do too, but it imports for
-    a second.)"""
+    """Modules made from now on leave their parameters as the allocator gave them.  (The meta device would do too, but the first
+    module on it takes a second of imports.)"""
     from torch.nn import init
 
     for name in ("normal_", "uniform_", "kaiming_uniform_", "ones_", "zeros_"):

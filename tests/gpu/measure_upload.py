@@ -1,6 +1,6 @@
 """How fast weights reach the GPU, by way and by setting: `python3 tests/gpu/measure_upload.py [MB]`.  Not a test.
 
-Prints milliseconds from an idle context to the last byte in place, pinning included, the file in the page cache; the median of three.
+Prints milliseconds from an idle context to the last byte in place, pinning included, the file in the page cache: medians of three.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import torch
-from models import CASES
 
 from cgcompile.record.capture import Recorded, record
 from cgcompile.record.tensors import contents, program_tensors
+from tests.gpu.models import CASES
 
 HERE = Path(__file__).parent
 

@@ -1,7 +1,7 @@
 """Rebuild recordings in a process without torch: `python replay.py PLAIN`, where recording.py wrote PLAIN.
 
-A check of the recorder that needs no bundle: other addresses, arena and undefined bytes filled with poison, every key replayed twice in
-changing order, outputs compared bit for bit with those of the recording process.
+A check of the recorder that needs no bundle: other addresses, arena and undefined bytes filled with poison, every key
+replayed twice in changing order, outputs compared bit for bit with those of the recording process.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read(base: dict, value) -> bytes:
 
 
 def set_attribute(node, number: int, values: tuple[int, int, int]) -> None:
-    v = driver.CUlaunchAttributeValue()
+    v = driver.CUkernelNodeAttrValue()
     if number == 2:
         v.cooperative = values[0]
     elif number == 4:

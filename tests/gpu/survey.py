@@ -1,4 +1,4 @@
-"""Record many cases at once and print a line about each: `python survey.py OUT name:level ...` (a GPU is needed).
+"""Record many cases at once and print a line about each: `python -m tests.gpu.survey OUT name:level ...` (a GPU is needed).
 
 For every case: nodes and kinds, how the parameter words were classified, tables, module state, arena, error against eager, and
 whether a fresh process without torch replayed the recordings bit for bit.  Cases run in processes of their own, `JOBS` at a time.
@@ -17,16 +17,15 @@ from pathlib import Path
 
 def survey(name: str, level: str, folder: Path) -> str:
     """Record one case and describe it."""
-    from recording import record_case, replay
-
     from cgcompile.errors import BuildError
+    from tests.gpu.recording import record_case, replay
 
     marks: list[tuple[float, str]] = []
     start = time.perf_counter()
     try:
         recorded, _plain = record_case(name, folder, level, tell=lambda text: marks.append((time.perf_counter() - start, text)))
     except BuildError as error:
-        return f"REFUSED {type(error).__name__}: {error}"
+        return f"REFUSED {type(error).__name__}: {error} ({marks[-1:]})"
     taken = time.perf_counter() - start
     lines = []
     for key, recording in recorded.recordings.items():
@@ -34,12 +33,14 @@ def survey(name: str, level: str, folder: Path) -> str:
         census, trial = recorded.census[key], recorded.trials[key]
         attributes = Counter((n, v) for node in recording.nodes for n, v in getattr(node, "attributes", ()))
         functions = Counter(a for f in recording.functions for a in f.attributes)
+        edges = {(e.from_port, e.to_port, e.type) for e in recording.edges}
         chain = all(e.target == e.source + 1 for e in recording.edges)
         lines.append(
-            f"  {key} {kinds} {'chain' if chain else 'BRANCHES'} edges {sorted({(e.from_port, e.to_port, e.type) for e in recording.edges})} "
+            f"  {key} {kinds} {'chain' if chain else 'BRANCHES'} edges {sorted(edges)} "
             f"words {census.words} reloc {census.relocations} const {census.constants} undef {census.undefined} "
             f"one-sided {census.one_sided} shifted {census.shifted} arena {recorded.arena[key] / 2**20:.1f}M "
-            f"error {trial.error:.1e}/{trial.tolerance:.0e} det {trial.deterministic} attrs {dict(attributes)} fattrs {dict(functions)}"
+            f"error {trial.error:.1e}/{trial.tolerance:.0e} det {trial.deterministic} "
+            f"attributes {dict(attributes)} {dict(functions)}"
         )
     images = sum(map(len, recorded.images.values()))
     head = (
@@ -62,7 +63,7 @@ def main(arguments: list[str]) -> None:
         return
 
     def one(case: str) -> None:
-        command = [sys.executable, __file__, str(out), case]
+        command = [sys.executable, "-m", "tests.gpu.survey", str(out), case]
         done = subprocess.run(command, capture_output=True, text=True)
         text = done.stdout.strip() or f"FAILED: {done.stderr.strip()[-1500:]}"
         print(f"{case}: {text}", flush=True)

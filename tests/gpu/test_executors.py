@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -20,7 +21,7 @@ from cgbundle.cuda.executors import GraphExecutor, StreamExecutor
 from cgbundle.cuda.memory import Memories
 from cgbundle.cuda.modules import Modules
 from cgbundle.errors import CgbundleError, DriverFailed, OutOfMemory, TableInvalid, WrongMachine
-from cgbundle.schema import Function, Manifest, Recording
+from cgbundle.schema import Function, Manifest, MemsetNode, Recording
 from cgbundle.tableview import Table
 from tests import cuda_bundles
 from tests.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
@@ -199,7 +200,7 @@ def test_the_wrong_machine(bundle: tuple[Manifest, Path]) -> None:
     with pytest.raises(WrongMachine, match="the bundle is for sm_70, device 0"):
         device.open(other, folder)
     other = replace(manifest, target=replace(manifest.target, driver=99000))
-    with pytest.raises(WrongMachine, match="a driver for CUDA 99.0"):
+    with pytest.raises(WrongMachine, match=r"a driver for CUDA 99\.0"):
         device.open(other, folder)
     with pytest.raises(WrongMachine, match="device 1000"):
         device.open(manifest, folder, device=1000)
@@ -208,7 +209,7 @@ def test_the_wrong_machine(bundle: tuple[Manifest, Path]) -> None:
 def test_too_little_memory(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     memories = (*manifest.memories[:3], ("arena", 1 << 50))
-    with pytest.raises(OutOfMemory, match="memory arena: needs 1,125,899,906,842,624 bytes, the GPU has .* free"):
+    with pytest.raises(OutOfMemory, match=r"memory arena: needs 1,125,899,906,842,624 bytes, the GPU has .* free"):
         device.open(replace(manifest, memories=memories), folder)
 
 
@@ -228,7 +229,7 @@ def test_parameters_are_those_of_the_image(bundle: tuple[Manifest, Path]) -> Non
     functions = (replace(recording.functions[0], params=((0, 8), (8, 8))), recording.functions[1])
     (folder / "graphs/g0-4.bin").write_bytes(tables.encode(replace(recording, functions=functions)))
     backend = device.open(manifest, folder)
-    with pytest.raises(TableInvalid, match="add of .*the image takes parameters"):
+    with pytest.raises(TableInvalid, match=r"add of .*the image takes parameters"):
         backend.prepare()
     backend.close()
 
@@ -312,10 +313,15 @@ def test_programmatic_edges(bench: Bench, mode: str) -> None:
 @pytest.mark.parametrize("mode", executors.MODES)
 @pytest.mark.parametrize("element", [1, 2, 4])
 def test_memsets_of_every_element(bench: Bench, mode: str, element: int) -> None:
-    flat = replace(
-        cuda_bundles.recording(bench.image, 4).nodes[3], value=0xA1B2C3D4 % (1 << 8 * element), element=element, width=8 // element
+    flat = MemsetNode(
+        target=cuda_bundles.address(ARENA_AT, 0),
+        value=0xA1B2C3D4 % (1 << 8 * element),
+        element=element,
+        width=8 // element,
+        height=1,
+        pitch=0,
     )
-    rows = replace(flat, width=4 // element, height=3, pitch=512)  # type: ignore[arg-type]
+    rows = replace(flat, width=4 // element, height=3, pitch=512)
     word = int.from_bytes(flat.value.to_bytes(element, "little") * (4 // element), "little")
     untouched = 0xFFFFFFFF
     for node, places in ((flat, (0, 1)), (rows, (0, 128, 256))):
@@ -350,7 +356,7 @@ def test_how_long_a_long_chain_takes(bench: Bench, context: Context, capsys: pyt
     launched = (time.perf_counter() - start) / 20
     check("cuStreamSynchronize", cu.cuStreamSynchronize(context.stream))
     executor.close()
-    names = ("table", "check", "build")
     with capsys.disabled():
-        parts = [f"{name} {1e3 * (b - a):.2f} ms" for name, a, b in zip(names, times, times[1:], strict=False)]
+        spans = zip(("table", "check", "build"), pairwise(times), strict=True)
+        parts = [f"{name} {1e3 * (b - a):.2f} ms" for name, (a, b) in spans]
         print("\n500 nodes:", ", ".join(parts), f"launch {1e6 * launched:.0f} us")

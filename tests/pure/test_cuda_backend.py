@@ -25,7 +25,8 @@ from cgbundle.errors import (
     WrongMachine,
 )
 from cgbundle.safetensors import Entry
-from cgbundle.schema import Manifest, Step, Weight
+from cgbundle.schema import KernelNode, Manifest, Step, Weight
+from cgbundle.tableview import Table
 from tests import cuda_bundles
 from tests.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.fake_driver import FakeDriver
@@ -131,7 +132,7 @@ def test_poison_changes_nothing(fake: FakeDriver, bundle: tuple[Manifest, Path],
 
 def test_poison_fills_undefined_bytes_only(bundle: tuple[Manifest, Path]) -> None:
     _, folder = bundle
-    table = device.Table((folder / "graphs/g0-4.bin").read_bytes())
+    table = Table((folder / "graphs/g0-4.bin").read_bytes())
     plain = executors.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), None).tobytes()
     poisoned = executors.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), 0xA5).tobytes()
     assert [i for i in range(len(plain)) if plain[i] != poisoned[i]] == [20, 21, 22, 23]
@@ -383,9 +384,11 @@ def test_the_real_bindings_take_our_parameters(bundle: tuple[Manifest, Path], mo
     real = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     monkeypatch.setattr(executors, "cu", real)
     recording = cuda_bundles.recording("ab" * 32, 4)
-    attributes = ((2, (1, 0, 0)), (4, (2, 3, 4)), (8, (-5, 0, 0)), (9, (0, 1, 0)), (14, (-1, 0, 0)))
-    nodes = (replace(recording.nodes[0], attributes=attributes), *recording.nodes[1:])
-    table = device.Table(tables.encode(replace(recording, nodes=nodes)))
+    attributes = ((2, (1, 0, 0)), (4, (2, 3, 4)), (8, (-5, 0, 0)), (9, (0, 1, 0)), (14, (2**32 - 1, 0, 0)))
+    combine = recording.nodes[0]
+    assert isinstance(combine, KernelNode)
+    nodes = (replace(combine, attributes=attributes), *recording.nodes[1:])
+    table = Table(tables.encode(replace(recording, nodes=nodes)))
     found = dict(executors.attributes(table, 0))
     names = real.CUlaunchAttributeID
     size = found[names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION].clusterDim

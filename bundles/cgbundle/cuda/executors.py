@@ -90,8 +90,8 @@ def attributes(table: Table, row: int) -> list[tuple[Any, Any]]:
         words = table.attribute_value[3 * index : 3 * index + 3]
         value = cu.CUlaunchAttributeValue()
         # Through the union's bytes: its members are one to three words, but the bindings refuse -1 for some that take it.
-        data = bytes(word & 0xFF for word in words) if number == MEMORY_SYNC_DOMAIN_MAP else words.tobytes()
-        value.pad = data.ljust(64, b"\0")
+        size = 1 if number == MEMORY_SYNC_DOMAIN_MAP else 4
+        value.pad = b"".join((word % (1 << 8 * size)).to_bytes(size, "little") for word in words).ljust(64, b"\0")
         found.append((cu.CUlaunchAttributeID(number), value))
     return found
 
@@ -190,9 +190,14 @@ def _kernel_params(table: Table, launches: Launches) -> Callable[[int], Any]:
 def _memset_params(table: Table, row: int, bases: Sequence[int]) -> Any:
     params = cu.CUDA_MEMSET_NODE_PARAMS()
     params.dst = bases[table.memset_memory[row]] + table.memset_offset[row]
-    params.value, params.elementSize = table.memset_value[row], table.memset_element[row]
+    params.value, params.elementSize = _memset_value(table, row), table.memset_element[row]
     params.width, params.height, params.pitch = table.memset_width[row], table.memset_height[row], table.memset_pitch[row]
     return params
+
+
+def _memset_value(table: Table, row: int) -> int:
+    """The value's low bytes, as many as an element has: a recorded -1 may have four of them set for a single byte."""
+    return int(table.memset_value[row] % (1 << 8 * table.memset_element[row]))
 
 
 def _connect(graph: Any, table: Table, nodes: list[Any]) -> None:
@@ -270,7 +275,7 @@ def _kernel_step(table: Table, row: int, launches: Launches, where: str) -> Call
 
 
 def _memset_step(table: Table, row: int, bases: Sequence[int], where: str) -> Callable[[Any], None]:
-    element, value, width = table.memset_element[row], table.memset_value[row], table.memset_width[row]
+    element, value, width = table.memset_element[row], _memset_value(table, row), table.memset_width[row]
     height, pitch = table.memset_height[row], table.memset_pitch[row]
     address = bases[table.memset_memory[row]] + table.memset_offset[row]
     flat = {1: cu.cuMemsetD8Async, 2: cu.cuMemsetD16Async, 4: cu.cuMemsetD32Async}[element]

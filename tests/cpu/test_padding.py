@@ -1,0 +1,66 @@
+"""What the padding proof decides, on models whose answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cgcompile.export import export
+from cgcompile.padding import prove_padding
+from cgcompile.source import load_source
+
+from tests.cpu.models import Batched, rows
+
+
+def decide(model: torch.nn.Module, inputs: Callable[..., object], sizes: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, bool, str]]:
+    source = load_source(model, inputs)
+    proved = prove_padding(source, export(source, sizes), sizes, lambda text: None)
+    return {dimension.name: (dimension.pad, dimension.chunk, dimension.reason) for dimension in proved}
+
+
+@pytest.mark.parametrize(
+    ("function", "pad", "chunk"),
+    [
+        (lambda x: x * 2, "rows", True),
+        (lambda x: torch.softmax(x, -1), "rows", True),
+        (lambda x: x.repeat_interleave(2, 0), "rows", True),
+        (lambda x: x.sum(0), "zeros", False),
+        (lambda x: x + x.sum(0), "zeros", False),
+        (lambda x: x.mean(0), "no", False),
+        (lambda x: x - x.mean(0), "no", False),
+        (lambda x: x.cumsum(0), "rows", False),
+        (lambda x: x.flip(0), "no", False),
+        (lambda x: x.max(0).values, "no", False),  # over rand: zeros never win, negated inputs show it
+        (lambda x: torch.softmax(x, 0), "no", False),
+        (lambda x: torch.cat([x, x]), "no", False),
+        (lambda x: x @ x.T, "rows", False),
+    ],
+    ids=["pointwise", "row softmax", "repeat", "sum", "add sum", "mean", "centre", "cumsum", "flip", "max", "batch softmax", "cat", "gram"],
+)
+def test_verdicts(function: Callable[[torch.Tensor], torch.Tensor], pad: str, chunk: bool) -> None:
+    found = decide(Batched(function), rows, {"batch": (1, 8)})["batch"]
+    assert found[:2] == (pad, chunk), found[2]
+    assert found[2], "every verdict has a reason"
+
+
+class Pooled(torch.nn.Module):
+    """A mean over the sequence that a mask makes independent of padding."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.masked = masked
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        kept = mask.unsqueeze(-1).to(x.dtype) if self.masked else torch.ones_like(x)
+        return (x * kept).sum(1) / kept.sum(1)
+
+
+@pytest.mark.parametrize(("masked", "pad"), [(True, "zeros"), (False, "no")])
+def test_a_mask_makes_a_sequence_paddable_but_not_cuttable(masked: bool, pad: str) -> None:
+    def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(batch, seq, 4), torch.ones(batch, seq, dtype=torch.int64)
+
+    found = decide(Pooled(masked), inputs, {"batch": (1, 2), "seq": (4, 8)})
+    assert found["batch"][:2] == ("rows", True)
+    assert found["seq"][:2] == (pad, False)
