@@ -39,7 +39,7 @@ demo: $(DEMO)/manifest.json ## compile a sentence-embedding model, inspect the b
 
 $(DEMO)/manifest.json: $(INSTALLED) $(SOURCES)
 	@mkdir -p $(dir $(DEMO))
-	@$(BIN)/cgcompile build examples/minilm.py --sizes batch=1,8 --sizes seq=32,128 -o $(DEMO) --force
+	@$(BIN)/cgcompile build examples/minilm.py --sizes batch=1,8 --sizes seq=32,128 --target cpu -o $(DEMO) --force
 
 test: check ## lint, types and every test that this machine can run
 	@$(BIN)/python -m pytest -q $(T)

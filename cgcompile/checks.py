@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from cgbundle.schema import Finding
 from torch.export import ExportedProgram
+
+from cgbundle.schema import Finding
 
 from .errors import Refused
 from .export import PREFIX, Exported

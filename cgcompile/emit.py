@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from cgbundle import archive, codec, safetensors, schema, verify
-from cgbundle.exam import entry
 from torch.export import ExportedProgram
+
+from cgbundle import archive, codec, safetensors, schema, verify
 
 from . import __version__
 from .export import Exported, run_eager
 from .source import Source, all_keys, sample
 from .trees import dtype_name
 from .weights import Weights
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyExam:
@@ -45,7 +46,7 @@ def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
     for exam in exams:
         for kind, values in (("input", exam.inputs), ("output", exam.outputs)):
             for index, value in enumerate(values):
-                tensors[entry(exam.key, kind, index)] = _stored(value)
+                tensors[archive.exam_entry(exam.key, kind, index)] = _stored(value)
     with open(path, "wb") as file:
         safetensors.write(file, tensors)
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.export import Dim, ExportedProgram
+
 from cgbundle.schema import Size, TensorSpec, Tree
 from cgbundle.sizes import evaluate, linear
-from torch.export import Dim, ExportedProgram
 
 from . import axes
 from .errors import ExportFailed, SizeExcluded, StructureUnsupported

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.export import ExportedProgram
+
 from cgbundle import libtorch
 from cgbundle.host import HostRegion, Layout
-from torch.export import ExportedProgram
 
 from .errors import CompilerFailed, ConstantUnsaved
 from .export import PREFIX

@@ -10,6 +10,7 @@ Public torch interfaces but for `torch._dynamo.reset`, `torch._dynamo.exc.TorchD
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,21 @@ def lower(module: torch.nn.Module, level: str, specialize: str) -> Callable[...,
         module, fullgraph=True, dynamic=specialize == "shared", options={**options, **OPTIONS}
     )
     return compiled
+
+
+def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """`module`, changed in place so that Inductor lowers it rightly.  What it computes in eager mode stays the same.
+
+    torch before 2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200); they have the
+    shapes of the initial states, so they are viewed as those.
+    """
+    for node in [n for n in module.graph.nodes if n.target is torch.ops.aten.lstm.input]:
+        for state in [u for u in node.users if u.target is operator.getitem and u.args[1] in (1, 2)]:
+            with module.graph.inserting_after(state):
+                viewed = module.graph.call_function(torch.ops.aten.view_as.default, (state, node.args[1][state.args[1] - 1]))
+            state.replace_all_uses_with(viewed, delete_user_cb=lambda user, viewed=viewed: user is not viewed)
+    module.recompile()
+    return module
 
 
 def lowering_errors() -> tuple[type[Exception], ...]:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from cgbundle.schema import Dimension
 from cgbundle.sizes import linear, names
 
-from .export import Exported, run_eager, shape_at
+from .export import Exported, run_eager
 from .source import Source, sample
 from .tolerance import largest_error, tolerance
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from cgbundle import archive
 from cgbundle.publish import staged
 from cgbundle.schema import FORMAT_VERSION, Finding, Manifest
 
-from .errors import ExtraMissing, OutputExists, OutputUnwritable, Refused, TargetUnavailable
+from .errors import ExtraMissing, OutputExists, OutputUnwritable, TargetUnavailable
 from .progress import Stages, Watcher, silent
 from .sizes import Given, count_keys, declared_sizes
 
@@ -90,7 +92,8 @@ def build(
         source=source, exported=exported, sizes=wanted, dimensions=dimensions, target=chosen, lower=lower,
         torch_version=torch.__version__.partition("+")[0],
     )  # fmt: skip
-    with staged(destination, replace=force) as stage:
+    with staged(destination, replace=force) as stage, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Inductor and torch.export.save warn about their own insides
         parts = _parts(job, stage, stages)
         write_program(stage / archive.PROGRAM, exported.program)
         options = {"target": target, "lower": lower, "strict": str(strict).lower()}
@@ -104,10 +107,12 @@ def build(
 
 def _parts(job: Job, stage: Path, stages: Stages) -> Parts:
     if job.target == "cpu":
-        from .build_cpu import build_parts
+        from . import build_cpu
 
-        return build_parts(job, stage, stages)
-    raise TargetUnavailable(f"target {job.target}: not built yet by this version")
+        return build_cpu.build_parts(job, stage, stages)
+    from . import build_cuda
+
+    return build_cuda.build_parts(job, stage, stages)
 
 
 def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequence[str], origin: Any) -> Manifest:
@@ -144,12 +149,14 @@ def _destination(out: str | os.PathLike[str] | None, name: str, force: bool) -> 
     path = Path(out) if out is not None else Path(f"{name}.cgb")
     if path.exists():
         if not path.is_dir() or not ((path / archive.MANIFEST).exists() or not any(path.iterdir())):
-            raise OutputExists(f"{path}: exists and is no bundle", "choose another name with -o")
+            raise OutputUnwritable(f"{path}: exists and is no bundle", "choose another name with -o")
         if not force:
             raise OutputExists(f"{path}: exists", "give --force to replace it, or choose another name with -o")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise OutputUnwritable(f"{path}: the folder {folder} does not exist")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputUnwritable(f"{path}: the folder {folder} cannot be written")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".cgcompile-", dir=folder))
+    except OSError as error:
+        raise OutputUnwritable(f"{path}: the folder {folder} cannot be written: {error.strerror}") from None
     return path

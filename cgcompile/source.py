@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
 from cgbundle.schema import Tree
 
 from .errors import SourceInvalid, SourceMissing
@@ -72,10 +73,10 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
     raise SourceMissing(f"{label}: no such model", "give a model.py, package.module:attribute, or a saved program.pt2")
 
 
-def sample(source: Source, sizes: Mapping[str, int]) -> Sample:
-    """The inputs at `sizes`.  Raises SourceInvalid when inputs() fails or gives something that is no input."""
+def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample:
+    """The inputs at `sizes`, drawn after seeding torch with `seed`.  Raises SourceInvalid when inputs() fails or gives something that is no input."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
         given = _call(source.inputs, f"inputs({', '.join(f'{name}={size}' for name, size in sizes.items())})", source.label, **sizes)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -206,8 +207,12 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
         bound = inspect.signature(source.model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise SourceInvalid(f"{source.label}: inputs() does not fit the model's forward(): {error}") from None
+    given = set(bound.arguments)
+    bound.apply_defaults()
     pairs: list[tuple[str, Any]] = []
     for name, value in bound.arguments.items():
+        if name not in given and not (value is None or isinstance(value, bool | int | float | str)):
+            continue  # an empty *args, or a default that a bundle cannot describe: nobody can pass another
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             pairs += [(f"{name}_{index}", item) for index, item in enumerate(value)]

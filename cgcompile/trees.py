@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
 from cgbundle.schema import DTYPES, Tree
 
 from .errors import DtypeUnsupported, StructureUnsupported

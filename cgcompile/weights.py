@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
+
 from cgbundle import safetensors
 from cgbundle.schema import Weight
-from torch.export import ExportedProgram
 
 from .errors import DtypeUnsupported
 from .export import PREFIX, memory_order

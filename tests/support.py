@@ -12,7 +12,7 @@ from pathlib import Path
 from struct import pack
 
 from cgbundle import archive, codec, safetensors
-from cgbundle.exam import entry
+from cgbundle.archive import exam_entry as entry
 from cgbundle.schema import (
     FORMAT_VERSION,
     Dimension,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 
 from . import codec
 from .errors import BundleMissing, FileDamaged, NotABundle
@@ -53,12 +54,20 @@ def check_hash(path: str, file: File) -> None:
         raise FileDamaged(f"{file.path}: SHA-256 is {found[:16]}..., expected {file.sha256[:16]}...")
 
 
-def check_strangers(path: str, manifest: Manifest) -> None:
-    """Raises FileDamaged where the directory holds a file that the manifest does not name."""
-    known = {file.path for file in manifest.files} | {MANIFEST}
-    for found in list_files(path):
-        if found not in known:
-            raise FileDamaged(f"{found}: not named in the manifest")
+def strangers(path: str, manifest: Manifest) -> list[str]:
+    """Files in the directory that the manifest does not name."""
+    return sorted(set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST})
+
+
+def check_strangers(path: str, manifest: Manifest, found: Sequence[str] | None = None) -> None:
+    """Raises FileDamaged for the first of `found` (default: `strangers`)."""
+    for stranger in strangers(path, manifest) if found is None else found:
+        raise FileDamaged(f"{stranger}: not named in the manifest")
+
+
+def exam_entry(key: Sequence[int], kind: str, index: int) -> str:
+    """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`."""
+    return f"{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
 
 
 def sha256(path: str) -> str:

@@ -14,8 +14,11 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from . import dlpack, tensor
-from .errors import InputKind
+from .errors import InputDevice, InputKind
 from .schema import DTYPES
+
+LEGACY_STREAM = 1
+"""CU_STREAM_LEGACY: the stream that DLPack producers are asked to make their data ready on."""
 
 Place = tuple[int, Sequence[int], str, Sequence[int] | None, int | None]
 """address, shape, dtype, strides in elements (None: row-major), CUDA device (None: CPU)."""
@@ -38,11 +41,16 @@ class Library(Protocol):
     def ordered(self, value: Any, order: Sequence[int]) -> Any:
         """A copy whose axes lie in memory in `order`, outermost first, without gaps."""
 
-    def alias(self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object) -> Any:
-        """A tensor over CPU memory that `owner` keeps alive."""
+    def alias(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Any:
+        """A tensor over memory that `owner` keeps alive, on the CPU (None) or a CUDA device."""
 
-    def empty(self, dtype: str, shape: Sequence[int]) -> Any:
-        """A tensor of zeros in CPU memory of its own, row-major."""
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
+        """A tensor of zeros in memory of its own, row-major."""
+
+    def stream(self, device: int) -> int | None:
+        """The caller's current stream on a CUDA device, as the driver's handle; None: the library has no such thing."""
 
     def copy(self, value: Any) -> Any:
         """A row-major copy of `value` in memory of its own."""
@@ -86,14 +94,19 @@ class Numpy:
         back = sorted(range(len(order)), key=lambda axis: order[axis])
         return self.module.ascontiguousarray(value.transpose(order)).transpose(back)
 
-    def alias(self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object) -> Any:
+    def alias(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Any:
         size = DTYPES[dtype]
         memory = _memory(address, shape, strides, size)
         memory.owner = owner
         return self.module.ndarray(shape, self._dtype(dtype), memory, 0, [stride * size for stride in strides])
 
-    def empty(self, dtype: str, shape: Sequence[int]) -> Any:
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
         return self.module.zeros(shape, self._dtype(dtype))
+
+    def stream(self, device: int) -> int | None:
+        return None
 
     def copy(self, value: Any) -> Any:
         return value.copy()
@@ -109,8 +122,33 @@ class Numpy:
         return getattr(self.module, name if name != "bool" else "bool_")
 
 
+class Cupy(Numpy):
+    """cupy.ndarray: NumPy's interface over GPU memory."""
+
+    name = "cupy"
+
+    def accept(self, value: Any, name: str) -> Any:
+        if not isinstance(value, self.module.ndarray):
+            raise InputKind(f"input {name!r}: expected a CuPy array like the first input, got {_kind(value)}")
+        return value
+
+    def read(self, value: Any) -> Place:
+        dtype = value.dtype
+        strides = None if value.flags.c_contiguous else self.strides(value)
+        return value.data.ptr, value.shape, str(dtype.name), strides, value.device.id
+
+    def alias(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Any:
+        return self.module.from_dlpack(tensor.Tensor(address, dtype, shape, strides, owner, device))
+
+    def stream(self, device: int) -> int | None:
+        handle: int = self.module.cuda.get_current_stream().ptr
+        return handle
+
+
 class Torch:
-    """torch.Tensor, on the CPU."""
+    """torch.Tensor, on the CPU or a GPU."""
 
     name = "torch"
 
@@ -130,7 +168,7 @@ class Torch:
         name = self.names.get(dtype)
         if name is None:
             name = self.names[dtype] = str(dtype).removeprefix("torch.")
-        device = None if value.device.type == "cpu" else value.device.index if value.device.type == "cuda" else -1
+        device = None if value.is_cpu else value.get_device() if value.is_cuda else -1
         return value.data_ptr(), value.shape, name, None if value.is_contiguous() else value.stride(), device
 
     def strides(self, value: Any) -> Sequence[int]:
@@ -141,15 +179,23 @@ class Torch:
         back = sorted(range(len(order)), key=lambda axis: order[axis])
         return value.permute(*order).contiguous().permute(*back)
 
-    def alias(self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object) -> Any:
+    def alias(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Any:
         if not tensor.count(shape):
-            return self.empty(dtype, shape)
+            return self.empty(dtype, shape, device)
+        if device is not None:
+            return self.module.from_dlpack(tensor.Tensor(address, dtype, shape, strides, owner, device))
         memory = _memory(address, shape, strides, DTYPES[dtype])
         memory.owner = owner
         return self.module.frombuffer(memory, dtype=getattr(self.module, dtype)).as_strided(tuple(shape), tuple(strides))
 
-    def empty(self, dtype: str, shape: Sequence[int]) -> Any:
-        return self.module.zeros(tuple(shape), dtype=getattr(self.module, dtype))
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
+        return self.module.zeros(tuple(shape), dtype=getattr(self.module, dtype), device="cpu" if device is None else f"cuda:{device}")
+
+    def stream(self, device: int) -> int | None:
+        handle: int = self.module.cuda.current_stream(device).cuda_stream
+        return handle
 
     def copy(self, value: Any) -> Any:
         return value.clone(memory_format=self.module.contiguous_format)
@@ -183,11 +229,18 @@ class Plain:
         tensor.copy(fresh, value)
         return fresh
 
-    def alias(self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object) -> tensor.Tensor:
-        return tensor.Tensor(address, dtype, shape, strides, owner)
+    def alias(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> tensor.Tensor:
+        return tensor.Tensor(address, dtype, shape, strides, owner, device)
 
-    def empty(self, dtype: str, shape: Sequence[int]) -> tensor.Tensor:
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> tensor.Tensor:
+        if device is not None:
+            raise InputDevice("a DLPack tensor on a GPU can only be replayed at a recorded size and laid out as recorded", "pass torch or CuPy tensors")
         return tensor.empty(dtype, shape)
+
+    def stream(self, device: int) -> int | None:
+        return LEGACY_STREAM
 
     def copy(self, value: tensor.Tensor) -> tensor.Tensor:
         return value.clone()
@@ -208,6 +261,9 @@ def library_of(value: Any) -> Library:
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "Tensor") and isinstance(value, torch.Tensor):
         return Torch(torch)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(value, cupy.ndarray):
+        return Cupy(cupy)
     return Plain()
 
 

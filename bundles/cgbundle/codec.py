@@ -14,13 +14,16 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from math import isfinite
-from typing import Any
+from typing import Any, NoReturn
 
 from . import schema
 from .errors import FormatUnsupported, ManifestInvalid
 
 MAX_BYTES = 256 << 20
 """A manifest larger than this is refused unread: ten thousand keys of a large model need a tenth of it."""
+
+MAX_DEPTH = 64
+"""Operators of a size inside each other; no model comes near."""
 
 SEAL = "sha256"
 """The key of the manifest's own hash."""
@@ -41,20 +44,20 @@ def decode(data: bytes) -> schema.Manifest:
     if len(data) > MAX_BYTES:
         raise ManifestInvalid(f"manifest.json: {len(data)} bytes, more than the limit of {MAX_BYTES}")
     try:
-        plain = json.loads(data, parse_constant=_reject)
+        plain = json.loads(data, parse_constant=_reject, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ManifestInvalid(f"manifest.json: not JSON: {error}") from None
     if not isinstance(plain, dict):
         raise ManifestInvalid(f"manifest.json: expected an object, got {type(plain).__name__}")
     version = plain.get("format")
     if type(version) is not int or version < 1:
-        raise ManifestInvalid(f"format: expected a version number, got {version!r}")
+        raise ManifestInvalid(f"format: expected a version number, got {str(version)[:40]!r}")
     if version > schema.FORMAT_VERSION:
         raise FormatUnsupported(
             f"format: the bundle has format version {version}, this cgbundle reads versions up to {schema.FORMAT_VERSION}"
         )
     seal = plain.pop(SEAL, None)
-    if type(seal) is not str or data.count(_seal(seal)) != 1:
+    if type(seal) is not str or not seal.isascii() or data.count(_seal(seal)) != 1:
         raise ManifestInvalid(f"{SEAL}: missing")
     if hashlib.sha256(data.replace(_seal(seal), _seal("0" * 64))).hexdigest() != seal:
         raise ManifestInvalid("manifest.json: its SHA-256 differs from the one it states")
@@ -66,8 +69,13 @@ def _seal(digest: str) -> bytes:
     return f'\n"{SEAL}":"{digest}"'.encode()
 
 
-def _reject(constant: str) -> Any:
+def _reject(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not allowed")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    return number if isfinite(number) else _reject(digits[:40])
 
 
 def _plain(value: Any) -> Any:
@@ -93,19 +101,21 @@ def _scalar(kind: type, name: str) -> Decoder:
     def decoder(value: Any, where: str) -> Any:
         if type(value) is kind:
             return value
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 1 << 1023:
             return float(value)
         raise _fail(where, name, value)
 
     return decoder
 
 
-def _size(value: Any, where: str) -> Any:
+def _size(value: Any, where: str, depth: int = 0) -> Any:
     """A schema.Size."""
     if type(value) in (int, str):
         return value
+    if depth > MAX_DEPTH:
+        raise ManifestInvalid(f"{where}: nested too deeply")
     if type(value) is list and len(value) == 3 and value[0] in ("+", "-", "*", "//", "%"):
-        return (value[0], _size(value[1], f"{where}[1]"), _size(value[2], f"{where}[2]"))
+        return (value[0], _size(value[1], f"{where}[1]", depth + 1), _size(value[2], f"{where}[2]", depth + 1))
     raise _fail(where, "a size", value)
 
 
@@ -145,9 +155,10 @@ def _record(kind: type) -> Decoder:
         if value.keys() != members.keys():
             missing = sorted(members.keys() - value.keys())
             unknown = sorted(value.keys() - members.keys())
-            raise ManifestInvalid(
-                f"{prefix}{(missing or unknown)[0]}: {'missing' if missing else 'no such field in this format version'}"
-            )
+            if missing:
+                raise ManifestInvalid(f"{prefix}{missing[0]}: missing")
+            name = unknown[0] if unknown[0].isidentifier() else repr(unknown[0][:40])
+            raise ManifestInvalid(f"{prefix}{name}: no such field in this format version")
         return kind(**{name: member(value[name], prefix + name) for name, member in members.items()})
 
     return decoder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import byref, c_void_p
 
 from . import libtorch
@@ -38,10 +39,16 @@ def processor_flags() -> frozenset[str]:
     return frozenset()
 
 
+_FREE = nullcontext()
+
+
 class Outputs:
     """The output tensors of one replay, in memory that torch's allocator owns until the last reference to this goes."""
 
     __slots__ = ("_handles", "_torch", "addresses")
+
+    device: int | None = None
+    static = False
 
     def __init__(self, torch: libtorch.LibTorch, handles: Sequence[int | None]) -> None:
         self._torch, self._handles = torch, handles
@@ -57,7 +64,12 @@ class Outputs:
 
 
 class CpuBackend:
-    """Runs the programs of a cpu bundle.  Thread-safe.  Raises LibraryMissing, LibraryRefused, WrongMachine, WeightsInvalid."""
+    """Runs the programs of a cpu bundle.  Thread-safe: replays share no memory but the weights.
+
+    Raises LibraryMissing, LibraryRefused, WrongMachine, WeightsInvalid.
+    """
+
+    device: int | None = None
 
     def __init__(self, path: str, manifest: Manifest) -> None:
         check_machine(manifest.target)
@@ -74,7 +86,11 @@ class CpuBackend:
             raise
         self._run = [(self._regions[program.steps[0].region].run, len(program.outputs)) for program in manifest.programs]
 
-    def run(self, program: int, addresses: Sequence[int]) -> Outputs:
+    def turn(self, stream: int | None) -> AbstractContextManager[object]:
+        """Nothing to wait for."""
+        return _FREE
+
+    def run(self, program: int, addresses: Sequence[int], device: int | None = None, stream: int | None = None) -> Outputs:
         """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise."""
         run, outputs = self._run[program]
         return Outputs(self._torch, run(addresses, self._inputs[program], outputs))

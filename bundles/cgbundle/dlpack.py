@@ -51,7 +51,8 @@ def read(value: Any, name: str) -> Tensor:
     device_type, _ = value.__dlpack_device__()
     if device_type not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
         raise InputKind(f"input {name!r}: DLPack device type {device_type} is neither CPU nor CUDA")
-    capsule = value.__dlpack__()
+    # 1: the legacy default stream, in whose order the replay then runs
+    capsule = value.__dlpack__(stream=1) if device_type in (CUDA, CUDA_MANAGED) else value.__dlpack__()
     managed = _Managed.from_address(_capsule_pointer(capsule, b"dltensor"))
     source = managed.tensor
     dtype = _CODES.get((source.code, source.bits))

@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .archive import EXAM
+from .archive import EXAM, exam_entry
 from .errors import CgbundleError, ExamFailed
 from .loader import load
 from .program import Program
@@ -34,11 +35,6 @@ class Result:
     def passed(self, compare: str) -> bool:
         """Whether the bundle keeps its promise for this key."""
         return self.exact if compare == BITS else self.error <= self.tolerance
-
-
-def entry(key: Sequence[int], kind: str, index: int) -> str:
-    """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`."""
-    return f"{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
 
 
 def sit(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
@@ -74,7 +70,7 @@ def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Te
     """The exam's inputs for `key`, copied."""
     found = []
     for index in range(len(manifest.inputs)):
-        name = entry(key, "input", index)
+        name = exam_entry(key, "input", index)
         row = exam.entries[name]
         found.append(from_bytes(exam.data(name), row.dtype, row.shape))
     return found
@@ -84,7 +80,7 @@ def _sit(exam: Mapped, program: Program, proof: Proof) -> Result:
     outputs = program.replay(inputs_of(exam, program.manifest, proof.key))
     worst, exact = 0.0, True
     for index, output in enumerate(outputs):
-        name = entry(proof.key, "output", index)
+        name = exam_entry(proof.key, "output", index)
         expected, got = bytes(exam.data(name)), output.tobytes()
         if expected != got:
             exact = False
@@ -110,20 +106,44 @@ def relative_error(dtype: str, expected: bytes, got: bytes) -> float:
     return worst
 
 
+def fresh(path: str) -> dict[str, Any]:
+    """Sits the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.
+
+    {"results": [{"key", "error", "tolerance", "exact", "passed"}], "torch_imported"}, or {"error", "hint"}.
+    """
+    import subprocess
+
+    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "cgbundle.exam", path], env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True, text=True, errors="replace", check=False,
+    )  # fmt: skip
+    lines = done.stdout.strip().splitlines()
+    if lines and lines[-1].startswith("{"):
+        answer: dict[str, Any] = json.loads(lines[-1])
+        return {**answer, "exit_code": done.returncode}
+    how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"ended with exit status {done.returncode}"
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    return {"error": f"{path}: the process that replays the exam {how}", "hint": last, "exit_code": 1}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Loads the bundle, sits the exam, prints {"results": [...], "modules": [...]} or {"error": ..., "hint": ...}."""
     (path,) = arguments
     try:
         with load(path, check="full") as program:
             results = sit(path, program)
-            rows = [{"key": r.key, "error": r.error, "tolerance": r.tolerance, "exact": r.exact} for r in results]
             compare = program.manifest.exam.compare
-            passed = all(result.passed(compare) for result in results)
+            rows = [
+                {"key": r.key, "error": r.error, "tolerance": r.tolerance, "exact": r.exact, "passed": r.passed(compare)}
+                for r in results
+            ]
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "kind": type(error).__name__}))
         return error.exit_code
     print(json.dumps({"results": rows, "torch_imported": "torch" in sys.modules}))
-    return 0 if passed else 1
+    return 0 if all(row["passed"] for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from . import dispatch, verify
 from .archive import read_manifest
@@ -48,7 +47,6 @@ def _backend(folder: str, manifest: Manifest, device: int, mode: str) -> Backend
         from .cpu import CpuBackend
 
         return CpuBackend(folder, manifest)
-    from .cuda.device import CudaBackend  # type: ignore[import-not-found, unused-ignore]
+    from .cuda.backend import CudaCalls
 
-    backend: Any = CudaBackend(folder, manifest, device, mode)
-    return backend  # type: ignore[no-any-return, unused-ignore]
+    return CudaCalls(folder, manifest, device, mode)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from .arrays import Library, Plain, library_of
+from .arrays import Library, Place, Plain, library_of
 from .errors import InputDevice, ProgramClosed
 from .guards import check_dtype
 from .plans import Part, Plan, Slices, plan
@@ -22,15 +23,24 @@ PLANS = 4096
 
 
 class Results(Protocol):
-    """The outputs of one replay: `addresses` are valid while this object lives."""
+    """The outputs of one replay.  `addresses` are valid while this object lives; `device` is the CUDA device that they lie on, None for
+    the CPU; `static` says that every replay of this program gives these same addresses."""
 
-    addresses: list[int]
+    addresses: Sequence[int]
+    device: int | None
+    static: bool
 
 
 class Backend(Protocol):
-    """What runs programs: `run` takes the position of a program and the addresses of its inputs, laid out as its values say."""
+    """What runs programs.  `device`: the CUDA device whose tensors it takes beside those of the CPU, or None.  `turn(stream)` is
+    held from the first use of the program's memory to the last: replays that share memory take turns."""
 
-    def run(self, program: int, addresses: Sequence[int]) -> Results: ...
+    device: int | None
+
+    def turn(self, stream: int | None) -> AbstractContextManager[object]: ...
+
+    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: int | None) -> Results:
+        """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie on the same device."""
 
     def close(self) -> None: ...
 
@@ -54,6 +64,7 @@ class Program:
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._libraries: dict[type, Library] = {}
+        self._aliases: dict[tuple[str, int], list[Any]] = {}
         self._epoch = Epoch()
         self._gate = threading.Condition()
         self._running = 0
@@ -81,15 +92,15 @@ class Program:
                 place = library.read(value)
                 if place[2] != spec.dtype:
                     check_dtype(spec, place[2])
-                if place[4] is not None:
-                    raise InputDevice(
-                        f"input {spec.name!r}: expected a tensor on the CPU, got one on device {place[4]}", "call .cpu() on it"
-                    )
                 values.append(value)
                 places.append(place)
+            device = self._device(places)
             shapes = tuple([place[1] for place in places])
             plan = self._plans.get(shapes) or self._plan(shapes)
-            made = self._exact(library, plan, values, places) if plan.exact else self._pieces(library, plan, values)
+            stream = None if device is None else library.stream(device)
+            with self._backend.turn(stream):
+                run = _Run(library, device, stream)
+                made = self._exact(run, plan, values, places) if plan.exact else self._pieces(run, plan, values)
         finally:
             self._leave()
         if isinstance(library, Plain) and tensors and not self._views:
@@ -102,6 +113,7 @@ class Program:
         with self._gate:
             self._closed = True
             self._gate.wait_for(lambda: self._running == 0)
+        self._aliases.clear()
         self._finalizer()
 
     def __enter__(self) -> Program:
@@ -140,68 +152,91 @@ class Program:
         made = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
         return made
 
-    def _exact(self, library: Library, plan: Plan, values: list[Any], places: list[Any]) -> list[Any]:
+    def _device(self, places: list[Place]) -> int | None:
+        """Where the inputs lie.  Raises InputDevice unless they all lie on the CPU, or all on the program's GPU."""
+        device = places[0][4] if places else None
+        for spec, place in zip(self.inputs, places, strict=True):
+            if place[4] is not None and place[4] != self._backend.device:
+                here = "the CPU" if self._backend.device is None else f"the CPU or CUDA device {self._backend.device}"
+                raise InputDevice(f"input {spec.name!r}: expected a tensor on {here}, got one on device {place[4]}")
+            if place[4] != device:
+                raise InputDevice(f"input {spec.name!r}: lies on another device than input {self.inputs[0].name!r}")
+        return device
+
+    def _exact(self, run: _Run, plan: Plan, values: list[Any], places: list[Place]) -> list[Any]:
         addresses = []
         for index, (address, shape, _, strides, _) in enumerate(places):
             if strides is not None or not self._row_major[index]:
-                address = self._arranged(library, values, index, address, shape, strides)
+                address = self._arranged(run, values, index, address, shape, strides)
             addresses.append(address)
-        program = plan.parts[0].program
-        results = self._backend.run(program, addresses)
-        return self._hand_out(library, program, results, None)
+        return self._hand_out(run, plan.parts[0].program, addresses, None)
 
-    def _arranged(self, library: Library, values: list[Any], index: int, address: int, shape: Any, strides: Any) -> int:
+    def _arranged(self, run: _Run, values: list[Any], index: int, address: int, shape: Any, strides: Any) -> int:
         """The address of an input laid out as the model wants it: its own, or that of a copy that takes its place in `values`."""
-        order = self.inputs[index].order
+        order, library = self.inputs[index].order, run.library
         if is_dense(shape, library.strides(values[index]) if strides is None else strides, order):
             return address
         values[index] = library.ordered(values[index], order)
         return library.read(values[index])[0]
 
-    def _pieces(self, library: Library, plan: Plan, values: list[Any]) -> list[Any]:
+    def _pieces(self, run: _Run, plan: Plan, values: list[Any]) -> list[Any]:
         if len(plan.parts) == 1:
             (part,) = plan.parts
-            results = self._run_part(library, part, values)
-            return self._hand_out(library, part.program, results, part.outputs)
-        whole = [library.empty(spec.dtype, shape) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
+            cut, addresses = self._cut(run, part, values)
+            return self._hand_out(run, part.program, addresses, part.outputs)
+        whole = [run.library.empty(spec.dtype, shape, run.device) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
         for part in plan.parts:
-            results = self._run_part(library, part, values)
-            for output, alias, (taken, placed) in zip(
-                whole, self._aliases(library, part.program, results), part.outputs, strict=True
-            ):
+            cut, addresses = self._cut(run, part, values)
+            for output, alias, (taken, placed) in zip(whole, self._outputs(run, part.program, addresses), part.outputs, strict=True):
                 output[placed] = alias[taken]
-        return self._guarded(library, whole) if self._views else whole
+            del cut  # the inputs had to live until the replay was done with them
+        return self._guarded(run, whole) if self._views else whole
 
-    def _run_part(self, library: Library, part: Part, values: list[Any]) -> Results:
-        """Cuts the part's inputs out of the call's and fills them up with zeros to the recorded shapes."""
+    def _cut(self, run: _Run, part: Part, values: list[Any]) -> tuple[list[Any], list[int]]:
+        """The part's inputs, cut out of the call's and filled up with zeros to the recorded shapes, and their addresses."""
         cut: list[Any] = []
         addresses = []
         for index, (value, (slices, shape)) in enumerate(zip(values, part.inputs, strict=True)):
             piece = value[slices]
             if tuple(piece.shape) != shape:
-                padded = library.empty(self.inputs[index].dtype, shape)
+                padded = run.library.empty(self.inputs[index].dtype, shape, run.device)
                 padded[tuple([slice(0, size) for size in piece.shape])] = piece
                 piece = padded
             cut.append(piece)
-            address, shape, _, strides, _ = library.read(piece)
-            addresses.append(self._arranged(library, cut, index, address, shape, strides))
-        return self._backend.run(part.program, addresses)
+            address, shape, _, strides, _ = run.library.read(piece)
+            addresses.append(self._arranged(run, cut, index, address, shape, strides))
+        return cut, addresses
 
-    def _aliases(self, library: Library, program: int, results: Results) -> list[Any]:
-        return [
-            library.alias(address, row.dtype, row.shape, row.strides, results)
-            for address, row in zip(results.addresses, self._rows[program], strict=True)
-        ]
+    def _outputs(self, run: _Run, program: int, addresses: list[int]) -> list[Any]:
+        """Replays, and gives the outputs as the caller's tensors over the runtime's memory."""
+        results = self._backend.run(program, addresses, run.device, run.stream)
+        known = self._aliases.get((run.library.name, program)) if results.static else None
+        if known is None:
+            known = [
+                run.library.alias(address, row.dtype, row.shape, row.strides, results, results.device)
+                for address, row in zip(results.addresses, self._rows[program], strict=True)
+            ]
+            if results.static:
+                self._aliases[run.library.name, program] = known
+        return known
 
     def _hand_out(
-        self, library: Library, program: int, results: Results, parts: Sequence[tuple[Slices, Slices]] | None
+        self, run: _Run, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None
     ) -> list[Any]:
-        aliases = self._aliases(library, program, results)
+        aliases = self._outputs(run, program, addresses)
         if parts is not None:
             aliases = [alias[taken] for alias, (taken, _) in zip(aliases, parts, strict=True)]
         if self._views:
-            return self._guarded(library, aliases)
-        return [library.copy(alias) for alias in aliases]
+            return self._guarded(run, aliases)
+        return [run.library.copy(alias) for alias in aliases]
 
-    def _guarded(self, library: Library, values: list[Any]) -> list[Any]:
-        return [View(spec.name, spec.dtype, value, library, self._epoch) for spec, value in zip(self.outputs, values, strict=True)]
+    def _guarded(self, run: _Run, values: list[Any]) -> list[Any]:
+        return [View(spec.name, spec.dtype, value, run.library, self._epoch) for spec, value in zip(self.outputs, values, strict=True)]
+
+
+class _Run(NamedTuple):
+    """How one call runs: the caller's library, the device that its tensors lie on, and the stream."""
+
+    library: Library
+    device: int | None
+    stream: int | None

@@ -54,19 +54,10 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     if len(head) < 8 or length > MAX_HEADER or 8 + length > size:
         raise WeightsInvalid(f"{where}: the header's length does not fit the file of {size} bytes")
     try:
-        plain = json.loads(file.read(length))
+        plain = json.loads(str(file.read(length), "utf-8"))
         dtypes = {code: name for name, code in CODES.items()}
-        entries = {
-            str(name): Entry(
-                dtype=dtypes[item["dtype"]],
-                shape=tuple(int(axis) for axis in item["shape"]),
-                begin=8 + length + int(item["data_offsets"][0]),
-                end=8 + length + int(item["data_offsets"][1]),
-            )
-            for name, item in plain.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        entries = {name: _entry(item, dtypes, 8 + length) for name, item in plain.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise WeightsInvalid(f"{where}: the header is not that of a safetensors file") from None
     ordered = dict(sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)))
     end = 8 + length
@@ -81,6 +72,13 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     if end != size:
         raise WeightsInvalid(f"{where}: the file has {size} bytes, its header promises {end}")
     return ordered
+
+
+def _entry(item: Any, dtypes: Mapping[str, str], start: int) -> Entry:
+    shape, (begin, end) = item["shape"], item["data_offsets"]
+    if type(shape) is not list or not all(type(number) is int for number in (*shape, begin, end)):
+        raise TypeError
+    return Entry(dtype=dtypes[item["dtype"]], shape=tuple(shape), begin=start + begin, end=start + end)
 
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
@@ -107,6 +105,8 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
     names = sorted(tensors, key=rank)
     for name in names:
         dtype, shape, _ = tensors[name]
+        if dtype not in CODES:
+            raise ValueError(f"tensor {name!r}: safetensors has no dtype {dtype}")
         begin, end = end, end + nbytes(dtype, shape)
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -115,7 +115,7 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
     file.write(text)
     for name in names:
         dtype, shape, contents = tensors[name]
-        data = memoryview(contents()).cast("B")
+        data = memoryview(contents())
         if data.nbytes != nbytes(dtype, shape):
             raise ValueError(f"tensor {name!r} gave {data.nbytes} bytes, expected {nbytes(dtype, shape)}")
         file.write(data)

@@ -43,6 +43,8 @@ def linear(size: Size) -> tuple[str, int, int] | None:
     if isinstance(size, int):
         return None
     operator, left, right = size
+    if operator in ("+", "*") and isinstance(left, int):
+        left, right = right, left
     if operator in ("+", "-") and isinstance(right, int):
         inner = linear(left)
         return inner and (inner[0], inner[1], inner[2] + (right if operator == "+" else -right))
@@ -55,10 +57,12 @@ def linear(size: Size) -> tuple[str, int, int] | None:
 def text(size: Size) -> str:
     """`size` as a person would write it: `2*batch+1`."""
     if isinstance(size, tuple):
-        operator, left, right = size
-        loose = operator in ("*", "//", "%")
-        sides = [f"({text(side)})" if loose and isinstance(side, tuple) else text(side) for side in (left, right)]
-        if operator == "*" and isinstance(right, int):
+        operator: str = size[0]
+        sides = [text(side) for side in size[1:]]
+        for index, side in enumerate(size[1:]):
+            if isinstance(side, tuple) and (operator in ("*", "//", "%") or (operator == "-" and index == 1)):
+                sides[index] = f"({sides[index]})"
+        if operator == "*" and isinstance(size[2], int):
             sides.reverse()
         return operator.join(sides)
     return str(size)

@@ -16,15 +16,35 @@ from .errors import InputStructure, ManifestInvalid
 from .schema import Tree
 
 
+MAX_DEPTH = 64
+"""Containers inside each other; no model comes near."""
+
+
 def check(tree: Tree, where: str, tensors: int) -> None:
     """Raises ManifestInvalid unless `tree` is well formed and names tensors 0..tensors-1, each once and in order."""
+    _check_all([(where, tree)], where, tensors)
+
+
+def check_call(tree: Tree, tensors: int) -> None:
+    """As `check`, for the tree of a call: its parameters, each named once."""
+    parameters = tree.get("call")
+    if len(tree) != 1 or not _are_pairs(parameters) or not all(type(name) is str for name, _ in parameters):
+        raise ManifestInvalid("call: is not the structure of a call")
+    _check_keys(parameters, "call")
+    _check_all([(_path("call", name), child) for name, child in parameters], "call", tensors)
+
+
+def _check_all(trees: list[tuple[str, Any]], where: str, tensors: int) -> None:
     found: list[int] = []
-    _check(tree, where, found)
+    for place, tree in trees:
+        _check(tree, place, found, 0)
     if found != list(range(tensors)):
         raise ManifestInvalid(f"{where}: names tensors {found[:8]}, expected each of {tensors} once, in order")
 
 
-def _check(tree: Any, where: str, found: list[int]) -> None:
+def _check(tree: Any, where: str, found: list[int], depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ManifestInvalid(f"{where[:80]}: nested too deeply")
     if type(tree) is not dict or len(tree) != 1:
         raise ManifestInvalid(f"{where}: expected an object with one key")
     ((kind, body),) = tree.items()
@@ -35,16 +55,30 @@ def _check(tree: Any, where: str, found: list[int]) -> None:
         pass
     elif kind in ("tuple", "list") and type(body) is list:
         children = [(f"{where}[{index}]", child) for index, child in enumerate(body)]
-    elif kind in ("dict", "call") and type(body) is list and all(type(pair) is list and len(pair) == 2 for pair in body):
-        if not all(type(key) is str or (kind == "dict" and type(key) is int) for key, _ in body):
+    elif kind == "dict" and _are_pairs(body):
+        if not all(type(key) in (str, int) for key, _ in body):
             raise ManifestInvalid(f"{where}: a key is neither text nor a number")
-        children = [(f"{where}.{key}", child) for key, child in body]
+        _check_keys(body, where)
+        children = [(_path(where, key), child) for key, child in body]
     elif kind == "namedtuple" and type(body) is list and len(body) == 3 and _fields_fit(body):
-        children = [(f"{where}.{key}", child) for key, child in zip(body[1], body[2], strict=True)]
+        children = [(_path(where, key), child) for key, child in zip(body[1], body[2], strict=True)]
     else:
         raise ManifestInvalid(f"{where}: {str(kind)[:40]!r} is no structure of this format")
     for place, child in children:
-        _check(child, place, found)
+        _check(child, place, found, depth + 1)
+
+
+def _are_pairs(body: Any) -> bool:
+    return type(body) is list and all(type(pair) is list and len(pair) == 2 for pair in body)
+
+
+def _check_keys(pairs: list[Any], where: str) -> None:
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise ManifestInvalid(f"{where}: a key stands twice")
+
+
+def _path(where: str, key: str | int) -> str:
+    return f"{where}.{key}" if type(key) is int or str(key).isidentifier() else f"{where}[{str(key)[:40]!r}]"
 
 
 def _fields_fit(body: list[Any]) -> bool:
@@ -54,9 +88,20 @@ def _fields_fit(body: list[Any]) -> bool:
         and type(children) is list
         and len(names) == len(children)
         and len(set(map(str, names))) == len(names)
-        and all(type(word) is str and word.isidentifier() and not iskeyword(word) for word in [name, *names])
+        and all(type(word) is str and _is_name(word) for word in [name, *names])
         and not any(word.startswith("_") for word in names)
     )
+
+
+def _is_name(word: str) -> bool:
+    """A name as Python's parser leaves it: it takes some letters for others (NFKC)."""
+    if not word.isidentifier() or iskeyword(word):
+        return False
+    if word.isascii():
+        return True
+    from unicodedata import normalize
+
+    return normalize("NFKC", word) == word
 
 
 # --- taking a call apart --------------------------------------------------------------------------------------------
@@ -84,7 +129,7 @@ def flattener(call: Tree) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Sequ
 
 def _bind(parameters: list[tuple[str, Tree]], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     if len(args) > len(parameters):
-        raise InputStructure(f"expected {len(parameters)} inputs ({_names(parameters)}), got {len(args)}")
+        raise InputStructure(f"expected at most {len(parameters)} inputs ({_names(parameters)}), got {len(args)}")
     values = list(args)
     given = {name for name, _ in parameters[: len(args)]}
     for name, tree in parameters[len(args) :]:
@@ -103,7 +148,7 @@ def _bind(parameters: list[tuple[str, Tree]], args: tuple[Any, ...], kwargs: Map
 
 
 def _names(parameters: list[tuple[str, Tree]]) -> str:
-    return ", ".join(name for name, _ in parameters)
+    return ", ".join(name for name, tree in parameters if "value" not in tree)
 
 
 def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
@@ -120,8 +165,8 @@ def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
         for key, child in body:
             _flatten(child, value[key], f"{where}.{key}", tensors)
     else:
-        children = body[2] if kind == "namedtuple" else body
-        sort: type = list if kind == "list" else tuple
+        children: list[Tree] = body[2] if kind == "namedtuple" else body
+        sort: type[list[Any]] | type[tuple[Any, ...]] = list if kind == "list" else tuple
         if not isinstance(value, sort) or len(value) != len(children):
             raise InputStructure(f"input {where!r}: expected a {kind} of {len(children)}, got {_brief(value)}")
         for index, (child, item) in enumerate(zip(children, value, strict=True)):
@@ -133,7 +178,9 @@ def _brief(value: Any) -> str:
         return f"a {type(value).__name__} with the keys {list(value)[:8]}"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
-    return repr(value) if value is None or isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value if not isinstance(value, str) or len(value) <= 40 else f"{value[:40]}...")
+    return f"a {type(value).__name__}"
 
 
 # --- building a result ----------------------------------------------------------------------------------------------

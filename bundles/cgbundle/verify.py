@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 from . import archive, safetensors, structure
-from .errors import FileDamaged, ManifestInvalid, WeightsInvalid
+from .errors import CgbundleError, FileDamaged, ManifestInvalid, TableInvalid, WeightsInvalid
 from .schema import DTYPES, MEMORIES, Dimension, Manifest, Program, TensorSpec, Value
 from .sizes import evaluate, linear, names
 
@@ -25,11 +26,39 @@ def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
     check_manifest(manifest)
     archive.check_sizes(path, manifest)
     check_weights(path, manifest)
+    if level == "full":
+        check_exam(path, manifest)
     for file in manifest.files:
         if level == "full" or file.path != archive.WEIGHTS:
             archive.check_hash(path, file)
     if level == "full":
         archive.check_strangers(path, manifest)
+
+
+def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
+    """Everything that is wrong with a bundle, file by file; [] when `check_bundle` with level "full" holds."""
+    found: dict[str, CgbundleError] = {}
+
+    def holds(check: Callable[..., None], *arguments: object) -> bool:
+        try:
+            check(*arguments)
+        except (ManifestInvalid, FileDamaged, WeightsInvalid, TableInvalid) as error:
+            found.setdefault(str(error), error)
+            return False
+        return True
+
+    if not holds(check_manifest, manifest):
+        return list(found.values())
+    broken = set()
+    for file in manifest.files:
+        if not (holds(archive.check_sizes, path, replace(manifest, files=(file,))) and holds(archive.check_hash, path, file)):
+            broken.add(file.path)
+    for name, check in ((archive.WEIGHTS, check_weights), (archive.EXAM, check_exam)):
+        if name not in broken:
+            holds(check, path, manifest)
+    for stranger in archive.strangers(path, manifest):
+        holds(archive.check_strangers, path, manifest, (stranger,))
+    return list(found.values())
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -41,8 +70,7 @@ def check_manifest(manifest: Manifest) -> None:
     solved = {rule[0] for spec in manifest.inputs for size in spec.shape if (rule := linear(size))}
     for dimension in manifest.dimensions:
         _require(dimension.name in solved, "dimensions", f"{dimension.name} is the size of no input's axis")
-    structure.check(manifest.call, "call", len(manifest.inputs))
-    _require("call" in manifest.call, "call", "is not the structure of a call")
+    structure.check_call(manifest.call, len(manifest.inputs))
     structure.check(manifest.result, "result", len(manifest.outputs))
     _check_target(manifest)
     _check_memories(manifest)
@@ -68,6 +96,28 @@ def check_weights(path: str, manifest: Manifest) -> None:
                 f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {list(entry.shape)}, "
                 f"expected {weight.dtype} {list(weight.shape)}"
             )
+
+
+def check_exam(path: str, manifest: Manifest) -> None:
+    """Raises WeightsInvalid unless the exam holds every input and output of every int_key, and nothing else."""
+    with open(os.path.join(path, archive.EXAM), "rb") as file:
+        entries = safetensors.read_header(file, archive.EXAM)
+    expected = set()
+    for program in manifest.programs:
+        for kind, positions in (("input", program.inputs), ("output", program.outputs)):
+            for index, position in enumerate(positions):
+                name, value = archive.exam_entry(program.key, kind, index), program.values[position]
+                expected.add(name)
+                entry = entries.get(name)
+                if entry is None:
+                    raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} is missing")
+                if (entry.dtype, entry.shape) != (value.dtype, value.shape):
+                    raise WeightsInvalid(
+                        f"{archive.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, "
+                        f"expected {value.dtype} {list(value.shape)}"
+                    )
+    for name in sorted(entries.keys() - expected):
+        raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} belongs to no int_key")
 
 
 def _require(holds: bool, where: str, message: str) -> None:
@@ -121,7 +171,7 @@ def _check_weights(manifest: Manifest) -> None:
         _require(extent == safetensors.nbytes(weight.dtype, weight.shape), f"{where}.strides", "leave gaps or overlap")
         if manifest.target.kind == CUDA:
             _require(weight.offset % safetensors.ALIGNMENT == 0, f"{where}.offset", "is not aligned")
-            _require(0 <= weight.offset and weight.offset + extent <= total, f"{where}.offset", "outside memory weights")
+            _require(weight.offset >= 0 and weight.offset + extent <= total, f"{where}.offset", "outside memory weights")
 
 
 def _extent(where: str, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -190,7 +240,7 @@ def _check_value(memories: dict[str, int], value: Value, where: str) -> None:
     if value.memory == "host":
         _require(value.offset == 0, f"{where}.offset", "a value in host memory has none")
     else:
-        fits = 0 <= value.offset and value.offset + extent <= memories.get(value.memory, 0)
+        fits = value.offset >= 0 and value.offset + extent <= memories.get(value.memory, 0)
         _require(fits, f"{where}.offset", f"outside memory {value.memory}")
 
 

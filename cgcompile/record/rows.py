@@ -142,8 +142,7 @@ class RawState:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawExam:
     """A replay on fresh inputs: the bytes of every output tensor in row-major order, and how far eager PyTorch is from it
-    (`error`: the largest difference over the largest eager value; for integers and booleans the share of elements that
-    differ)."""
+    (`error`: the worst `tolerance.largest_error` of an output)."""
 
     key: Key
     outputs: tuple[bytes, ...]

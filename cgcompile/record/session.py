@@ -15,7 +15,7 @@ import torch
 from torch.export.passes import move_to_device_pass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from cgcompile.lower import lower, lowering_errors
+from cgcompile.lower import lower, lowering_errors, repair
 from cgcompile.record.driver import check, driver
 from cgcompile.record.errors import LoweringFailed, NotCapturable
 from cgcompile.record.memory import PAD
@@ -65,7 +65,7 @@ def open_session(request: Request) -> Session:
     program = torch.export.load(request.program)
     originals = program_tensors(program)
     moved = move_to_device_pass(program, "cuda")
-    module = moved.module(check_guards=False)  # the signature's checks run before a replay, not inside it
+    module = repair(moved.module(check_guards=False))  # the signature's checks run before a replay, not inside it
     weights = torch.zeros(request.weights_end + PAD, dtype=torch.uint8, device="cuda")
     inputs = torch.zeros(request.inputs_end + PAD, dtype=torch.uint8, device="cuda")
     place_weights(module, request.weights, originals, weights)

@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cgbundle
-import cgcompile
 import numpy
 import pytest
 import torch
-from cgbundle import archive, verify
-from cgbundle.safetensors import Mapped
 from safetensors.torch import load_file
 
+import cgbundle
+import cgcompile
+from cgbundle import archive, verify
+from cgbundle.safetensors import Mapped
 from tests.cpu.models import Everything, Image, State, everything_inputs, image_inputs
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from cgcompile.export import export
 from cgcompile.padding import prove_padding
 from cgcompile.source import load_source
-
 from tests.cpu.models import Batched, rows
 
 

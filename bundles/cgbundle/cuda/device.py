@@ -27,6 +27,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from threading import RLock
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..archive import WEIGHTS
@@ -175,20 +176,27 @@ class CudaBackend:
                 self._plan(number)
             self._settle()
 
+    def turn(self, stream: int | None = None) -> Turn:
+        """`with backend.turn(stream) as handle:` holds the memories for one call, and the context: what is enqueued on the stream
+        inside, by whomever, comes after the turn before and before the next one."""
+        return Turn(self, stream)
+
     def run(self, program: int, inputs: Sequence[Input | None], stream: int | None = None) -> list[int]:
         """Replays program number `program` in the order of the stream; returns the addresses of its outputs on the GPU."""
-        with self.lock, self._current():
-            plan = self._plans.get(program) or self._plan(program)
-            if self._upload is not None:
-                self._settle()
-            handle = self._order.begin(stream)
-            for (target, size), item in zip(plan.inputs, inputs, strict=True):
-                if item is not None:
-                    _fill_input(target, size, item, handle)
-            for step in plan.steps:
-                step(handle)
-            self._order.end(handle)
-            return plan.addresses
+        with self.turn(stream) as handle:
+            return self.replay(program, inputs, handle)
+
+    def replay(self, program: int, inputs: Sequence[Input | None], handle: Any) -> list[int]:
+        """`run`, inside a turn whose handle is `handle`."""
+        plan = self._plans.get(program) or self._plan(program)
+        if self._upload is not None:
+            self._settle()
+        for (target, size), item in zip(plan.inputs, inputs, strict=True):
+            if item is not None:
+                _fill_input(target, size, item, handle)
+        for step in plan.steps:
+            step(handle)
+        return plan.addresses
 
     def sizes(self, program: int) -> tuple[list[int], list[int]]:
         """Bytes of each input's static buffer and of each output (from its first byte to its last)."""
@@ -199,6 +207,11 @@ class CudaBackend:
         """Where the inputs' static buffers lie on the GPU."""
         values = self._manifest.programs[program]
         return [self._address(values.values[index]) for index in values.inputs]
+
+    def output_addresses(self, program: int) -> list[int]:
+        """Where the outputs lie on the GPU, after every replay."""
+        values = self._manifest.programs[program]
+        return [self._address(values.values[index]) for index in values.outputs]
 
     def poison(self, byte: int, stream: int | None = None) -> None:
         """Overwrites the arena, and with it outputs of earlier calls, with `byte`: a sound recording's results do not change."""
@@ -346,6 +359,42 @@ class CudaBackend:
             for executor in self._executors.values():
                 each.callback(executor.close)
             self._executors = {}
+
+
+class Turn:
+    """See `CudaBackend.turn`."""
+
+    __slots__ = ("_backend", "_handle", "_stream")
+
+    def __init__(self, backend: CudaBackend, stream: int | None) -> None:
+        self._backend, self._stream = backend, stream
+
+    def __enter__(self) -> Any:
+        backend = self._backend
+        backend.lock.acquire()
+        try:
+            backend._current().__enter__()
+        except BaseException:
+            backend.lock.release()
+            raise
+        try:
+            self._handle = backend._order.begin(self._stream)
+        except BaseException:
+            self._leave()
+            raise
+        return self._handle
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._backend._order.end(self._handle)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        try:
+            self._backend._context.__exit__(None, None, None)
+        finally:
+            self._backend.lock.release()
 
 
 def span(value: Value) -> int:

@@ -1,0 +1,82 @@
+"""The capture recorder on a GPU: what it records replays bit for bit in a fresh process, and what it refuses it names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cgcompile.record.capture import record  # noqa: E402
+from cgcompile.record.errors import InputMutated, NotCapturable, RandomnessRefused, SizesDiffer  # noqa: E402
+from tests.gpu.models import CASES  # noqa: E402
+from tests.gpu.recording import export, record_case, replay  # noqa: E402
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@gpu
+@pytest.mark.parametrize("level", ["eager", "inductor"])
+@pytest.mark.parametrize("name", ["mlp_small", "gpt_two", "lstm", "fft", "conv", "counting", "sorting"])
+def test_a_recording_replays_bit_for_bit_elsewhere(name: str, level: str, tmp_path: Path) -> None:
+    recorded, _plain = record_case(name, tmp_path, level)
+    assert replay(tmp_path) == "exact"
+    for key, trial in recorded.trials.items():
+        assert trial.deterministic and trial.error <= trial.tolerance, (key, trial.error)
+        census = recorded.census[key]
+        assert census.shifted == census.relocations, "the two recordings had the same addresses: nothing was proved"
+
+
+@gpu
+def test_one_lowering_serves_all_sizes(tmp_path: Path) -> None:
+    record_case("gpt_small", tmp_path, "inductor", specialize="shared")
+    assert replay(tmp_path) == "exact"
+
+
+@gpu
+def test_cufft_keeps_its_table(tmp_path: Path) -> None:
+    recorded, _plain = record_case("fft", tmp_path, "eager")
+    assert {state.symbol for state in recorded.states} == {"lut_sp"}
+    assert all(len(state.relocations) == 1 for state in recorded.states) and recorded.tables
+
+
+@gpu
+def test_a_changed_buffer_is_named(tmp_path: Path) -> None:
+    recorded, _plain = record_case("counting", tmp_path, "eager")
+    assert recorded.mutated == ("calls",)
+    tied = {w.name: w.offset for w in recorded.weights}
+    assert tied["first.weight"] == tied["second.weight"]
+
+
+@gpu
+def test_the_arena_holds_one_key_at_a_time(tmp_path: Path) -> None:
+    recorded, _plain = record_case("mlp_small", tmp_path, "eager")
+    for key, recording in recorded.recordings.items():
+        reach = [r.target.offset for node in recording.nodes for r in getattr(node, "relocations", ()) if r.target.memory == 3]
+        assert max(reach) < recorded.arena[key]
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("name", "error"), [("noisy", RandomnessRefused), ("overwriting", InputMutated), ("reading", NotCapturable)]
+)
+def test_what_cannot_be_saved_is_refused_by_name(name: str, error: type[Exception], tmp_path: Path) -> None:
+    with pytest.raises(error, match=r"int_key \(2,\)"):
+        record_case(name, tmp_path, "eager")
+
+
+@gpu
+def test_a_kernel_is_identified_by_its_image_not_its_name(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.gpu.names", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "right", done.stderr[-2000:]
+
+
+def test_fresh_inputs_of_another_shape_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    program, calls = export("mlp_small")
+    fresh = {key: (CASES["mlp_small"].inputs(key[0] + 1), {}) for key in calls}
+    with pytest.raises(SizesDiffer, match=r"int_key \(1,\)|int_key \(4,\)"):
+        record(program, calls, folder=tmp_path, fresh=fresh)
+    assert not list(tmp_path.iterdir())
