@@ -47,7 +47,8 @@ def input_shapes(source: Source, sizes: Mapping[str, Sequence[int]]) -> list[tup
                     shapes[index][axis] = expression(name, *rule)
         if not used:
             raise DimensionUnused(
-                f"{source.label}: dimension {name!r} changes no shape of the inputs", f"use {name} in a shape, or remove the parameter"
+                f"{source.label}: dimension {name!r} changes no shape of the inputs",
+                f"use {name} in a shape, or remove the parameter",
             )
     return [tuple(shape) for shape in shapes]
 

@@ -37,7 +37,9 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             emit.write_weights(stage / archive.WEIGHTS, weights)
             emit.write_exam(stage / archive.EXAM, exams)
             tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
-    proofs = [Proof(key=exam.key, method="none", error=0.0, tolerance=max(tolerance(out.dtype) for out in exam.outputs)) for exam in exams]
+    proofs = [
+        Proof(key=exam.key, method="none", error=0.0, tolerance=max(tolerance(out.dtype) for out in exam.outputs)) for exam in exams
+    ]
     return Parts(
         target=Target(kind="cpu", arch=platform.machine(), features=compiled.features, torch=job.torch_version, driver=0),
         weights=weights.rows,

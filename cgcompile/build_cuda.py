@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
 from cgbundle import archive, safetensors, tables
 from cgbundle.schema import Exam, Program, Proof, Region, Step, Target, Weight
+from cgbundle.tensor import memory_order
 
-from . import emit
 from .errors import ProofFailed
 from .export import PREFIX
 from .job import Job, Parts
@@ -35,11 +36,10 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     keys = all_keys(job.sizes)
     calls = {key: (_inputs(job, key, 0), {}) for key in keys}
     fresh = {key: (_inputs(job, key, FRESH), {}) for key in keys}
-    with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch:
-        with stages("record") as tell:
-            recorded = record(program, calls, folder=Path(scratch), level=job.lower, fresh=fresh, tell=tell)
-            nodes = sum(len(recording.nodes) for recording in recorded.recordings.values())
-            tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
+    with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch, stages("record") as tell:
+        recorded = record(program, calls, folder=Path(scratch), level=job.lower, fresh=fresh, tell=tell)
+        nodes = sum(len(recording.nodes) for recording in recorded.recordings.values())
+        tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
     with stages("emit") as tell:
         for key, trial in recorded.trials.items():
             if not trial.error <= trial.tolerance:
@@ -85,7 +85,13 @@ def _program(recorded: Recorded, key: Key, file: str) -> Program:
     inputs, outputs = tuple(range(len(given))), tuple(range(len(given), len(given) + len(made)))
     step = Step(kind="graph", region=0, file=file, inputs=inputs, outputs=outputs)
     return Program(
-        key=key, values=(*given, *made), inputs=inputs, outputs=outputs, steps=(step,), arena=recorded.arena[key], static=recorded.static[key]
+        key=key,
+        values=(*given, *made),
+        inputs=inputs,
+        outputs=outputs,
+        steps=(step,),
+        arena=recorded.arena[key],
+        static=recorded.static[key],
     )
 
 
@@ -101,11 +107,18 @@ def _write_weights(path: Path, tensors: dict[str, torch.Tensor], recorded: Recor
     rows: list[Weight] = []
     stored: dict[str, safetensors.Tensor] = {}
     for row in recorded.weights:
-        order = sorted(range(len(row.shape)), key=lambda axis: (-row.strides[axis], axis))
+        order = memory_order(row.shape, row.strides)
         tensor = row.tensor.removeprefix(PREFIX)
         stored[tensor] = (row.dtype, tuple(row.shape[axis] for axis in order), _reader(tensors[row.tensor], row.strides))
         rows.append(
-            Weight(name=row.name.removeprefix(PREFIX), tensor=tensor, dtype=row.dtype, shape=row.shape, strides=row.strides, offset=row.offset)
+            Weight(
+                name=row.name.removeprefix(PREFIX),
+                tensor=tensor,
+                dtype=row.dtype,
+                shape=row.shape,
+                strides=row.strides,
+                offset=row.offset,
+            )
         )
     for index, table in enumerate(recorded.tables):
         name, size = f"cgcompile.table.{index}", len(table.contents)

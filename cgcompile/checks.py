@@ -81,7 +81,12 @@ def training_mode(exported: Exported) -> Iterable[Finding]:
         for module in exported.flat.model.modules()
     ):
         yield _finding(
-            "training-mode", NOTE, "the model is in training mode", None, "dropout and batch normalization act as in training", "call model.eval()"
+            "training-mode",
+            NOTE,
+            "the model is in training mode",
+            None,
+            "dropout and batch normalization act as in training",
+            "call model.eval()",
         )
 
 

@@ -55,19 +55,27 @@ def write_program(path: Path, program: ExportedProgram) -> None:
     """program.pt2 without weights: every weight keeps its shape and dtype and is stored as a single zero, seen through strides of 0."""
     bare = copy.copy(program)
     bare._state_dict = {name: _hollow(value) for name, value in program.state_dict.items()}
-    bare._constants = {name: _hollow(value) if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()}
+    bare._constants = {
+        name: _hollow(value) if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()
+    }
     bare._example_inputs = None
     torch.export.save(bare, path)
 
 
 def _hollow(value: torch.Tensor) -> torch.Tensor:
-    hollow = torch.zeros((), dtype=value.dtype).expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
+    hollow = (
+        torch.zeros((), dtype=value.dtype).expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
+    )
     return torch.nn.Parameter(hollow, value.requires_grad) if isinstance(value, torch.nn.Parameter) else hollow
 
 
 def _stored(value: torch.Tensor) -> safetensors.Tensor:
     dense = value.detach().contiguous()
-    return dtype_name(dense.dtype), tuple(dense.shape), lambda: dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
+    return (
+        dtype_name(dense.dtype),
+        tuple(dense.shape),
+        lambda: dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b"",
+    )
 
 
 def cpu_programs(exams: Sequence[KeyExam], strides: Sequence[Sequence[tuple[int, ...]]]) -> tuple[schema.Program, ...]:
@@ -79,7 +87,9 @@ def cpu_programs(exams: Sequence[KeyExam], strides: Sequence[Sequence[tuple[int,
         inputs, outputs = tuple(range(len(given))), tuple(range(len(given), len(given) + len(made)))
         step = schema.Step(kind="host", region=0, file="", inputs=inputs, outputs=outputs)
         values = (*given, *made)
-        programs.append(schema.Program(key=exam.key, values=values, inputs=inputs, outputs=outputs, steps=(step,), arena=0, static=0))
+        programs.append(
+            schema.Program(key=exam.key, values=values, inputs=inputs, outputs=outputs, steps=(step,), arena=0, static=0)
+        )
     return tuple(programs)
 
 
@@ -104,7 +114,11 @@ def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
 def provenance(label: str, options: Mapping[str, str]) -> schema.Provenance:
     """Where and when, and with what.  SOURCE_DATE_EPOCH, where set, is the time: two builds are then equal byte for byte."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    now = datetime.datetime.fromtimestamp(int(epoch), datetime.UTC) if epoch and epoch.isdigit() else datetime.datetime.now(datetime.UTC)
+    now = (
+        datetime.datetime.fromtimestamp(int(epoch), datetime.UTC)
+        if epoch and epoch.isdigit()
+        else datetime.datetime.now(datetime.UTC)
+    )
     versions = {"cgcompile": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     return schema.Provenance(
         source=os.path.basename(label) if os.path.exists(label) else label,

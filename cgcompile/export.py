@@ -80,7 +80,12 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
         ]
     )
     return Exported(
-        program=program, flat=flat, inputs=inputs, outputs=_outputs(source, program, flat.names, symbols), call=like.call, result=flat.result
+        program=program,
+        flat=flat,
+        inputs=inputs,
+        outputs=_outputs(source, program, flat.names, symbols),
+        call=like.call,
+        result=flat.result,
     )
 
 
@@ -247,7 +252,9 @@ def _check_size(source: Source, program: ExportedProgram, symbol: Any, expr: Any
     if not whole:
         raise SizeExcluded(f"{source.label}: {name}={size} is excluded: the model needs it to satisfy {expr} = {wanted}")
     if bounds is not None and not (bounds.lower <= whole[0] <= bounds.upper):
-        raise SizeExcluded(f"{source.label}: {name}={size} is excluded: the model works for {expr} from {bounds.lower} to {bounds.upper}")
+        raise SizeExcluded(
+            f"{source.label}: {name}={size} is excluded: the model works for {expr} from {bounds.lower} to {bounds.upper}"
+        )
 
 
 def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], symbols: Mapping[Any, Size]) -> tuple[TensorSpec, ...]:
@@ -266,11 +273,15 @@ def _size(source: Source, name: str, axis: int, size: Any, symbols: Mapping[Any,
         return int(size)
     unknown = sorted(str(symbol) for symbol in size.node.expr.free_symbols if symbol not in symbols)
     if unknown:
-        raise StructureUnsupported(f"{source.label}: output {name!r}, axis {axis}: its size {size} depends on data, not on the declared dimensions")
+        raise StructureUnsupported(
+            f"{source.label}: output {name!r}, axis {axis}: its size {size} depends on data, not on the declared dimensions"
+        )
     try:
         return _convert(size.node.expr, symbols)
     except KeyError:
-        raise StructureUnsupported(f"{source.label}: output {name!r}, axis {axis}: the size {size} cannot be written in a bundle") from None
+        raise StructureUnsupported(
+            f"{source.label}: output {name!r}, axis {axis}: the size {size} cannot be written in a bundle"
+        ) from None
 
 
 def _convert(expr: Any, symbols: Mapping[Any, Size]) -> Size:
@@ -284,7 +295,11 @@ def _convert(expr: Any, symbols: Mapping[Any, Size]) -> Size:
         parts = sorted((_convert(part, symbols) for part in expr.args), key=lambda part: (isinstance(part, int), str(part)))
         made = parts[0]
         for part in parts[1:]:
-            made = ("-", made, -part) if kind == "Add" and isinstance(part, int) and part < 0 else ("+" if kind == "Add" else "*", made, part)
+            made = (
+                ("-", made, -part)
+                if kind == "Add" and isinstance(part, int) and part < 0
+                else ("+" if kind == "Add" else "*", made, part)
+            )
         return made
     if kind == "Pow" and expr.args[1].is_Integer and 1 < int(expr.args[1]) < 5:
         base = _convert(expr.args[0], symbols)

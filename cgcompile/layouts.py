@@ -30,7 +30,9 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Weights) -> tu
     for own, model in region.constants():
         name = model.removeprefix(PREFIX)
         if model not in tensors or name not in positions:
-            raise ConstantUnsaved(f"the compiled code wants the constant {own!r} ({model or 'made by Inductor'}), which is no weight of the model")
+            raise ConstantUnsaved(
+                f"the compiled code wants the constant {own!r} ({model or 'made by Inductor'}), which is no weight of the model"
+            )
         pairs.append((own, positions[name]))
         value = tensors[model]
         bound[own] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))

@@ -51,7 +51,9 @@ def compile_cpu(program: ExportedProgram, work: Path, tell: Callable[[str], None
     options = {name: value for name, value in OPTIONS.items() if name in known}
     with _private_cache(work / "cache"), _watched(work, tell), torch.no_grad():
         try:
-            made = torch._inductor.aot_compile(program.module(), program.example_inputs[0], options={**options, "aot_inductor.output_path": str(target)})
+            made = torch._inductor.aot_compile(
+                program.module(), program.example_inputs[0], options={**options, "aot_inductor.output_path": str(target)}
+            )
         except Exception as error:
             raise CompilerFailed(f"Inductor failed: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(made, str) or not target.exists():

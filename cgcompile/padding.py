@@ -32,14 +32,18 @@ class _Trial:
     large: dict[str, int]
 
 
-def prove_padding(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]) -> tuple[Dimension, ...]:
+def prove_padding(
+    source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
+) -> tuple[Dimension, ...]:
     """The declared dimensions, each with what was proved."""
     proved = []
     for name, values in sizes.items():
         tell(name)
         pad, reason = _prove_pad(source, exported, sizes, name)
         chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, exported, sizes, name)
-        proved.append(Dimension(name=name, sizes=values, pad=pad, chunk=chunk, reason=reason if pad == "no" or chunk else cut_reason))
+        proved.append(
+            Dimension(name=name, sizes=values, pad=pad, chunk=chunk, reason=reason if pad == "no" or chunk else cut_reason)
+        )
     return tuple(proved)
 
 
@@ -68,7 +72,7 @@ def _trials(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
 
 
 def _compare(exported: Exported, short: Tensors, frame: Tensors, expected: Tensors) -> str:
-    """"" when the padded run gives the expected outputs in front, else what differs."""
+    """ "" when the padded run gives the expected outputs in front, else what differs."""
     filled = []
     for inner, outer in zip(short, frame, strict=True):
         made = outer.clone()

@@ -15,7 +15,7 @@ from cgbundle import archive
 from cgbundle.publish import staged
 from cgbundle.schema import FORMAT_VERSION, Finding, Manifest
 
-from .errors import ExtraMissing, OutputExists, OutputUnwritable, TargetUnavailable
+from .errors import ExtraMissing, OutputExists, OutputUnwritable
 from .progress import Stages, Watcher, silent
 from .sizes import Given, count_keys, declared_sizes
 
@@ -101,7 +101,9 @@ def build(
         with stages("verify") as tell:
             proofs = prove(stage, manifest)
             manifest = seal(stage, replace(manifest, exam=replace(manifest.exam, proofs=proofs)))
-            tell(f"{len(proofs)} int_key{'s' if keys > 1 else ''} in a fresh process, largest error {max(proof.error for proof in proofs):.1e}")
+            tell(
+                f"{len(proofs)} int_key{'s' if keys > 1 else ''} in a fresh process, largest error {max(proof.error for proof in proofs):.1e}"
+            )
     return Built(path=destination, manifest=manifest, seconds=tuple(stages.seconds))
 
 

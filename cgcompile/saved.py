@@ -54,7 +54,10 @@ def _drawer(program: Any, values: list[Any], names: dict[Any, str], order: list[
         drawn = []
         for example, value in zip(examples, values, strict=True):
             if isinstance(example, torch.Tensor):
-                shape = [int(size.node.expr.subs({s: sizes[n] for s, n in names.items()})) if _free(size) else int(size) for size in value.shape]
+                shape = [
+                    int(size.node.expr.subs({s: sizes[n] for s, n in names.items()})) if _free(size) else int(size)
+                    for size in value.shape
+                ]
                 drawn.append(_like(example, shape))
             else:
                 drawn.append(example)

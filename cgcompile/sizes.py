@@ -18,7 +18,9 @@ def declared_sizes(given: Given, dimensions: Sequence[str]) -> dict[str, tuple[i
     for name, sizes in pairs:
         if name not in dimensions:
             known = ", ".join(dimensions) or "none"
-            raise SizesInvalid(f"sizes: {name!r} is no declared dimension (declared: {known})", "dimensions are the parameters of inputs()")
+            raise SizesInvalid(
+                f"sizes: {name!r} is no declared dimension (declared: {known})", "dimensions are the parameters of inputs()"
+            )
         if name in found:
             raise SizesInvalid(f"sizes: dimension {name!r} is given twice")
         if not sizes:
@@ -80,4 +82,6 @@ def _only(dimensions: Sequence[str]) -> str:
     if not dimensions:
         raise SizesInvalid("sizes: the model declares no dimension", "inputs() takes no parameter: leave --sizes out")
     example = " ".join(f"--sizes {name}=1,8" for name in dimensions)
-    raise SizesInvalid(f"sizes: the model declares {len(dimensions)} dimensions ({', '.join(dimensions)}): name each", f"for example {example}")
+    raise SizesInvalid(
+        f"sizes: the model declares {len(dimensions)} dimensions ({', '.join(dimensions)}): name each", f"for example {example}"
+    )

@@ -69,7 +69,9 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
     if ":" in label:
         path, _, attribute = label.partition(":")
         module = _import(path, label)
-        return _from_module(attribute.rpartition(".")[2], label, path, _attribute(module, attribute, label), _member(module, "inputs", label))
+        return _from_module(
+            attribute.rpartition(".")[2], label, path, _attribute(module, attribute, label), _member(module, "inputs", label)
+        )
     raise SourceMissing(f"{label}: no such model", "give a model.py, package.module:attribute, or a saved program.pt2")
 
 
@@ -77,7 +79,9 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
     """The inputs at `sizes`, drawn after seeding torch with `seed`.  Raises SourceInvalid when inputs() fails or gives something that is no input."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        given = _call(source.inputs, f"inputs({', '.join(f'{name}={size}' for name, size in sizes.items())})", source.label, **sizes)
+        given = _call(
+            source.inputs, f"inputs({', '.join(f'{name}={size}' for name, size in sizes.items())})", source.label, **sizes
+        )
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(given, torch.Tensor):
@@ -87,7 +91,9 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
     elif isinstance(given, Mapping):
         kwargs = dict(given)
     else:
-        raise SourceInvalid(f"{source.label}: inputs() gave {type(given).__name__}, expected a tuple (positional) or a dict (by name)")
+        raise SourceInvalid(
+            f"{source.label}: inputs() gave {type(given).__name__}, expected a tuple (positional) or a dict (by name)"
+        )
     leaves: list[Leaf] = []
     call = {"call": [[name, describe(value, name, leaves)] for name, value in _bind(source, args, kwargs)]}
     return Sample(args=args, kwargs=kwargs, call=call, leaves=tuple(leaves))
@@ -193,7 +199,9 @@ def _call(function: Callable[..., Any], what: str, label: str, *args: Any, **kwa
         where = f"{os.path.relpath(error.filename)}:{error.lineno}" if error.filename else label
         raise SourceInvalid(f"{where}: {error.msg}: {(error.text or '').strip()}") from None
     except Exception as error:
-        raise SourceInvalid(f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}") from error
+        raise SourceInvalid(
+            f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

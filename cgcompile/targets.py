@@ -10,7 +10,7 @@ LOWERINGS = ("eager", "inductor", "max-autotune")
 
 
 def choose(target: str, lower: str) -> str:
-    """"cpu", or an architecture such as "sm_90".  Raises TargetUnavailable."""
+    """ "cpu", or an architecture such as "sm_90".  Raises TargetUnavailable."""
     if lower not in LOWERINGS:
         raise TargetUnavailable(f"lower {lower!r}: expected one of {', '.join(LOWERINGS)}")
     if target == "cpu":
@@ -25,4 +25,6 @@ def choose(target: str, lower: str) -> str:
         raise TargetUnavailable(f"target {target}: this machine's GPU is {here}")
     if target == "auto":
         return "cpu"
-    raise TargetUnavailable(f"target {target}: there is no GPU on this machine", "build with --target cpu, or on a machine with that GPU")
+    raise TargetUnavailable(
+        f"target {target}: there is no GPU on this machine", "build with --target cpu, or on a machine with that GPU"
+    )

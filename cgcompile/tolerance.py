@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import torch
 
-_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.complex64: 1e-4, torch.complex128: 1e-10}
+_BOUNDS = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 4e-2,
+    torch.complex64: 1e-4,
+    torch.complex128: 1e-10,
+}
 
 
 def tolerance(dtype: torch.dtype) -> float:

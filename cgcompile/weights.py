@@ -45,7 +45,9 @@ def collect(program: ExportedProgram) -> Weights:
             raise DtypeUnsupported(f"weight {name!r}: dtype {value.dtype} cannot be stored in a safetensors file")
         dense = value.detach().permute(memory_order(value))
         if not dense.is_contiguous():
-            raise DtypeUnsupported(f"weight {name!r}: strides {list(value.stride())} leave gaps or overlap", "call .contiguous() on it in the model")
+            raise DtypeUnsupported(
+                f"weight {name!r}: strides {list(value.stride())} leave gaps or overlap", "call .contiguous() on it in the model"
+            )
         same = (value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape), value.stride(), dtype)
         if same not in stored or not value.numel():
             stored[same] = name

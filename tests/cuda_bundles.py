@@ -19,28 +19,19 @@ from struct import pack
 
 from cgbundle import safetensors, tables
 from cgbundle.archive import WEIGHTS, describe_files
-from cgbundle.schema import (
-    FORMAT_VERSION,
+from cgbundle.recording import (
     Address,
     Edge,
     EmptyNode,
-    Exam,
     Function,
     KernelNode,
-    Manifest,
     MemcpyNode,
     MemsetNode,
     ModuleState,
-    Program,
-    Provenance,
     Recording,
-    Region,
     Relocation,
-    Step,
-    Target,
-    Value,
-    Weight,
 )
+from cgbundle.schema import FORMAT_VERSION, Exam, Manifest, Program, Provenance, Region, Step, Target, Value, Weight
 
 SOURCE = r"""
 struct Args { const float *x; float factor; int unused; };

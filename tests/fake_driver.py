@@ -37,7 +37,7 @@ class Handle(int):
 class FakeDriver:
     """Stands in for `cuda.bindings.driver`.  `fail_at` is the number of the call that returns `error` instead of running."""
 
-    CUlaunchAttributeValue = CUDA_MEMCPY3D = CUDA_MEMCPY2D = CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
+    CUkernelNodeAttrValue = CUDA_MEMCPY3D = CUDA_MEMCPY2D = CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
     CUDA_MEMSET_NODE_PARAMS = CUlaunchConfig = CUlaunchAttribute = CUgraphEdgeData = SimpleNamespace
     CUlaunchAttributeID = CUfunction_attribute = Number
     CUstream = Handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Sequence
 
 from . import codec
@@ -33,6 +34,8 @@ def read_manifest(path: str) -> Manifest:
         raise NotABundle(f"{path}: a directory without {MANIFEST}, not a bundle") from None
     except NotADirectoryError:
         raise NotABundle(f"{path}: a file, not a bundle directory") from None
+    except IsADirectoryError:
+        raise NotABundle(f"{path}: its {MANIFEST} is a directory, not a bundle") from None
     return codec.decode(data)
 
 
@@ -40,11 +43,13 @@ def check_sizes(path: str, manifest: Manifest) -> None:
     """Raises FileDamaged unless every file of the manifest is there with its length."""
     for file in manifest.files:
         try:
-            size = os.stat(os.path.join(path, file.path)).st_size
+            found = os.stat(os.path.join(path, file.path))
         except (FileNotFoundError, NotADirectoryError):
             raise FileDamaged(f"{file.path}: missing") from None
-        if size != file.bytes:
-            raise FileDamaged(f"{file.path}: {size} bytes, expected {file.bytes}")
+        if not stat.S_ISREG(found.st_mode):
+            raise FileDamaged(f"{file.path}: not a file")
+        if found.st_size != file.bytes:
+            raise FileDamaged(f"{file.path}: {found.st_size} bytes, expected {file.bytes}")
 
 
 def check_hash(path: str, file: File) -> None:

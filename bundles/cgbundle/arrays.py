@@ -191,7 +191,9 @@ class Torch:
         return self.module.frombuffer(memory, dtype=getattr(self.module, dtype)).as_strided(tuple(shape), tuple(strides))
 
     def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
-        return self.module.zeros(tuple(shape), dtype=getattr(self.module, dtype), device="cpu" if device is None else f"cuda:{device}")
+        return self.module.zeros(
+            tuple(shape), dtype=getattr(self.module, dtype), device="cpu" if device is None else f"cuda:{device}"
+        )
 
     def stream(self, device: int) -> int | None:
         handle: int = self.module.cuda.current_stream(device).cuda_stream
@@ -236,7 +238,10 @@ class Plain:
 
     def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> tensor.Tensor:
         if device is not None:
-            raise InputDevice("a DLPack tensor on a GPU can only be replayed at a recorded size and laid out as recorded", "pass torch or CuPy tensors")
+            raise InputDevice(
+                "a DLPack tensor on a GPU can only be replayed at a recorded size and laid out as recorded",
+                "pass torch or CuPy tensors",
+            )
         return tensor.empty(dtype, shape)
 
     def stream(self, device: int) -> int | None:

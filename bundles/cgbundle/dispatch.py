@@ -109,6 +109,8 @@ def _place(pieces: Sequence[int], size: int) -> list[Cut]:
 
 def _refusal(dimension: Dimension, size: int) -> str:
     name = dimension.name
+    if dimension.chunk:
+        return f"expected a sum of recorded {name} ({_list(dimension)}), got {size}, and {name} cannot be padded: {dimension.reason}"
     if size > dimension.sizes[-1]:
         return (
             f"expected at most {name}={dimension.sizes[-1]}, got {size}, and a call cannot be cut along {name}: {dimension.reason}"

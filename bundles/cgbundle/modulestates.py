@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from .columns import Column, Data, Layout, bounds, check_below, check_bounds, image_bytes, image_names, pack, strings, unpack, utf8
 from .errors import TableInvalid
-from .schema import MEMORIES, Address, ModuleState, Relocation
+from .recording import Address, ModuleState, Relocation
+from .schema import MEMORIES
 from .tablecheck import place
 
 STATES = Layout(

@@ -187,7 +187,9 @@ class Program:
         whole = [run.library.empty(spec.dtype, shape, run.device) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
         for part in plan.parts:
             cut, addresses = self._cut(run, part, values)
-            for output, alias, (taken, placed) in zip(whole, self._outputs(run, part.program, addresses), part.outputs, strict=True):
+            for output, alias, (taken, placed) in zip(
+                whole, self._outputs(run, part.program, addresses), part.outputs, strict=True
+            ):
                 output[placed] = alias[taken]
             del cut  # the inputs had to live until the replay was done with them
         return self._guarded(run, whole) if self._views else whole
@@ -220,9 +222,7 @@ class Program:
                 self._aliases[run.library.name, program] = known
         return known
 
-    def _hand_out(
-        self, run: _Run, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None
-    ) -> list[Any]:
+    def _hand_out(self, run: _Run, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
         aliases = self._outputs(run, program, addresses)
         if parts is not None:
             aliases = [alias[taken] for alias, (taken, _) in zip(aliases, parts, strict=True)]
@@ -231,7 +231,9 @@ class Program:
         return [run.library.copy(alias) for alias in aliases]
 
     def _guarded(self, run: _Run, values: list[Any]) -> list[Any]:
-        return [View(spec.name, spec.dtype, value, run.library, self._epoch) for spec, value in zip(self.outputs, values, strict=True)]
+        return [
+            View(spec.name, spec.dtype, value, run.library, self._epoch) for spec, value in zip(self.outputs, values, strict=True)
+        ]
 
 
 class _Run(NamedTuple):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
-
-from .archive import list_files
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
             except OSError:
                 old.rename(destination)
                 raise
-            shutil.rmtree(old)
+            _remove(old)
         else:
             stage.rename(destination)
         _sync_one(destination.parent)
@@ -42,14 +41,25 @@ def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def _sweep(destination: Path) -> None:
-    for leftover in destination.parent.glob(f".{destination.name}.*.*.*"):
-        owner = leftover.name[len(destination.name) + 2 :].split(".")[0]
-        if leftover.suffix not in (".building", ".old") or not owner.isdigit() or _alive(int(owner)):
+    if not destination.parent.is_dir():
+        return
+    ours = re.compile(rf"\.{re.escape(destination.name)}\.([0-9]{{1,9}})\.[0-9a-f]{{8}}\.(building|old)")
+    for leftover in list(destination.parent.iterdir()):
+        match = ours.fullmatch(leftover.name)
+        if match is None or _alive(int(match[1])):
             continue
         if leftover.suffix == ".old" and not destination.exists():
             leftover.rename(destination)  # killed between the two renames: the old bundle is whole, put it back
         else:
-            shutil.rmtree(leftover, ignore_errors=True)
+            _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is: `replace` may have moved a link or a plain file aside."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _alive(process: int) -> bool:
@@ -63,9 +73,9 @@ def _alive(process: int) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    for name in list_files(str(folder)):
-        _sync_one(folder / name)
-    _sync_one(folder)
+    for inner, _, names in os.walk(folder):
+        for name in (*names, "."):
+            _sync_one(Path(inner, name))
 
 
 def _sync_one(path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from .errors import InputStructure, ManifestInvalid
 from .schema import Tree
 
-
 MAX_DEPTH = 64
 """Containers inside each other; no model comes near."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from .columns import Data, bounds, image_bytes, pack, utf8
 from .modulestates import check_states, decode_states, encode_states, relocation_columns
-from .schema import Address, Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
+from .recording import Address, Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
 from .tablecheck import check
 from .tableview import EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
 

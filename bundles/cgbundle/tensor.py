@@ -153,6 +153,12 @@ def is_dense(shape: Sequence[int], strides: Sequence[int], order: Sequence[int] 
     return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense(shape, order), strict=True))
 
 
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The axes from outermost to innermost in memory: as they are for a row-major tensor, else by descending stride."""
+    axes = range(len(shape))
+    return tuple(axes) if is_dense(shape, strides) else tuple(sorted(axes, key=lambda axis: (-strides[axis], axis)))
+
+
 def decode(dtype: str, data: bytes) -> list[Any]:
     """Python numbers from little-endian bytes; complex numbers as their two parts.  Raises TypeError for float8."""
     import array

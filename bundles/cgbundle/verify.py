@@ -6,19 +6,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 from . import archive, safetensors, structure
 from .errors import CgbundleError, FileDamaged, ManifestInvalid, TableInvalid, WeightsInvalid
-from .schema import DTYPES, MEMORIES, Dimension, Manifest, Program, TensorSpec, Value
+from .schema import DTYPES, MEMORIES, Dimension, Manifest, Program, TensorSpec, Value, Weight
 from .sizes import evaluate, linear, names
+from .tensor import is_dense
 
 LEVELS = ("load", "full")
 """How much `check_bundle` hashes: everything but the weights' data, or everything."""
 
 CPU, CUDA = "cpu", "cuda"
+
+KERNELS = "kernels/"
+METHODS = ("replay", "interpret", "none")
+SEVERITIES = ("refuse", "host", "note")
 
 
 def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
@@ -62,7 +68,8 @@ def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raises ManifestInvalid, with the path of the field, unless the manifest is sound in itself."""
+    """Raises ManifestInvalid, with the path of the field, unless the manifest is sound in itself; FileDamaged when it does not list a
+    file that it needs."""
     _check_dimensions(manifest.dimensions)
     known = {dimension.name for dimension in manifest.dimensions}
     _check_specs("inputs", manifest.inputs, known)
@@ -70,6 +77,7 @@ def check_manifest(manifest: Manifest) -> None:
     solved = {rule[0] for spec in manifest.inputs for size in spec.shape if (rule := linear(size))}
     for dimension in manifest.dimensions:
         _require(dimension.name in solved, "dimensions", f"{dimension.name} is the size of no input's axis")
+    _check_cuts(manifest)
     structure.check_call(manifest.call, len(manifest.inputs))
     structure.check(manifest.result, "result", len(manifest.outputs))
     _check_target(manifest)
@@ -78,9 +86,9 @@ def check_manifest(manifest: Manifest) -> None:
     _check_regions(manifest)
     _check_programs(manifest)
     _check_files(manifest)
-    keys = [program.key for program in manifest.programs]
-    _require([proof.key for proof in manifest.exam.proofs] == keys, "exam.proofs", "do not match the programs")
-    _require(manifest.exam.compare in ("bits", "tolerance"), "exam.compare", f"unknown comparison {manifest.exam.compare!r}")
+    _check_exam_rows(manifest)
+    for index, finding in enumerate(manifest.findings):
+        _require(finding.severity in SEVERITIES, f"findings[{index}].severity", f"unknown severity {finding.severity!r}")
 
 
 def check_weights(path: str, manifest: Manifest) -> None:
@@ -91,10 +99,11 @@ def check_weights(path: str, manifest: Manifest) -> None:
         entry = entries.get(weight.tensor)
         if entry is None:
             raise WeightsInvalid(f"{archive.WEIGHTS}: tensor {weight.tensor!r} is missing")
-        if entry.dtype != weight.dtype or sorted(entry.shape) != sorted(weight.shape):
+        stored = _in_memory_order(weight)
+        same = sorted(entry.shape) == sorted(stored) and [size for size in entry.shape if size != 1] == [s for s in stored if s != 1]
+        if entry.dtype != weight.dtype or not same:
             raise WeightsInvalid(
-                f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {list(entry.shape)}, "
-                f"expected {weight.dtype} {list(weight.shape)}"
+                f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {list(entry.shape)}, expected {weight.dtype} {stored}"
             )
 
 
@@ -118,6 +127,14 @@ def check_exam(path: str, manifest: Manifest) -> None:
                     )
     for name in sorted(entries.keys() - expected):
         raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} belongs to no int_key")
+
+
+def _in_memory_order(weight: Weight) -> list[int]:
+    """The shape that the file has: the axes from outermost to innermost in memory."""
+    if 0 in weight.shape:
+        return list(weight.shape)
+    axes = sorted(range(len(weight.shape)), key=lambda axis: (-weight.strides[axis], axis))
+    return [weight.shape[axis] for axis in axes]
 
 
 def _require(holds: bool, where: str, message: str) -> None:
@@ -149,6 +166,28 @@ def _check_specs(where: str, specs: Sequence[TensorSpec], known: set[str]) -> No
             _require(fits, f"{at}.shape[{axis}]", "an input's size must be scale * dimension + offset")
 
 
+def _check_cuts(manifest: Manifest) -> None:
+    """A call is cut only where its parts can be told apart in every input, and joined in every output."""
+    for index, dimension in enumerate(manifest.dimensions):
+        if dimension.chunk:
+            for kind, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
+                for place, spec in enumerate(specs):
+                    rules = [linear(size) for size in spec.shape if dimension.name in names(size)]
+                    whole = all(rule is not None and rule[2] == 0 for rule in rules) and (len(rules) == 1 or kind == "inputs")
+                    _require(whole, f"dimensions[{index}].chunk", f"{kind}[{place}] cannot be cut along {dimension.name}")
+
+
+def _check_exam_rows(manifest: Manifest) -> None:
+    keys = [program.key for program in manifest.programs]
+    _require([proof.key for proof in manifest.exam.proofs] == keys, "exam.proofs", "do not match the programs")
+    _require(manifest.exam.compare in ("bits", "tolerance"), "exam.compare", f"unknown comparison {manifest.exam.compare!r}")
+    for index, proof in enumerate(manifest.exam.proofs):
+        where = f"exam.proofs[{index}]"
+        _require(proof.method in METHODS, f"{where}.method", f"unknown method {proof.method!r}")
+        _require(proof.tolerance >= 0, f"{where}.tolerance", f"{proof.tolerance} is below 0")
+        _require(proof.error >= 0, f"{where}.error", f"{proof.error} is below 0")
+
+
 def _check_target(manifest: Manifest) -> None:
     _require(manifest.target.kind in (CPU, CUDA), "target.kind", f"unknown target {manifest.target.kind!r}")
     _require(bool(manifest.target.arch), "target.arch", "empty")
@@ -168,10 +207,20 @@ def _check_weights(manifest: Manifest) -> None:
         where = f"weights[{index}]"
         _require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
         extent = _extent(where, weight.dtype, weight.shape, weight.strides)
-        _require(extent == safetensors.nbytes(weight.dtype, weight.shape), f"{where}.strides", "leave gaps or overlap")
+        _require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
         if manifest.target.kind == CUDA:
             _require(weight.offset % safetensors.ALIGNMENT == 0, f"{where}.offset", "is not aligned")
             _require(weight.offset >= 0 and weight.offset + extent <= total, f"{where}.offset", "outside memory weights")
+
+
+def _is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements lie without gaps or overlaps, in whatever order of the axes."""
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != step and 0 not in shape:
+            return False
+        step *= size
+    return True
 
 
 def _extent(where: str, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -190,9 +239,12 @@ def _check_regions(manifest: Manifest) -> None:
         _require((region.kind == "host") == bool(region.file), f"{where}.file", "a host region has a file, a graph region none")
         for place, (_, weight) in enumerate(region.constants):
             _require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
+        _require(len({name for name, _ in region.constants}) == len(region.constants), f"{where}.constants", "a name stands twice")
 
 
 def _check_programs(manifest: Manifest) -> None:
+    count = prod(len(dimension.sizes) for dimension in manifest.dimensions)
+    _require(len(manifest.programs) == count, "programs", f"{len(manifest.programs)}, the dimensions' sizes make {count}")
     keys = list(product(*[dimension.sizes for dimension in manifest.dimensions]))
     found = [program.key for program in manifest.programs]
     _require(found == keys, "programs", f"keys {found[:4]}... are not the product of the dimensions' sizes")
@@ -212,10 +264,13 @@ def _check_program(manifest: Manifest, program: Program, where: str) -> None:
             _require(0 <= position < len(program.values), at, f"no value {position}")
             value = program.values[position]
             _require(value.dtype == spec.dtype, at, f"dtype {value.dtype}, the signature has {spec.dtype}")
-            expected = tuple([evaluate(size, sizes) for size in spec.shape])
+            expected = _shape(spec, sizes, at)
             _require(value.shape == expected, at, f"shape {list(value.shape)}, the signature gives {list(expected)}")
-    for memory, size in (("arena", program.arena), ("inputs", program.static)):
-        _require(0 <= size <= memories.get(memory, 0), f"{where}.{memory}", f"{size} bytes, memory {memory} has less")
+            if kind == "inputs":
+                ordered = is_dense(value.shape, value.strides, spec.order)
+                _require(ordered, at, f"strides {list(value.strides)} are not those of the signature's order {list(spec.order)}")
+    for field, memory, size in (("arena", "arena", program.arena), ("static", "inputs", program.static)):
+        _require(0 <= size <= memories.get(memory, 0), f"{where}.{field}", f"{size} bytes, memory {memory} has less")
     _require(bool(program.steps), f"{where}.steps", "no step")
     for place, step in enumerate(program.steps):
         at = f"{where}.steps[{place}]"
@@ -224,6 +279,9 @@ def _check_program(manifest: Manifest, program: Program, where: str) -> None:
         _require((step.kind == "graph") == bool(step.file), f"{at}.file", "a graph step has a table, others none")
         if step.kind == "copy":
             _require(len(step.inputs) == len(step.outputs) == 1, at, "a copy has one input and one output")
+            source, target = program.values[step.inputs[0]], program.values[step.outputs[0]]
+            same = (source.dtype, source.shape, source.strides) == (target.dtype, target.shape, target.strides)
+            _require(same, at, "a copy between values of different layouts")
         else:
             _require(0 <= step.region < len(manifest.regions), f"{at}.region", f"no region {step.region}")
             _require(manifest.regions[step.region].kind == step.kind, f"{at}.region", "is of another kind")
@@ -231,6 +289,13 @@ def _check_program(manifest: Manifest, program: Program, where: str) -> None:
         (step, *more) = program.steps
         whole = step.kind == "host" and not more and step.inputs == program.inputs and step.outputs == program.outputs
         _require(whole, f"{where}.steps", "a cpu program is one host step over the call's values")
+
+
+def _shape(spec: TensorSpec, sizes: Mapping[str, int], where: str) -> tuple[int, ...]:
+    try:
+        return tuple([evaluate(size, sizes) for size in spec.shape])
+    except ZeroDivisionError:
+        raise ManifestInvalid(f"{where}: the signature's shape divides by zero at {dict(sizes)}") from None
 
 
 def _check_value(memories: dict[str, int], value: Value, where: str) -> None:
@@ -255,6 +320,8 @@ def _check_files(manifest: Manifest) -> None:
         _require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
         digits = len(file.sha256) == 64 and set(file.sha256) <= set("0123456789abcdef")
         _require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
+        if file.path.startswith(KERNELS):
+            _require(file.path == KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
     needed = {archive.WEIGHTS, archive.EXAM, archive.PROGRAM}
     needed |= {region.file for region in manifest.regions if region.file}
     needed |= {step.file for program in manifest.programs for step in program.steps if step.file}

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cgbundle.schema import (
-    MEMORIES,
+from cgbundle.recording import (
     Address,
     Edge,
     EmptyNode,
@@ -22,8 +21,8 @@ from cgbundle.schema import (
     Node,
     Recording,
     Relocation,
-    Value,
 )
+from cgbundle.schema import MEMORIES, Value
 from cgcompile.record.errors import ModuleStateDiffers
 from cgcompile.record.memory import Placement, Table, place, place_tables
 from cgcompile.record.pairing import Pairing, pair_ranges

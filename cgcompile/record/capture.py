@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from cgbundle.schema import ModuleState, Recording, Value, Weight
+from cgbundle.recording import ModuleState, Recording
+from cgbundle.schema import Value, Weight
 from cgcompile.lower import cache_environment
 from cgcompile.record.assemble import Assembled, assemble
 from cgcompile.record.errors import SharedStorage, SizesDiffer

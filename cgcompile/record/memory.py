@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cgbundle.schema import DTYPES, MEMORIES, Address, Weight
+from cgbundle.recording import Address
+from cgbundle.schema import DTYPES, MEMORIES, Weight
 from cgcompile.record.errors import MemoryRefused, PointerInTable
 from cgcompile.record.pairing import Pairing, agree
 from cgcompile.record.rows import INPUTS, WEIGHTS, Key, Take, Target

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def inspect(
     bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
-    graph: Annotated[str | None, typer.Option(metavar="KEY", help="Show the steps of one int_key: 8, or 8x128.")] = None,
+    graph: Annotated[str | None, typer.Option("--graph", metavar="KEY", help="Show the steps of one int_key: 8, or 8x128.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show what a bundle holds.

@@ -33,7 +33,12 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=0.02 if expected.dtype in (torch.bfloat16, torch.float16) else 1e-5, atol=2e-2 if expected.dtype is torch.bfloat16 else 1e-3)
+    torch.testing.assert_close(
+        got,
+        expected,
+        rtol=0.02 if expected.dtype in (torch.bfloat16, torch.float16) else 1e-5,
+        atol=2e-2 if expected.dtype is torch.bfloat16 else 1e-3,
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 9])
@@ -49,7 +54,11 @@ def test_nested_inputs_and_outputs_equal_eager_at_recorded_padded_and_cut_sizes(
         assert result["constant"] == 7 and result["mask"][1] is None
         assert type(result["state"]).__name__ == "State" and result["state"]._fields == State._fields
         assert torch.equal(result["mask"][0], expected["mask"][0]) and torch.equal(result["state"].steps, expected["state"].steps)
-        for mine, theirs in ((result["logits"], expected["logits"]), (result["half"], expected["half"]), (result["state"].hidden, expected["state"].hidden)):
+        for mine, theirs in (
+            (result["logits"], expected["logits"]),
+            (result["half"], expected["half"]),
+            (result["state"].hidden, expected["state"].hidden),
+        ):
             assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.is_contiguous()
             close(mine, theirs)
 
@@ -149,7 +158,9 @@ print(sorted({"torch", "numpy", "cgcompile"} & set(sys.modules)))
 
 def test_serving_works_with_every_other_package_absent(bundle: Path) -> None:
     runtime = str(Path(cgbundle.__file__).parent.parent)
-    done = subprocess.run([sys.executable, "-c", SERVE, str(bundle)], capture_output=True, text=True, env={"PYTHONPATH": runtime}, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, str(bundle)], capture_output=True, text=True, env={"PYTHONPATH": runtime}, check=False
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 

@@ -13,7 +13,9 @@ from cgcompile.source import load_source
 from tests.cpu.models import Batched, rows
 
 
-def decide(model: torch.nn.Module, inputs: Callable[..., object], sizes: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, bool, str]]:
+def decide(
+    model: torch.nn.Module, inputs: Callable[..., object], sizes: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[str, bool, str]]:
     source = load_source(model, inputs)
     proved = prove_padding(source, export(source, sizes), sizes, lambda text: None)
     return {dimension.name: (dimension.pad, dimension.chunk, dimension.reason) for dimension in proved}
@@ -36,7 +38,21 @@ def decide(model: torch.nn.Module, inputs: Callable[..., object], sizes: dict[st
         (lambda x: torch.cat([x, x]), "no", False),
         (lambda x: x @ x.T, "rows", False),
     ],
-    ids=["pointwise", "row softmax", "repeat", "sum", "add sum", "mean", "centre", "cumsum", "flip", "max", "batch softmax", "cat", "gram"],
+    ids=[
+        "pointwise",
+        "row softmax",
+        "repeat",
+        "sum",
+        "add sum",
+        "mean",
+        "centre",
+        "cumsum",
+        "flip",
+        "max",
+        "batch softmax",
+        "cat",
+        "gram",
+    ],
 )
 def test_verdicts(function: Callable[[torch.Tensor], torch.Tensor], pad: str, chunk: bool) -> None:
     found = decide(Batched(function), rows, {"batch": (1, 8)})["batch"]

@@ -21,7 +21,8 @@ from cgbundle.cuda.executors import GraphExecutor, StreamExecutor
 from cgbundle.cuda.memory import Memories
 from cgbundle.cuda.modules import Modules
 from cgbundle.errors import CgbundleError, DriverFailed, OutOfMemory, TableInvalid, WrongMachine
-from cgbundle.schema import Function, Manifest, MemsetNode, Recording
+from cgbundle.recording import Function, MemsetNode, Recording
+from cgbundle.schema import Manifest
 from cgbundle.tableview import Table
 from tests import cuda_bundles
 from tests.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations

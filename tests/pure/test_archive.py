@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from cgbundle import archive, codec, loader, verify
-from cgbundle.errors import BundleMissing, CgbundleError, FileDamaged, FormatUnsupported, ManifestInvalid, NotABundle, WeightsInvalid
+from cgbundle.errors import (
+    BundleMissing,
+    CgbundleError,
+    FileDamaged,
+    FormatUnsupported,
+    ManifestInvalid,
+    NotABundle,
+    WeightsInvalid,
+)
 from tests.support import HOST_FILE, manifest, write_bundle
 
 

@@ -103,7 +103,7 @@ def test_damaged_manifest(command: str, bundle: Path) -> None:
 def test_unreadable_manifest_is_one_line(bundle: Path) -> None:
     (bundle / archive.MANIFEST).unlink()
     (bundle / archive.MANIFEST).mkdir()
-    assert "Is a directory" in refused(call("inspect", bundle), 2)
+    assert "is a directory" in refused(call("inspect", bundle), 2)
 
 
 # --- inspect ------------------------------------------------------------------------------------------------------

@@ -28,7 +28,9 @@ scalars = {
     float: st.floats(allow_nan=False, allow_infinity=False),
 }
 sizes = st.recursive(
-    st.integers() | st.text(max_size=4), lambda inner: st.tuples(st.sampled_from(["+", "-", "*", "//", "%"]), inner, inner), max_leaves=4
+    st.integers() | st.text(max_size=4),
+    lambda inner: st.tuples(st.sampled_from(["+", "-", "*", "//", "%"]), inner, inner),
+    max_leaves=4,
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | scalars[float] | st.text(max_size=4),

@@ -24,8 +24,9 @@ from cgbundle.errors import (
     WeightsInvalid,
     WrongMachine,
 )
+from cgbundle.recording import KernelNode
 from cgbundle.safetensors import Entry
-from cgbundle.schema import KernelNode, Manifest, Step, Weight
+from cgbundle.schema import Manifest, Step, Weight
 from cgbundle.tableview import Table
 from tests import cuda_bundles
 from tests.cuda_bundles import FLOATS, KEYS, expected, inputs

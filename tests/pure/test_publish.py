@@ -162,7 +162,9 @@ def test_the_stage_of_another_bundle_is_not_touched(tmp_path: Path, other: str) 
     assert content(kept) == "old"
 
 
-@pytest.mark.parametrize("name", [".gpt.\u00b2.0123abcd.building", f".gpt.{10**30}.0123abcd.building", ".gpt.x.y.building", ".gpt..."])
+@pytest.mark.parametrize(
+    "name", [".gpt.\u00b2.0123abcd.building", f".gpt.{10**30}.0123abcd.building", ".gpt.x.y.building", ".gpt..."]
+)
 def test_strange_names_beside_the_destination_do_no_harm(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     publish(tmp_path / "gpt", "new")
@@ -256,7 +258,13 @@ def test_a_killed_build_leaves_no_bundle_and_the_next_one_succeeds(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("moment", "seen"),
-    [("written", "old"), ("before rename 1", "old"), ("after rename 1", None), ("before rename 2", None), ("after rename 2", "new")],
+    [
+        ("written", "old"),
+        ("before rename 1", "old"),
+        ("after rename 1", None),
+        ("before rename 2", None),
+        ("after rename 2", "new"),
+    ],
 )
 def test_a_killed_replacement_loses_neither_bundle(tmp_path: Path, moment: str, seen: str | None) -> None:
     """Between the two renames nothing stands at the destination; the old bundle stands beside it and the next build restores it."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.schema import Address, KernelNode, MemcpyNode, MemsetNode, Relocation
+from cgbundle.recording import Address, KernelNode, MemcpyNode, MemsetNode, Relocation
 from cgcompile.record.addresses import AddressMap
 from cgcompile.record.assemble import assemble
 from cgcompile.record.errors import (

@@ -178,7 +178,9 @@ def test_arrays_of_any_shape_can_be_written(tmp_path: Path) -> None:
         "bool": numpy.array([True, False]),
     }
     with open(tmp_path / "w", "wb") as file:
-        safetensors.write(file, {name: (str(value.dtype), value.shape, lambda value=value: value) for name, value in arrays.items()})
+        safetensors.write(
+            file, {name: (str(value.dtype), value.shape, lambda value=value: value) for name, value in arrays.items()}
+        )
     found = read(tmp_path / "w")
     assert {name: data for name, (_, _, data) in found.items()} == {name: value.tobytes() for name, value in arrays.items()}
 
@@ -217,11 +219,15 @@ def test_we_read_what_the_package_writes(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(tensors_of_any_kind, st.data())
-def test_what_the_package_refuses_we_refuse(tmp_path_factory: pytest.TempPathFactory, kinds: dict[str, Any], data: st.DataObject) -> None:
+def test_what_the_package_refuses_we_refuse(
+    tmp_path_factory: pytest.TempPathFactory, kinds: dict[str, Any], data: st.DataObject
+) -> None:
     """A header with one offset or axis moved: both say no, or both say yes."""
     package = pytest.importorskip("safetensors")
     file = io.BytesIO()
-    safetensors.write(file, {name: (dtype, shape, lambda n=nbytes(dtype, shape): bytes(n)) for name, (dtype, shape) in kinds.items()})
+    safetensors.write(
+        file, {name: (dtype, shape, lambda n=nbytes(dtype, shape): bytes(n)) for name, (dtype, shape) in kinds.items()}
+    )
     length = int.from_bytes(file.getvalue()[:8], "little")
     header, body = json.loads(file.getvalue()[8 : 8 + length]), file.getvalue()[8 + length :]
     if header:
@@ -266,7 +272,9 @@ def test_the_header_of_the_defect_tests_is_fine_without_a_defect(tmp_path: Path)
     assert read(tmp_path / "w") == {"x": ("uint8", (4,), b"1234")}
 
 
-@pytest.mark.parametrize("data", [b"", b"1234567", struct.pack("<Q", 9) + b"{}", struct.pack("<Q", 2**63), struct.pack("<Q", 100_000_001)])
+@pytest.mark.parametrize(
+    "data", [b"", b"1234567", struct.pack("<Q", 9) + b"{}", struct.pack("<Q", 2**63), struct.pack("<Q", 100_000_001)]
+)
 def test_a_length_beyond_the_file_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "w").write_bytes(data)
     reject(tmp_path / "w", "the header's length does not fit the file")
@@ -337,7 +345,8 @@ def test_gaps_and_overlaps_are_refused(tmp_path: Path, header: Any, message: str
 
 
 @pytest.mark.parametrize(
-    "wrong", [entry(shape=(5,)), entry(shape=(3,)), entry(dtype="U16"), entry(shape=(-4,)), entry(shape=(-2, -2)), entry(shape=(10**30,))]
+    "wrong",
+    [entry(shape=(5,)), entry(shape=(3,)), entry(dtype="U16"), entry(shape=(-4,)), entry(shape=(-2, -2)), entry(shape=(10**30,))],
 )
 def test_a_shape_that_does_not_fit_its_bytes_is_refused(tmp_path: Path, wrong: Any) -> None:
     (tmp_path / "w").write_bytes(with_header({"x": wrong}, bytes(4)))

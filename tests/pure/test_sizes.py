@@ -70,7 +70,9 @@ def test_linear_finds_the_rule_on_whichever_side_the_numbers_stand(
     assert linear(size) == (name, scale, offset)
 
 
-@pytest.mark.parametrize("size", [7, ("*", "batch", 0), ("*", "batch", -1), ("//", "batch", 2), ("%", "batch", 2), ("-", 5, "batch")])
+@pytest.mark.parametrize(
+    "size", [7, ("*", "batch", 0), ("*", "batch", -1), ("//", "batch", 2), ("%", "batch", 2), ("-", 5, "batch")]
+)
 def test_linear_refuses_what_cannot_be_solved(size: Size) -> None:
     assert linear(size) is None
 

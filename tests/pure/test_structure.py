@@ -172,7 +172,9 @@ def test_a_long_constant_does_not_flood_the_message() -> None:
 
 
 def test_every_kind_of_tree_is_accepted() -> None:
-    check({"namedtuple": ["_Output", ["a", "b"], [{"tensor": 0}, {"dict": [["k", {"tuple": []}], [1, {"value": 2.5}]]}]]}, "result", 1)
+    check(
+        {"namedtuple": ["_Output", ["a", "b"], [{"tensor": 0}, {"dict": [["k", {"tuple": []}], [1, {"value": 2.5}]]}]]}, "result", 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cgbundle import tables
 from cgbundle.errors import TableInvalid
-from cgbundle.schema import (
+from cgbundle.recording import (
     Address,
     Edge,
     EmptyNode,

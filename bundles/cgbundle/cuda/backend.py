@@ -43,17 +43,13 @@ class CudaCalls:
             self._backend.close()
             raise
         self._sizes = [self._backend.sizes(index) for index in range(len(manifest.programs))]
-        self._results = [
-            DeviceOutputs(self._backend.output_addresses(index), device) for index in range(len(manifest.programs))
-        ]
+        self._results = [DeviceOutputs(self._backend.output_addresses(index), device) for index in range(len(manifest.programs))]
 
     def turn(self, stream: int | None) -> AbstractContextManager[object]:
         """Holds the program's memory for one call, whose work goes to `stream` (None: the backend's own)."""
         return self._backend.turn(stream)
 
-    def run(
-        self, program: int, addresses: Sequence[int], device: int | None, stream: int | None
-    ) -> DeviceOutputs | HostOutputs:
+    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: int | None) -> DeviceOutputs | HostOutputs:
         """Replays; inputs of the CPU (device None) are copied to the GPU, the outputs back, and the copies waited for."""
         inputs, outputs = self._sizes[program]
         on_device = device is not None

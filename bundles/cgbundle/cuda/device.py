@@ -33,8 +33,9 @@ from typing import Any, NamedTuple
 from ..archive import WEIGHTS
 from ..errors import FormatUnsupported, ManifestInvalid, ProgramClosed
 from ..modulestates import check_states, decode_states
+from ..recording import ModuleState
 from ..safetensors import read_header
-from ..schema import DTYPES, Manifest, ModuleState, Program, Step, Value
+from ..schema import DTYPES, Manifest, Program, Step, Value
 from ..tablecheck import check as check_table
 from ..tableview import Table
 from . import driver, memory, weights

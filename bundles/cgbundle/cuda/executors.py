@@ -83,12 +83,12 @@ def patch(table: Table, bases: Sequence[int], poison: int | None) -> array[int]:
 
 
 def attributes(table: Table, row: int) -> list[tuple[Any, Any]]:
-    """The launch attributes of kernel `row`: (CUlaunchAttributeID, CUlaunchAttributeValue)."""
+    """The launch attributes of kernel `row`: (CUlaunchAttributeID, CUkernelNodeAttrValue)."""
     found = []
     for index in range(table.attribute_bounds[row], table.attribute_bounds[row + 1]):
         number = table.attribute_id[index]
         words = table.attribute_value[3 * index : 3 * index + 3]
-        value = cu.CUlaunchAttributeValue()
+        value = cu.CUkernelNodeAttrValue()  # of which a node takes no base class, and a launch takes either
         # Through the union's bytes: its members are one to three words, but the bindings refuse -1 for some that take it.
         size = 1 if number == MEMORY_SYNC_DOMAIN_MAP else 4
         value.pad = b"".join((word % (1 << 8 * size)).to_bytes(size, "little") for word in words).ljust(64, b"\0")

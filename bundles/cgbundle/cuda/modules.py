@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..errors import FileDamaged, TableInvalid
-from ..schema import MEMORIES, ModuleState
+from ..recording import ModuleState
+from ..schema import MEMORIES
 from .driver import check, cu
 from .memory import Memories
 

@@ -1,0 +1,117 @@
+"""The rows of a recording: one graph region at one int_key, as capture and trace produce it and the executors replay it.
+
+On disk it is a table of columns (`tables.py`), which the executors read without making rows: loading a bundle does not import this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """A place: position of a memory in MEMORIES, and bytes into it."""
+
+    memory: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relocation:
+    """The 8 bytes at `at` of a parameter block hold the address of `target`."""
+
+    at: int
+    target: Address
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Function:
+    """A kernel of an image: identified by the image's sha256 and the symbol, never by name alone.  `params` is (offset, size) of
+    each parameter, as the driver reports them; `attributes` are CUfunction_attribute numbers and values to set before use
+    (dynamic shared memory, carve-out, non-portable cluster size)."""
+
+    image: str
+    symbol: str
+    params: tuple[tuple[int, int], ...]
+    attributes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelNode:
+    """A launch.  `block` is the whole parameter block (undefined words zeroed, relocated words zeroed); `undefined` lists
+    (offset, size) of bytes that no kernel reads; `attributes` are CUlaunchAttributeID numbers with up to three values."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    shared: int
+    block: bytes
+    relocations: tuple[Relocation, ...]
+    undefined: tuple[tuple[int, int], ...]
+    attributes: tuple[tuple[int, tuple[int, int, int]], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemsetNode:
+    """`width` elements of `element` bytes, `height` rows `pitch` bytes apart, set to `value`."""
+
+    target: Address
+    value: int
+    element: int
+    width: int
+    height: int
+    pitch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemcpyNode:
+    """`width` bytes x `height` rows x `depth` slices, device to device; pitches in bytes, heights in rows."""
+
+    source: Address
+    target: Address
+    width: int
+    height: int
+    depth: int
+    source_pitch: int
+    source_height: int
+    target_pitch: int
+    target_height: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmptyNode:
+    """A node that only orders others."""
+
+
+Node = KernelNode | MemsetNode | MemcpyNode | EmptyNode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edge:
+    """Node `source` before node `target`, with the driver's edge data (programmatic dependent launch lives there)."""
+
+    source: int
+    target: int
+    from_port: int
+    to_port: int
+    type: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """A graph region at one int_key: what capture and trace produce and the executors replay."""
+
+    key: tuple[int, ...]
+    functions: tuple[Function, ...]
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleState:
+    """A data symbol of an image whose contents had changed when it was recorded: written back after the module is loaded."""
+
+    image: str
+    symbol: str
+    contents: bytes
+    relocations: tuple[Relocation, ...]

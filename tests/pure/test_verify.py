@@ -1,0 +1,318 @@
+"""One test per invariant of a manifest: a sound one with exactly one thing broken is refused with the path of that thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cgbundle import archive
+from cgbundle.errors import FileDamaged, ManifestInvalid
+from cgbundle.schema import File, Finding, Manifest, Region, Step, TensorSpec, Value
+from cgbundle.verify import check_manifest
+from tests.fabricate import dimension, signature, spec
+from tests.support import HOST_FILE, manifest
+
+Change = Callable[[Manifest], Manifest]
+
+SHA = "ab" * 32
+FILES = tuple(File(path=path, bytes=1, sha256=SHA) for path in (archive.EXAM, HOST_FILE, archive.PROGRAM, archive.WEIGHTS))
+TABLES = tuple(File(path=f"graphs/g{size}.bin", bytes=1, sha256=SHA) for size in (1, 4))
+
+
+def cpu() -> Manifest:
+    return replace(manifest(), files=FILES)
+
+
+def cuda() -> Manifest:
+    """A graph step, a copy step and a host step per key; x in static memory, y copied out of the arena."""
+    base = cpu()
+
+    def program(size: int) -> Any:
+        def value(memory: str, offset: int, width: int) -> Value:
+            return Value(dtype="float32", shape=(size, width), strides=(width, 1), memory=memory, offset=offset)
+
+        return replace(
+            base.programs[0],
+            key=(size,),
+            values=(value("inputs", 0, 3), value("arena", 0, 2), value("arena", 32, 2), value("host", 0, 2)),
+            inputs=(0,),
+            outputs=(2,),
+            steps=(
+                Step(kind="graph", region=0, file=f"graphs/g{size}.bin", inputs=(0,), outputs=(1,)),
+                Step(kind="copy", region=0, file="", inputs=(1,), outputs=(2,)),
+                Step(kind="host", region=1, file="", inputs=(1,), outputs=(3,)),
+            ),
+            arena=64,
+            static=48,
+        )
+
+    return replace(
+        base,
+        target=replace(base.target, kind="cuda", arch="sm_90", driver=13000),
+        weights=(base.weights[0], replace(base.weights[1], offset=256)),
+        memories=(("weights", 512), ("inputs", 48), ("arena", 64)),
+        regions=(Region(name="g0", kind="graph", reason="", file="", constants=()), replace(base.regions[0], constants=(("c0", 0),))),
+        programs=tuple(map(program, (1, 4))),
+        files=(*FILES, *TABLES),
+    )
+
+
+def reject(broken: Manifest, path: str, message: str = "") -> None:
+    with pytest.raises(ManifestInvalid) as caught:
+        check_manifest(broken)
+    assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def put(**changes: Any) -> Change:
+    """Replaces fields of the manifest."""
+    return lambda made: replace(made, **changes)
+
+
+def put_row(field: str, index: int, **changes: Any) -> Change:
+    """Replaces fields of one row of a table of the manifest."""
+
+    def change(made: Manifest) -> Manifest:
+        rows = list(getattr(made, field))
+        rows[index] = replace(rows[index], **changes)
+        return replace(made, **{field: tuple(rows)})
+
+    return change
+
+
+def put_value(index: int, **changes: Any) -> Change:
+    """Of the second program."""
+
+    def change(made: Manifest) -> Manifest:
+        values = list(made.programs[1].values)
+        values[index] = replace(values[index], **changes)
+        return put_row("programs", 1, values=tuple(values))(made)
+
+    return change
+
+
+def put_step(index: int, **changes: Any) -> Change:
+    """Of the second program."""
+
+    def change(made: Manifest) -> Manifest:
+        steps = list(made.programs[1].steps)
+        steps[index] = replace(steps[index], **changes)
+        return put_row("programs", 1, steps=tuple(steps))(made)
+
+    return change
+
+
+def test_the_manifests_of_these_tests_are_sound() -> None:
+    check_manifest(cpu())
+    check_manifest(cuda())
+
+
+X = manifest().inputs[0]
+DIMENSION = manifest().dimensions[0]
+
+BROKEN: list[tuple[str, Change, str, str]] = [
+    # dimensions
+    ("a dimension twice", put(dimensions=(DIMENSION, DIMENSION)), "dimensions", "a name stands twice"),
+    ("a dimension with no name", put_row("dimensions", 0, name="two words"), "dimensions[0].name", "'two words' is no name"),
+    ("a dimension without sizes", put_row("dimensions", 0, sizes=()), "dimensions[0].sizes", "no size"),
+    ("sizes that fall", put_row("dimensions", 0, sizes=(4, 1)), "dimensions[0].sizes", "not ascending"),
+    ("a size twice", put_row("dimensions", 0, sizes=(1, 1, 4)), "dimensions[0].sizes", "not ascending"),
+    ("a size of 0", put_row("dimensions", 0, sizes=(0, 4)), "dimensions[0].sizes", "0 is below 1"),
+    ("an unknown padding", put_row("dimensions", 0, pad="maybe"), "dimensions[0].pad", "unknown kind 'maybe'"),
+    ("a dimension of no input", put_row("inputs", 0, shape=(4, 3)), "dimensions", "batch is the size of no input's axis"),
+    # signature
+    ("an input twice", put(inputs=(X, X)), "inputs", "a name stands twice"),
+    ("an unknown dtype", put_row("inputs", 0, dtype="float33"), "inputs[0].dtype", "unknown dtype 'float33'"),
+    ("an order of other axes", put_row("inputs", 0, order=(0, 2)), "inputs[0].order", "is not an order of the axes"),
+    ("an order of too few axes", put_row("outputs", 0, order=(0,)), "outputs[0].order", "is not an order of the axes"),
+    ("an unknown dimension", put_row("outputs", 0, shape=("seq", 2)), "outputs[0].shape[0]", "unknown dimension ['seq']"),
+    ("a hidden unknown", put_row("outputs", 0, shape=(("+", "batch", ("*", "seq", 0)), 2)), "outputs[0].shape[0]", "unknown dimension"),
+    ("an input's size to solve", put_row("inputs", 0, shape=(("//", "batch", 2), 3)), "inputs[0].shape[0]", "scale * dimension + offset"),
+    ("an output that cannot be joined", put_row("outputs", 0, shape=(4, 2)), "dimensions[0].chunk", "outputs[0] cannot be cut along batch"),
+    ("an output with a rest", put_row("outputs", 0, shape=(("+", "batch", 1), 2)), "dimensions[0].chunk", "outputs[0] cannot be cut"),
+    ("an output of halves", put_row("outputs", 0, shape=(("//", "batch", 2), 2)), "dimensions[0].chunk", "outputs[0] cannot be cut"),
+    ("an output cut twice", put_row("outputs", 0, shape=("batch", "batch")), "dimensions[0].chunk", "outputs[0] cannot be cut"),
+    ("an input with a rest", put_row("inputs", 0, shape=(("+", "batch", 1), 3)), "dimensions[0].chunk", "inputs[0] cannot be cut"),
+    ("no call", put(call={"tensor": 0}), "call", "is not the structure of a call"),
+    ("a call of other tensors", put(call={"call": []}), "call", "expected each of 1 once"),
+    ("a result of other tensors", put(result={"tuple": [{"tensor": 0}, {"tensor": 1}]}), "result", "expected each of 1 once"),
+    ("a result that is a call", put(result={"call": [["x", {"tensor": 0}]]}), "result", "is no structure"),
+    # target, memories, weights
+    ("an unknown target", put(target=replace(manifest().target, kind="tpu")), "target.kind", "unknown target 'tpu'"),
+    ("no architecture", put(target=replace(manifest().target, arch="")), "target.arch", "empty"),
+    ("an unknown memory", put(memories=(("weights", 32), ("heap", 1))), "memories", "unknown or double name"),
+    ("a memory twice", put(memories=(("weights", 32), ("weights", 32))), "memories", "unknown or double name"),
+    ("a memory below nothing", put(memories=(("weights", -1),)), "memories.weights", "-1 bytes"),
+    ("a weight twice", put_row("weights", 1, name="first.weight"), "weights", "a name stands twice"),
+    ("a weight's dtype", put_row("weights", 0, dtype="f32"), "weights[0].dtype", "unknown dtype 'f32'"),
+    ("strides of another rank", put_row("weights", 0, strides=(1,)), "weights[0].strides", "do not match the shape"),
+    ("a negative stride", put_row("weights", 0, strides=(3, -1)), "weights[0]", "negative size or stride"),
+    ("a negative size", put_row("weights", 0, shape=(2, -3)), "weights[0]", "negative size or stride"),
+    ("a weight with gaps", put_row("weights", 0, strides=(4, 1)), "weights[0].strides", "leave gaps or overlap"),
+    ("a weight that overlaps", put_row("weights", 0, strides=(0, 1)), "weights[0].strides", "leave gaps or overlap"),
+    ("a weight that does both", put_row("weights", 0, strides=(5, 0)), "weights[0].strides", "leave gaps or overlap"),
+    # regions
+    ("an unknown region", put_row("regions", 0, kind="loop"), "regions[0].kind", "unknown kind 'loop'"),
+    ("a host region without a file", put_row("regions", 0, file=""), "regions[0].file", "a host region has a file"),
+    ("a graph region with a file", put_row("regions", 0, kind="graph"), "regions[0].file", "a graph region none"),
+    ("a constant of no weight", put_row("regions", 0, constants=(("c", 0), ("d", 3))), "regions[0].constants[1]", "no weight 3"),
+    ("a constant below 0", put_row("regions", 0, constants=(("c", -1),)), "regions[0].constants[0]", "no weight -1"),
+    ("a constant twice", put_row("regions", 0, constants=(("c", 0), ("c", 1))), "regions[0].constants", "a name stands twice"),
+    # programs
+    ("a program missing", lambda made: replace(made, programs=made.programs[:1]), "programs", "1, the dimensions' sizes make 2"),
+    ("programs turned round", lambda made: replace(made, programs=made.programs[::-1]), "programs", "are not the product"),
+    ("a key of another rank", put_row("programs", 1, key=(4, 1)), "programs", "are not the product"),
+    ("a value's dtype", put_value(0, dtype="f32"), "programs[1].values[0].dtype", "unknown dtype 'f32'"),
+    ("a value's memory", put_value(0, memory="heap"), "programs[1].values[0].memory", "unknown memory 'heap'"),
+    ("a value's rank", put_value(0, strides=(1,)), "programs[1].values[0].strides", "do not match the shape"),
+    ("a value below nothing", put_value(0, shape=(-4, 3)), "programs[1].values[0]", "negative size or stride"),
+    ("an offset in host memory", put_value(0, offset=4), "programs[1].values[0].offset", "a value in host memory has none"),
+    ("too few inputs", put_row("programs", 1, inputs=()), "programs[1].inputs", "0 values, the signature has 1"),
+    ("too many outputs", put_row("programs", 1, outputs=(1, 1)), "programs[1].outputs", "2 values, the signature has 1"),
+    ("an input that is no value", put_row("programs", 1, inputs=(2,)), "programs[1].inputs[0]", "no value 2"),
+    ("an input below 0", put_row("programs", 1, inputs=(-1,)), "programs[1].inputs[0]", "no value -1"),
+    ("an input of another dtype", put_value(0, dtype="int32"), "programs[1].inputs[0]", "dtype int32, the signature has float32"),
+    ("an output of another dtype", put_value(1, dtype="int32"), "programs[1].outputs[0]", "dtype int32, the signature has float32"),
+    ("an input of another shape", put_value(0, shape=(5, 3)), "programs[1].inputs[0]", "shape [5, 3], the signature gives [4, 3]"),
+    ("an output of another shape", put_value(1, shape=(4, 3)), "programs[1].outputs[0]", "shape [4, 3], the signature gives [4, 2]"),
+    ("an input in another order", put_value(0, strides=(1, 4)), "programs[1].inputs[0]", "strides [1, 4] are not those of"),
+    ("an input with gaps", put_value(0, strides=(8, 1)), "programs[1].inputs[0]", "strides [8, 1] are not those of"),
+    ("more arena than there is", put_row("programs", 1, arena=1), "programs[1].arena", "1 bytes, memory arena has less"),
+    ("an arena below nothing", put_row("programs", 1, arena=-1), "programs[1].arena", "-1 bytes"),
+    ("more static memory than there is", put_row("programs", 1, static=1), "programs[1].static", "1 bytes, memory inputs has less"),
+    ("no step", put_row("programs", 1, steps=()), "programs[1].steps", "no step"),
+    ("an unknown step", put_step(0, kind="jump"), "programs[1].steps[0].kind", "unknown kind 'jump'"),
+    ("a step over no value", put_step(0, inputs=(2,)), "programs[1].steps[0]", "no such value"),
+    ("a step to no value", put_step(0, outputs=(-1,)), "programs[1].steps[0]", "no such value"),
+    ("a host step with a table", put_step(0, file="graphs/g1.bin"), "programs[1].steps[0].file", "a graph step has a table, others none"),
+    ("a step of no region", put_step(0, region=1), "programs[1].steps[0].region", "no region 1"),
+    ("a step of a region below 0", put_step(0, region=-1), "programs[1].steps[0].region", "no region -1"),
+    ("a cpu program over other values", put_step(0, inputs=()), "programs[1].steps", "one host step over the call's values"),
+    (
+        "a cpu program of two steps",
+        lambda made: put_row("programs", 1, steps=made.programs[1].steps * 2)(made),
+        "programs[1].steps",
+        "one host step over the call's values",
+    ),
+    # exam and findings
+    ("an exam of other keys", put(exam=replace(manifest().exam, proofs=())), "exam.proofs", "do not match the programs"),
+    ("an unknown comparison", put(exam=replace(manifest().exam, compare="looks")), "exam.compare", "unknown comparison 'looks'"),
+    (
+        "an unknown finding",
+        put(findings=(Finding(rule="r", severity="maybe", message="", where="", source="", effect="", fix=""),)),
+        "findings[0].severity",
+        "unknown severity 'maybe'",
+    ),
+    # files
+    ("a file twice", put(files=(*FILES, FILES[0])), "files", "a path stands twice"),
+    ("a file below nothing", put_row("files", 0, bytes=-1), "files[0].bytes", "-1"),
+    ("a short hash", put_row("files", 0, sha256="ab"), "files[0].sha256", "is no SHA-256"),
+    ("a hash in capitals", put_row("files", 0, sha256="AB" * 32), "files[0].sha256", "is no SHA-256"),
+    (
+        "a kernel under another name",
+        put(files=(*FILES, File(path="kernels/" + "cd" * 32, bytes=1, sha256=SHA))),
+        "files[4].path",
+        "a kernel image is not named by its SHA-256",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "path", "message"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
+def test_refused(change: Change, path: str, message: str) -> None:
+    reject(change(cpu()), path, message)
+
+
+BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
+    ("a weight off its alignment", put_row("weights", 1, offset=128), "weights[1].offset", "is not aligned"),
+    ("a weight outside its memory", put_row("weights", 1, offset=512), "weights[1].offset", "outside memory weights"),
+    ("a weight before its memory", put_row("weights", 1, offset=-256), "weights[1].offset", "outside memory weights"),
+    ("a value behind the arena", put_value(2, offset=40), "programs[1].values[2].offset", "outside memory arena"),
+    ("a value before the arena", put_value(2, offset=-4), "programs[1].values[2].offset", "outside memory arena"),
+    ("a value in no memory", put_value(2, memory="state"), "programs[1].values[2].offset", "outside memory state"),
+    ("strides beyond the arena", put_value(2, strides=(100, 1)), "programs[1].values[2].offset", "outside memory arena"),
+    ("a graph step without a table", put_step(0, file=""), "programs[1].steps[0].file", "a graph step has a table"),
+    ("a copy with a table", put_step(1, file="graphs/g1.bin"), "programs[1].steps[1].file", "others none"),
+    ("a copy of two values", put_step(1, inputs=(1, 2)), "programs[1].steps[1]", "one input and one output"),
+    ("a copy to nowhere", put_step(1, outputs=()), "programs[1].steps[1]", "one input and one output"),
+    ("a copy of another shape", put_step(1, inputs=(0,)), "programs[1].steps[1]", "different layouts"),
+    ("a graph step of a host region", put_step(0, region=1), "programs[1].steps[0].region", "is of another kind"),
+    ("a host step of a graph region", put_step(2, region=0), "programs[1].steps[2].region", "is of another kind"),
+]
+
+
+@pytest.mark.parametrize(("change", "path", "message"), [row[1:] for row in BROKEN_CUDA], ids=[row[0] for row in BROKEN_CUDA])
+def test_refused_for_cuda(change: Change, path: str, message: str) -> None:
+    reject(change(cuda()), path, message)
+
+
+@pytest.mark.parametrize(("field", "value"), [("method", "guess"), ("tolerance", -1.0), ("error", -1.0)])
+def test_every_proof_is_a_proof(field: str, value: object) -> None:
+    made = cpu()
+    proofs = (made.exam.proofs[0], replace(made.exam.proofs[1], **{field: value}))
+    reject(replace(made, exam=replace(made.exam, proofs=proofs)), f"exam.proofs[1].{field}")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "/etc/passwd", "..", "../x", "a/../b", "a//b", "a/", "./a", "a\\b", "a\nb", "a\0b", "\x1b[2J", "manifest.json", "\ud800"],
+)
+def test_a_file_lies_inside_the_bundle_under_a_plain_name(path: str) -> None:
+    reject(put(files=(*FILES, File(path=path, bytes=1, sha256=SHA)))(cpu()), "files[4].path", "is no path inside the bundle")
+
+
+@pytest.mark.parametrize("path", [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, HOST_FILE])
+def test_a_file_that_is_needed_is_listed(path: str) -> None:
+    made = cpu()
+    with pytest.raises(FileDamaged, match=f"^{path}: the manifest needs it and does not list it"):
+        check_manifest(replace(made, files=tuple(file for file in made.files if file.path != path)))
+
+
+def test_tables_and_module_states_are_listed() -> None:
+    with pytest.raises(FileDamaged, match=r"^graphs/g4\.bin: "):
+        check_manifest(replace(cuda(), files=(*FILES, TABLES[0])))
+    with pytest.raises(FileDamaged, match=r"^graphs/modules\.bin: "):
+        check_manifest(replace(cuda(), module_state="graphs/modules.bin"))
+
+
+def test_a_kernel_image_is_named_by_its_hash() -> None:
+    check_manifest(replace(cpu(), files=(*FILES, File(path=f"kernels/{SHA}", bytes=1, sha256=SHA))))
+
+
+def test_a_weight_may_lie_in_any_order_of_its_axes() -> None:
+    check_manifest(put_row("weights", 0, strides=(1, 2))(cpu()))
+    check_manifest(put_row("weights", 0, shape=(1, 0, 3), strides=(9, 9, 9))(cpu()))
+    check_manifest(put_row("weights", 0, shape=(1, 6), strides=(77, 1))(cpu()))
+
+
+def test_an_axis_of_size_one_may_have_any_stride() -> None:
+    values = (replace(cpu().programs[0].values[0], strides=(99, 1)), cpu().programs[0].values[1])
+    check_manifest(put_row("programs", 0, values=values)(cpu()))
+
+
+def test_a_shape_that_divides_by_zero_is_refused() -> None:
+    made = put_row("dimensions", 0, chunk=False)(cpu())
+    broken = put_row("outputs", 0, shape=(("//", "batch", ("-", "batch", 4)), 2))(made)
+    reject(put_row("programs", 0, values=(made.programs[0].values[0], replace(made.programs[0].values[1], shape=(0, 2))))(
+        put_row("outputs", 0, shape=(("%", 4, ("-", "batch", 1)), 2))(made)), "programs[0].outputs[0]", "divides by zero")  # fmt: skip
+    with pytest.raises(ManifestInvalid):
+        check_manifest(broken)
+
+
+def test_a_product_of_sizes_that_nobody_could_list_is_refused_at_once() -> None:
+    dimensions = [dimension(f"d{index}", *range(1, 100)) for index in range(12)]
+    inputs = [spec("x", *[each.name for each in dimensions])]
+    small = signature([replace(each, sizes=(1,)) for each in dimensions], inputs, [spec("y", *[each.name for each in dimensions])])
+    check_manifest(replace(small, files=FILES))
+    reject(replace(small, files=FILES, dimensions=tuple(dimensions)), "programs", "1, the dimensions' sizes make")
+
+
+def test_sizes_that_are_multiples_of_a_dimension_are_cut() -> None:
+    made = signature(
+        [dimension("batch", 2, 4)],
+        [spec("x", ("*", "batch", 2), 3), TensorSpec(name="table", dtype="float32", shape=(7,), order=(0,))],
+        [spec("y", 3, ("*", 4, "batch"))],
+    )
+    check_manifest(replace(made, files=FILES))
