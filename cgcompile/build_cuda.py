@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,10 +18,10 @@ from .errors import ProofFailed
 from .export import PREFIX
 from .job import Job, Parts
 from .progress import Stages
-from .record.capture import Recorded, record
+from .record.capture import Call, Recorded, record
 from .record.rows import Key
 from .record.tensors import contents, program_tensors
-from .source import all_keys, sample
+from .source import SEED, all_keys, sample
 
 STATES_FILE = "graphs/modules.bin"
 FRESH = 1
@@ -34,8 +35,8 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     """
     program = job.exported.program
     keys = all_keys(job.sizes)
-    calls = {key: (_inputs(job, key, 0), {}) for key in keys}
-    fresh = {key: (_inputs(job, key, FRESH), {}) for key in keys}
+    calls = _calls(job, SEED)
+    fresh = _calls(job, FRESH)
     with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch, stages("record") as tell:
         recorded = record(program, calls, folder=Path(scratch), level=job.lower, fresh=fresh, tell=tell)
         nodes = sum(len(recording.nodes) for recording in recorded.recordings.values())
@@ -44,7 +45,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         for key, trial in recorded.trials.items():
             if not trial.error <= trial.tolerance:
                 raise ProofFailed(
-                    f"int_key {key}: the recorded graph differs from eager PyTorch by {trial.error:.1e}, allowed {trial.tolerance:.1e}",
+                    f"int_key {key}: the graph differs from eager PyTorch by {trial.error:.1e}, allowed {trial.tolerance:.1e}",
                     "try --lower eager; if that differs too, please report this model",
                 )
         rows = _write_weights(stage / archive.WEIGHTS, program_tensors(program), recorded)
@@ -71,8 +72,9 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     )
 
 
-def _inputs(job: Job, key: Key, seed: int) -> tuple[torch.Tensor, ...]:
-    return sample(job.source, dict(zip(job.sizes, key, strict=True)), seed).tensors
+def _calls(job: Job, seed: int) -> dict[Key, Call]:
+    keys = all_keys(job.sizes)
+    return {key: (sample(job.source, dict(zip(job.sizes, key, strict=True)), seed).tensors, {}) for key in keys}
 
 
 def _proof(recorded: Recorded, key: Key) -> Proof:
@@ -96,8 +98,8 @@ def _program(recorded: Recorded, key: Key, file: str) -> Program:
 
 
 def _lowest_driver(recorded: Recorded) -> int:
-    """The CUDA version that the kernels were compiled with, as drivers count (13000 = 13.0), and at most the recording machine's: a cubin runs
-    on every driver of its major version (CUDA's minor version compatibility)."""
+    """The CUDA version that the kernels were compiled with, as drivers count (13000 = 13.0), and at most the recording
+    machine's: a cubin runs on every driver of its major version (CUDA's minor version compatibility)."""
     toolkit = torch.version.cuda or "0"
     return min(int(toolkit.partition(".")[0]) * 1000, recorded.driver)
 
@@ -122,7 +124,7 @@ def _write_weights(path: Path, tensors: dict[str, torch.Tensor], recorded: Recor
         )
     for index, table in enumerate(recorded.tables):
         name, size = f"cgcompile.table.{index}", len(table.contents)
-        stored[name] = ("uint8", (size,), lambda table=table: table.contents)
+        stored[name] = ("uint8", (size,), partial(bytes, table.contents))
         rows.append(Weight(name=name, tensor=name, dtype="uint8", shape=(size,), strides=(1,), offset=table.offset))
     with open(path, "wb") as file:
         safetensors.write(file, stored)
@@ -130,7 +132,7 @@ def _write_weights(path: Path, tensors: dict[str, torch.Tensor], recorded: Recor
 
 
 def _reader(tensor: torch.Tensor, strides: tuple[int, ...]) -> Callable[[], bytes]:
-    return lambda: contents(tensor, strides)
+    return partial(contents, tensor, strides)
 
 
 def _write_kernels(stage: Path, recorded: Recorded) -> None:
@@ -155,7 +157,7 @@ def _write_exam(path: Path, recorded: Recorded) -> None:
     entries: dict[str, safetensors.Tensor] = {}
     for key, trial in recorded.trials.items():
         for kind, values, data in (("input", recorded.inputs[key], trial.inputs), ("output", recorded.outputs[key], trial.outputs)):
-            for index, (value, contents_) in enumerate(zip(values, data, strict=True)):
-                entries[archive.exam_entry(key, kind, index)] = (value.dtype, value.shape, lambda contents_=contents_: contents_)
+            for index, (value, stored) in enumerate(zip(values, data, strict=True)):
+                entries[archive.exam_entry(key, kind, index)] = (value.dtype, value.shape, partial(bytes, stored))
     with open(path, "wb") as file:
         safetensors.write(file, entries)

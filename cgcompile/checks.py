@@ -38,11 +38,13 @@ def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> N
 
 
 def mutated_buffer(exported: Exported) -> Iterable[Finding]:
-    """A buffer that forward() writes to (running statistics, a cache) is state; weights are mapped read-only and shared by processes."""
+    """A buffer that forward() writes to (running statistics, a cache) is state; weights are mapped read-only and shared by
+    processes."""
     for target in sorted(set(exported.program.graph_signature.buffers_to_mutate.values())):
         yield _finding(
             "mutated-buffer", REFUSE, f"forward() writes to the buffer {target.removeprefix(PREFIX)!r}", None,
-            "the replay would write to weights that processes share", "return the new value as an output and pass it in as an input",
+            "the replay would write to weights that processes share",
+            "return the new value as an output and pass it in as an input",
         )  # fmt: skip
 
 
@@ -51,7 +53,8 @@ def mutated_input(exported: Exported) -> Iterable[Finding]:
     for target in sorted(set(exported.program.graph_signature.user_inputs_to_mutate.values())):
         yield _finding(
             "mutated-input", REFUSE, f"forward() writes to its input {target!r}", None,
-            "the caller's tensor would change in some calls and not in others", "clone the input before writing, and return the result",
+            "the caller's tensor would change in some calls and not in others",
+            "clone the input before writing, and return the result",
         )  # fmt: skip
 
 
@@ -61,7 +64,8 @@ def random_operation(exported: Exported) -> Iterable[Finding]:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _switched_off(node):
             yield _finding(
                 "random", REFUSE, f"{_operator(node)} draws random numbers", node,
-                "results differ from call to call and cannot be verified", "call model.eval() if this is dropout, or pass the random tensor as an input",
+                "results differ from call to call and cannot be verified",
+                "call model.eval() if this is dropout, or pass the random tensor as an input",
             )  # fmt: skip
 
 

@@ -52,7 +52,8 @@ def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
 
 
 def write_program(path: Path, program: ExportedProgram) -> None:
-    """program.pt2 without weights: every weight keeps its shape and dtype and is stored as a single zero, seen through strides of 0."""
+    """program.pt2 without weights: every weight keeps its shape and dtype and is stored as a single zero, seen through strides
+    of 0."""
     bare = copy.copy(program)
     bare._state_dict = {name: _hollow(value) for name, value in program.state_dict.items()}
     bare._constants = {

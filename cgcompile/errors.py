@@ -1,6 +1,7 @@
 """The catalogue of build errors: one class per reason.  They share cgbundle's base, so that one place turns errors into text.
 
-`exit_code` 1: the model has findings or cannot be built; 2: usage or environment.  A message is one line: where, what, expected and found.
+`exit_code` 1: the model has findings or cannot be built; 2: usage or environment.  A message is one line: where, what, expected
+and found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """export: torch.export with the declared dimensions dynamic, over flat tensors.
 
-The model is wrapped so that export sees only tensors in and tensors out; the nesting is kept as data (trees.py).  Tested with torch 2.11 and 2.13.
+The model is wrapped so that export sees only tensors in and tensors out; the nesting is kept as data (trees.py).  Tested with
+torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ PREFIX = "model."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """The exported program over flat tensors, and the signature.  `flat` runs the user's own module in eager PyTorch the same way."""
+    """The exported program over flat tensors, and the signature.  `flat` runs the user's own module in eager PyTorch the same
+    way."""
 
     program: ExportedProgram
     flat: Flat
@@ -114,8 +116,8 @@ def _make_dense(model: torch.nn.Module) -> None:
 
 
 def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]]) -> None:
-    """Runs the model at its smallest and largest sizes: a model that fails in eager PyTorch is reported as such, and so is a result whose
-    nesting depends on a size."""
+    """Runs the model at its smallest and largest sizes: a model that fails in eager PyTorch is reported as such, and so is a
+    result whose nesting depends on a size."""
     results = []
     for pick in (0, -1):
         chosen = {name: values[pick] for name, values in sizes.items()}
@@ -169,8 +171,8 @@ def _dim(size: Size, roots: Mapping[str, Any]) -> Any:
 def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
     """torch.export names the constraint that it found as suggested fixes: "batch = Dim('batch', min=2)", "seq = 8*_seq".
 
-    A range or a multiple is taken up, because every declared size is checked against the exported program afterwards; None for anything
-    else, a constant above all.
+    A range or a multiple is taken up, because every declared size is checked against the exported program afterwards; None for
+    anything else, a constant above all.
     """
     _, found, fixes = text.partition("Suggested fixes:")
     if not found:
@@ -197,7 +199,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         if name in constants:
             return SizeExcluded(
                 f"{source.label}: dimension {name!r} cannot vary: the model's code fixes it to {constants[name]}",
-                f"remove what depends on the value of {name} (a Python if, int(), a constant in a view), or declare no such dimension",
+                f"remove what depends on the value of {name} (an if, int(), a constant in a view), or declare no such dimension",
             )
         if re.search(rf"\b{name}\b", text) and "onstraint" in text:
             line = next((line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)), first_line(error))
@@ -230,6 +232,7 @@ def _symbols(
             if len(free) != 1:
                 raise SizeExcluded(f"{source.label}: dimension {name!r} cannot vary: export fixed it to {actual}")
             (symbol,) = free
+            assert expr is not None
             for value_of in sizes[name]:
                 _check_size(source, program, symbol, expr, scale * value_of + offset, name, value_of)
             inner = expr.subs(symbol, 1) - expr.subs(symbol, 0), expr.subs(symbol, 0)
@@ -244,7 +247,7 @@ def _invert(name: str, scale: int, offset: int, inner: int, shift: int) -> Size:
 
 
 def _check_size(source: Source, program: ExportedProgram, symbol: Any, expr: Any, wanted: int, name: str, size: int) -> None:
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     solutions = sympy.solve(expr - wanted, symbol)
     bounds = program.range_constraints.get(symbol)

@@ -20,7 +20,8 @@ from .weights import Weights, tensor_constants
 def bind_constants(path: Path, program: ExportedProgram, weights: Weights) -> tuple[HostRegion, tuple[tuple[str, int], ...]]:
     """Loads the shared object here, with the model's own tensors as constants.
 
-    Returns it and (its name of a constant, position of the weight) for the manifest.  Raises ConstantUnsaved for a constant that is no weight.
+    Returns it and (its name of a constant, position of the weight) for the manifest.  Raises ConstantUnsaved for a constant
+    that is no weight.
     """
     torch_library = libtorch.load(torch.__version__)
     region = HostRegion(str(path), torch_library, path.name)
@@ -41,7 +42,8 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Weights) -> tu
 
 
 def output_strides(region: HostRegion, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Runs the region once and returns the strides of its outputs.  Raises CompilerFailed when their number, dtype or shape is not eager PyTorch's."""
+    """Runs the region once and returns the strides of its outputs.  Raises CompilerFailed when their number, dtype or shape is
+    not eager PyTorch's."""
     torch_library = libtorch.load(torch.__version__)
     layouts = [Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()) for value in inputs]
     handles = region.run([value.data_ptr() for value in inputs], layouts, len(outputs))
@@ -51,7 +53,8 @@ def output_strides(region: HostRegion, inputs: Sequence[torch.Tensor], outputs: 
             dtype, shape, strides = torch_library.layout(handle or 0)
             if shape != tuple(expected.shape) or dtype != torch_library.dtype(dtype_name(expected.dtype)):
                 raise CompilerFailed(
-                    f"the compiled code gives output {index} the shape {list(shape)}, eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}"
+                    f"the compiled code gives output {index} the shape {list(shape)}, "
+                    f"eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}"
                 )
             found.append(strides)
     finally:

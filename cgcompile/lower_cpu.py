@@ -63,8 +63,8 @@ def compile_cpu(program: ExportedProgram, work: Path, tell: Callable[[str], None
 
 
 def _make_reproducible(target: Path, work: Path) -> None:
-    """Takes out what differs from build to build: symbols named after files, the build id, and the path of the work folder (it is in
-    `__FILE__` of error messages, and is replaced by one of the same length)."""
+    """Takes out what differs from build to build: symbols named after files, the build id, and the path of the work folder (it
+    is in `__FILE__` of error messages, and is replaced by one of the same length)."""
     strip = shutil.which("strip")
     if strip is None:
         raise CompilerFailed("`strip` is not on the PATH", "install binutils")
@@ -122,7 +122,8 @@ _FLAG_NAMES = {"sse3": "pni", "lzcnt": "abm", "pclmul": "pclmulqdq", "sha": "sha
 
 
 def _native_features() -> tuple[str, ...]:
-    """The processor flags that code compiled with -march=native may use: the macros that the option turns on, as /proc/cpuinfo names them."""
+    """The processor flags that code compiled with -march=native may use: the macros that the option turns on, as /proc/cpuinfo
+    names them."""
     from cgbundle.cpu import processor_flags
 
     macros = _macros("-march=native") - _macros()

@@ -1,8 +1,9 @@
 """The proof that a call may be filled up or cut, per declared dimension: the model itself is run on whole, padded and cut inputs.
 
-A dimension is "rows" when outputs stay the same whatever the filling, "zeros" when they stay the same for zeros only (an attention mask makes
-padded positions count for nothing), else "no".  It may be cut when "rows" and every output has exactly one axis that is a multiple
-of it.  The tests run in eager PyTorch, within the tolerance of the outputs' dtypes: other batch sizes take other kernels.
+A dimension is "rows" when outputs stay the same whatever the filling, "zeros" when they stay the same for zeros only (an
+attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and every output has exactly one
+axis that is a multiple of it.  The tests run in eager PyTorch, within the tolerance of the outputs' dtypes: other batch sizes
+take other kernels.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def _compare(exported: Exported, short: Tensors, frame: Tensors, expected: Tenso
         filled.append(made)
     try:
         outputs = run_eager(exported.flat, filled)
-    except (RuntimeError, IndexError, ValueError) as error:
-        return f"the model fails ({type(error).__name__})"
+    except (RuntimeError, IndexError, ValueError) as failure:
+        return f"the model fails ({type(failure).__name__})"
     for spec, want, output in zip(exported.outputs, expected, outputs, strict=True):
         front = output[tuple(slice(0, size) for size in want.shape)]
         if front.shape != want.shape:
@@ -111,8 +112,8 @@ def _prove_cut(source: Source, exported: Exported, sizes: Mapping[str, tuple[int
                 error = largest_error(_range(want, spec.shape, name, start, stop), output)
                 if error > tolerance(want.dtype):
                     return False, f"output {spec.name!r} changes by {error:.1e} when {name}={long} is cut at {start or stop}"
-    except (RuntimeError, IndexError, ValueError) as error:
-        return False, f"the model fails ({type(error).__name__}) on a part of {name}={long}"
+    except (RuntimeError, IndexError, ValueError) as failure:
+        return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
     return True, f"rows along {name} do not depend on each other"
 
 
@@ -125,7 +126,8 @@ def _range(tensor: torch.Tensor, shape: Sequence[object], name: str, start: int,
 
 
 def _negated(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats with the opposite sign (a maximum over positive inputs would not notice zeros); masks of zeros and ones as they are."""
+    """Floats with the opposite sign (a maximum over positive inputs would not notice zeros); masks of zeros and ones as they
+    are."""
     if not tensor.dtype.is_floating_point or bool(((tensor == 0) | (tensor == 1)).all()):
         return tensor
     return -tensor

@@ -51,10 +51,11 @@ def build(
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
 
-    `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example inputs).
-    `sizes`: of the declared dimensions, e.g. [1, 8, 32] or {"batch": [1, 8], "seq": [128]}.  `target`: auto, cuda, sm_90 and its kind, or
-    cpu.  `strict`: findings that put operations on the host are errors.  `waive`: rules whose refusals are accepted; the manifest
-    names them.  `lower`: eager, inductor or max-autotune.  `force`: replace an existing bundle.  `progress` is told what happens.
+    `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example
+    inputs). `sizes`: of the declared dimensions, e.g. [1, 8, 32] or {"batch": [1, 8], "seq": [128]}.  `target`: auto, cuda,
+    sm_90 and its kind, or cpu.  `strict`: findings that put operations on the host are errors.  `waive`: rules whose refusals
+    are accepted; the manifest names them.  `lower`: eager, inductor or max-autotune.  `force`: replace an existing bundle.
+    `progress` is told what happens.
 
     Raises a CgbundleError (see errors.py here and in cgbundle); nothing is published then.
     """
@@ -102,7 +103,8 @@ def build(
             proofs = prove(stage, manifest)
             manifest = seal(stage, replace(manifest, exam=replace(manifest.exam, proofs=proofs)))
             tell(
-                f"{len(proofs)} int_key{'s' if keys > 1 else ''} in a fresh process, largest error {max(proof.error for proof in proofs):.1e}"
+                f"{len(proofs)} int_key{'s' if keys > 1 else ''} in a fresh process, "
+                f"largest error {max(proof.error for proof in proofs):.1e}"
             )
     return Built(path=destination, manifest=manifest, seconds=tuple(stages.seconds))
 

@@ -1,4 +1,5 @@
-"""prove: a fresh process with the runtime alone loads the staged bundle, replays the exam and reports; nothing is published that fails."""
+"""prove: a fresh process with the runtime alone loads the staged bundle, replays the exam and reports; nothing is published
+that fails."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from .errors import ProofFailed
 
 
 def prove(stage: Path, manifest: Manifest) -> tuple[Proof, ...]:
-    """The measured proofs, in the order of the programs.  Raises ProofFailed with the first key that fails, or the runtime's own error."""
+    """The measured proofs, in the order of the programs.  Raises ProofFailed with the first key that fails, or the runtime's
+    own error."""
     answer = fresh(str(stage))
     if "error" in answer:
         raise ProofFailed(f"the fresh process refused the bundle: {answer['error']}", answer["hint"])

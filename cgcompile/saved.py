@@ -18,8 +18,9 @@ from .source import Source, first_line
 def load_saved(label: str) -> Source:
     """Raises SourceMissing, SourceInvalid.
 
-    Dimensions are named `dim0`, `dim1`, ... in the order in which they first occur in the inputs' shapes (a .pt2 keeps no names), or
-    `batch` where there is one.  Inputs are drawn like the program's own example inputs: floats normal, integers within the examples' range.
+    Dimensions are named `dim0`, `dim1`, ... in the order in which they first occur in the inputs' shapes (a .pt2 keeps no
+    names), or `batch` where there is one.  Inputs are drawn like the program's own example inputs: floats normal, integers
+    within the examples' range.
     """
     if not os.path.isfile(label):
         raise SourceMissing(f"{label}: no such file")

@@ -69,9 +69,9 @@ def _parse(text: str, dimensions: Sequence[str]) -> tuple[str, list[int]]:
     return name.strip(), [_whole(part.strip()) for part in rest.split(",")] if rest.strip() else []
 
 
-def _whole(value: int | str) -> int:
+def _whole(value: object) -> int:
     try:
-        return int(value)
+        return int(str(value))
     except ValueError:
         raise SizesInvalid(f"sizes: {value!r} is not a whole number") from None
 

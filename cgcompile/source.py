@@ -28,7 +28,8 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed, `dimensions` the parameters of `inputs`."""
+    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed, `dimensions` the
+    parameters of `inputs`."""
 
     name: str
     label: str
@@ -76,7 +77,8 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
 
 
 def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample:
-    """The inputs at `sizes`, drawn after seeding torch with `seed`.  Raises SourceInvalid when inputs() fails or gives something that is no input."""
+    """The inputs at `sizes`, drawn after seeding torch with `seed`.  Raises SourceInvalid when inputs() fails or gives
+    something that is no input."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         given = _call(

@@ -1,7 +1,8 @@
 """How far two computations of one model may differ.
 
-Relative to the largest magnitude of the output: eight to ten times the rounding step of the dtype for one operation grows with the depth of a
-model; the bounds below hold for all examples of this repository with a factor of ten to spare, and catch every real mistake tried.
+Relative to the largest magnitude of the output: eight to ten times the rounding step of the dtype for one operation grows with
+the depth of a model; the bounds below hold for all examples of this repository with a factor of ten to spare, and catch every
+real mistake tried.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def largest_error(expected: torch.Tensor, got: torch.Tensor) -> float:
-    """The largest |got - expected| divided by the largest finite |expected|; infinite where one is NaN or infinite and the other is not the
-    same, or where shapes differ."""
+    """The largest |got - expected| divided by the largest finite |expected|; infinite where one is NaN or infinite and the
+    other is not the same, or where shapes differ."""
     if expected.shape != got.shape:
         return float("inf")
     if not expected.numel():

@@ -31,7 +31,8 @@ class Weights:
 
 
 def collect(program: ExportedProgram) -> Weights:
-    """Names are the model's own.  A weight that is dense but not row-major is stored with its axes in memory order, as its row's strides say.
+    """Names are the model's own.  A weight that is dense but not row-major is stored with its axes in memory order, as its
+    row's strides say.
 
     Raises DtypeUnsupported for dtypes without a safetensors code and for constants with gaps or overlaps.
     """

@@ -1,7 +1,8 @@
 """Signatures and a backend made by hand: what the tests of guards, plans and programs run without a bundle on disk.
 
-The fake backend computes with the memory it is given, element by element through ctypes, as a real one does: it reads inputs at their
-addresses in the layout of the program's values and writes outputs into memory of its own, which it spoils when that is let go.
+The fake backend computes with the memory it is given, element by element through ctypes, as a real one does: it reads inputs at
+their addresses in the layout of the program's values and writes outputs into memory of its own, which it spoils when that is
+let go.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class FakeDriver:
     CUkernelNodeAttrValue = CUDA_MEMCPY3D = CUDA_MEMCPY2D = CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
     CUDA_MEMSET_NODE_PARAMS = CUlaunchConfig = CUlaunchAttribute = CUgraphEdgeData = SimpleNamespace
     CUlaunchAttributeID = CUfunction_attribute = Number
-    CUstream = Handle
+    CUstream = CUdeviceptr = Handle
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)

@@ -155,6 +155,8 @@ class Torch:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.names: dict[Any, str] = {}
+        # private, and what torch's own generated code calls (2.11, 2.13): the public way makes a Stream object, 3 us a call
+        self._raw_stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream
 
     def accept(self, value: Any, name: str) -> Any:
         if not isinstance(value, self.module.Tensor):
@@ -196,6 +198,10 @@ class Torch:
         )
 
     def stream(self, device: int) -> int | None:
+        handle: int = self._raw_stream(device)
+        return handle
+
+    def _public_stream(self, device: int) -> int:
         handle: int = self.module.cuda.current_stream(device).cuda_stream
         return handle
 
@@ -253,8 +259,8 @@ class Plain:
     def finish(self, value: tensor.Tensor, like: Any) -> Any:
         if isinstance(like, tensor.Tensor):
             return value
-        module = sys.modules.get(type(like).__module__.partition(".")[0])
-        space = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
+        module: Any = sys.modules.get(type(like).__module__.partition(".")[0])
+        space: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
         return space.from_dlpack(value) if hasattr(space, "from_dlpack") else value
 
 

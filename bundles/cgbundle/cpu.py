@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import byref, c_void_p
 
@@ -50,7 +50,7 @@ class Outputs:
     device: int | None = None
     static = False
 
-    def __init__(self, torch: libtorch.LibTorch, handles: Sequence[int | None]) -> None:
+    def __init__(self, torch: libtorch.LibTorch, handles: Iterable[int | None]) -> None:
         self._torch, self._handles = torch, handles
         self.addresses = []
         pointer = c_void_p()
@@ -86,11 +86,11 @@ class CpuBackend:
             raise
         self._run = [(self._regions[program.steps[0].region].run, len(program.outputs)) for program in manifest.programs]
 
-    def turn(self, stream: int | None) -> AbstractContextManager[object]:
+    def turn(self, stream: int | None) -> AbstractContextManager[None]:
         """Nothing to wait for."""
         return _FREE
 
-    def run(self, program: int, addresses: Sequence[int], device: int | None = None, stream: int | None = None) -> Outputs:
+    def run(self, program: int, addresses: Sequence[int], device: int | None = None, turn: None = None) -> Outputs:
         """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise."""
         run, outputs = self._run[program]
         return Outputs(self._torch, run(addresses, self._inputs[program], outputs))

@@ -34,8 +34,8 @@ def plan(
 ) -> tuple[Piece, ...]:
     """The replays that serve a call whose dimensions have `sizes`; one exact piece when the key was recorded.
 
-    `place` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises KeyMissing, naming that place, the
-    sizes recorded and why the build does not allow padding or cutting.
+    `place` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises KeyMissing, naming that
+    place, the sizes recorded and why the build does not allow padding or cutting.
     """
     cuts = []
     for dimension, size in zip(dimensions, sizes, strict=True):
@@ -110,7 +110,9 @@ def _place(pieces: Sequence[int], size: int) -> list[Cut]:
 def _refusal(dimension: Dimension, size: int) -> str:
     name = dimension.name
     if dimension.chunk:
-        return f"expected a sum of recorded {name} ({_list(dimension)}), got {size}, and {name} cannot be padded: {dimension.reason}"
+        return (
+            f"expected a sum of recorded {name} ({_list(dimension)}), got {size}, and {name} cannot be padded: {dimension.reason}"
+        )
     if size > dimension.sizes[-1]:
         return (
             f"expected at most {name}={dimension.sizes[-1]}, got {size}, and a call cannot be cut along {name}: {dimension.reason}"

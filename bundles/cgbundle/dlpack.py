@@ -52,7 +52,12 @@ def read(value: Any, name: str) -> Tensor:
     if device_type not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
         raise InputKind(f"input {name!r}: DLPack device type {device_type} is neither CPU nor CUDA")
     # 1: the legacy default stream, in whose order the replay then runs
-    capsule = value.__dlpack__(stream=1) if device_type in (CUDA, CUDA_MANAGED) else value.__dlpack__()
+    options = {"stream": 1} if device_type in (CUDA, CUDA_MANAGED) else {}
+    try:
+        capsule = value.__dlpack__(**options)
+    except (BufferError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise InputKind(f"input {name!r}: its library does not share it: {reason}") from None
     managed = _Managed.from_address(_capsule_pointer(capsule, b"dltensor"))
     source = managed.tensor
     dtype = _CODES.get((source.code, source.bits))
@@ -67,7 +72,12 @@ def read(value: Any, name: str) -> Tensor:
 
 
 def export(tensor: Tensor) -> object:
-    """A capsule over the tensor's memory, which it keeps alive until its consumer lets go."""
+    """A capsule over the tensor's memory, which it keeps alive until its consumer lets go.
+
+    A consumer that refuses drops the capsule with its exception already set, and no callback written in Python can run then without
+    losing that exception.  So the tensor holds its last capsule itself and lets go in `__del__`, where Python has put exceptions
+    aside.  For the same reason NumPy, whose callbacks are written in C, is preferred where the caller uses it.
+    """
     rank = len(tensor.shape)
     managed = _Managed()
     shape, strides = (ctypes.c_int64 * rank)(*tensor.shape), (ctypes.c_int64 * rank)(*tensor.strides)
@@ -78,7 +88,7 @@ def export(tensor: Tensor) -> object:
         ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)), ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64)), 0,
     )  # fmt: skip
     managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
-    kept = (managed, shape, strides, tensor)
+    kept = (managed, shape, strides, tensor._owner)  # not the tensor: it holds the capsule
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     managed.context = id(kept)
     return _capsule_new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destroy, ctypes.c_void_p).value)

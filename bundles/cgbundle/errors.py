@@ -46,7 +46,8 @@ class FormatUnsupported(CgbundleError):
 
 
 class ManifestInvalid(CgbundleError):
-    """The manifest is not JSON, lacks a field, has a wrong type, or breaks an invariant; the message starts with the field's path."""
+    """The manifest is not JSON, lacks a field, has a wrong type, or breaks an invariant; the message starts with the field's
+    path."""
 
     hint = "the bundle is damaged or was edited: build it again"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-from . import dispatch, verify
-from .archive import read_manifest
-from .program import Backend, Program
-from .schema import Manifest
+from .early import EarlyContext
+
+if TYPE_CHECKING:
+    from .program import Backend, Program
+    from .schema import Manifest
 
 MODES = ("graph", "stream")
 OUTPUTS = ("copy", "view")
@@ -24,29 +26,41 @@ def load(
 ) -> Program:
     """Loads the bundle at `path`.
 
-    `device`: the CUDA device (the cpu target ignores it).  `mode`: "graph" replays recorded graphs, "stream" launches the same rows
-    one by one.  `on_miss`: for sizes that were not recorded, "pad" takes the smallest recorded key that holds the call, "chunk"
-    wastes the fewest rows, "error" refuses.  `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded views that the next call makes
-    stale.  `check`: "load" checks every file but the data of the weights, "full" those too.
+    `device`: the CUDA device (the cpu target ignores it).  `mode`: "graph" replays recorded graphs, "stream" launches the same
+    rows one by one.  `on_miss`: for sizes that were not recorded, "pad" takes the smallest recorded key that holds the call,
+    "chunk" wastes the fewest rows, "error" refuses.  `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded
+    views that the next call makes stale.  `check`: "load" checks every file but the data of the weights, "full" those too.
 
     Raises a CgbundleError (see errors.py); ValueError for an option that does not exist.
     """
-    for name, value, known in (
-        ("mode", mode, MODES), ("on_miss", on_miss, dispatch.POLICIES), ("outputs", outputs, OUTPUTS), ("check", check, verify.LEVELS),
-    ):  # fmt: skip
+    folder = os.fspath(path)
+    early = EarlyContext(folder, device)
+    try:
+        from . import dispatch, verify  # while the context is made
+        from .archive import read_manifest
+        from .program import Program
+
+        _check_options(
+            mode=(mode, MODES), on_miss=(on_miss, dispatch.POLICIES), outputs=(outputs, OUTPUTS), check=(check, verify.LEVELS)
+        )
+        manifest = read_manifest(folder)
+        verify.check_bundle(folder, manifest, check)
+        return Program(manifest, _backend(folder, manifest, device, mode, early), on_miss, outputs)
+    finally:
+        early.drop()
+
+
+def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, known) in options.items():
         if value not in known:
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
-    folder = os.fspath(path)
-    manifest = read_manifest(folder)
-    verify.check_bundle(folder, manifest, check)
-    return Program(manifest, _backend(folder, manifest, device, mode), on_miss, outputs)
 
 
-def _backend(folder: str, manifest: Manifest, device: int, mode: str) -> Backend:
-    if manifest.target.kind == verify.CPU:
+def _backend(folder: str, manifest: Manifest, device: int, mode: str, early: EarlyContext) -> Backend:
+    if manifest.target.kind == "cpu":
         from .cpu import CpuBackend
 
         return CpuBackend(folder, manifest)
     from .cuda.backend import CudaCalls
 
-    return CudaCalls(folder, manifest, device, mode)
+    return CudaCalls(folder, manifest, device, mode, early.take())

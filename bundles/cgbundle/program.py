@@ -23,24 +23,32 @@ PLANS = 4096
 
 
 class Results(Protocol):
-    """The outputs of one replay.  `addresses` are valid while this object lives; `device` is the CUDA device that they lie on, None for
-    the CPU; `static` says that every replay of this program gives these same addresses."""
+    """The outputs of one replay.  `addresses` are valid while this object lives; `device` is the CUDA device that they lie on,
+    None for the CPU; `static` says that every replay of this program gives these same addresses."""
 
-    addresses: Sequence[int]
-    device: int | None
-    static: bool
+    @property
+    def addresses(self) -> Sequence[int]: ...
+
+    @property
+    def device(self) -> int | None: ...
+
+    @property
+    def static(self) -> bool: ...
 
 
 class Backend(Protocol):
     """What runs programs.  `device`: the CUDA device whose tensors it takes beside those of the CPU, or None.  `turn(stream)` is
-    held from the first use of the program's memory to the last: replays that share memory take turns."""
+    held from the first use of the program's memory to the last, since replays that share memory take turns; what it gives is handed
+    to `run`."""
 
-    device: int | None
+    @property
+    def device(self) -> int | None: ...
 
-    def turn(self, stream: int | None) -> AbstractContextManager[object]: ...
+    def turn(self, stream: int | None) -> AbstractContextManager[Any]: ...
 
-    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: int | None) -> Results:
-        """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie on the same device."""
+    def run(self, program: int, addresses: Sequence[int], device: int | None, turn: Any) -> Results:
+        """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie on the same
+        device."""
 
     def close(self) -> None: ...
 
@@ -86,20 +94,18 @@ class Program:
         library = self._library(tensors)
         self._enter()
         try:
-            values, places = [], []
-            for tensor, spec in zip(tensors, self.inputs, strict=True):
-                value = library.accept(tensor, spec.name)
-                place = library.read(value)
+            values = [library.accept(tensor, spec.name) for tensor, spec in zip(tensors, self.inputs, strict=True)]
+            places = [library.read(value) for value in values]
+            device = places[0][4] if places else None
+            for spec, place in zip(self.inputs, places, strict=True):
                 if place[2] != spec.dtype:
                     check_dtype(spec, place[2])
-                values.append(value)
-                places.append(place)
-            device = self._device(places)
+                if place[4] != device or (device is not None and device != self._backend.device):
+                    raise self._wrong_device(places)
             shapes = tuple([place[1] for place in places])
             plan = self._plans.get(shapes) or self._plan(shapes)
-            stream = None if device is None else library.stream(device)
-            with self._backend.turn(stream):
-                run = _Run(library, device, stream)
+            with self._backend.turn(None if device is None else library.stream(device)) as turn:
+                run = _Run(library, device, turn)
                 made = self._exact(run, plan, values, places) if plan.exact else self._pieces(run, plan, values)
         finally:
             self._leave()
@@ -152,16 +158,14 @@ class Program:
         made = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
         return made
 
-    def _device(self, places: list[Place]) -> int | None:
-        """Where the inputs lie.  Raises InputDevice unless they all lie on the CPU, or all on the program's GPU."""
-        device = places[0][4] if places else None
+    def _wrong_device(self, places: list[Place]) -> InputDevice:
+        """All inputs must lie on the CPU, or all on the program's GPU."""
         for spec, place in zip(self.inputs, places, strict=True):
             if place[4] is not None and place[4] != self._backend.device:
                 here = "the CPU" if self._backend.device is None else f"the CPU or CUDA device {self._backend.device}"
-                raise InputDevice(f"input {spec.name!r}: expected a tensor on {here}, got one on device {place[4]}")
-            if place[4] != device:
-                raise InputDevice(f"input {spec.name!r}: lies on another device than input {self.inputs[0].name!r}")
-        return device
+                return InputDevice(f"input {spec.name!r}: expected a tensor on {here}, got one on device {place[4]}")
+        other = next(index for index, place in enumerate(places) if place[4] != places[0][4])
+        return InputDevice(f"input {self.inputs[other].name!r}: lies on another device than input {self.inputs[0].name!r}")
 
     def _exact(self, run: _Run, plan: Plan, values: list[Any], places: list[Place]) -> list[Any]:
         addresses = []
@@ -205,13 +209,13 @@ class Program:
                 padded[tuple([slice(0, size) for size in piece.shape])] = piece
                 piece = padded
             cut.append(piece)
-            address, shape, _, strides, _ = run.library.read(piece)
-            addresses.append(self._arranged(run, cut, index, address, shape, strides))
+            place = run.library.read(piece)
+            addresses.append(self._arranged(run, cut, index, place[0], place[1], place[3]))
         return cut, addresses
 
     def _outputs(self, run: _Run, program: int, addresses: list[int]) -> list[Any]:
         """Replays, and gives the outputs as the caller's tensors over the runtime's memory."""
-        results = self._backend.run(program, addresses, run.device, run.stream)
+        results = self._backend.run(program, addresses, run.device, run.turn)
         known = self._aliases.get((run.library.name, program)) if results.static else None
         if known is None:
             known = [
@@ -237,8 +241,8 @@ class Program:
 
 
 class _Run(NamedTuple):
-    """How one call runs: the caller's library, the device that its tensors lie on, and the stream."""
+    """How one call runs: the caller's library, the device that its tensors lie on, and what the backend's turn gave."""
 
     library: Library
     device: int | None
-    stream: int | None
+    turn: Any

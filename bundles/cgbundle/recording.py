@@ -1,6 +1,7 @@
 """The rows of a recording: one graph region at one int_key, as capture and trace produce it and the executors replay it.
 
-On disk it is a table of columns (`tables.py`), which the executors read without making rows: loading a bundle does not import this module.
+On disk it is a table of columns (`tables.py`), which the executors read without making rows: loading a bundle does not import
+this module.
 """
 
 from __future__ import annotations

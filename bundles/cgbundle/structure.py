@@ -26,7 +26,7 @@ def check(tree: Tree, where: str, tensors: int) -> None:
 
 def check_call(tree: Tree, tensors: int) -> None:
     """As `check`, for the tree of a call: its parameters, each named once."""
-    parameters = tree.get("call")
+    parameters: Any = tree.get("call")
     if len(tree) != 1 or not _are_pairs(parameters) or not all(type(name) is str for name, _ in parameters):
         raise ManifestInvalid("call: is not the structure of a call")
     _check_keys(parameters, "call")

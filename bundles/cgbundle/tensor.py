@@ -6,6 +6,7 @@ The runtime hands these out when the caller uses neither NumPy nor torch, and ta
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ class Tensor:
     Speaks DLPack and, on the CPU, the buffer protocol through `tobytes` and NumPy's `__array_interface__`.
     """
 
-    __slots__ = ("_owner", "address", "device", "dtype", "shape", "strides")
+    __slots__ = ("_capsule", "_owner", "address", "device", "dtype", "shape", "strides")
 
     def __init__(
         self,
@@ -36,6 +37,10 @@ class Tensor:
         self.strides = dense(shape) if strides is None else tuple(strides)
         self.device = device
         self._owner = owner
+        self._capsule: object = None
+
+    def __del__(self) -> None:
+        self._capsule = None  # here, not later: see `dlpack.export`
 
     @property
     def contiguous(self) -> bool:
@@ -67,8 +72,11 @@ class Tensor:
         return ctypes.string_at(source.address, count(self.shape) * DTYPES[self.dtype])
 
     def tolist(self) -> Any:
-        """Nested lists of Python numbers; bfloat16 and float16 as floats.  Raises TypeError for dtypes Python has no number for."""
-        return _nest(decode(self.dtype, self.tobytes()), self.shape)
+        """Nested lists of Python numbers; bfloat16, float16 and float8 as floats."""
+        numbers = decode(self.dtype, self.tobytes())
+        if self.dtype.startswith("complex"):
+            numbers = list(map(complex, numbers[::2], numbers[1::2]))
+        return _nest(numbers, self.shape)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -80,8 +88,15 @@ class Tensor:
         strides = tuple(stride * size for stride in self.strides)
         return {"version": 3, "shape": self.shape, "typestr": f"<{kind}{size}", "data": (self.address, False), "strides": strides}
 
-    def __dlpack__(self, **options: Any) -> object:
-        return dlpack.export(self)
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None) -> object:
+        if (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()) or (copy and self.device is not None):
+            raise BufferError(f"{self!r} can be shared where it lies only")
+        source = self.clone() if copy else self
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and hasattr(source, "__array_interface__"):
+            return numpy.asarray(source).__dlpack__()  # lets go in C: see `dlpack.export`
+        source._capsule = dlpack.export(source)
+        return source._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (dlpack.CPU, 0) if self.device is None else (dlpack.CUDA, self.device)
@@ -160,21 +175,32 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 
 def decode(dtype: str, data: bytes) -> list[Any]:
-    """Python numbers from little-endian bytes; complex numbers as their two parts.  Raises TypeError for float8."""
+    """Python numbers from little-endian bytes; complex numbers as their two parts."""
     import array
     import struct
 
     if dtype == "bfloat16":
         return array.array("f", array.array("I", [half << 16 for half in array.array("H", data)]).tobytes()).tolist()
+    if dtype == "float8_e5m2":  # the upper half of a float16
+        return decode("float16", bytes([half for byte in data for half in (0, byte)]))
+    if dtype == "float8_e4m3fn":
+        return [_e4m3fn(byte) for byte in data]
     if dtype == "float16":
         return list(struct.unpack(f"<{len(data) // 2}e", data))
     codes = {"float64": "d", "float32": "f", "int64": "q", "int32": "i", "int16": "h", "int8": "b",
              "uint64": "Q", "uint32": "I", "uint16": "H", "uint8": "B", "complex64": "f", "complex128": "d"}  # fmt: skip
     if dtype == "bool":
         return [bool(byte) for byte in data]
-    if dtype not in codes:
-        raise TypeError(f"{dtype} has no Python number")
     return array.array(codes[dtype], data).tolist()
+
+
+def _e4m3fn(byte: int) -> float:
+    """4 bits of exponent, 3 of fraction, no infinity."""
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    if byte & 127 == 127:
+        return float("nan")
+    size = (8 + fraction) * 2.0 ** (exponent - 10) if exponent else fraction * 2.0**-9
+    return -size if byte & 128 else size
 
 
 def _nest(flat: list[Any], shape: Sequence[int]) -> Any:

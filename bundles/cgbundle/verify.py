@@ -68,8 +68,8 @@ def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raises ManifestInvalid, with the path of the field, unless the manifest is sound in itself; FileDamaged when it does not list a
-    file that it needs."""
+    """Raises ManifestInvalid, with the path of the field, unless the manifest is sound in itself; FileDamaged when it does not
+    list a file that it needs."""
     _check_dimensions(manifest.dimensions)
     known = {dimension.name for dimension in manifest.dimensions}
     _check_specs("inputs", manifest.inputs, known)
@@ -100,7 +100,9 @@ def check_weights(path: str, manifest: Manifest) -> None:
         if entry is None:
             raise WeightsInvalid(f"{archive.WEIGHTS}: tensor {weight.tensor!r} is missing")
         stored = _in_memory_order(weight)
-        same = sorted(entry.shape) == sorted(stored) and [size for size in entry.shape if size != 1] == [s for s in stored if s != 1]
+        same = sorted(entry.shape) == sorted(stored) and [size for size in entry.shape if size != 1] == [
+            s for s in stored if s != 1
+        ]
         if entry.dtype != weight.dtype or not same:
             raise WeightsInvalid(
                 f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {list(entry.shape)}, expected {weight.dtype} {stored}"

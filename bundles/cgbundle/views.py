@@ -45,7 +45,7 @@ class View:
         return self.tensor[index]
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return int(self.shape[0])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         value = self.tensor

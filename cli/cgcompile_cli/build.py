@@ -37,19 +37,28 @@ def build(
     sizes: Annotated[
         list[str] | None,
         typer.Option(
-            "--sizes", metavar="SIZES", help="Sizes to record: 1,8,32, or batch=1,8 for each of several dimensions.", show_default=False
+            "--sizes",
+            metavar="SIZES",
+            help="Sizes to record: 1,8,32, or batch=1,8 for each of several dimensions.",
+            show_default=False,
         ),
     ] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
     ] = None,
-    target: Annotated[str, typer.Option("--target", metavar="TARGET", help="auto, cpu, cuda, or an architecture such as sm_90.")] = "auto",
-    lower: Annotated[Literal["eager", "inductor", "max-autotune"], typer.Option("--lower", help="How hard to optimize.")] = "inductor",
+    target: Annotated[
+        str, typer.Option("--target", metavar="TARGET", help="auto, cpu, cuda, or an architecture such as sm_90.")
+    ] = "auto",
+    lower: Annotated[
+        Literal["eager", "inductor", "max-autotune"], typer.Option("--lower", help="How hard to optimize.")
+    ] = "inductor",
     strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
     waive: Annotated[
         list[str] | None, typer.Option("--waive", metavar="RULE", help="Build in spite of a rule's findings; may be repeated.")
     ] = None,
-    max_keys: Annotated[int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")] = 64,
+    max_keys: Annotated[
+        int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")
+    ] = 64,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the bundle's path.")] = False,

@@ -23,9 +23,12 @@ VALUES = 4
 def run(
     bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
     inputs: Annotated[
-        str | None, typer.Option("--inputs", metavar="FILE", help="A safetensors file with the inputs by name. Default: the stored exam's.")
+        str | None,
+        typer.Option("--inputs", metavar="FILE", help="A safetensors file with the inputs by name. Default: the stored exam's."),
     ] = None,
-    outputs: Annotated[str | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs to this safetensors file.")] = None,
+    outputs: Annotated[
+        str | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs to this safetensors file.")
+    ] = None,
     key: Annotated[
         str | None, typer.Option("--size", metavar="KEY", help="Which exam inputs: 8, or batch=8,seq=128. Default: the smallest.")
     ] = None,

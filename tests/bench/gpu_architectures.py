@@ -116,7 +116,12 @@ def whisper() -> Made:
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
     config = WhisperConfig(
-        d_model=WIDTH, encoder_layers=2, encoder_attention_heads=HEADS, encoder_ffn_dim=4 * WIDTH, num_mel_bins=80, max_source_positions=50
+        d_model=WIDTH,
+        encoder_layers=2,
+        encoder_attention_heads=HEADS,
+        encoder_ffn_dim=4 * WIDTH,
+        num_mel_bins=80,
+        max_source_positions=50,
     )
     return First(WhisperEncoder(config)), spectra
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle import tables
+from cgbundle import modulestates, tables
 from cgbundle.cuda import device, driver, executors, memory, modules, order, weights
 from cgbundle.errors import (
     CgbundleError,
@@ -230,7 +230,7 @@ def test_an_interrupt_while_opening_leaves_nothing(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(device, "check_states", interrupt)
+    monkeypatch.setattr(modulestates, "check_states", interrupt)
     with pytest.raises(KeyboardInterrupt):
         device.open(*bundle)
 

@@ -17,9 +17,7 @@ from tests.fabricate import dimension
 recorded = st.sets(st.integers(1, 12), min_size=1, max_size=4).map(lambda sizes: tuple(sorted(sizes)))
 policies = st.sampled_from(["pad", "chunk"])
 dimensions = st.lists(
-    st.builds(
-        lambda sizes, pad, chunk: (sizes, pad, chunk), recorded, st.sampled_from(["rows", "zeros", "no"]), st.booleans()
-    ),
+    st.builds(lambda sizes, pad, chunk: (sizes, pad, chunk), recorded, st.sampled_from(["rows", "zeros", "no"]), st.booleans()),
     max_size=3,
 ).map(lambda rows: [dimension(f"d{index}", *sizes, pad=pad, chunk=chunk) for index, (sizes, pad, chunk) in enumerate(rows)])
 

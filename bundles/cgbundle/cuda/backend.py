@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from typing import Any
 
 from ..schema import Manifest
-from .device import CudaBackend
+from . import driver
+from .device import CudaBackend, Turn
+from .memory import copy
 
 
 class DeviceOutputs:
@@ -32,11 +34,12 @@ class HostOutputs:
 
 
 class CudaCalls:
-    """The programs of a cuda bundle on GPU number `device`, ready to be replayed.  Raises as `CudaBackend` does."""
+    """The programs of a cuda bundle on GPU number `device`, ready to be replayed; `context` as for `CudaBackend`, which says
+    what is raised."""
 
-    def __init__(self, folder: str, manifest: Manifest, device: int, mode: str) -> None:
+    def __init__(self, folder: str, manifest: Manifest, device: int, mode: str, context: driver.Context | None = None) -> None:
         self.device: int | None = device
-        self._backend = CudaBackend(folder, manifest, device, mode)
+        self._backend = CudaBackend(folder, manifest, device, mode, context=context)
         try:
             self._backend.prepare()
         except BaseException:
@@ -45,23 +48,22 @@ class CudaCalls:
         self._sizes = [self._backend.sizes(index) for index in range(len(manifest.programs))]
         self._results = [DeviceOutputs(self._backend.output_addresses(index), device) for index in range(len(manifest.programs))]
 
-    def turn(self, stream: int | None) -> AbstractContextManager[object]:
+    def turn(self, stream: int | None) -> Turn:
         """Holds the program's memory for one call, whose work goes to `stream` (None: the backend's own)."""
         return self._backend.turn(stream)
 
-    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: int | None) -> DeviceOutputs | HostOutputs:
+    def run(self, program: int, addresses: Sequence[int], device: int | None, turn: Any) -> DeviceOutputs | HostOutputs:
         """Replays; inputs of the CPU (device None) are copied to the GPU, the outputs back, and the copies waited for."""
+        if device is not None:
+            self._backend.replay_on_device(program, addresses, turn)
+            return self._results[program]
         inputs, outputs = self._sizes[program]
-        on_device = device is not None
-        given = [(at, on_device, size) for at, size in zip(addresses, inputs, strict=True)]
-        with self._backend.turn(stream) as handle:
-            made = self._backend.replay(program, given, handle)
-            if on_device:
-                return self._results[program]
-            results = HostOutputs(outputs)
-            for target, source, size in zip(results.addresses, made, outputs, strict=True):
-                self._backend.copy(target, source, size, stream, target_on_device=False)
-            self._backend.synchronize(stream)
+        given = [(at, False, size) for at, size in zip(addresses, inputs, strict=True)]
+        made = self._backend.replay(program, given, turn)
+        results = HostOutputs(outputs)
+        for target, source, size in zip(results.addresses, made, outputs, strict=True):
+            copy(target, source, size, turn, target_on_device=False)
+        driver.check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(turn))
         return results
 
     def close(self) -> None:

@@ -131,7 +131,9 @@ class GraphExecutor:
 
     def launch(self, stream: Any) -> None:
         """Runs the recording in the order of the stream; returns before it is done."""
-        check("cuGraphLaunch", cu.cuGraphLaunch(self._exec, stream))
+        error = cu.cuGraphLaunch(self._exec, stream)[0]
+        if error:
+            check("cuGraphLaunch", (error,))
 
     def close(self) -> None:
         """Destroys the executable graph; a run in flight finishes first."""

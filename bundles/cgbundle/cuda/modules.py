@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import FileDamaged, TableInvalid
-from ..recording import ModuleState
 from ..schema import MEMORIES
 from .driver import check, cu
 from .memory import Memories
+
+if TYPE_CHECKING:
+    from ..recording import ModuleState
 
 GROWING = (8, 14)
 """Function attributes that permit more (dynamic shared memory, non-portable cluster size): where recordings share a function, the

@@ -14,13 +14,14 @@ class StreamOrder:
     `default` is the stream of callers who name none.  The context must be current; `cleanup` gives the event back.
     """
 
-    __slots__ = ("_default_key", "_done", "_last", "default")
+    __slots__ = ("_default_key", "_done", "_handle", "_last", "default")
 
     def __init__(self, context: Context, cleanup: ExitStack) -> None:
         self._done = check("cuEventCreate", cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         cleanup.callback(_destroy, self._done)
         self.default = context.stream
         self._default_key = self._last = int(self.default)
+        self._handle = self.default
 
     def handle(self, stream: int | None) -> Any:
         """The driver's handle of a stream."""
@@ -28,13 +29,14 @@ class StreamOrder:
 
     def begin(self, stream: int | None) -> Any:
         """The stream's handle; what is enqueued on it now runs after the work before the last `end`."""
+        key = self._default_key if stream is None else stream
+        if key == self._last:
+            return self._handle
         handle = self.handle(stream)
-        key = int(handle)
-        if key != self._last:
-            if self._last == self._default_key:
-                check("cuEventRecord", cu.cuEventRecord(self._done, self.default))
-            check("cuStreamWaitEvent", cu.cuStreamWaitEvent(handle, self._done, 0))
-            self._last = key
+        if self._last == self._default_key:
+            check("cuEventRecord", cu.cuEventRecord(self._done, self.default))
+        check("cuStreamWaitEvent", cu.cuStreamWaitEvent(handle, self._done, 0))
+        self._last, self._handle = key, handle
         return handle
 
     def end(self, handle: Any) -> None:

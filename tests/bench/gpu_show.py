@@ -1,0 +1,119 @@
+"""What a bundle for CUDA does on this machine's GPU, beside torch and JAX: every table of it.
+
+    PYTHONPATH=.:cli:bundles python tests/bench/gpu_show.py --json show.json
+    PYTHONPATH=.:cli:bundles python tests/bench/gpu_show.py --only cold,dispatch
+
+Parts: builds and architectures (what builds, and is the bundle bit-identical in a fresh process), cold (process start to first
+output), dispatch (CPU time of a call), device (GPU time of a call), memory, replays.  Every measurement is a fresh process; one that
+fails is a row with its error.  Exit 1 when something failed or is wrong, 0 otherwise, whatever the times are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import children
+import gpu_builds
+import gpu_cold
+import gpu_models
+import gpu_parts
+import gpu_tables
+import report
+from gpu_parts import failed, say
+
+PARTS = ("builds", "architectures", "cold", "dispatch", "device", "memory", "replays")
+LEAK_ROUNDS, REPLAYS = 100, 10_000
+
+
+def main() -> int:
+    """Runs the parts, prints their tables, writes the JSON after each."""
+    options = arguments()
+    cache = options.cache.resolve()
+    cache.mkdir(parents=True, exist_ok=True)
+    screen = report.console()
+    screen.print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}\n")
+    found: dict[str, Any] = {}
+    wrong: list[str] = []
+    for part in options.only:
+        say(f"part {part}")
+        found[part], sentences = measure(part, cache, options, screen)
+        wrong += [f"{part}: {sentence}" for sentence in sentences]
+        if options.json:
+            options.json.write_text(json.dumps({**found, "wrong": wrong}, indent=1) + "\n")
+    say("done")
+    for sentence in wrong:
+        print(f"gpu_show: {sentence}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas (default: %(default)s)")
+    parser.add_argument("--cache", type=Path, default=children.ROOT / ".cache" / "gpu", help="folder of bundles and caches")
+    parser.add_argument("--json", type=Path, help="also write every number there, after each part")
+    parser.add_argument("--jobs", type=int, default=5, help="builds at a time (default: %(default)s)")
+    parser.add_argument("--models", help="only these models and architectures, by name, with commas")
+    parser.add_argument("--levels", default=",".join(gpu_models.LEVELS), help="levels that are built (default: %(default)s)")
+    options = parser.parse_args()
+    options.only, options.levels = options.only.split(","), options.levels.split(",")
+    options.models = options.models.split(",") if options.models else list(gpu_models.BY_NAME)
+    for name, given, known in (
+        ("only", options.only, PARTS), ("levels", options.levels, gpu_models.LEVELS), ("models", options.models, gpu_models.BY_NAME),
+    ):  # fmt: skip
+        if set(given) - set(known):
+            parser.error(f"--{name}: expected names among {', '.join(known)}")
+    return options
+
+
+def measure(part: str, cache: Path, options: argparse.Namespace, screen: report.Console) -> tuple[Any, list[str]]:
+    """(the part's numbers, sentences about what failed or is wrong); prints its tables."""
+    if part in ("builds", "architectures"):
+        return builds(part, cache, options, screen)
+    bundle, why = gpu_builds.needed(gpu_models.GPT, "inductor", cache)
+    if bundle is None:
+        return {"error": why}, [why]
+    if part == "cold":
+        found = gpu_cold.measure(bundle, cache)
+        gpu_cold.show(screen, found)
+        return found, gpu_tables.wrong_cold(found)
+    found = measure_child(part, bundle, cache)
+    if why := failed(found):
+        return found, [why]
+    gpu_tables.SHOW[part](screen, found)
+    return found, gpu_tables.WRONG[part](found)
+
+
+def measure_child(part: str, bundle: Path, cache: Path) -> dict[str, Any]:
+    """The numbers of a part that is one child."""
+    model = gpu_models.GPT.source
+    extra = gpu_parts.inductor_cache(cache) | gpu_parts.gpt_environment()
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "dispatch": lambda: gpu_parts.run("gpu_dispatch.py", model, bundle, extra=extra),
+        "device": lambda: gpu_parts.run("gpu_device.py", model, bundle, extra=extra),
+        "memory": lambda: gpu_parts.run("gpu_memory.py", bundle, LEAK_ROUNDS),
+        "replays": lambda: gpu_parts.run("gpu_replays.py", model, bundle, REPLAYS, extra=extra),
+    }
+    return ways[part]()
+
+
+def builds(part: str, cache: Path, options: argparse.Namespace, screen: report.Console) -> tuple[Any, list[str]]:
+    """The two build tables.  A model whose package is missing is skipped, not wrong; a refused architecture is a row."""
+    listed = gpu_models.MODELS if part == "builds" else gpu_models.ARCHITECTURES
+    models = [model for model in listed if model.name in options.models]
+    rows = gpu_builds.build_all(models, cache, options.jobs, options.levels, alone=part == "builds")
+    title = "Models" if part == "builds" else "Architectures of transformers, two layers, random weights"
+    gpu_builds.show(screen, title, rows)
+    return rows, [
+        f"{row['name']} {row['level']}: {failed(row)}" for row in rows if failed(row) and not failed(row).startswith("skipped")
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
