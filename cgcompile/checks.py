@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, ExportGraphSignature
 
 from cgbundle.schema import Finding
 
@@ -18,9 +19,19 @@ from .source import is_user_file
 REFUSE, HOST, NOTE = "refuse", "host", "note"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What the rules look at.  `signature` is that of the functional form of the program: export leaves writes in place as operations
+    of the graph, and only there are they listed."""
+
+    exported: Exported
+    signature: ExportGraphSignature
+
+
 def check(exported: Exported) -> tuple[Finding, ...]:
     """All findings of all rules, in the order of the rules."""
-    return tuple([finding for rule in RULES for finding in rule(exported)])
+    subject = Subject(exported=exported, signature=exported.program.run_decompositions({}).graph_signature)
+    return tuple([finding for rule in RULES for finding in rule(subject)])
 
 
 def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> None:
@@ -37,10 +48,10 @@ def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> N
         raise Refused(f"{finding.where or 'model'}: {finding.rule}: {finding.message}: {finding.effect}{more}", finding.fix)
 
 
-def mutated_buffer(exported: Exported) -> Iterable[Finding]:
+def mutated_buffer(subject: Subject) -> Iterable[Finding]:
     """A buffer that forward() writes to (running statistics, a cache) is state; weights are mapped read-only and shared by
     processes."""
-    for target in sorted(set(exported.program.graph_signature.buffers_to_mutate.values())):
+    for target in sorted(set(subject.signature.buffers_to_mutate.values())):
         yield _finding(
             "mutated-buffer", REFUSE, f"forward() writes to the buffer {target.removeprefix(PREFIX)!r}", None,
             "the replay would write to weights that processes share",
@@ -48,9 +59,9 @@ def mutated_buffer(exported: Exported) -> Iterable[Finding]:
         )  # fmt: skip
 
 
-def mutated_input(exported: Exported) -> Iterable[Finding]:
+def mutated_input(subject: Subject) -> Iterable[Finding]:
     """An input that forward() writes to: the caller's tensor, or a padded copy of it, would change or not depending on the call."""
-    for target in sorted(set(exported.program.graph_signature.user_inputs_to_mutate.values())):
+    for target in sorted(set(subject.signature.user_inputs_to_mutate.values())):
         yield _finding(
             "mutated-input", REFUSE, f"forward() writes to its input {target!r}", None,
             "the caller's tensor would change in some calls and not in others",
@@ -58,12 +69,12 @@ def mutated_input(exported: Exported) -> Iterable[Finding]:
         )  # fmt: skip
 
 
-def random_operation(exported: Exported) -> Iterable[Finding]:
+def random_operation(subject: Subject) -> Iterable[Finding]:
     """Random numbers: the exam could not tell a right result from a wrong one."""
-    for node in _calls(exported.program):
+    for node in _calls(subject.exported.program):
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _switched_off(node):
             yield _finding(
-                "random", REFUSE, f"{_operator(node)} draws random numbers", node,
+                "random-operation", REFUSE, f"{_operator(node)} draws random numbers", node,
                 "results differ from call to call and cannot be verified",
                 "call model.eval() if this is dropout, or pass the random tensor as an input",
             )  # fmt: skip
@@ -78,11 +89,11 @@ def _switched_off(node: Any) -> bool:
     return values.get("train") is False or values.get("training") is False or values.get("dropout_p") == 0
 
 
-def training_mode(exported: Exported) -> Iterable[Finding]:
+def training_mode(subject: Subject) -> Iterable[Finding]:
     """Dropout and batch normalization behave differently in training mode."""
-    if any(module.training for module in exported.flat.model.modules()) and any(
+    if any(module.training for module in subject.exported.flat.model.modules()) and any(
         isinstance(module, torch.nn.modules.dropout._DropoutNd | torch.nn.modules.batchnorm._BatchNorm)
-        for module in exported.flat.model.modules()
+        for module in subject.exported.flat.model.modules()
     ):
         yield _finding(
             "training-mode",
@@ -94,7 +105,7 @@ def training_mode(exported: Exported) -> Iterable[Finding]:
         )
 
 
-RULES: tuple[Callable[[Exported], Iterable[Finding]], ...] = (mutated_buffer, mutated_input, random_operation, training_mode)
+RULES: tuple[Callable[[Subject], Iterable[Finding]], ...] = (mutated_buffer, mutated_input, random_operation, training_mode)
 
 
 def _finding(rule: str, severity: str, message: str, node: Any, effect: str, fix: str) -> Finding:

@@ -140,8 +140,8 @@ def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]])
 def _export(
     source: Source, flat: Flat, like: Sample, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> ExportedProgram:
-    # export takes a dimension that can only be 1 or 2 for a constant: the range always leaves room above
-    roots = {name: Dim(name, min=1, max=max(4, values[-1])) for name, values in sizes.items()}
+    # export takes a dimension with a single value above 1 for a constant: the range always leaves room above
+    roots = {name: Dim(name, min=values[0], max=max(values[0] + 3, values[-1])) for name, values in sizes.items()}
     try:
         return _torch_export(flat, like, shapes, roots)
     except Exception as error:
@@ -187,6 +187,10 @@ def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
     return made if made != dict(roots) and made.keys() >= roots.keys() and not _constants(fixes) else None
 
 
+_INPUT_SIZE = r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]"
+"""How export spells the size of an input's axis."""
+
+
 def _constants(fixes: str) -> dict[str, str]:
     """Dimensions that export found to be constant, with the value."""
     return dict(re.findall(r"^\s*(\w+) = (\d+)\s*$", fixes, re.MULTILINE))
@@ -202,8 +206,9 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
                 f"remove what depends on the value of {name} (an if, int(), a constant in a view), or declare no such dimension",
             )
         if re.search(rf"\b{name}\b", text) and "onstraint" in text:
-            line = next((line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)), first_line(error))
-            return SizeExcluded(f"{source.label}: dimension {name!r}: {line}")
+            lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
+            line = next((line for line in lines if line.startswith("Not all values")), lines[0])
+            return SizeExcluded(f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
     place = user_line(error, source.label)
     if not place:
         found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
@@ -233,10 +238,20 @@ def _symbols(
                 raise SizeExcluded(f"{source.label}: dimension {name!r} cannot vary: export fixed it to {actual}")
             (symbol,) = free
             assert expr is not None
+            step, shift = int(expr.subs(symbol, 1) - expr.subs(symbol, 0)), int(expr.subs(symbol, 0))
+            bounds = program.range_constraints.get(symbol)
             for value_of in sizes[name]:
-                _check_size(source, program, symbol, expr, scale * value_of + offset, name, value_of)
-            inner = expr.subs(symbol, 1) - expr.subs(symbol, 0), expr.subs(symbol, 0)
-            found.setdefault(symbol, _invert(name, scale, offset, int(inner[0]), int(inner[1])))
+                whole, rest = divmod(scale * value_of + offset - shift, step)
+                if rest:
+                    raise SizeExcluded(
+                        f"{source.label}: {name}={value_of} is excluded: the model needs a multiple of {step // scale}"
+                    )
+                if bounds is not None and not bounds.lower <= whole <= bounds.upper:
+                    low, high = [(step * end + shift - offset) // scale for end in (int(bounds.lower), int(bounds.upper))]
+                    raise SizeExcluded(
+                        f"{source.label}: {name}={value_of} is excluded: the model works from {name}={low} to {high}"
+                    )
+            found.setdefault(symbol, _invert(name, scale, offset, step, shift))
     return found
 
 
@@ -244,20 +259,6 @@ def _invert(name: str, scale: int, offset: int, inner: int, shift: int) -> Size:
     """symbol from inner*symbol + shift = scale*name + offset."""
     size = axes.expression(name, scale, offset - shift)
     return size if inner == 1 else ("//", size, inner)
-
-
-def _check_size(source: Source, program: ExportedProgram, symbol: Any, expr: Any, wanted: int, name: str, size: int) -> None:
-    import sympy  # type: ignore[import-untyped]
-
-    solutions = sympy.solve(expr - wanted, symbol)
-    bounds = program.range_constraints.get(symbol)
-    whole = [int(value) for value in solutions if value.is_integer]
-    if not whole:
-        raise SizeExcluded(f"{source.label}: {name}={size} is excluded: the model needs it to satisfy {expr} = {wanted}")
-    if bounds is not None and not (bounds.lower <= whole[0] <= bounds.upper):
-        raise SizeExcluded(
-            f"{source.label}: {name}={size} is excluded: the model works for {expr} from {bounds.lower} to {bounds.upper}"
-        )
 
 
 def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], symbols: Mapping[Any, Size]) -> tuple[TensorSpec, ...]:

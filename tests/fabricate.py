@@ -118,7 +118,7 @@ class FakeBackend:
     def turn(self, stream: int | None) -> AbstractContextManager[object]:
         return self.lock if self.static else nullcontext()
 
-    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: int | None) -> FakeResults:
+    def run(self, program: int, addresses: Sequence[int], device: int | None, turn: object) -> FakeResults:
         assert not self.closed, "a replay after close"
         row = self.manifest.programs[program]
         given = [read_numbers(address, row.values[index]) for address, index in zip(addresses, row.inputs, strict=True)]

@@ -73,6 +73,8 @@ class Numpy:
             if not isinstance(value, self.module.generic):
                 raise InputKind(f"input {name!r}: expected a NumPy array like the first input, got {_kind(value)}")
             value = self.module.asarray(value)
+        elif type(value) is not self.module.ndarray and hasattr(value, "mask"):
+            raise InputKind(f"input {name!r}: expected an array without a mask, got {_kind(value)}")
         if not value.dtype.isnative:
             raise InputKind(f"input {name!r}: expected native byte order, got dtype {value.dtype.str}")
         return value
@@ -163,6 +165,8 @@ class Torch:
             raise InputKind(f"input {name!r}: expected a torch tensor like the first input, got {_kind(value)}")
         if value.layout is not self.module.strided:
             raise InputKind(f"input {name!r}: expected a dense tensor, got layout {value.layout}")
+        if value.is_conj() or value.is_neg():
+            value = value.resolve_conj().resolve_neg()  # lazy: the memory holds other numbers
         return value.detach() if value.requires_grad else value
 
     def read(self, value: Any) -> Place:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .archive import EXAM, exam_entry
-from .errors import CgbundleError, ExamFailed
+from .errors import CgbundleError, ExamFailed, WeightsInvalid
 from .loader import load
 from .program import Program
 from .safetensors import Mapped
 from .schema import Manifest, Proof
 from .tensor import Tensor, decode, from_bytes
+from .views import View
 
 BITS = "bits"
 
@@ -71,8 +72,8 @@ def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Te
     found = []
     for index in range(len(manifest.inputs)):
         name = exam_entry(key, "input", index)
-        row = exam.entries[name]
-        found.append(from_bytes(exam.data(name), row.dtype, row.shape))
+        data = _data(exam, name)
+        found.append(from_bytes(data, exam.entries[name].dtype, exam.entries[name].shape))
     return found
 
 
@@ -81,11 +82,18 @@ def _sit(exam: Mapped, program: Program, proof: Proof) -> Result:
     worst, exact = 0.0, True
     for index, output in enumerate(outputs):
         name = exam_entry(proof.key, "output", index)
-        expected, got = bytes(exam.data(name)), output.tobytes()
+        tensor = output.tensor if isinstance(output, View) else output
+        expected, got = bytes(_data(exam, name)), tensor.tobytes()
         if expected != got:
             exact = False
             worst = max(worst, relative_error(output.dtype, expected, got))
     return Result(key=proof.key, error=worst, tolerance=proof.tolerance, exact=exact)
+
+
+def _data(exam: Mapped, name: str) -> memoryview:
+    if name not in exam.entries:
+        raise WeightsInvalid(f"{EXAM}: tensor {name!r} is missing")
+    return exam.data(name)
 
 
 def relative_error(dtype: str, expected: bytes, got: bytes) -> float:
@@ -129,7 +137,7 @@ def fresh(path: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Loads the bundle, sits the exam, prints {"results": [...], "modules": [...]} or {"error": ..., "hint": ...}."""
+    """Loads the bundle, sits the exam, prints {"results": [...], "torch_imported": false} or {"error": ..., "hint": ...}."""
     (path,) = arguments
     try:
         with load(path, check="full") as program:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from .arrays import Library, Place, Plain, library_of
-from .errors import InputDevice, ProgramClosed
+from .errors import InputDevice, InputStructure, ProgramClosed
 from .guards import check_dtype
 from .plans import Part, Plan, Slices, plan
 from .schema import Manifest
@@ -91,6 +91,8 @@ class Program:
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        if len(tensors) != len(self.inputs):
+            raise InputStructure(f"expected {len(self.inputs)} inputs, got {len(tensors)}")
         library = self._library(tensors)
         self._enter()
         try:
@@ -105,6 +107,7 @@ class Program:
             shapes = tuple([place[1] for place in places])
             plan = self._plans.get(shapes) or self._plan(shapes)
             with self._backend.turn(None if device is None else library.stream(device)) as turn:
+                self._epoch.number += 1  # in turn: from here on the outputs of the last replay may be overwritten
                 run = _Run(library, device, turn)
                 made = self._exact(run, plan, values, places) if plan.exact else self._pieces(run, plan, values)
         finally:
@@ -137,7 +140,6 @@ class Program:
             if self._closed:
                 raise ProgramClosed(f"program {self.manifest.name!r} was closed")
             self._running += 1
-            self._epoch.number += 1
 
     def _leave(self) -> None:
         with self._gate:
@@ -203,7 +205,7 @@ class Program:
         cut: list[Any] = []
         addresses = []
         for index, (value, (slices, shape)) in enumerate(zip(values, part.inputs, strict=True)):
-            piece = value[slices]
+            piece = value[slices] if slices else value  # NumPy makes a number of array[()], in memory of its own
             if tuple(piece.shape) != shape:
                 padded = run.library.empty(self.inputs[index].dtype, shape, run.device)
                 padded[tuple([slice(0, size) for size in piece.shape])] = piece
@@ -229,7 +231,7 @@ class Program:
     def _hand_out(self, run: _Run, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
         aliases = self._outputs(run, program, addresses)
         if parts is not None:
-            aliases = [alias[taken] for alias, (taken, _) in zip(aliases, parts, strict=True)]
+            aliases = [alias[taken] if taken else alias for alias, (taken, _) in zip(aliases, parts, strict=True)]
         if self._views:
             return self._guarded(run, aliases)
         return [run.library.copy(alias) for alias in aliases]

@@ -45,15 +45,17 @@ class View:
         return self.tensor[index]
 
     def __len__(self) -> int:
-        return int(self.shape[0])
+        if not self.shape:
+            raise TypeError(f"output {self.name!r} has no axes")
+        length: int = self.shape[0]
+        return length
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        value = self.tensor
-        if hasattr(value, "__array__"):
-            return value.__array__() if dtype is None else value.__array__(dtype)
         import numpy
 
-        return numpy.asarray(value, dtype)
+        value = self.tensor
+        array = value.__array__() if hasattr(value, "__array__") else value
+        return numpy.array(array, dtype) if copy else numpy.asarray(array, dtype)
 
     def __dlpack__(self, **options: Any) -> object:
         return self.tensor.__dlpack__(**options)

@@ -127,8 +127,15 @@ def whisper() -> Made:
 
 
 ARCHITECTURES: dict[str, Callable[[], Made]] = {
-    "BERT": bert, "GPT-2": gpt2, "Llama": llama, "Mamba": mamba, "ViT": vit, "Swin": swin, "T5 encoder": t5, "Whisper encoder": whisper,
-}  # fmt: skip
+    "BERT": bert,
+    "GPT-2": gpt2,
+    "Llama": llama,
+    "Mamba": mamba,
+    "ViT": vit,
+    "Swin": swin,
+    "T5 encoder": t5,
+    "Whisper encoder": whisper,
+}
 
 
 def make(name: str) -> Made:

@@ -35,7 +35,8 @@ def build(model: Model, level: str, cache: Path, threads: int | None = None, sec
         extra["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
     row = missing(model) or gpu_parts.run("gpu_build.py", model.name, level, out, extra=extra, seconds=seconds)
     row |= {"name": model.name, "title": model.title, "level": level}
-    say(f"{model.name} {level}: {failed(row) or '%.1f s, exam %s' % (row['seconds'], row['exam'])}")
+    came = failed(row) or f"{row['seconds']:.1f} s, exam by {row['exam']}"
+    say(f"{model.name} {level}: {came}")
     return row
 
 
@@ -76,9 +77,9 @@ def build_all(models: Sequence[Model], cache: Path, jobs: int, levels: Sequence[
     rest.sort(key=lambda pair: (gpu_models.LEVELS.index(pair[1]), bool(pair[0].source)), reverse=True)
     say(f"{len(rest)} builds, {jobs} at a time")
     with ThreadPoolExecutor(jobs) as pool:
-        running = {pair: pool.submit(build, *pair, cache, 4) for pair in rest}
-        for (model, level), future in running.items():
-            done[model.name, level] = future.result()
+        running = [((model.name, level), pool.submit(build, model, level, cache, 4)) for model, level in rest]
+        for name, future in running:
+            done[name] = future.result()
     return [done[model.name, level] for model, level in wanted]
 
 

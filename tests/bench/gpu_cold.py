@@ -11,6 +11,7 @@ from typing import Any
 
 import gpu_models
 import gpu_parts
+import gpu_watch
 import report
 import serving
 from gpu_parts import failed, say
@@ -22,11 +23,8 @@ REPEAT = {"bundle": 9, "watched": 5, "C floor": 9, "Python floor": 5, "capture":
 TOLERANCE = 4e-2
 """bfloat16's, as cgcompile holds recordings to."""
 
-STAGES = (
-    "interpreter", "import cgbundle", "import cuda-bindings", "the rest of cgbundle's imports", "manifest", "checks and hashes", "context",
-    "memories", "start of the weights", "modules", "checks of the tables", "graphs", "waiting for the weights", "load: the rest", "inputs",
-    "first call",
-)  # fmt: skip
+LAPS = ("interpreter", "import cgbundle", "input", "first call")
+"""What stands beside the stages of loading."""
 
 
 def measure(bundle: Path, cache: Path) -> dict[str, Any]:
@@ -162,21 +160,30 @@ def show_breakdown(screen: report.Console, found: dict[str, Any]) -> None:
     runs = [row for row in found.get("watched", []) if not failed(row)]
     if not runs:
         return
-    parts = [run["laps"] | run["stages"] for run in runs]
-    for part, run in zip(parts, runs, strict=True):
-        part["load: the rest"] = run["laps"]["load"] - sum(run["stages"].values())
-    rows = [[name, report.milliseconds([part.get(name, 0.0) for part in parts])] for name in STAGES]
+    rows = [[name, report.milliseconds([run["laps"][name] for run in runs])] for name in LAPS[:2]]
+    names = list(dict.fromkeys(name for run in runs for name in run["stages"]))
+    for name in sorted(names, key=lambda name: name.startswith(gpu_watch.BESIDE)):
+        rows.append([f"load: {name}", report.milliseconds([run["stages"].get(name, 0.0) for run in runs])])
+    rows.append(["load: the rest", report.milliseconds([rest_of_load(run) for run in runs])])
+    rows += [[name, report.milliseconds([run["laps"][name] for run in runs])] for name in LAPS[2:]]
     rows.append(["in all, watched", report.milliseconds(times(found, "watched"))])
-    note = "the weights travel in other threads while modules are loaded and graphs are built"
+    note = "beside: in another thread, while the first goes on; so travel the weights"
     report.table(screen, "Where the bundle's time goes", ["", "median (range)"], rows, note)
     run = runs[-1]
     first, second = run["addresses"][0], run["addresses"][-1]
     apart = all(a != b for a, b in zip(first, second, strict=True) if a or b)
-    names = ", ".join(run["banned"]) or "none"
-    screen.print(f"imported of {', '.join(('torch', 'numpy', 'triton', 'cgcompile'))}: {names}; foreign packages: {run['foreign']}")
+    held = ", ".join(run["banned"]) or "none"
+    plain = ", ".join(found["bundle"][-1].get("foreign", [])) or "none"
+    screen.print(f"imported of torch, numpy, triton, cgcompile: {held}; packages beside the standard library: {plain}")
     screen.print(f"two loads in one process: {'all' if apart else 'NOT ALL'} memories at other addresses, e.g. weights at")
     screen.print(f"  {first[0]:#x} and {second[0]:#x}; the exam at the second: {'same bits' if all(run['exam']) else 'OTHER BITS'}")
     for way, values in found["differences"].items():
         shown = ", ".join(f"{value:.1e}" for value in values)
         screen.print(f"  {way}: largest difference to the recording per size: {shown} (allowed {TOLERANCE:g})")
     screen.print()
+
+
+def rest_of_load(run: dict[str, Any]) -> float:
+    """Seconds of `load` in no stage of the first thread."""
+    own = sum(seconds for name, seconds in run["stages"].items() if not name.startswith(gpu_watch.BESIDE))
+    return run["laps"]["load"] - own

@@ -1,6 +1,7 @@
 """Child: `gpu_dispatch.py MODEL BUNDLE` times the CPU's part of one call at the smallest size, all ways in one run, in turns.
 
-A burst of calls is timed one by one while the GPU still works on the first, and waited for outside the clock: launching never waits.
+A burst of calls is timed one by one while the GPU still works on the first, and waited for outside the clock, so that launching
+never waits.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ def run(script: str, *arguments: object, extra: dict[str, str] | None = None, se
     line = children.command(script, *arguments)
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        line, env=environment(extra), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+        line, env=environment(extra), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace",
+        start_new_session=True,
     ) as process:  # fmt: skip
         try:
             stdout, stderr = process.communicate(timeout=seconds)

@@ -1,4 +1,4 @@
-"""Child: `gpu_replays.py MODEL BUNDLE COUNT` replays sizes at random on changing streams, and compares with each input's first replay.
+"""Child: `gpu_replays.py MODEL BUNDLE COUNT` replays sizes at random on changing streams, beside each input's first replay.
 
 Then mode="stream" with mode="graph", bit for bit, and sizes that were not recorded, padded and cut, with eager PyTorch.
 """

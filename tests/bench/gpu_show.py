@@ -4,8 +4,8 @@
     PYTHONPATH=.:cli:bundles python tests/bench/gpu_show.py --only cold,dispatch
 
 Parts: builds and architectures (what builds, and is the bundle bit-identical in a fresh process), cold (process start to first
-output), dispatch (CPU time of a call), device (GPU time of a call), memory, replays.  Every measurement is a fresh process; one that
-fails is a row with its error.  Exit 1 when something failed or is wrong, 0 otherwise, whatever the times are.
+output), dispatch (CPU time of a call), device (GPU time of a call), memory, replays.  Every measurement is a fresh process; one
+that fails is a row with its error.  Exit 1 when something failed or is wrong, 0 otherwise, whatever the times are.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def arguments() -> argparse.Namespace:
     options.only, options.levels = options.only.split(","), options.levels.split(",")
     options.models = options.models.split(",") if options.models else list(gpu_models.BY_NAME)
     for name, given, known in (
-        ("only", options.only, PARTS), ("levels", options.levels, gpu_models.LEVELS), ("models", options.models, gpu_models.BY_NAME),
-    ):  # fmt: skip
+        ("only", options.only, PARTS),
+        ("levels", options.levels, gpu_models.LEVELS),
+        ("models", options.models, gpu_models.BY_NAME),
+    ):
         if set(given) - set(known):
             parser.error(f"--{name}: expected names among {', '.join(known)}")
     return options

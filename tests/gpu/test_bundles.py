@@ -1,0 +1,216 @@
+"""From a model to its replay on a GPU: built by cgcompile, loaded by cgbundle, called as users call it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgbundle  # noqa: E402
+from cgbundle import exam  # noqa: E402
+from cgbundle.cuda import driver  # noqa: E402
+from cgbundle.errors import InputShape, KeyMissing, ProgramClosed, StaleView  # noqa: E402
+from cgbundle.tensor import from_bytes  # noqa: E402
+from tests.gpu import built  # noqa: E402
+from tests.gpu.built import Case  # noqa: E402
+
+NAMES = ("gpt", "mlp")
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    folder = tmp_path_factory.mktemp("bundles")
+    return {"gpt": built.build_gpt(folder), "mlp": built.build_mlp(folder)}
+
+
+@pytest.fixture(params=NAMES)
+def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
+    return cases[request.param]
+
+
+@pytest.fixture
+def program(case: Case) -> Iterator[Any]:
+    with cgbundle.load(case.path) as loaded:
+        yield loaded
+
+
+# --- calls -------------------------------------------------------------------------------------------------------
+
+
+def test_the_exam_has_the_recorded_bits_in_a_process_without_torch(case: Case) -> None:
+    answer = exam.fresh(str(case.path))
+    assert [row["exact"] for row in answer["results"]] == [True] * len(built.SIZES) and not answer["torch_imported"]
+
+
+@pytest.mark.parametrize("size", built.SIZES)
+def test_a_recorded_size_equals_eager(case: Case, program: Any, size: int) -> None:
+    value = case.draw(size)
+    got = program(value)
+    case.check(got, value)
+    assert got.is_cuda and got.is_contiguous() and torch.equal(got, program(value))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 9])
+def test_other_sizes_are_padded_and_cut(case: Case, program: Any, size: int) -> None:
+    value = case.draw(size)
+    case.check(program(value), value)
+    with cgbundle.load(case.path, on_miss="chunk") as chunk:
+        case.check(chunk(value), value)
+        case.check(chunk(value.cpu()), value)
+
+
+def test_a_size_that_was_not_recorded_can_be_refused(case: Case) -> None:
+    with cgbundle.load(case.path, on_miss="error") as program, pytest.raises(KeyMissing, match="1, 4"):
+        program(case.draw(3))
+
+
+def test_the_callers_stream_is_honoured(case: Case, program: Any) -> None:
+    sources = [case.draw(4, seed) for seed in range(4)]
+    expected = [program(source) for source in sources]
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for source, want in zip(sources * 5, expected * 5, strict=True):
+        with torch.cuda.stream(side):
+            value = torch.empty_like(source)
+            torch.cuda._sleep(2_000_000)  # the input is not there yet when the call is made
+            value.copy_(source)
+            got = program(value)
+            value.zero_()  # and is gone right after
+        side.synchronize()
+        assert torch.equal(got, want)
+
+
+def test_streams_in_turn_do_not_disturb_each_other(case: Case, program: Any) -> None:
+    draw = random.Random(3)
+    values = {size: [case.draw(size, seed) for seed in range(3)] for size in built.SIZES}
+    expected = {size: [program(value) for value in inputs] for size, inputs in values.items()}
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    made = []
+    for _ in range(200):
+        size, index = draw.choice(built.SIZES), draw.randrange(3)
+        with torch.cuda.stream(draw.choice(streams)):
+            made.append((program(values[size][index]), expected[size][index]))
+    torch.cuda.synchronize()
+    assert all(torch.equal(got, want) for got, want in made)
+
+
+def test_every_kind_of_tensor_gives_the_same_numbers(cases: dict[str, Case]) -> None:
+    case = cases["mlp"]
+    value = case.draw(4)
+    with cgbundle.load(case.path) as program:
+        want = program(value).cpu()
+        numpy = program(value.cpu().numpy())
+        plain = program(from_bytes(value.cpu().numpy().tobytes(), "float32", value.shape))
+        assert torch.equal(program(value.cpu()), want) and not program(value.cpu()).is_cuda
+        assert type(numpy).__name__ == "ndarray" and torch.equal(torch.from_numpy(numpy), want)
+        assert isinstance(plain, cgbundle.Tensor) and plain.tobytes() == want.numpy().tobytes()
+        assert torch.equal(program(value.t().contiguous().t()), want.cuda()), "another layout of the input"
+
+
+def test_cupy_arrays(cases: dict[str, Case]) -> None:
+    cupy = pytest.importorskip("cupy")
+    case = cases["mlp"]
+    value = case.draw(4)
+    with cgbundle.load(case.path) as program:
+        want = program(value)
+        got = program(cupy.asarray(value))
+        assert isinstance(got, cupy.ndarray) and torch.equal(torch.as_tensor(got, device="cuda"), want)
+        with cupy.cuda.Stream(non_blocking=True):
+            again = program(cupy.asarray(value))
+            cupy.cuda.get_current_stream().synchronize()
+        assert torch.equal(torch.as_tensor(again, device="cuda"), want)
+        case.check(torch.as_tensor(program(cupy.asarray(case.draw(3))), device="cuda"), case.draw(3))
+
+
+def test_views_become_stale(case: Case) -> None:
+    with cgbundle.load(case.path, outputs="view") as program:
+        value = case.draw(4)
+        view = program(value)
+        kept = view.clone()
+        case.check(view.tensor, value)
+        program(case.draw(4, 1))
+        with pytest.raises(StaleView, match="call 1 was read after call 2"):
+            _ = view.tensor
+        with pytest.raises(StaleView):
+            torch.from_dlpack(view)
+        case.check(kept, value)
+
+
+def test_stream_mode_gives_the_bits_of_graph_mode(case: Case, program: Any) -> None:
+    with cgbundle.load(case.path, mode="stream") as stream:
+        for size in (*built.SIZES, 3, 9):
+            value = case.draw(size)
+            assert torch.equal(stream(value), program(value))
+
+
+def test_wrong_calls_name_the_input(cases: dict[str, Case]) -> None:
+    with cgbundle.load(cases["mlp"].path) as program, pytest.raises(InputShape, match="input"):
+        program(torch.zeros(4, built.WIDTH + 1, device="cuda"))
+
+
+# --- several at once, and the end --------------------------------------------------------------------------------
+
+
+def test_threads_share_a_program(case: Case, program: Any) -> None:
+    values = {size: [case.draw(size, seed) for seed in range(3)] for size in (*built.SIZES, 3)}
+    expected = {size: [program(value) for value in inputs] for size, inputs in values.items()}
+    torch.cuda.synchronize()
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        draw = random.Random(number)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(60):
+                size, index = draw.choice(list(values)), draw.randrange(3)
+                if not torch.equal(program(values[size][index]), expected[size][index]):
+                    wrong.append(f"thread {number}: size {size}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_two_bundles_and_two_programs_of_one_bundle(cases: dict[str, Case]) -> None:
+    gpt, mlp = cases["gpt"], cases["mlp"]
+    with cgbundle.load(gpt.path) as one, cgbundle.load(mlp.path) as two, cgbundle.load(gpt.path, outputs="view") as three:
+        ids, floats = gpt.draw(4), mlp.draw(1)
+        first = one(ids)
+        for _ in range(20):
+            kept = three(ids)
+            mlp.check(two(floats), floats)
+            assert torch.equal(one(ids), first) and torch.equal(kept.tensor, first)
+
+
+def test_close_gives_every_byte_back(case: Case) -> None:
+    context = driver.Context(0)
+    free = []
+    for round_ in range(20):
+        program = cgbundle.load(case.path, mode=("graph", "stream")[round_ % 2])
+        value = case.draw(4)
+        kept = program(value)
+        program.close()
+        program.close()
+        case.check(kept, value)
+        with pytest.raises(ProgramClosed):
+            program(value)
+        torch.cuda.synchronize()
+        with context:
+            free.append(driver.free_bytes())
+    context.release()
+    assert len(set(free[10:])) == 1, free
+
+
+def test_all_sizes_share_the_largest_ones_arena(case: Case, program: Any) -> None:
+    arenas = [entry.arena for entry in program.manifest.programs]
+    assert program.memory["arena"] == max(arenas) and program.int_keys == ((1,), (4,))

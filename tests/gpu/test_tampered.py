@@ -1,0 +1,146 @@
+"""A bundle that was changed is refused before anything runs on the GPU, each change with its own error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgbundle  # noqa: E402
+from cgbundle import tables  # noqa: E402
+from cgbundle.cuda.driver import cu  # noqa: E402
+from cgbundle.errors import CgbundleError, FileDamaged, ManifestInvalid, TableInvalid, WrongMachine  # noqa: E402
+from cgbundle.recording import Address, Edge, KernelNode, Recording  # noqa: E402
+from cgbundle.schema import Manifest  # noqa: E402
+from tests.gpu import built  # noqa: E402
+
+LAUNCHES = ("cuGraphLaunch", "cuLaunchKernelEx", "cuLaunchKernel", "cuGraphInstantiate")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built.build_gpt(tmp_path_factory.mktemp("bundle")).path
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call that runs a kernel is made."""
+
+    def refuse(*_arguments: Any) -> None:
+        pytest.fail("something was launched")
+
+    for name in LAUNCHES:
+        monkeypatch.setattr(cu, name, refuse)
+
+
+def architecture(folder: Path, manifest: Manifest) -> Manifest:
+    return replace(manifest, target=replace(manifest.target, arch="sm_80"))
+
+
+def newer_driver(folder: Path, manifest: Manifest) -> Manifest:
+    return replace(manifest, target=replace(manifest.target, driver=99000))
+
+
+def newer_format(folder: Path, manifest: Manifest) -> Manifest:
+    return replace(manifest, format=99)
+
+
+def image(folder: Path, manifest: Manifest) -> None:
+    flip(next((folder / "kernels").iterdir()))
+
+
+def image_resealed(folder: Path, manifest: Manifest) -> Manifest:
+    image(folder, manifest)
+    return manifest
+
+
+def relocation(folder: Path, manifest: Manifest) -> Manifest:
+    def change(recording: Recording) -> Recording:
+        index, node = first_kernel(recording)
+        moved = replace(node.relocations[0], target=Address(memory=node.relocations[0].target.memory, offset=1 << 40))
+        return put_node(recording, index, replace(node, relocations=(moved, *node.relocations[1:])))
+
+    return change_table(folder, manifest, change)
+
+
+def node_table(folder: Path, manifest: Manifest) -> Manifest:
+    def change(recording: Recording) -> Recording:
+        index, node = first_kernel(recording)
+        return put_node(recording, index, replace(node, threads=(2048, 1, 1)))
+
+    return change_table(folder, manifest, change)
+
+
+def cycle(folder: Path, manifest: Manifest) -> Manifest:
+    def change(recording: Recording) -> Recording:
+        back = Edge(source=len(recording.nodes) - 1, target=0, from_port=0, to_port=0, type=0)
+        return replace(recording, edges=(*recording.edges, back))
+
+    return change_table(folder, manifest, change)
+
+
+def table_byte(folder: Path, manifest: Manifest) -> None:
+    flip(folder / manifest.programs[0].steps[0].file)
+
+
+CHANGES = {
+    "architecture": (architecture, WrongMachine, "the bundle is for sm_80"),
+    "driver": (newer_driver, WrongMachine, r"needs a driver for CUDA 99\.0"),
+    "format": (newer_format, CgbundleError, "format version 99"),
+    "image": (image, FileDamaged, "kernels/"),
+    "image, hashes made to fit": (image_resealed, ManifestInvalid, "not named by its SHA-256"),
+    "relocation": (relocation, TableInvalid, r"relocations: the word at \d+ points at byte \d+ of memory"),
+    "node table": (node_table, TableInvalid, "threads: .* is not within"),
+    "edges": (cycle, TableInvalid, "cycle"),
+    "table, a byte": (table_byte, FileDamaged, "graphs/"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_bundle_is_refused_before_anything_runs(name: str, bundle: Path, tmp_path: Path) -> None:
+    change, error, message = CHANGES[name]
+    changed = built.altered(bundle, tmp_path, change)
+    with pytest.raises(error, match=message) as caught:
+        cgbundle.load(changed)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_two_changes_give_the_same_error(bundle: Path, tmp_path: Path) -> None:
+    seen = set()
+    for index, (change, _, _) in enumerate(CHANGES.values()):
+        with pytest.raises(CgbundleError) as caught:
+            cgbundle.load(built.altered(bundle, tmp_path / str(index), change))
+        seen.add((type(caught.value), str(caught.value)))
+    assert len(seen) == len(CHANGES)
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    """Changes one byte in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def first_kernel(recording: Recording) -> tuple[int, KernelNode]:
+    """With a relocation."""
+    return next((i, node) for i, node in enumerate(recording.nodes) if isinstance(node, KernelNode) and node.relocations)
+
+
+def put_node(recording: Recording, index: int, node: KernelNode) -> Recording:
+    return replace(recording, nodes=(*recording.nodes[:index], node, *recording.nodes[index + 1 :]))
+
+
+def change_table(folder: Path, manifest: Manifest, change: Any) -> Manifest:
+    """Decodes, changes and encodes the first program's table."""
+    path = folder / manifest.programs[0].steps[0].file
+    path.write_bytes(tables.encode(change(tables.decode(path.read_bytes()))))
+    return manifest
