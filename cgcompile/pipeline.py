@@ -6,7 +6,8 @@ import importlib.util
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,15 @@ class Built:
     seconds: tuple[tuple[str, float], ...]
 
 
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Export and Inductor warn about their own insides, which a user of cgcompile can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
+        yield
+
+
+@_quiet_torch()
 def build(
     model: Any,
     inputs: Callable[..., Any] | None = None,
@@ -93,8 +103,7 @@ def build(
         source=source, exported=exported, sizes=wanted, dimensions=dimensions, target=chosen, lower=lower,
         torch_version=torch.__version__.partition("+")[0],
     )  # fmt: skip
-    with staged(destination, replace=force) as stage, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Inductor and torch.export.save warn about their own insides
+    with staged(destination, replace=force) as stage:
         parts = _parts(job, stage, stages)
         write_program(stage / archive.PROGRAM, exported.program)
         options = {"target": target, "lower": lower, "strict": str(strict).lower()}

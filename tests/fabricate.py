@@ -29,8 +29,8 @@ Compute = Callable[[tuple[int, ...], list[Numbers]], list[Numbers]]
 """What a fake model does: (key, inputs) -> outputs."""
 
 ELEMENTS = {
-    "float32": ctypes.c_float, "float64": ctypes.c_double, "int64": ctypes.c_int64, "int32": ctypes.c_int32, "uint8": ctypes.c_uint8,
-    "bool": ctypes.c_bool,
+    "float32": ctypes.c_float, "float64": ctypes.c_double, "int64": ctypes.c_int64, "int32": ctypes.c_int32,
+    "uint8": ctypes.c_uint8, "bool": ctypes.c_bool,
 }  # fmt: skip
 
 SPOILED = 0xDD
@@ -54,7 +54,8 @@ def signature(
 ) -> Manifest:
     """A cpu manifest of one host region; by default the call takes the inputs by position and the result is a tuple of the outputs.
 
-    `output_orders` are the orders in which the backend lays the outputs out (default: row-major)."""
+    `output_orders` are the orders in which the backend lays the outputs out (default: row-major).
+    """
     orders = output_orders or [range(len(each.shape)) for each in outputs]
 
     def program(key: tuple[int, ...]) -> Program:

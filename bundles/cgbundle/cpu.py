@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import byref, c_void_p
+from ctypes import Array, addressof, c_void_p
 
 from . import libtorch
 from .archive import WEIGHTS
 from .errors import WrongMachine
-from .host import HostRegion, Layout
+from .host import POINTER_BYTES, HostRegion, Layout
 from .safetensors import Mapped
 from .schema import Manifest, Target, Value, Weight
 
@@ -50,13 +50,14 @@ class Outputs:
     device: int | None = None
     static = False
 
-    def __init__(self, torch: libtorch.LibTorch, handles: Iterable[int | None]) -> None:
+    def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p]) -> None:
         self._torch, self._handles = torch, handles
-        self.addresses = []
-        pointer = c_void_p()
+        found = (c_void_p * len(handles))()
+        place = addressof(found)
         for handle in handles:
-            torch.data_pointer(handle, byref(pointer))
-            self.addresses.append(pointer.value or 0)
+            torch.data_pointer(handle, place)
+            place += POINTER_BYTES
+        self.addresses = [address or 0 for address in found]
 
     def __del__(self) -> None:
         for handle in self._handles:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
+from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
 
 from .errors import LibraryRefused
 from .libtorch import LibTorch
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
+
+POINTER_BYTES = ctypes.sizeof(c_void_p)
 
 INSTANCES = 4
 """Replays of one region that may run at the same time; a further one waits.  An instance shares the constants and costs a few
@@ -82,15 +84,14 @@ class HostRegion:
     def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: int) -> ctypes.Array[c_void_p]:
         """Runs on CPU memory; returns `outputs` tensor handles, which the caller must delete."""
         given = (c_void_p * len(addresses))()
-        handle = c_void_p()
-        for index, address in enumerate(addresses):
-            layout = layouts[index]
+        place = addressof(given)
+        for address, layout in zip(addresses, layouts, strict=True):
             code = self._torch.create(
-                address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, byref(handle)
+                address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, place
             )
             if code:
                 raise LibraryRefused(f"{self._where}: torch refused an input tensor")
-            given[index] = handle.value
+            place += POINTER_BYTES
         made = (c_void_p * outputs)()
         if self._run(self._container, given, len(addresses), made, outputs, None, None):
             self._check(1)

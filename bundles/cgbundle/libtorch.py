@@ -80,12 +80,12 @@ class LibTorch:
         self._library = library
         self.create = library.aoti_torch_create_tensor_from_blob
         self.create.argtypes = (
-            c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, POINTER(c_void_p),
+            c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p,
         )  # fmt: skip
         self.delete = library.aoti_torch_delete_tensor_object
         self.delete.argtypes = (c_void_p,)
         self.data_pointer = library.aoti_torch_get_data_ptr
-        self.data_pointer.argtypes = (c_void_p, POINTER(c_void_p))
+        self.data_pointer.argtypes = (c_void_p, c_void_p)
 
     def dtype(self, name: str) -> int:
         """torch's number for a dtype.  Raises LibraryRefused where this torch has none."""

@@ -39,6 +39,7 @@ def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
             archive.check_hash(path, file)
     if level == "full":
         archive.check_strangers(path, manifest)
+        check_tables(path, manifest)
 
 
 def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
@@ -62,6 +63,8 @@ def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
     for name, check in ((archive.WEIGHTS, check_weights), (archive.EXAM, check_exam)):
         if name not in broken:
             holds(check, path, manifest)
+    if not broken:
+        holds(check_tables, path, manifest)
     for stranger in archive.strangers(path, manifest):
         holds(archive.check_strangers, path, manifest, (stranger,))
     return list(found.values())
@@ -99,13 +102,11 @@ def check_weights(path: str, manifest: Manifest) -> None:
         entry = entries.get(weight.tensor)
         if entry is None:
             raise WeightsInvalid(f"{archive.WEIGHTS}: tensor {weight.tensor!r} is missing")
-        stored = _in_memory_order(weight)
-        same = sorted(entry.shape) == sorted(stored) and [size for size in entry.shape if size != 1] == [
-            s for s in stored if s != 1
-        ]
+        found, stored = list(entry.shape), _in_memory_order(weight)
+        same = sorted(found) == sorted(stored) and _without_ones(found) == _without_ones(stored)
         if entry.dtype != weight.dtype or not same:
             raise WeightsInvalid(
-                f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {list(entry.shape)}, expected {weight.dtype} {stored}"
+                f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {found}, expected {weight.dtype} {stored}"
             )
 
 
@@ -137,6 +138,33 @@ def _in_memory_order(weight: Weight) -> list[int]:
         return list(weight.shape)
     axes = sorted(range(len(weight.shape)), key=lambda axis: (-weight.strides[axis], axis))
     return [weight.shape[axis] for axis in axes]
+
+
+def check_tables(path: str, manifest: Manifest) -> None:
+    """Raises TableInvalid unless every recording is sound and that of its program's key, and the module states are sound."""
+    from . import modulestates, tablecheck  # a cpu bundle has neither
+    from .tableview import Table
+
+    memories = dict(manifest.memories)
+    images = {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}
+    for program in manifest.programs:
+        for name in [step.file for step in program.steps if step.file]:
+            table = Table(_read(path, name), name)
+            tablecheck.check(table, name, memories, images)
+            if tuple(table.key) != program.key:
+                raise TableInvalid(f"{name}: key: {tuple(table.key)}, the manifest uses it for {program.key}")
+    if manifest.module_state:
+        states = modulestates.decode_states(_read(path, manifest.module_state), manifest.module_state)
+        modulestates.check_states(states, manifest.module_state, memories, images)
+
+
+def _read(path: str, name: str) -> bytes:
+    with open(os.path.join(path, name), "rb") as file:
+        return file.read()
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _require(holds: bool, where: str, message: str) -> None:

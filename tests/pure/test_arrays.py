@@ -228,7 +228,7 @@ def test_a_lazy_conjugate_or_negative_is_read_as_the_numbers_it_stands_for() -> 
         assert elements(lib.read(kept)) == lazy.tolist()
 
 
-@pytest.mark.parametrize("make", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+@pytest.mark.parametrize("make", ["to_sparse", "to_mkldnn"])
 def test_a_torch_tensor_that_is_not_dense_is_refused(make: str) -> None:
     torch, lib = torch_library()
     with pytest.raises(InputKind, match="input 'x': expected a dense tensor, got layout"):

@@ -58,10 +58,8 @@ def test_a_bundle_is_read_and_checked_with_everything_else_absent(tmp_path: Path
     from tests.support import write_bundle
 
     path = write_bundle(tmp_path / "tiny.cgb")
-    python(
-        BAN
-        + f"from cgbundle import archive, verify\npath = {str(path)!r}\nverify.check_bundle(path, archive.read_manifest(path), 'full')"
-    )
+    code = f"from cgbundle import archive, verify\npath = {str(path)!r}\n"
+    python(BAN + code + "verify.check_bundle(path, archive.read_manifest(path), 'full')")
 
 
 def test_importing_the_runtime_is_light_and_the_standard_librarys() -> None:

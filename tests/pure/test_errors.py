@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) an
 DEFECTS = [each for each in CLASSES if each not in (CgbundleError, CallError)]
 
 
+@cache
 def names_in_calls() -> set[str]:
     """Every name that is called in the package outside errors.py: an error is made where it is raised, or returned to be raised."""
     found = set()

@@ -191,7 +191,7 @@ LAST = signature(
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("batch", [1, 4, 3, 6])
 def test_channels_last_in_and_row_major_out(library: str, turned: bool, batch: int) -> None:
-    run, backend = program(LAST, double)
+    run, _ = program(LAST, double)
     x = convert(numbers((batch, 2, 3)), library)
     if turned:
         if library == "plain":

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cgbundle import archive
-from cgbundle.errors import FileDamaged, ManifestInvalid
+from cgbundle.errors import FileDamaged, ManifestInvalid, TableInvalid
 from cgbundle.schema import File, Finding, Manifest, Region, Step, TensorSpec, Value
-from cgbundle.verify import check_manifest
+from cgbundle.verify import check_manifest, check_tables
+from tests import cuda_bundles
 from tests.fabricate import dimension, signature, spec
 from tests.support import HOST_FILE, manifest
 
@@ -332,11 +334,8 @@ def test_an_axis_of_size_one_may_have_any_stride() -> None:
 
 def test_a_shape_that_divides_by_zero_is_refused() -> None:
     made = put_row("dimensions", 0, chunk=False)(cpu())
-    broken = put_row("outputs", 0, shape=(("//", "batch", ("-", "batch", 4)), 2))(made)
-    reject(put_row("programs", 0, values=(made.programs[0].values[0], replace(made.programs[0].values[1], shape=(0, 2))))(
-        put_row("outputs", 0, shape=(("%", 4, ("-", "batch", 1)), 2))(made)), "programs[0].outputs[0]", "divides by zero")  # fmt: skip
-    with pytest.raises(ManifestInvalid):
-        check_manifest(broken)
+    broken = put_row("outputs", 0, shape=(("//", "batch", ("-", "batch", 1)), 2))(made)
+    reject(broken, "programs[0].outputs[0]", "divides by zero at {'batch': 1}")
 
 
 def test_a_product_of_sizes_that_nobody_could_list_is_refused_at_once() -> None:
@@ -354,3 +353,44 @@ def test_sizes_that_are_multiples_of_a_dimension_are_cut() -> None:
         [spec("y", 3, ("*", 4, "batch"))],
     )
     check_manifest(replace(made, files=FILES))
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def recorded(folder: Path) -> Manifest:
+    """A bundle of recordings whose image is no image: to be checked, not run."""
+    return cuda_bundles.write(folder, b"an image")
+
+
+def test_tables_and_module_states_are_checked(tmp_path: Path) -> None:
+    check_tables(str(tmp_path), recorded(tmp_path))
+
+
+def test_a_table_of_another_key_is_refused(tmp_path: Path) -> None:
+    made = recorded(tmp_path)
+    first, second = made.programs
+    swapped = replace(made, programs=(replace(first, steps=second.steps), replace(second, steps=first.steps)))
+    with pytest.raises(TableInvalid, match=r"^graphs/g0-8\.bin: key: \(8,\), the manifest uses it for \(4,\)"):
+        check_tables(str(tmp_path), swapped)
+
+
+def test_a_table_that_reaches_outside_its_memory_is_refused(tmp_path: Path) -> None:
+    made = recorded(tmp_path)
+    memories = tuple((name, 16 if name == "arena" else size) for name, size in made.memories)
+    with pytest.raises(TableInvalid, match=r"^graphs/g0-4\.bin: nodes\[\d\].*memory arena, which has 16"):
+        check_tables(str(tmp_path), replace(made, memories=memories))
+
+
+def test_a_table_of_an_image_that_the_bundle_has_not_is_refused(tmp_path: Path) -> None:
+    made = recorded(tmp_path)
+    without = tuple(file for file in made.files if not file.path.startswith("kernels/"))
+    with pytest.raises(TableInvalid, match="is not among the bundle's images"):
+        check_tables(str(tmp_path), replace(made, files=without))
+
+
+def test_module_states_that_reach_outside_their_memory_are_refused(tmp_path: Path) -> None:
+    made = recorded(tmp_path)
+    memories = tuple((name, 16 if name == "weights" else size) for name, size in made.memories)
+    with pytest.raises(TableInvalid, match=r"^graphs/modules\.bin: "):
+        check_tables(str(tmp_path), replace(made, programs=(), memories=memories))

@@ -1,0 +1,84 @@
+"""The models of the golden bundles: as small as they can be and still have every part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, HEADS, VOCABULARY, TOKENS = 32, 2, 96, 8
+
+Made = tuple[nn.Module, Callable[[int], tuple[torch.Tensor, ...]]]
+
+
+class Block(nn.Module):
+    """A transformer block with causal attention.  The attention is written as products and sums, which Inductor makes one small
+    kernel of; the library's attention kernels are megabytes of machine code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens, WIDTH) -> the same; `hidden` is added to the scores."""
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, tokens, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        scores = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) * (width // HEADS) ** -0.5 + hidden
+        mixed = (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Token ids (batch, TOKENS) -> logits of the last token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.register_buffer("hidden", torch.full((TOKENS, TOKENS), -1e4).triu(1))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The weights of the last layer are those of the first."""
+        x = self.token(ids) + self.place.weight
+        for block in self.blocks:
+            x = block(x, self.hidden)
+        return self.head(self.norm(x[:, -1]))
+
+
+def gpt_two() -> Made:
+    """Two layers, bf16, tied weights."""
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randint(0, VOCABULARY, (batch, TOKENS)),)
+
+    return GPT().bfloat16(), inputs
+
+
+def mlp() -> Made:
+    """Two layers, bf16."""
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 16, dtype=torch.bfloat16),)
+
+    return perceptron().bfloat16(), inputs
+
+
+def cpu_mlp() -> Made:
+    """Two layers, fp32."""
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 16),)
+
+    return perceptron(), inputs
+
+
+def perceptron() -> nn.Module:
+    """16 -> 32 -> 4."""
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
