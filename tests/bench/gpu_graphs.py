@@ -101,7 +101,6 @@ def loaded(bundle: str, **options: Any) -> Any:
 
 def compiled(network: Any, reduce_overhead: bool) -> Callable[..., Any]:
     """torch.compile as users call it, specialized to every size."""
-    torch._dynamo.reset()
     mode = "reduce-overhead" if reduce_overhead else None
     fast: Callable[..., Any] = torch.compile(network, mode=mode, fullgraph=True, dynamic=False)
     return fast

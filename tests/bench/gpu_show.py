@@ -27,8 +27,11 @@ import gpu_tables
 import report
 from gpu_parts import failed, say
 
+BUILDS = {"builds", "architectures"}
 PARTS = ("builds", "architectures", "cold", "dispatch", "device", "memory", "replays")
 LEAK_ROUNDS, REPLAYS = 100, 10_000
+WIDTH = 140
+"""Columns of the tables."""
 
 
 def main() -> int:
@@ -36,13 +39,14 @@ def main() -> int:
     options = arguments()
     cache = options.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)
-    screen = report.console()
+    screen = report.Console(width=WIDTH)
     screen.print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}\n")
     found: dict[str, Any] = {}
     wrong: list[str] = []
+    rows = build_rows(cache, options) if BUILDS & set(options.only) else []
     for part in options.only:
         say(f"part {part}")
-        found[part], sentences = measure(part, cache, options, screen)
+        found[part], sentences = measure(part, cache, rows, screen)
         wrong += [f"{part}: {sentence}" for sentence in sentences]
         if options.json:
             options.json.write_text(json.dumps({**found, "wrong": wrong}, indent=1) + "\n")
@@ -59,6 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=children.ROOT / ".cache" / "gpu", help="folder of bundles and caches")
     parser.add_argument("--json", type=Path, help="also write every number there, after each part")
     parser.add_argument("--jobs", type=int, default=5, help="builds at a time (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="begin no build later than this after the first")
     parser.add_argument("--models", help="only these models and architectures, by name, with commas")
     parser.add_argument("--levels", default=",".join(gpu_models.LEVELS), help="levels that are built (default: %(default)s)")
     options = parser.parse_args()
@@ -74,10 +79,10 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def measure(part: str, cache: Path, options: argparse.Namespace, screen: report.Console) -> tuple[Any, list[str]]:
-    """(the part's numbers, sentences about what failed or is wrong); prints its tables."""
-    if part in ("builds", "architectures"):
-        return builds(part, cache, options, screen)
+def measure(part: str, cache: Path, rows: list[dict[str, Any]], screen: report.Console) -> tuple[Any, list[str]]:
+    """(the part's numbers, sentences about what failed or is wrong); prints its tables.  `rows`: of all builds."""
+    if part in BUILDS:
+        return builds(part, rows, screen)
     bundle, why = gpu_builds.needed(gpu_models.GPT, "inductor", cache)
     if bundle is None:
         return {"error": why}, [why]
@@ -105,16 +110,25 @@ def measure_child(part: str, bundle: Path, cache: Path) -> dict[str, Any]:
     return ways[part]()
 
 
-def builds(part: str, cache: Path, options: argparse.Namespace, screen: report.Console) -> tuple[Any, list[str]]:
-    """The two build tables.  A model whose package is missing is skipped, not wrong; a refused architecture is a row."""
-    listed = gpu_models.MODELS if part == "builds" else gpu_models.ARCHITECTURES
+def build_rows(cache: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of both build tables, built together."""
+    listed = [model for part in PARTS if part in options.only for model in LISTED.get(part, ())]
     models = [model for model in listed if model.name in options.models]
-    rows = gpu_builds.build_all(models, cache, options.jobs, options.levels, alone=part == "builds")
+    alone = models[:1] == [gpu_models.GPT] and bool(set(options.only) - BUILDS)
+    return gpu_builds.build_all(models, cache, options.jobs, options.levels, alone, options.seconds)
+
+
+LISTED = {"builds": gpu_models.MODELS, "architectures": gpu_models.ARCHITECTURES}
+
+
+def builds(part: str, every: list[dict[str, Any]], screen: report.Console) -> tuple[Any, list[str]]:
+    """One of the two build tables.  A model whose package is missing is skipped, not wrong."""
+    names = {model.name for model in LISTED[part]}
+    rows = [row for row in every if row["name"] in names]
     title = "Models" if part == "builds" else "Architectures of transformers, two layers, random weights"
     gpu_builds.show(screen, title, rows)
-    return rows, [
-        f"{row['name']} {row['level']}: {failed(row)}" for row in rows if failed(row) and not failed(row).startswith("skipped")
-    ]
+    broken = [row for row in rows if failed(row) and not failed(row).startswith("skipped")]
+    return rows, [f"{row['name']} {row['level']}: {failed(row)}" for row in broken]
 
 
 if __name__ == "__main__":

@@ -49,14 +49,21 @@ def show_memory(screen: report.Console, found: dict[str, Any]) -> None:
         ["arena of each size (all share the largest)", ", ".join(map(mb, found["arenas"]))],
         ["kernel images in the bundle", mb(found["image bytes"])],
         ["manifest, in all", mb(planned)],
-        ["the device reports after load, less context", f"{mb(used)} ({used / planned:.3f} of the manifest)"],
-        ["... less weights and inputs too", f"{mb(used - known)}; the manifest's arena: {mb(memories['arena'])}"],
+        ["the device reports after load, less context", f"{mb(used)}, {within(used, planned)} of the manifest's"],
+        ["... less weights and inputs", f"{mb(used - known)}, {within(used - known, memories['arena'])} of the manifest's arena"],
+        ["... the manifest's arena and the images", within(used - known, memories["arena"] + found["image bytes"])],
         ["the device reports after a call of every size", mb(found["used after calls"])],
         ["still taken after close (the driver's own)", mb(found["left after close"])],
         [f"lost over {found['rounds']} rounds of load, call, close", f"{found['lost on the GPU']} bytes"],
         ["growth of the process meanwhile", mb(found["resident growth"])],
     ]
     report.table(screen, "Memory: GPT bf16", ["", ""], rows)
+
+
+def within(found: int, planned: int) -> str:
+    """`1.032 (within 10%: met)`."""
+    ratio = found / planned if planned else float("inf")
+    return f"{ratio:.3f} (within 10%: {'met' if abs(ratio - 1) <= 0.1 else 'MISSED'})"
 
 
 def mb(size: int) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from cgcompile import errors
 from cgcompile.checks import check, refuse
 from cgcompile.export import Exported, export
 from cgcompile.source import load_source, sample
-from torch import nn
-
 from tests.cpu.models import Batched, rows
 
 

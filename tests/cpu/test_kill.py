@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import cgbundle
 import cgcompile
-import pytest
 
 ROOT = Path(__file__).parents[2]
 

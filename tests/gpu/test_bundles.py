@@ -24,12 +24,6 @@ from tests.gpu.built import Case  # noqa: E402
 NAMES = ("gpt", "mlp")
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    folder = tmp_path_factory.mktemp("bundles")
-    return {"gpt": built.build_gpt(folder), "mlp": built.build_mlp(folder)}
-
-
 @pytest.fixture(params=NAMES)
 def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
     return cases[request.param]

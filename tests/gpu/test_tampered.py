@@ -19,24 +19,21 @@ from cgbundle.errors import CgbundleError, FileDamaged, ManifestInvalid, TableIn
 from cgbundle.recording import Address, Edge, KernelNode, Recording  # noqa: E402
 from cgbundle.schema import Manifest  # noqa: E402
 from tests.gpu import built  # noqa: E402
+from tests.gpu.built import Case  # noqa: E402
 
 LAUNCHES = ("cuGraphLaunch", "cuLaunchKernelEx", "cuLaunchKernel", "cuGraphInstantiate")
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built.build_gpt(tmp_path_factory.mktemp("bundle")).path
-
-
-@pytest.fixture(autouse=True)
-def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call that runs a kernel is made."""
+@pytest.fixture
+def bundle(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The GPT's; from here on no call that runs a kernel may be made."""
 
     def refuse(*_arguments: Any) -> None:
         pytest.fail("something was launched")
 
     for name in LAUNCHES:
         monkeypatch.setattr(cu, name, refuse)
+    return cases["gpt"].path
 
 
 def architecture(folder: Path, manifest: Manifest) -> Manifest:

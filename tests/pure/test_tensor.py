@@ -355,7 +355,7 @@ def test_a_consumers_tensor_that_dies_with_an_exception_keeps_it() -> None:
 
 def test_without_numpy_capsules_are_ours_and_let_go_too() -> None:
     code = """
-import ctypes, gc, sys, weakref
+import ctypes, sys, weakref
 from cgbundle import dlpack
 from cgbundle.tensor import Tensor
 class Owner:

@@ -1,0 +1,36 @@
+"""The golden bundles for a GPU replay their exam bit for bit on a GPU of their architecture, whatever version recorded them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import cgbundle
+from cgbundle import archive, exam
+from cgbundle.errors import LibraryMissing, WrongMachine
+
+GOLDENS = sorted((Path(__file__).parents[1] / "golden").glob("v*/*.cgb"))
+FOR_A_GPU = [path for path in GOLDENS if archive.read_manifest(str(path)).target.kind == "cuda"]
+
+
+@pytest.fixture(params=FOR_A_GPU, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def golden(request: pytest.FixtureRequest) -> Path:
+    """Skips where this machine cannot run it."""
+    path: Path = request.param
+    try:
+        cgbundle.load(path).close()
+    except (WrongMachine, LibraryMissing) as error:
+        pytest.skip(str(error))
+    return path
+
+
+def test_the_exam_has_the_recorded_bits(golden: Path) -> None:
+    answer = exam.fresh(str(golden))
+    assert "error" not in answer, answer
+    assert all(row["exact"] for row in answer["results"]) and not answer["torch_imported"]
+
+
+def test_stream_mode_has_the_recorded_bits(golden: Path) -> None:
+    with cgbundle.load(golden, mode="stream") as program:
+        assert all(result.exact for result in exam.sit(str(golden), program))

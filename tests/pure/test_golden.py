@@ -1,0 +1,297 @@
+"""The golden bundles: every one ever published is inspected, verified, taken apart and damaged by every later version.
+
+`make golden` adds them (tests/golden/make.py).  None of this needs a GPU or torch, but for the exam of the cpu goldens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import cgbundle
+from cgbundle import archive, codec, exam, tables, verify
+from cgbundle.errors import CgbundleError, LibraryMissing, TableInvalid, WrongMachine
+from cgbundle.recording import Address, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording
+from cgbundle.schema import FORMAT_VERSION, MEMORIES, Manifest
+from cgcompile.record.elf import read_cubin
+from cgcompile_cli import main
+from tests import support
+
+HOME = Path(__file__).parents[1] / "golden"
+GOLDENS = sorted(HOME.glob("v*/*.cgb"))
+LIMIT = 500_000
+"""Bytes of all goldens of a version for one kind of target."""
+
+FLIPS = (0, 0.5, 1)
+"""Where in a file a byte is changed: at its start, middle and end."""
+
+
+@pytest.fixture(params=GOLDENS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def golden(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+@pytest.fixture
+def manifest(golden: Path) -> Manifest:
+    return archive.read_manifest(str(golden))
+
+
+@pytest.fixture
+def copy(golden: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(golden, tmp_path / golden.name))
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    """Exit code and standard output of a command."""
+    result = CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "100"})
+    return result.exit_code, result.stdout
+
+
+# --- the set -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not any(HOME.glob("v*")), reason="no golden has been published yet")
+def test_every_format_version_has_goldens_of_both_targets() -> None:
+    for version in range(1, FORMAT_VERSION + 1):
+        kinds = {archive.read_manifest(str(path)).target.kind for path in GOLDENS if path.parent.name == f"v{version}"}
+        assert "cpu" in kinds, f"v{version}: run `make golden`"
+
+
+def test_goldens_are_small() -> None:
+    for kind in ("cpu", "cuda"):
+        sizes = [bytes_of(path) for path in GOLDENS if archive.read_manifest(str(path)).target.kind == kind]
+        assert sum(sizes) <= LIMIT, sizes
+
+
+def test_nothing_but_goldens_lies_in_the_folders() -> None:
+    for path in HOME.glob("v*/*"):
+        assert path in GOLDENS, path
+
+
+# --- what is whole -----------------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_a_golden(golden: Path, manifest: Manifest) -> None:
+    code, text = call("inspect", golden)
+    assert code == 0 and manifest.name in text and manifest.target.arch in text
+    code, text = call("inspect", golden, "--json")
+    assert code == 0 and json.loads(text)["manifest"]["name"] == manifest.name
+    for program in manifest.programs:
+        code, text = call("inspect", golden, "--graph", "x".join(map(str, program.key)), "--json")
+        assert code == 0 and tuple(json.loads(text)["key"]) == program.key
+
+
+def test_verify_finds_nothing(golden: Path, manifest: Manifest) -> None:
+    verify.check_bundle(str(golden), manifest, "full")
+    assert verify.examine(str(golden), manifest) == []
+    code, text = call("verify", golden, "--json")
+    assert code == 0 and json.loads(text)["ok"]
+
+
+def test_the_manifest_is_canonical(golden: Path, manifest: Manifest) -> None:
+    assert manifest.format == int(golden.parent.name.removeprefix("v"))
+    if manifest.format == FORMAT_VERSION:
+        assert codec.encode(manifest) == (golden / archive.MANIFEST).read_bytes()
+
+
+def test_every_key_was_verified_by_a_replay(manifest: Manifest) -> None:
+    for proof in manifest.exam.proofs:
+        assert proof.method == "replay" and proof.error <= proof.tolerance
+    if manifest.target.kind == "cuda":
+        assert manifest.exam.compare == exam.BITS
+
+
+def test_the_exam_of_a_cpu_golden_passes_here(golden: Path, manifest: Manifest) -> None:
+    if manifest.target.kind != "cpu":
+        pytest.skip("for a GPU: tests/gpu/test_golden.py")
+    answer = exam.fresh(str(golden))
+    if answer.get("kind") in ("WrongMachine", "LibraryMissing"):
+        pytest.skip(answer["error"])
+    assert "error" not in answer, answer
+    assert all(row["passed"] for row in answer["results"]) and not answer["torch_imported"]
+
+
+def test_a_machine_that_cannot_run_a_golden_says_so(golden: Path, manifest: Manifest) -> None:
+    try:
+        with cgbundle.load(golden) as program:
+            assert program.int_keys == tuple(entry.key for entry in manifest.programs)
+    except (WrongMachine, LibraryMissing) as error:
+        assert error.exit_code == 2 and "\n" not in str(error)
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
+def table_files(manifest: Manifest) -> list[str]:
+    return [step.file for program in manifest.programs for step in program.steps if step.file]
+
+
+def recordings(golden: Path, manifest: Manifest) -> list[Recording]:
+    return [tables.decode((golden / file).read_bytes(), file) for file in table_files(manifest)]
+
+
+def test_tables_decode_check_and_encode_to_themselves(golden: Path, manifest: Manifest) -> None:
+    images = {path.name for path in golden.glob("kernels/*")}
+    for file in table_files(manifest):
+        data = (golden / file).read_bytes()
+        tables.check(tables.Table(data, file), file, dict(manifest.memories), images)
+        assert tables.encode(tables.decode(data, file)) == data
+    if manifest.module_state:
+        data = (golden / manifest.module_state).read_bytes()
+        states = tables.decode_states(data)
+        tables.check_states(states, manifest.module_state, dict(manifest.memories), images)
+        assert tables.encode_states(states) == data
+
+
+def test_every_address_is_a_relocation_inside_its_memory(golden: Path, manifest: Manifest) -> None:
+    memories = dict(manifest.memories)
+    for program, recording in zip(manifest.programs, recordings(golden, manifest), strict=False):
+        assert recording.key == program.key and recording.nodes
+        limits = memories | {"arena": program.arena, "inputs": program.static}
+        for node in recording.nodes:
+            for target, extent in targets(node):
+                assert target.offset + extent <= limits[MEMORIES[target.memory]], (program.key, node)
+        reached = {target.memory for node in recording.nodes for target, _ in targets(node)}
+        assert {MEMORIES.index("weights"), MEMORIES.index("inputs")} <= reached
+
+
+def targets(node: object) -> list[tuple[Address, int]]:
+    """(place, bytes that are known to lie there) of every address of a node."""
+    if isinstance(node, KernelNode):
+        return [(relocation.target, 0) for relocation in node.relocations]
+    if isinstance(node, MemsetNode):
+        return [(node.target, (node.height - 1) * node.pitch + node.width * node.element)]
+    if isinstance(node, MemcpyNode):
+        return [(node.source, 0), (node.target, 0)]
+    assert isinstance(node, EmptyNode)
+    return []
+
+
+def test_relocated_and_undefined_words_are_zero(golden: Path, manifest: Manifest) -> None:
+    for recording in recordings(golden, manifest):
+        for node in recording.nodes:
+            if isinstance(node, KernelNode):
+                spans = [(relocation.at, 8) for relocation in node.relocations] + list(node.undefined)
+                assert not any(any(node.block[at : at + size]) for at, size in spans)
+                ends = sorted((at, at + size) for at, size in spans)
+                assert all(ends[i][1] <= ends[i + 1][0] for i in range(len(ends) - 1)), "they overlap"
+
+
+def test_every_function_is_in_the_image_that_it_names(golden: Path, manifest: Manifest) -> None:
+    used = set()
+    for recording in recordings(golden, manifest):
+        for function in recording.functions:
+            used.add(function.image)
+            assert function.symbol in read_cubin((golden / "kernels" / function.image).read_bytes()).functions
+    assert used == {path.name for path in golden.glob("kernels/*")}, "an image that no recording uses"
+
+
+def test_outputs_and_inputs_lie_where_the_recording_reaches(manifest: Manifest) -> None:
+    for program in manifest.programs:
+        for index in program.inputs:
+            assert program.values[index].memory == ("inputs" if manifest.target.kind == "cuda" else "host")
+    if manifest.target.kind == "cuda":
+        assert dict(manifest.memories)["arena"] == max(program.arena for program in manifest.programs)
+
+
+# --- damage ------------------------------------------------------------------------------------------------------
+
+
+def damage(bundle: Path) -> list[str]:
+    """What `verify` says about a bundle."""
+    try:
+        manifest = archive.read_manifest(str(bundle))
+    except CgbundleError as error:
+        return [str(error)]
+    return [str(error) for error in verify.examine(str(bundle), manifest)]
+
+
+def change(path: Path, edit: Callable[[bytearray], object]) -> None:
+    data = bytearray(path.read_bytes())
+    edit(data)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("place", FLIPS)
+def test_a_changed_byte_in_any_file_is_found(copy: Path, place: float) -> None:
+    for name in archive.list_files(str(copy)):
+        original = (copy / name).read_bytes()
+
+        def flip(data: bytearray) -> None:
+            data[int(place * (len(data) - 1))] ^= 0x01
+
+        change(copy / name, flip)
+        found = damage(copy)
+        assert found and all("\n" not in text for text in found), name
+        assert name == archive.MANIFEST or any(text.startswith(name) for text in found), (name, found)
+        code, _ = call("verify", copy, "--json")
+        assert code in (1, 2)
+        (copy / name).write_bytes(original)
+    assert not damage(copy)
+
+
+@pytest.mark.parametrize("left", [0, 0.5, 0.999])
+def test_a_truncated_file_is_found_before_it_is_loaded(copy: Path, left: float) -> None:
+    for name in archive.list_files(str(copy)):
+        original = (copy / name).read_bytes()
+        change(copy / name, lambda data: data.__delitem__(slice(int(left * len(data)), None)))
+        assert damage(copy), name
+        with pytest.raises(CgbundleError):
+            cgbundle.load(copy)
+        (copy / name).write_bytes(original)
+
+
+def test_a_missing_file_and_a_stranger_are_found(copy: Path) -> None:
+    (copy / "stranger").write_bytes(b"")
+    assert any("stranger" in text for text in damage(copy))
+    (copy / "stranger").unlink()
+    for name in archive.list_files(str(copy)):
+        original = (copy / name).read_bytes()
+        (copy / name).unlink()
+        with pytest.raises(CgbundleError):
+            cgbundle.load(copy)
+        (copy / name).write_bytes(original)
+
+
+def test_a_changed_byte_in_a_table_is_refused_or_harmless(golden: Path, manifest: Manifest) -> None:
+    """Behind the hash stands the table's own check: whatever a byte is changed to, it is a TableInvalid or a sound table."""
+    images = {path.name for path in golden.glob("kernels/*")}
+    for file in table_files(manifest):
+        data = (golden / file).read_bytes()
+        for at in range(0, len(data), max(1, len(data) // 400)):
+            for bit in (0x01, 0x80):
+                changed = bytearray(data)
+                changed[at] ^= bit
+                try:
+                    tables.check(tables.Table(bytes(changed), file), file, dict(manifest.memories), images)
+                except TableInvalid as error:
+                    assert str(error).startswith(file)
+
+
+def test_a_truncated_table_is_refused(golden: Path, manifest: Manifest) -> None:
+    for file in table_files(manifest):
+        data = (golden / file).read_bytes()
+        for length in range(0, len(data), max(1, len(data) // 200)):
+            with pytest.raises(TableInvalid):
+                tables.Table(data[:length], file)
+
+
+def test_another_machine_is_named_before_anything_is_loaded(copy: Path) -> None:
+    manifest = archive.read_manifest(str(copy))
+    arch = "sm_20" if manifest.target.kind == "cuda" else "pdp11"
+    support.seal(copy, replace(manifest, target=replace(manifest.target, arch=arch)))
+    assert not damage(copy), "inspect and verify work anywhere"
+    with pytest.raises((WrongMachine, LibraryMissing)):
+        cgbundle.load(copy)
+
+
+def bytes_of(path: Path) -> int:
+    return sum(os.path.getsize(path / name) for name in archive.list_files(str(path)))
