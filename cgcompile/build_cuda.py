@@ -37,8 +37,10 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     keys = all_keys(job.sizes)
     calls = _calls(job, SEED)
     fresh = _calls(job, FRESH)
+    # what the first process of max-autotune measured and chose, the second has to find in the cache
+    parallel = job.lower != "max-autotune"
     with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch, stages("record") as tell:
-        recorded = record(program, calls, folder=Path(scratch), level=job.lower, fresh=fresh, tell=tell)
+        recorded = record(program, calls, folder=Path(scratch), level=job.lower, fresh=fresh, tell=tell, parallel=parallel)
         nodes = sum(len(recording.nodes) for recording in recorded.recordings.values())
         tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
     with stages("emit") as tell:

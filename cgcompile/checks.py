@@ -21,8 +21,8 @@ REFUSE, HOST, NOTE = "refuse", "host", "note"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What the rules look at.  `signature` is that of the functional form of the program: export leaves writes in place as operations
-    of the graph, and only there are they listed."""
+    """What the rules look at.  `signature` is that of the functional form of the program: export leaves writes in place as
+    operations of the graph, and only there are they listed."""
 
     exported: Exported
     signature: ExportGraphSignature

@@ -6,7 +6,8 @@ import copy
 import datetime
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from .export import Exported, run_eager
 from .source import Source, all_keys, sample
 from .trees import dtype_name
 from .weights import Weights
+
+TRACES = ("stack_trace", "custom", "from_node")
+"""What a node's metadata says of the source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +64,21 @@ def write_program(path: Path, program: ExportedProgram) -> None:
         name: _hollow(value) if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()
     }
     bare._example_inputs = None
-    torch.export.save(bare, path)
+    with _without_traces(program):
+        torch.export.save(bare, path)
+
+
+@contextmanager
+def _without_traces(program: ExportedProgram) -> Iterator[None]:
+    """Nodes remember where in the user's files they come from: paths of the building machine, which a bundle does not carry."""
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    kept = [{name: node.meta.pop(name) for name in TRACES if name in node.meta} for node in nodes]
+    try:
+        yield
+    finally:
+        for node, meta in zip(nodes, kept, strict=True):
+            node.meta.update(meta)
 
 
 def _hollow(value: torch.Tensor) -> torch.Tensor:
@@ -108,7 +126,9 @@ def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
     """Describes the files of the stage in the manifest, checks everything, and writes it."""
     sealed = replace(manifest, files=archive.describe_files(str(stage)))
     (stage / archive.MANIFEST).write_bytes(codec.encode(sealed))
-    verify.check_bundle(str(stage), codec.decode((stage / archive.MANIFEST).read_bytes()))
+    written = archive.read_manifest(str(stage))
+    verify.check_bundle(str(stage), written)
+    verify.check_exam(str(stage), written)
     return sealed
 
 

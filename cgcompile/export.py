@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class Exported:
     outputs: tuple[TensorSpec, ...]
     call: Tree
     result: Tree
+
+
+Seen = tuple[dict[str, int], list[tuple[int, ...]]]
+"""Sizes, and the shapes of the outputs that eager PyTorch gave at them."""
 
 
 class Flat(torch.nn.Module):
@@ -70,7 +74,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source.model)
     flat = Flat(source.model, like)
-    _try_eager(source, flat, sizes)
+    seen = _try_eager(source, flat, sizes)
     program = _export(source, flat, like, shapes, sizes)
     if flat.result is None or not flat.names:
         raise StructureUnsupported(f"{source.label}: the model's result holds no tensor")
@@ -85,7 +89,9 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
         program=program,
         flat=flat,
         inputs=inputs,
-        outputs=_outputs(source, program, flat.names, symbols),
+        outputs=tuple(
+            [_as_seen(source, spec, index, seen) for index, spec in enumerate(_outputs(source, program, flat.names, symbols))]
+        ),
         call=like.call,
         result=flat.result,
     )
@@ -115,26 +121,28 @@ def _make_dense(model: torch.nn.Module) -> None:
                 parameter.data = parameter.data.contiguous()
 
 
-def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]]) -> None:
+def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]]) -> list[Seen]:
     """Runs the model at its smallest and largest sizes: a model that fails in eager PyTorch is reported as such, and so is a
     result whose nesting depends on a size."""
-    results = []
+    results, shapes = [], []
     for pick in (0, -1):
         chosen = {name: values[pick] for name, values in sizes.items()}
         at = ", ".join(f"{name}={size}" for name, size in chosen.items())
         try:
-            run_eager(flat, sample(source, chosen).tensors)
+            outputs = run_eager(flat, sample(source, chosen).tensors)
         except StructureUnsupported:
             raise
         except Exception as error:
             place = user_line(error, source.label) or source.label
             raise SizeExcluded(f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {first_line(error)}") from error
         results.append(flat.result)
+        shapes.append((chosen, [tuple(output.shape) for output in outputs]))
     if results[0] != results[1]:
         raise StructureUnsupported(
             f"{source.label}: the result's nesting or constants change with the sizes: {results[0]} and {results[1]}",
             "return tensors, and numbers that do not depend on a declared dimension",
         )
+    return shapes
 
 
 def _export(
@@ -270,6 +278,19 @@ def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], sym
         shape = tuple([_size(source, name, axis, size, symbols) for axis, size in enumerate(value.shape)])
         specs.append(TensorSpec(name=name, dtype=dtype_name(value.dtype), shape=shape, order=tuple(range(value.dim()))))
     return tuple(specs)
+
+
+def _as_seen(source: Source, spec: TensorSpec, index: int, seen: Sequence[Seen]) -> TensorSpec:
+    """`spec` with the shape that eager PyTorch gave.  Export can be wrong about axes of size 1: torch before 2.13 gives an LSTM's
+    states one too many (pytorch issue 151200).  Raises ExportFailed for any other difference."""
+    shapes = [spec.shape, *[spec.shape[:axis] + spec.shape[axis + 1 :] for axis, size in enumerate(spec.shape) if size == 1]]
+    for shape in shapes:
+        if all(tuple([evaluate(size, sizes) for size in shape]) == found[index] for sizes, found in seen):
+            return replace(spec, shape=shape, order=tuple(range(len(shape))))
+    raise ExportFailed(
+        f"{source.label}: output {spec.name!r}: export gives the shape {list(spec.shape)}, "
+        f"eager PyTorch {list(seen[-1][1][index])} at {seen[-1][0]}"
+    )
 
 
 def _size(source: Source, name: str, axis: int, size: Any, symbols: Mapping[Any, Size]) -> Size:

@@ -50,6 +50,8 @@ def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     torch before 2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200); they have the
     shapes of the initial states, so they are viewed as those.
     """
+    for node in [n for n in module.graph.nodes if n.target is torch.ops.aten._assert_tensor_metadata.default]:
+        module.graph.erase_node(node)  # what export saw holds by the signature; on fake tensors "cuda" is not "cuda:0" (torch 2.11)
     for node in [n for n in module.graph.nodes if n.target is torch.ops.aten.lstm.input]:
         for state in [u for u in node.users if u.target is operator.getitem and u.args[1] in (1, 2)]:
             with module.graph.inserting_after(state):

@@ -69,8 +69,10 @@ def _make_reproducible(target: Path, work: Path) -> None:
     if strip is None:
         raise CompilerFailed("`strip` is not on the PATH", "install binutils")
     subprocess.run([strip, "--strip-all", "--remove-section=.note.gnu.build-id", str(target)], check=True)
-    old = str(work).encode()
-    target.write_bytes(target.read_bytes().replace(old, b"/cgcompile".ljust(len(old), b"/")[: len(old)]))
+    data = target.read_bytes()
+    for old, new in ((str(work), "/cgcompile"), (os.path.dirname(os.path.abspath(torch.__file__)), "/torch")):
+        data = data.replace(old.encode(), new.encode().ljust(len(old.encode()), b"/")[: len(old.encode())])
+    target.write_bytes(data)
 
 
 @contextmanager

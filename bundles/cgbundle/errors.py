@@ -70,6 +70,10 @@ class TableInvalid(CgbundleError):
     hint = "the bundle is damaged: copy or build it again"
 
 
+class RelocationInvalid(TableInvalid):
+    """An address of a recording lies outside its memory, or its place outside the parameters."""
+
+
 class ExamFailed(CgbundleError):
     """A replay of the stored exam gave another result than the bundle promises."""
 
@@ -81,6 +85,14 @@ class WrongMachine(CgbundleError):
     """This machine's processor, GPU or driver cannot run the bundle's code."""
 
     exit_code = 2
+
+
+class WrongArchitecture(WrongMachine):
+    """The GPU is of another architecture than the machine code of the bundle."""
+
+
+class DriverTooOld(WrongMachine):
+    """The CUDA driver is older than the bundle's code needs."""
 
 
 class LibraryMissing(CgbundleError):

@@ -14,12 +14,15 @@ from typing import Any
 
 from .archive import EXAM, exam_entry
 from .errors import CgbundleError, ExamFailed, WeightsInvalid
-from .loader import load
+from .loader import open_program
 from .program import Program
 from .safetensors import Mapped
 from .schema import Manifest, Proof
 from .tensor import Tensor, decode, from_bytes
 from .views import View
+
+POISON = 0xFF
+"""Fills memory that no replay may read before it writes it: NaN as a float, -1 as an integer."""
 
 BITS = "bits"
 
@@ -78,6 +81,7 @@ def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Te
 
 
 def _sit(exam: Mapped, program: Program, proof: Proof) -> Result:
+    program.poison(POISON)
     outputs = program.replay(inputs_of(exam, program.manifest, proof.key))
     worst, exact = 0.0, True
     for index, output in enumerate(outputs):
@@ -140,8 +144,9 @@ def main(arguments: Sequence[str]) -> int:
     """Loads the bundle, sits the exam, prints {"results": [...], "torch_imported": false} or {"error": ..., "hint": ...}."""
     (path,) = arguments
     try:
-        with load(path, check="full") as program:
+        with open_program(path, check="full", poison=POISON) as program:
             results = sit(path, program)
+            code = program.code_bytes()
             compare = program.manifest.exam.compare
             rows = [
                 {"key": r.key, "error": r.error, "tolerance": r.tolerance, "exact": r.exact, "passed": r.passed(compare)}
@@ -150,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "kind": type(error).__name__}))
         return error.exit_code
-    print(json.dumps({"results": rows, "torch_imported": "torch" in sys.modules}))
+    print(json.dumps({"results": rows, "torch_imported": "torch" in sys.modules, "code_bytes": code}))
     return 0 if all(row["passed"] for row in rows) else 1
 
 

@@ -33,6 +33,20 @@ def load(
 
     Raises a CgbundleError (see errors.py); ValueError for an option that does not exist.
     """
+    return open_program(path, device, mode, on_miss, outputs, check)
+
+
+def open_program(
+    path: str | os.PathLike[str],
+    device: int = 0,
+    mode: str = "graph",
+    on_miss: str = "pad",
+    outputs: str = "copy",
+    check: str = "load",
+    poison: int | None = None,
+) -> Program:
+    """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
+    so that a replay that relies on one goes wrong.  For verification."""
     folder = os.fspath(path)
     early = EarlyContext(folder, device)
     try:
@@ -45,7 +59,7 @@ def load(
         )
         manifest = read_manifest(folder)
         verify.check_bundle(folder, manifest, check)
-        return Program(manifest, _backend(folder, manifest, device, mode, early), on_miss, outputs)
+        return Program(manifest, _backend(folder, manifest, device, mode, early, poison), on_miss, outputs)
     finally:
         early.drop()
 
@@ -56,11 +70,11 @@ def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
 
 
-def _backend(folder: str, manifest: Manifest, device: int, mode: str, early: EarlyContext) -> Backend:
+def _backend(folder: str, manifest: Manifest, device: int, mode: str, early: EarlyContext, poison: int | None) -> Backend:
     if manifest.target.kind == "cpu":
         from .cpu import CpuBackend
 
         return CpuBackend(folder, manifest)
     from .cuda.backend import CudaCalls
 
-    return CudaCalls(folder, manifest, device, mode, early.take())
+    return CudaCalls(folder, manifest, device, mode, early.take(), poison)

@@ -50,6 +50,10 @@ class Backend(Protocol):
         """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie on the same
         device."""
 
+    def poison(self, byte: int) -> None: ...
+
+    def code_bytes(self) -> int: ...
+
     def close(self) -> None: ...
 
 
@@ -115,6 +119,14 @@ class Program:
         if isinstance(library, Plain) and tensors and not self._views:
             made = [library.finish(value, tensors[0]) for value in made]
         return made
+
+    def poison(self, byte: int) -> None:
+        """Overwrites with `byte` what no replay may rely on: results must not change.  For verification."""
+        self._backend.poison(byte)
+
+    def code_bytes(self) -> int:
+        """What kernel images and executable graphs take of the GPU now, in bytes; 0 on the cpu target."""
+        return self._backend.code_bytes()
 
     def close(self) -> None:
         """Waits for running calls, then frees everything.  Calling a closed program raises ProgramClosed; closing twice does

@@ -27,6 +27,10 @@ DTYPES = {
 MEMORIES = ("weights", "state", "inputs", "arena", "host")
 """Where a value or an address may lie.  `host` is memory that a host region allocates during the call."""
 
+CODE = "code"
+"""Beside MEMORIES, in a manifest's `memories`: what kernel images and executable graphs take of a GPU, as measured by the
+build's own proof."""
+
 Size = int | str | tuple[Any, ...]
 """A size in a shape: an int, the name of a dimension, or (operator, left, right) with operator + - * // %."""
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .errors import TableInvalid
+from .errors import RelocationInvalid, TableInvalid
 from .schema import MEMORIES
 
 if TYPE_CHECKING:
@@ -156,12 +156,12 @@ def _check_relocations(table: Table, where: str, sizes: list[int]) -> None:
         for at, memory, offset in rows[limits[kernel] : limits[kernel + 1]]:
             if at < free or at + 8 > size:
                 path = f"{where}: {_node(table, _KERNEL, kernel)}.relocations"
-                raise TableInvalid(f"{path}: 8 bytes at {at}, expected between {free} and {size}, rising and apart")
+                raise RelocationInvalid(f"{path}: 8 bytes at {at}, expected between {free} and {size}, rising and apart")
             if blocks[begin + at : begin + at + 8] != _ZERO:
                 raise TableInvalid(f"{where}: {_node(table, _KERNEL, kernel)}.block: the relocated word at {at} is not zero")
             if offset >= sizes[memory] and (offset or sizes[memory]):
                 path = f"{where}: {_node(table, _KERNEL, kernel)}.relocations"
-                raise TableInvalid(f"{path}: the word at {at} points at {place(memory, offset, sizes)}")
+                raise RelocationInvalid(f"{path}: the word at {at} points at {place(memory, offset, sizes)}")
             free = at + 8
 
 

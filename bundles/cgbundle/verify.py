@@ -13,7 +13,7 @@ from math import prod
 
 from . import archive, safetensors, structure
 from .errors import CgbundleError, FileDamaged, ManifestInvalid, TableInvalid, WeightsInvalid
-from .schema import DTYPES, MEMORIES, Dimension, Manifest, Program, TensorSpec, Value, Weight
+from .schema import CODE, DTYPES, MEMORIES, Dimension, Manifest, Program, TensorSpec, Value, Weight
 from .sizes import evaluate, linear, names
 from .tensor import is_dense
 
@@ -37,9 +37,10 @@ def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
     for file in manifest.files:
         if level == "full" or file.path != archive.WEIGHTS:
             archive.check_hash(path, file)
+    if manifest.target.kind == CUDA:
+        check_tables(path, manifest)
     if level == "full":
         archive.check_strangers(path, manifest)
-        check_tables(path, manifest)
 
 
 def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
@@ -225,7 +226,7 @@ def _check_target(manifest: Manifest) -> None:
 
 def _check_memories(manifest: Manifest) -> None:
     seen = [name for name, _ in manifest.memories]
-    _require(len(set(seen)) == len(seen) and set(seen) <= set(MEMORIES), "memories", f"unknown or double name in {seen}")
+    _require(len(set(seen)) == len(seen) and set(seen) <= {*MEMORIES, CODE}, "memories", f"unknown or double name in {seen}")
     for name, size in manifest.memories:
         _require(size >= 0, f"memories.{name}", f"{size} bytes")
 

@@ -125,5 +125,11 @@ def capture(session: Session, key: Key, tell: Tell) -> Captured:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    """The error's first line, and that of what caused it."""
+    said: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(said) < 3:
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        said.append(f"{type(cause).__name__}: {lines[0] if lines else ''}")
+        cause = cause.__cause__
+    return "; caused by ".join(said)

@@ -15,7 +15,15 @@ if not torch.cuda.is_available():
 import cgbundle  # noqa: E402
 from cgbundle import tables  # noqa: E402
 from cgbundle.cuda.driver import cu  # noqa: E402
-from cgbundle.errors import CgbundleError, FileDamaged, ManifestInvalid, TableInvalid, WrongMachine  # noqa: E402
+from cgbundle.errors import (  # noqa: E402
+    CgbundleError,
+    DriverTooOld,
+    FileDamaged,
+    ManifestInvalid,
+    RelocationInvalid,
+    TableInvalid,
+    WrongArchitecture,
+)
 from cgbundle.recording import Address, Edge, KernelNode, Recording  # noqa: E402
 from cgbundle.schema import Manifest  # noqa: E402
 from tests.gpu import built  # noqa: E402
@@ -87,12 +95,12 @@ def table_byte(folder: Path, manifest: Manifest) -> None:
 
 
 CHANGES = {
-    "architecture": (architecture, WrongMachine, "the bundle is for sm_80"),
-    "driver": (newer_driver, WrongMachine, r"needs a driver for CUDA 99\.0"),
+    "architecture": (architecture, WrongArchitecture, "the bundle is for sm_80"),
+    "driver": (newer_driver, DriverTooOld, r"needs a driver for CUDA 99\.0"),
     "format": (newer_format, CgbundleError, "format version 99"),
     "image": (image, FileDamaged, "kernels/"),
     "image, hashes made to fit": (image_resealed, ManifestInvalid, "not named by its SHA-256"),
-    "relocation": (relocation, TableInvalid, r"relocations: the word at \d+ points at byte \d+ of memory"),
+    "relocation": (relocation, RelocationInvalid, r"relocations: the word at \d+ points at byte \d+ of memory"),
     "node table": (node_table, TableInvalid, "threads: .* is not within"),
     "edges": (cycle, TableInvalid, "cycle"),
     "table, a byte": (table_byte, FileDamaged, "graphs/"),

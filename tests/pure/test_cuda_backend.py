@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle import modulestates, tables
+from cgbundle import modulestates, tables, verify
 from cgbundle.cuda import device, driver, executors, memory, modules, order, weights
 from cgbundle.errors import (
     CgbundleError,
@@ -20,6 +20,7 @@ from cgbundle.errors import (
     LibraryMissing,
     OutOfMemory,
     ProgramClosed,
+    RelocationInvalid,
     TableInvalid,
     WeightsInvalid,
     WrongMachine,
@@ -274,12 +275,12 @@ def test_the_suffix_of_an_architecture_is_no_other(fake: FakeDriver, bundle: tup
 # --- the bundle -----------------------------------------------------------------------------------------------
 
 
-def test_a_table_is_checked_before_it_is_built(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+def test_tables_are_checked_before_the_gpu_is_touched(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
-    backend = device.open(replace(manifest, memories=(("weights", 1024), ("inputs", 1024), ("arena", 512))), folder)
-    with pytest.raises(TableInvalid, match=r"graphs/g0-4.bin: nodes\[0\].relocations: .* memory arena, which has 512"):
-        backend.prepare()
-    backend.close()
+    small = replace(manifest, memories=(("weights", 1024), ("inputs", 1024), ("arena", 512)))
+    with pytest.raises(RelocationInvalid, match=r"graphs/g0-4.bin: nodes\[0\].relocations: .* memory arena, which has 512"):
+        verify.check_tables(str(folder), small)
+    assert not fake.calls
 
 
 def test_an_image_that_is_not_there(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:

@@ -37,9 +37,17 @@ class CudaCalls:
     """The programs of a cuda bundle on GPU number `device`, ready to be replayed; `context` as for `CudaBackend`, which says
     what is raised."""
 
-    def __init__(self, folder: str, manifest: Manifest, device: int, mode: str, context: driver.Context | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        manifest: Manifest,
+        device: int,
+        mode: str,
+        context: driver.Context | None = None,
+        poison: int | None = None,
+    ) -> None:
         self.device: int | None = device
-        self._backend = CudaBackend(folder, manifest, device, mode, context=context)
+        self._backend = CudaBackend(folder, manifest, device, mode, context=context, poison=poison)
         try:
             self._backend.prepare()
         except BaseException:
@@ -65,6 +73,15 @@ class CudaCalls:
             copy(target, source, size, turn, target_on_device=False)
         driver.check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(turn))
         return results
+
+    def poison(self, byte: int) -> None:
+        """Overwrites the arena: a sound recording reads nothing there that it has not written in the same replay."""
+        self._backend.poison(byte)
+
+    def code_bytes(self) -> int:
+        """What the GPU holds beside the memories: kernel images, executable graphs, what the driver needs to run them."""
+        usage = self._backend.used_bytes()
+        return max(0, usage.measured - usage.planned)
 
     def close(self) -> None:
         """Gives every byte back.  No replay may be running."""

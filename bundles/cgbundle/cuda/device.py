@@ -34,7 +34,6 @@ from ..archive import WEIGHTS
 from ..errors import FormatUnsupported, ManifestInvalid, ProgramClosed
 from ..safetensors import read_header
 from ..schema import DTYPES, Manifest, Program, Step, Value
-from ..tablecheck import check as check_table
 from ..tableview import Table
 from . import driver, memory, weights
 from .driver import Context, cu
@@ -361,7 +360,6 @@ class CudaBackend:
         executor = self._executors.get(file)
         if executor is None:
             table = Table(read(f"{self._folder}/{file}"), file)
-            check_table(table, file, dict(self._manifest.memories), self._images)
             bases = self._memories.bases
             if self._mode == "graph":
                 executor = GraphExecutor(self._context, table, self._modules, bases, self._order.default, self._poison)

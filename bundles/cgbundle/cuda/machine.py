@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from ..errors import WrongMachine
+from ..errors import DriverTooOld, WrongArchitecture, WrongMachine
 from ..schema import Target
 from . import driver
 from .driver import Context
 
 
 def check_driver(target: Target) -> None:
-    """Raises LibraryMissing or WrongMachine unless there is a driver, and one new enough."""
+    """Raises LibraryMissing, WrongMachine or DriverTooOld unless there is a driver, and one new enough."""
     if target.kind != "cuda":
         raise WrongMachine(f"the bundle is for the {target.kind} target, not for a GPU")
     driver.require()
     found = driver.driver_version()
     if found < target.driver:
-        raise WrongMachine(
+        raise DriverTooOld(
             f"the bundle needs a driver for CUDA {_version(target.driver)}, this machine's is for {_version(found)}",
             "upgrade the NVIDIA driver, or build the bundle on this machine",
         )
 
 
 def check_device(target: Target, context: Context) -> None:
-    """Raises WrongMachine unless the GPU is of the architecture whose machine code the bundle holds."""
+    """Raises WrongArchitecture unless the GPU is of the architecture whose machine code the bundle holds."""
     if context.arch != target.arch.rstrip("af"):
-        raise WrongMachine(
+        raise WrongArchitecture(
             f"the bundle is for {target.arch}, device {context.index} ({context.name}) is {context.arch}",
             f"build the bundle with --target {context.arch}",
         )

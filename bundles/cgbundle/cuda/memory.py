@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from ..errors import CgbundleError, OutOfMemory
-from ..schema import MEMORIES
+from ..schema import CODE, MEMORIES
 from .driver import Context, check, cu, free_bytes
 
 SMALLEST = 256
@@ -46,7 +46,9 @@ class Memories:
 
     def planned(self) -> int:
         """Bytes that the allocations take from the GPU."""
-        return sum(-(-max(size, SMALLEST) // GRANULARITY) * GRANULARITY for name, size in self.sizes.items() if name != "host")
+        return sum(
+            -(-max(size, SMALLEST) // GRANULARITY) * GRANULARITY for name, size in self.sizes.items() if name not in ("host", CODE)
+        )
 
     def address(self, memory: str, offset: int) -> int:
         """Where byte `offset` of a memory lies on the GPU."""
