@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cgbundle import archive, safetensors, tables
-from cgbundle.schema import Exam, Program, Proof, Region, Step, Target, Weight
+from cgbundle.schema import CODE, Exam, Program, Proof, Region, Step, Target, Weight
 from cgbundle.tensor import memory_order
 
 from .errors import ProofFailed
@@ -63,6 +63,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             ("weights", recorded.weights_bytes),
             ("inputs", max(recorded.static.values())),
             ("arena", max(recorded.arena.values())),
+            (CODE, sum(len(image) for image in recorded.images.values())),
         ),
         regions=(Region(name="model", kind="graph", reason="", file="", constants=()),),
         programs=tuple(_program(recorded, key, files[key]) for key in keys),

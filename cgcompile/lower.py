@@ -80,6 +80,7 @@ def cache_environment(folder: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),
         "TRITON_CACHE_DIR": os.fspath(folder / "triton"),
         "CUDA_CACHE_PATH": os.fspath(folder / "driver"),
+        "TRITON_DISABLE_LINE_INFO": "1",  # images hold no paths of the build, and are smaller
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE": "0",
         "TORCHINDUCTOR_AUTOTUNE_REMOTE_CACHE": "0",

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgbundle import archive
 from cgbundle.publish import staged
-from cgbundle.schema import CODE, FORMAT_VERSION, Finding, Manifest
-from cgbundle.verify import CUDA
+from cgbundle.schema import FORMAT_VERSION, Finding, Manifest
 
 from .errors import ExtraMissing, OutputExists, OutputUnwritable
 from .progress import Stages, Watcher, silent
@@ -110,9 +109,8 @@ def build(
         options = {"target": target, "lower": lower, "strict": str(strict).lower()}
         manifest = seal(stage, _manifest(job, parts, findings, waive, provenance(source.label, options)))
         with stages("verify") as tell:
-            proofs, code = prove(stage, manifest)
-            memories = (*manifest.memories, (CODE, code)) if manifest.target.kind == CUDA else manifest.memories
-            manifest = seal(stage, replace(manifest, exam=replace(manifest.exam, proofs=proofs), memories=memories))
+            proofs = prove(stage, manifest)
+            manifest = seal(stage, replace(manifest, exam=replace(manifest.exam, proofs=proofs)))
             tell(
                 f"{len(proofs)} int_key{'s' if keys > 1 else ''} in a fresh process, "
                 f"largest error {max(proof.error for proof in proofs):.1e}"

@@ -136,10 +136,6 @@ class FakeBackend:
     def poison(self, byte: int) -> None:
         """Nothing: the memory of every replay is fresh."""
 
-    def code_bytes(self) -> int:
-        """No GPU, no code on it."""
-        return 0
-
     def close(self) -> None:
         self.closed += 1
 

@@ -99,10 +99,6 @@ class CpuBackend:
     def poison(self, byte: int) -> None:
         """Nothing: a replay's memory is fresh from torch's allocator."""
 
-    def code_bytes(self) -> int:
-        """0: a cpu bundle takes nothing of a GPU."""
-        return 0
-
     def close(self) -> None:
         """Frees what the backend holds.  No replay may be running."""
         for region in self._regions:

@@ -25,6 +25,9 @@ class EarlyContext:
         self._error: CgbundleError | None = None
         self._thread: threading.Thread | None = None
         if _for_cuda(folder):
+            from .cuda import driver  # here, not in the thread: two threads that import at once take turns, and both wait
+
+            self._driver = driver
             self._thread = threading.Thread(target=self._make, name="cgbundle-context")
             self._thread.start()
 
@@ -49,10 +52,8 @@ class EarlyContext:
             self._thread = None
 
     def _make(self) -> None:
-        from .cuda.driver import Context
-
         try:
-            self._context = Context(self._device)
+            self._context = self._driver.Context(self._device)
         except CgbundleError as error:
             self._error = error
 

@@ -146,7 +146,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with open_program(path, check="full", poison=POISON) as program:
             results = sit(path, program)
-            code = program.code_bytes()
             compare = program.manifest.exam.compare
             rows = [
                 {"key": r.key, "error": r.error, "tolerance": r.tolerance, "exact": r.exact, "passed": r.passed(compare)}
@@ -155,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "kind": type(error).__name__}))
         return error.exit_code
-    print(json.dumps({"results": rows, "torch_imported": "torch" in sys.modules, "code_bytes": code}))
+    print(json.dumps({"results": rows, "torch_imported": "torch" in sys.modules}))
     return 0 if all(row["passed"] for row in rows) else 1
 
 

@@ -52,8 +52,6 @@ class Backend(Protocol):
 
     def poison(self, byte: int) -> None: ...
 
-    def code_bytes(self) -> int: ...
-
     def close(self) -> None: ...
 
 
@@ -78,7 +76,8 @@ class Program:
         self._libraries: dict[type, Library] = {}
         self._aliases: dict[tuple[str, int], list[Any]] = {}
         self._epoch = Epoch()
-        self._gate = threading.Condition()
+        self._lock = threading.Lock()
+        self._gate = threading.Condition(self._lock)  # notified when the last running call of a closed program leaves
         self._running = 0
         self._closed = False
         self._finalizer = weakref.finalize(self, backend.close)
@@ -100,15 +99,21 @@ class Program:
         library = self._library(tensors)
         self._enter()
         try:
-            values = [library.accept(tensor, spec.name) for tensor, spec in zip(tensors, self.inputs, strict=True)]
-            places = [library.read(value) for value in values]
-            device = places[0][4] if places else None
-            for spec, place in zip(self.inputs, places, strict=True):
+            values, places, shapes_ = [], [], []
+            here = True
+            for tensor, spec in zip(tensors, self.inputs, strict=True):
+                value = library.accept(tensor, spec.name)
+                place = library.read(value)
                 if place[2] != spec.dtype:
                     check_dtype(spec, place[2])
-                if place[4] != device or (device is not None and device != self._backend.device):
-                    raise self._wrong_device(places)
-            shapes = tuple([place[1] for place in places])
+                here = here and (place[4] is None or place[4] == self._backend.device)
+                values.append(value)
+                places.append(place)
+                shapes_.append(place[1])
+            device = places[0][4] if places else None
+            if not here or (len(places) > 1 and any(place[4] != device for place in places)):
+                raise self._wrong_device(places)
+            shapes = tuple(shapes_)
             plan = self._plans.get(shapes) or self._plan(shapes)
             with self._backend.turn(None if device is None else library.stream(device)) as turn:
                 self._epoch.number += 1  # in turn: from here on the outputs of the last replay may be overwritten
@@ -123,10 +128,6 @@ class Program:
     def poison(self, byte: int) -> None:
         """Overwrites with `byte` what no replay may rely on: results must not change.  For verification."""
         self._backend.poison(byte)
-
-    def code_bytes(self) -> int:
-        """What kernel images and executable graphs take of the GPU now, in bytes; 0 on the cpu target."""
-        return self._backend.code_bytes()
 
     def close(self) -> None:
         """Waits for running calls, then frees everything.  Calling a closed program raises ProgramClosed; closing twice does
@@ -148,13 +149,13 @@ class Program:
         return f"<cgbundle.Program {self.manifest.name!r} for {self.manifest.target.arch}, int_keys {keys}>"
 
     def _enter(self) -> None:
-        with self._gate:
+        with self._lock:
             if self._closed:
                 raise ProgramClosed(f"program {self.manifest.name!r} was closed")
             self._running += 1
 
     def _leave(self) -> None:
-        with self._gate:
+        with self._lock:
             self._running -= 1
             if self._closed:
                 self._gate.notify_all()
@@ -210,7 +211,7 @@ class Program:
             ):
                 output[placed] = alias[taken]
             del cut  # the inputs had to live until the replay was done with them
-        return self._guarded(run, whole) if self._views else whole
+        return self._guarded(run, whole, plan.shapes) if self._views else whole
 
     def _cut(self, run: _Run, part: Part, values: list[Any]) -> tuple[list[Any], list[int]]:
         """The part's inputs, cut out of the call's and filled up with zeros to the recorded shapes, and their addresses."""
@@ -245,12 +246,14 @@ class Program:
         if parts is not None:
             aliases = [alias[taken] if taken else alias for alias, (taken, _) in zip(aliases, parts, strict=True)]
         if self._views:
-            return self._guarded(run, aliases)
+            shapes = [tuple(alias.shape) for alias in aliases] if parts is not None else [row.shape for row in self._rows[program]]
+            return self._guarded(run, aliases, shapes)
         return [run.library.copy(alias) for alias in aliases]
 
-    def _guarded(self, run: _Run, values: list[Any]) -> list[Any]:
+    def _guarded(self, run: _Run, values: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         return [
-            View(spec.name, spec.dtype, value, run.library, self._epoch) for spec, value in zip(self.outputs, values, strict=True)
+            View(spec.name, spec.dtype, shape, value, run.library, self._epoch)
+            for spec, shape, value in zip(self.outputs, shapes, values, strict=True)
         ]
 
 

@@ -28,8 +28,7 @@ MEMORIES = ("weights", "state", "inputs", "arena", "host")
 """Where a value or an address may lie.  `host` is memory that a host region allocates during the call."""
 
 CODE = "code"
-"""Beside MEMORIES, in a manifest's `memories`: what kernel images and executable graphs take of a GPU, as measured by the
-build's own proof."""
+"""Beside MEMORIES, in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
 
 Size = int | str | tuple[Any, ...]
 """A size in a shape: an int, the name of a dimension, or (operator, left, right) with operator + - * // %."""

@@ -26,8 +26,8 @@ class View:
 
     __slots__ = ("_epoch", "_library", "_value", "call", "dtype", "name", "shape")
 
-    def __init__(self, name: str, dtype: str, value: Any, library: Library, epoch: Epoch) -> None:
-        self.name, self.dtype, self.shape = name, dtype, tuple(value.shape)
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], value: Any, library: Library, epoch: Epoch) -> None:
+        self.name, self.dtype, self.shape = name, dtype, shape
         self._value, self._library, self._epoch, self.call = value, library, epoch, epoch.number
 
     @property

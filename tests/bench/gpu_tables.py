@@ -42,18 +42,20 @@ def show_device(screen: report.Console, found: dict[str, Any]) -> None:
 def show_memory(screen: report.Console, found: dict[str, Any]) -> None:
     """Bytes as the manifest says and as the device reports."""
     memories = found["memories"]
-    planned, used = found["manifest"], found["used after load"]
+    # what the driver keeps when everything of ours is gone belongs to the context, though it comes with the first module
+    planned, used = found["manifest"], found["used after load"] - found["left after close"]
     known = memories["weights"] + memories["inputs"]
     rows = [[f"manifest: {name}", mb(size)] for name, size in memories.items()]
     rows += [
         ["arena of each size (all share the largest)", ", ".join(map(mb, found["arenas"]))],
-        ["kernel images in the bundle", mb(found["image bytes"])],
         ["manifest, in all", mb(planned)],
         ["the device reports after load, less context", f"{mb(used)}, {within(used, planned)} of the manifest's"],
-        ["... less weights and inputs", f"{mb(used - known)}, {within(used - known, memories['arena'])} of the manifest's arena"],
-        ["... the manifest's arena and the images", within(used - known, memories["arena"] + found["image bytes"])],
+        [
+            "... less weights and inputs",
+            f"{mb(used - known)}, {within(used - known, planned - known)} of the manifest's arena and code",
+        ],
         ["the device reports after a call of every size", mb(found["used after calls"])],
-        ["still taken after close (the driver's own)", mb(found["left after close"])],
+        ["of the context: still taken when all is closed", mb(found["left after close"])],
         [f"lost over {found['rounds']} rounds of load, call, close", f"{found['lost on the GPU']} bytes"],
         ["growth of the process meanwhile", mb(found["resident growth"])],
     ]

@@ -43,7 +43,7 @@ def test_every_error_is_raised_somewhere(kind: type[CgbundleError]) -> None:
 def test_a_wrong_call_is_the_callers_and_a_wrong_bundle_the_bundles() -> None:
     assert {each.exit_code for each in CLASSES if issubclass(each, CallError)} == {2}
     assert {each.__name__ for each in DEFECTS if each.exit_code == 1} == {
-        "ManifestInvalid", "FileDamaged", "WeightsInvalid", "TableInvalid", "ExamFailed",
+        "ManifestInvalid", "FileDamaged", "WeightsInvalid", "TableInvalid", "RelocationInvalid", "ExamFailed",
     }  # fmt: skip
 
 

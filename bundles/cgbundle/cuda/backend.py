@@ -78,11 +78,6 @@ class CudaCalls:
         """Overwrites the arena: a sound recording reads nothing there that it has not written in the same replay."""
         self._backend.poison(byte)
 
-    def code_bytes(self) -> int:
-        """What the GPU holds beside the memories: kernel images, executable graphs, what the driver needs to run them."""
-        usage = self._backend.used_bytes()
-        return max(0, usage.measured - usage.planned)
-
     def close(self) -> None:
         """Gives every byte back.  No replay may be running."""
         self._backend.close()

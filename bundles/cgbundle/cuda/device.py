@@ -387,7 +387,9 @@ class Turn:
         backend = self._backend
         backend.lock.acquire()
         try:
-            backend._current().__enter__()
+            error = cu.cuCtxPushCurrent(backend._current().handle)[0]
+            if error:
+                driver.check("cuCtxPushCurrent", (error,))
         except BaseException:
             backend.lock.release()
             raise
@@ -405,10 +407,10 @@ class Turn:
             self._leave()
 
     def _leave(self) -> None:
-        try:
-            self._backend._context.__exit__(None, None, None)
-        finally:
-            self._backend.lock.release()
+        error = cu.cuCtxPopCurrent()[0]
+        self._backend.lock.release()
+        if error:
+            driver.check("cuCtxPopCurrent", (error,))
 
 
 def span(value: Value) -> int:

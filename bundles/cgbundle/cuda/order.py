@@ -42,7 +42,9 @@ class StreamOrder:
     def end(self, handle: Any) -> None:
         """Marks the end of the work.  A caller's stream is marked now, because it may be gone by the next call."""
         if self._last != self._default_key:
-            check("cuEventRecord", cu.cuEventRecord(self._done, handle))
+            error = cu.cuEventRecord(self._done, handle)[0]
+            if error:
+                check("cuEventRecord", (error,))
 
 
 def _destroy(event: Any) -> None:
