@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -22,6 +22,10 @@ LEGACY_STREAM = 1
 
 Place = tuple[int, Sequence[int], str, Sequence[int] | None, int | None]
 """address, shape, dtype, strides in elements (None: row-major), CUDA device (None: CPU)."""
+
+
+Aliaser = Callable[[int, object], Any]
+"""(address, owner) -> a tensor over CPU memory that the owner keeps alive."""
 
 
 class Library(Protocol):
@@ -40,6 +44,9 @@ class Library(Protocol):
 
     def ordered(self, value: Any, order: Sequence[int]) -> Any:
         """A copy whose axes lie in memory in `order`, outermost first, without gaps."""
+
+    def aliaser(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Aliaser:
+        """`alias` for one layout on the CPU, worked out ahead: calls make many."""
 
     def alias(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
@@ -96,13 +103,21 @@ class Numpy:
         back = sorted(range(len(order)), key=lambda axis: order[axis])
         return self.module.ascontiguousarray(value.transpose(order)).transpose(back)
 
+    def aliaser(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Aliaser:
+        size, array, kind = DTYPES[dtype], self.module.ndarray, self._dtype(dtype)
+        memory, steps = _array_type(_span(shape, strides, size)), [stride * size for stride in strides]
+
+        def alias(address: int, owner: object) -> Any:
+            made = memory.from_address(address)
+            made.owner = owner
+            return array(shape, kind, made, 0, steps)
+
+        return alias
+
     def alias(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
     ) -> Any:
-        size = DTYPES[dtype]
-        memory = _memory(address, shape, strides, size)
-        memory.owner = owner
-        return self.module.ndarray(shape, self._dtype(dtype), memory, 0, [stride * size for stride in strides])
+        return self.aliaser(dtype, shape, strides)(address, owner)
 
     def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
         return self.module.zeros(shape, self._dtype(dtype))
@@ -185,16 +200,25 @@ class Torch:
         back = sorted(range(len(order)), key=lambda axis: order[axis])
         return value.permute(*order).contiguous().permute(*back)
 
+    def aliaser(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Aliaser:
+        if not tensor.count(shape):
+            return lambda address, owner: self.empty(dtype, shape)
+        memory, kind = _array_type(_span(shape, strides, DTYPES[dtype])), getattr(self.module, dtype)
+        frombuffer, size, steps = self.module.frombuffer, tuple(shape), tuple(strides)
+
+        def alias(address: int, owner: object) -> Any:
+            made = memory.from_address(address)
+            made.owner = owner
+            return frombuffer(made, dtype=kind).as_strided(size, steps)
+
+        return alias
+
     def alias(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
     ) -> Any:
-        if not tensor.count(shape):
-            return self.empty(dtype, shape, device)
-        if device is not None:
-            return self.module.from_dlpack(tensor.Tensor(address, dtype, shape, strides, owner, device))
-        memory = _memory(address, shape, strides, DTYPES[dtype])
-        memory.owner = owner
-        return self.module.frombuffer(memory, dtype=getattr(self.module, dtype)).as_strided(tuple(shape), tuple(strides))
+        if device is None or not tensor.count(shape):
+            return self.aliaser(dtype, shape, strides)(address, owner) if device is None else self.empty(dtype, shape, device)
+        return self.module.from_dlpack(tensor.Tensor(address, dtype, shape, strides, owner, device))
 
     def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
         return self.module.zeros(
@@ -241,6 +265,9 @@ class Plain:
         tensor.copy(fresh, value)
         return fresh
 
+    def aliaser(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Aliaser:
+        return lambda address, owner: tensor.Tensor(address, dtype, shape, strides, owner)
+
     def alias(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
     ) -> tensor.Tensor:
@@ -282,9 +309,10 @@ def library_of(value: Any) -> Library:
     return Plain()
 
 
-def _memory(address: int, shape: Sequence[int], strides: Sequence[int], size: int) -> Any:
-    span = 0 if 0 in shape else sum((axis - 1) * stride for axis, stride in zip(shape, strides, strict=True)) + 1
-    return _array_type(max(1, span * size)).from_address(address)
+def _span(shape: Sequence[int], strides: Sequence[int], size: int) -> int:
+    """Bytes from the first to behind the last element, at least 1."""
+    elements = 0 if 0 in shape else sum((axis - 1) * stride for axis, stride in zip(shape, strides, strict=True)) + 1
+    return max(1, elements * size)
 
 
 @lru_cache(maxsize=1024)

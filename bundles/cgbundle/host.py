@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
+from functools import lru_cache
 
 from .errors import LibraryRefused
 from .libtorch import LibTorch
@@ -34,6 +35,11 @@ class Layout:
         self.shape = (ctypes.c_int64 * len(shape))(*shape)
         self.strides = (ctypes.c_int64 * len(strides))(*strides)
         self.shape_at, self.strides_at = ctypes.addressof(self.shape), ctypes.addressof(self.strides)
+
+
+@lru_cache(maxsize=256)
+def _handles(count: int) -> type[ctypes.Array[c_void_p]]:
+    return c_void_p * count
 
 
 class HostRegion:
@@ -83,7 +89,7 @@ class HostRegion:
 
     def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: int) -> ctypes.Array[c_void_p]:
         """Runs on CPU memory; returns `outputs` tensor handles, which the caller must delete."""
-        given = (c_void_p * len(addresses))()
+        given = _handles(len(addresses))()
         place = addressof(given)
         for address, layout in zip(addresses, layouts, strict=True):
             code = self._torch.create(
@@ -92,7 +98,7 @@ class HostRegion:
             if code:
                 raise LibraryRefused(f"{self._where}: torch refused an input tensor")
             place += POINTER_BYTES
-        made = (c_void_p * outputs)()
+        made = _handles(outputs)()
         if self._run(self._container, given, len(addresses), made, outputs, None, None):
             self._check(1)
         return made

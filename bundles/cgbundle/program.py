@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from .arrays import Library, Place, Plain, library_of
+from .arrays import Aliaser, Library, Place, Plain, library_of
 from .errors import InputDevice, InputStructure, ProgramClosed
 from .guards import check_dtype
 from .plans import Part, Plan, Slices, plan
@@ -74,7 +74,8 @@ class Program:
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._libraries: dict[type, Library] = {}
-        self._aliases: dict[tuple[str, int], list[Any]] = {}
+        self._aliases: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
+        self._aliasers: dict[tuple[str, int], list[Aliaser]] = {}  # likewise, of outputs that do not
         self._epoch = Epoch()
         self._lock = threading.Lock()
         self._gate = threading.Condition(self._lock)  # notified when the last running call of a closed program leaves
@@ -231,15 +232,20 @@ class Program:
     def _outputs(self, run: _Run, program: int, addresses: list[int]) -> list[Any]:
         """Replays, and gives the outputs as the caller's tensors over the runtime's memory."""
         results = self._backend.run(program, addresses, run.device, run.turn)
-        known = self._aliases.get((run.library.name, program)) if results.static else None
-        if known is None:
-            known = [
-                run.library.alias(address, row.dtype, row.shape, row.strides, results, results.device)
-                for address, row in zip(results.addresses, self._rows[program], strict=True)
-            ]
-            if results.static:
-                self._aliases[run.library.name, program] = known
-        return known
+        place = (run.library.name, program)
+        if results.static:
+            known = self._aliases.get(place)
+            if known is None:
+                known = self._aliases[place] = [
+                    run.library.alias(address, row.dtype, row.shape, row.strides, results, results.device)
+                    for address, row in zip(results.addresses, self._rows[program], strict=True)
+                ]
+            return known
+        makers = self._aliasers.get(place)
+        if makers is None:
+            rows = self._rows[program]
+            makers = self._aliasers[place] = [run.library.aliaser(row.dtype, row.shape, row.strides) for row in rows]
+        return [make(address, results) for make, address in zip(makers, results.addresses, strict=True)]
 
     def _hand_out(self, run: _Run, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
         aliases = self._outputs(run, program, addresses)
