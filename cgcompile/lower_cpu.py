@@ -63,8 +63,8 @@ def compile_cpu(program: ExportedProgram, work: Path, tell: Callable[[str], None
 
 
 def _make_reproducible(target: Path, work: Path) -> None:
-    """Takes out what differs from build to build: symbols named after files, the build id, and the path of the work folder (it
-    is in `__FILE__` of error messages, and is replaced by one of the same length)."""
+    """Takes out what differs from build to build: symbols named after files, the build id, and the paths of the work folder
+    and of torch (they are in `__FILE__` of error messages; others of the same length take their place)."""
     strip = shutil.which("strip")
     if strip is None:
         raise CompilerFailed("`strip` is not on the PATH", "install binutils")

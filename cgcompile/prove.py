@@ -12,8 +12,7 @@ from .errors import ProofFailed
 
 
 def prove(stage: Path, manifest: Manifest) -> tuple[Proof, ...]:
-    """The measured proofs, in the order of the programs.  Raises
-    ProofFailed with the first key that fails, or the runtime's own error."""
+    """The measured proofs, in the order of the programs.  Raises ProofFailed with the first key that fails."""
     answer = fresh(str(stage))
     if "error" in answer:
         raise ProofFailed(f"the fresh process refused the bundle: {answer['error']}", answer["hint"])

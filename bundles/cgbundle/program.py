@@ -100,21 +100,18 @@ class Program:
         library = self._library(tensors)
         self._enter()
         try:
-            values, places, shapes_ = [], [], []
-            here = True
+            values, places = [], []
             for tensor, spec in zip(tensors, self.inputs, strict=True):
                 value = library.accept(tensor, spec.name)
                 place = library.read(value)
                 if place[2] != spec.dtype:
                     check_dtype(spec, place[2])
-                here = here and (place[4] is None or place[4] == self._backend.device)
                 values.append(value)
                 places.append(place)
-                shapes_.append(place[1])
             device = places[0][4] if places else None
-            if not here or (len(places) > 1 and any(place[4] != device for place in places)):
+            if any([place[4] != device for place in places]) or (device is not None and device != self._backend.device):
                 raise self._wrong_device(places)
-            shapes = tuple(shapes_)
+            shapes = tuple([place[1] for place in places])
             plan = self._plans.get(shapes) or self._plan(shapes)
             with self._backend.turn(None if device is None else library.stream(device)) as turn:
                 self._epoch.number += 1  # in turn: from here on the outputs of the last replay may be overwritten
