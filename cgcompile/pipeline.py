@@ -63,8 +63,9 @@ def build(
 
     `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example
     inputs). `sizes`: of the declared dimensions, e.g. [1, 8, 32] or {"batch": [1, 8], "seq": [128]}.  `target`: auto, cuda,
-    sm_90 and its kind, or cpu.  `strict`: findings that put operations on the host are errors.  `waive`: rules whose refusals
-    are accepted; the manifest names them.  `lower`: eager, inductor or max-autotune.  `force`: replace an existing bundle.
+    sm_90 and its kind, or cpu.  `strict`: findings that put operations on the host are errors.  `waive`: rules whose findings
+    are accepted; the manifest names them (what is refused now cannot be waived).  `lower`: eager, inductor or max-autotune; the cpu
+    target has inductor alone.  `force`: replace an existing bundle.
     `progress` is told what happens.
 
     Raises a CgbundleError (see errors.py here and in cgbundle); nothing is published then.

@@ -13,9 +13,9 @@ from math import prod
 
 from . import archive, safetensors, structure
 from .errors import CgbundleError, FileDamaged, ManifestInvalid, TableInvalid, WeightsInvalid
-from .schema import CODE, DTYPES, MEMORIES, Dimension, Manifest, Program, TensorSpec, Value, Weight
+from .schema import CODE, DTYPES, MEMORIES, Dimension, Manifest, Program, TensorSpec, Value
 from .sizes import evaluate, linear, names
-from .tensor import is_dense
+from .tensor import is_dense, memory_order
 
 LEVELS = ("load", "full")
 """How much `check_bundle` hashes: everything but the weights' data, or everything."""
@@ -103,7 +103,8 @@ def check_weights(path: str, manifest: Manifest) -> None:
         entry = entries.get(weight.tensor)
         if entry is None:
             raise WeightsInvalid(f"{archive.WEIGHTS}: tensor {weight.tensor!r} is missing")
-        found, stored = list(entry.shape), _in_memory_order(weight)
+        found = list(entry.shape)
+        stored = [weight.shape[axis] for axis in memory_order(weight.shape, weight.strides)]
         same = sorted(found) == sorted(stored) and _without_ones(found) == _without_ones(stored)
         if entry.dtype != weight.dtype or not same:
             raise WeightsInvalid(
@@ -131,14 +132,6 @@ def check_exam(path: str, manifest: Manifest) -> None:
                     )
     for name in sorted(entries.keys() - expected):
         raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} belongs to no int_key")
-
-
-def _in_memory_order(weight: Weight) -> list[int]:
-    """The shape that the file has: the axes from outermost to innermost in memory."""
-    if 0 in weight.shape:
-        return list(weight.shape)
-    axes = sorted(range(len(weight.shape)), key=lambda axis: (-weight.strides[axis], axis))
-    return [weight.shape[axis] for axis in axes]
 
 
 def check_tables(path: str, manifest: Manifest) -> None:

@@ -54,7 +54,10 @@ def build(
     ] = "inductor",
     strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
     waive: Annotated[
-        list[str] | None, typer.Option("--waive", metavar="RULE", help="Build in spite of a rule's findings; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--waive", metavar="RULE", help="Accept a rule's findings; may be repeated. What is refused now cannot be waived."
+        ),
     ] = None,
     max_keys: Annotated[
         int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")

@@ -14,6 +14,7 @@ from cgcompile import errors
 from cgcompile.checks import check, refuse
 from cgcompile.export import Exported, export
 from cgcompile.source import load_source, sample
+from cgcompile.targets import choose
 from tests.cpu.models import Batched, rows
 
 
@@ -149,6 +150,15 @@ def test_what_cannot_be_replayed_faithfully_is_refused(model: nn.Module, rule: s
 @pytest.mark.parametrize("model", [nn.Dropout().eval(), nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval()])
 def test_dropout_outside_training_draws_nothing(model: nn.Module) -> None:
     refuse(check(exported(model)), strict=True, waive=[])
+
+
+@pytest.mark.parametrize("target", ["cpu", "auto"])
+@pytest.mark.parametrize("lower", ["eager", "max-autotune"])
+def test_the_cpu_target_does_not_ignore_a_lowering_it_lacks(target: str, lower: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose(target, "inductor") == "cpu"
+    with pytest.raises(errors.TargetUnavailable, match="the cpu target has one lowering"):
+        choose(target, lower)
 
 
 def test_a_saved_program_is_a_source(tmp_path: Path) -> None:

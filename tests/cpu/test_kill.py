@@ -25,7 +25,7 @@ def watch(event):
 cgcompile.build(sys.argv[1], sizes=[1, 4], out=sys.argv[2], target="cpu", force=True, progress=watch)
 """
 
-MOMENTS = [(stage, "start") for stage in ("export", "padding", "lower", "emit", "verify")] + [("verify", "done")]
+MOMENTS = [(stage, "start") for stage in ("source", "export", "check", "padding", "lower", "emit", "verify")] + [("verify", "done")]
 
 
 def killed(model: Path, out: Path, stage: str, state: str) -> None:
