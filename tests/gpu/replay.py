@@ -192,6 +192,8 @@ def main(path: str) -> str:
             load(plain["mutated"])
             for value, data in zip(plain["inputs"][key], plain["trials"][key][0], strict=True):
                 write(base, value, data)
+            # the fills and small copies above are not waited for, and the graph's stream does not wait for theirs
+            check((*driver.cuCtxSynchronize(), 0))
             check((*driver.cuGraphLaunch(graphs[key], stream), 0))
             check((*driver.cuStreamSynchronize(stream), 0))
             for i, (value, data) in enumerate(zip(plain["outputs"][key], plain["trials"][key][1], strict=True)):
