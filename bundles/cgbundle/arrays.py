@@ -172,15 +172,16 @@ class Torch:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.names: dict[Any, str] = {}
+        self._tensor, self._strided = module.Tensor, module.strided
         # private, and what torch's own generated code calls (2.11, 2.13): the public way makes a Stream object, 3 us a call
         self._raw_stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream
 
     def accept(self, value: Any, name: str) -> Any:
-        if not isinstance(value, self.module.Tensor):
+        if not isinstance(value, self._tensor):
             raise InputKind(f"input {name!r}: expected a torch tensor like the first input, got {_kind(value)}")
-        if value.layout is not self.module.strided:
+        if value.layout is not self._strided:
             raise InputKind(f"input {name!r}: expected a dense tensor, got layout {value.layout}")
-        if value.is_conj() or value.is_neg():
+        if value.is_neg() or value.is_conj():
             value = value.resolve_conj().resolve_neg()  # lazy: the memory holds other numbers
         return value.detach() if value.requires_grad else value
 
@@ -189,7 +190,7 @@ class Torch:
         name = self.names.get(dtype)
         if name is None:
             name = self.names[dtype] = str(dtype).removeprefix("torch.")
-        device = None if value.is_cpu else value.get_device() if value.is_cuda else -1
+        device = value.get_device() if value.is_cuda else None if value.is_cpu else -1
         return value.data_ptr(), value.shape, name, None if value.is_contiguous() else value.stride(), device
 
     def strides(self, value: Any) -> Sequence[int]:

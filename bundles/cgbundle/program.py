@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from .arrays import Aliaser, Library, Place, Plain, library_of
 from .errors import InputDevice, InputStructure, ProgramClosed
@@ -17,6 +17,10 @@ from .schema import Manifest
 from .structure import builder, flattener
 from .tensor import is_dense
 from .views import Epoch, View
+
+_Run = tuple[Library, int | None, Any]
+"""How one call runs: the caller's library, the device that its tensors lie on, and what the backend's turn gave.  A plain tuple:
+every call makes one."""
 
 PLANS = 4096
 """Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
@@ -97,10 +101,15 @@ class Program:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
         if len(tensors) != len(self.inputs):
             raise InputStructure(f"expected {len(self.inputs)} inputs, got {len(tensors)}")
-        library = self._library(tensors)
-        self._enter()
+        library = self._libraries.get(type(tensors[0])) if tensors else None
+        if library is None:
+            library = self._library(tensors)
+        with self._lock:
+            if self._closed:
+                raise ProgramClosed(f"program {self.manifest.name!r} was closed")
+            self._running += 1
         try:
-            values, places = [], []
+            values, places, shapes = [], [], []
             for tensor, spec in zip(tensors, self.inputs, strict=True):
                 value = library.accept(tensor, spec.name)
                 place = library.read(value)
@@ -108,17 +117,18 @@ class Program:
                     check_dtype(spec, place[2])
                 values.append(value)
                 places.append(place)
-            device = places[0][4] if places else None
-            if any([place[4] != device for place in places]) or (device is not None and device != self._backend.device):
-                raise self._wrong_device(places)
-            shapes = tuple([place[1] for place in places])
-            plan = self._plans.get(shapes) or self._plan(shapes)
+                shapes.append(place[1])
+            device = self._device(places) if places else None
+            plan = self._plans.get(tuple(shapes)) or self._plan(tuple(shapes))
             with self._backend.turn(None if device is None else library.stream(device)) as turn:
                 self._epoch.number += 1  # in turn: from here on the outputs of the last replay may be overwritten
-                run = _Run(library, device, turn)
+                run = (library, device, turn)
                 made = self._exact(run, plan, values, places) if plan.exact else self._pieces(run, plan, values)
         finally:
-            self._leave()
+            with self._lock:
+                self._running -= 1
+                if self._closed:
+                    self._gate.notify_all()
         if isinstance(library, Plain) and tensors and not self._views:
             made = [library.finish(value, tensors[0]) for value in made]
         return made
@@ -146,18 +156,6 @@ class Program:
         keys = ", ".join(map(str, self.int_keys[:6])) + (", ..." if len(self.int_keys) > 6 else "")
         return f"<cgbundle.Program {self.manifest.name!r} for {self.manifest.target.arch}, int_keys {keys}>"
 
-    def _enter(self) -> None:
-        with self._lock:
-            if self._closed:
-                raise ProgramClosed(f"program {self.manifest.name!r} was closed")
-            self._running += 1
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._running -= 1
-            if self._closed:
-                self._gate.notify_all()
-
     def _library(self, tensors: Sequence[Any]) -> Library:
         kind = type(tensors[0]) if tensors else type(None)
         library = self._libraries.get(kind)
@@ -171,8 +169,17 @@ class Program:
         made = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
         return made
 
+    def _device(self, places: list[Place]) -> int | None:
+        """Where all inputs lie: on the CPU, or on the program's GPU.  Raises InputDevice."""
+        device = places[0][4]
+        for place in places:
+            if place[4] != device:
+                raise self._wrong_device(places)
+        if device is not None and device != self._backend.device:
+            raise self._wrong_device(places)
+        return device
+
     def _wrong_device(self, places: list[Place]) -> InputDevice:
-        """All inputs must lie on the CPU, or all on the program's GPU."""
         for spec, place in zip(self.inputs, places, strict=True):
             if place[4] is not None and place[4] != self._backend.device:
                 here = "the CPU" if self._backend.device is None else f"the CPU or CUDA device {self._backend.device}"
@@ -190,7 +197,7 @@ class Program:
 
     def _arranged(self, run: _Run, values: list[Any], index: int, address: int, shape: Any, strides: Any) -> int:
         """The address of an input laid out as the model wants it: its own, or that of a copy that takes its place in `values`."""
-        order, library = self.inputs[index].order, run.library
+        order, library = self.inputs[index].order, run[0]
         if is_dense(shape, library.strides(values[index]) if strides is None else strides, order):
             return address
         values[index] = library.ordered(values[index], order)
@@ -201,7 +208,8 @@ class Program:
             (part,) = plan.parts
             cut, addresses = self._cut(run, part, values)
             return self._hand_out(run, part.program, addresses, part.outputs)
-        whole = [run.library.empty(spec.dtype, shape, run.device) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
+        library, device, _ = run
+        whole = [library.empty(spec.dtype, shape, device) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
         for part in plan.parts:
             cut, addresses = self._cut(run, part, values)
             for output, alias, (taken, placed) in zip(
@@ -209,39 +217,41 @@ class Program:
             ):
                 output[placed] = alias[taken]
             del cut  # the inputs had to live until the replay was done with them
-        return self._guarded(run, whole, plan.shapes) if self._views else whole
+        return self._guarded(library, whole) if self._views else whole
 
     def _cut(self, run: _Run, part: Part, values: list[Any]) -> tuple[list[Any], list[int]]:
         """The part's inputs, cut out of the call's and filled up with zeros to the recorded shapes, and their addresses."""
+        library, device, _ = run
         cut: list[Any] = []
         addresses = []
         for index, (value, (slices, shape)) in enumerate(zip(values, part.inputs, strict=True)):
             piece = value[slices] if slices else value  # NumPy makes a number of array[()], in memory of its own
             if tuple(piece.shape) != shape:
-                padded = run.library.empty(self.inputs[index].dtype, shape, run.device)
+                padded = library.empty(self.inputs[index].dtype, shape, device)
                 padded[tuple([slice(0, size) for size in piece.shape])] = piece
                 piece = padded
             cut.append(piece)
-            place = run.library.read(piece)
+            place = library.read(piece)
             addresses.append(self._arranged(run, cut, index, place[0], place[1], place[3]))
         return cut, addresses
 
     def _outputs(self, run: _Run, program: int, addresses: list[int]) -> list[Any]:
         """Replays, and gives the outputs as the caller's tensors over the runtime's memory."""
-        results = self._backend.run(program, addresses, run.device, run.turn)
-        place = (run.library.name, program)
+        library, device, turn = run
+        results = self._backend.run(program, addresses, device, turn)
+        place = (library.name, program)
         if results.static:
             known = self._aliases.get(place)
             if known is None:
                 known = self._aliases[place] = [
-                    run.library.alias(address, row.dtype, row.shape, row.strides, results, results.device)
+                    library.alias(address, row.dtype, row.shape, row.strides, results, results.device)
                     for address, row in zip(results.addresses, self._rows[program], strict=True)
                 ]
             return known
         makers = self._aliasers.get(place)
         if makers is None:
             rows = self._rows[program]
-            makers = self._aliasers[place] = [run.library.aliaser(row.dtype, row.shape, row.strides) for row in rows]
+            makers = self._aliasers[place] = [library.aliaser(row.dtype, row.shape, row.strides) for row in rows]
         return [make(address, results) for make, address in zip(makers, results.addresses, strict=True)]
 
     def _hand_out(self, run: _Run, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
@@ -249,20 +259,10 @@ class Program:
         if parts is not None:
             aliases = [alias[taken] if taken else alias for alias, (taken, _) in zip(aliases, parts, strict=True)]
         if self._views:
-            shapes = [tuple(alias.shape) for alias in aliases] if parts is not None else [row.shape for row in self._rows[program]]
-            return self._guarded(run, aliases, shapes)
-        return [run.library.copy(alias) for alias in aliases]
+            return self._guarded(run[0], aliases)
+        copy = run[0].copy
+        return [copy(alias) for alias in aliases]
 
-    def _guarded(self, run: _Run, values: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        return [
-            View(spec.name, spec.dtype, shape, value, run.library, self._epoch)
-            for spec, shape, value in zip(self.outputs, shapes, values, strict=True)
-        ]
-
-
-class _Run(NamedTuple):
-    """How one call runs: the caller's library, the device that its tensors lie on, and what the backend's turn gave."""
-
-    library: Library
-    device: int | None
-    turn: Any
+    def _guarded(self, library: Library, values: list[Any]) -> list[Any]:
+        epoch = self._epoch
+        return [View(spec, value, library, epoch, epoch.number) for spec, value in zip(self.outputs, values, strict=True)]

@@ -6,6 +6,7 @@ from typing import Any
 
 from .arrays import Library
 from .errors import StaleView
+from .schema import TensorSpec
 
 
 class Epoch:
@@ -24,11 +25,25 @@ class View:
     Shape and dtype may be read at any time; everything else raises StaleView once the program has been called again.
     """
 
-    __slots__ = ("_epoch", "_library", "_value", "call", "dtype", "name", "shape")
+    __slots__ = ("_epoch", "_library", "_spec", "_value", "call")
 
-    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], value: Any, library: Library, epoch: Epoch) -> None:
-        self.name, self.dtype, self.shape = name, dtype, shape
-        self._value, self._library, self._epoch, self.call = value, library, epoch, epoch.number
+    def __init__(self, spec: TensorSpec, value: Any, library: Library, epoch: Epoch, call: int) -> None:
+        self._spec, self._value, self._library, self._epoch, self.call = spec, value, library, epoch, call
+
+    @property
+    def name(self) -> str:
+        """The output's name in the signature."""
+        return self._spec.name
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype."""
+        return self._spec.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return tuple(self._value.shape)
 
     @property
     def tensor(self) -> Any:

@@ -166,10 +166,12 @@ def test_streams_are_put_in_order(fake: FakeDriver, bundle: tuple[Manifest, Path
         return [name for name in fake.calls[before:] if "Event" in name]
 
     assert events(None) == []
-    assert events(0) == ["cuEventRecord", "cuStreamWaitEvent", "cuEventRecord"]
-    assert events(0) == ["cuEventRecord"]
-    assert events(5) == ["cuStreamWaitEvent", "cuEventRecord"]
-    assert events(None) == ["cuStreamWaitEvent"]
+    assert events(0) == ["cuEventRecord", "cuStreamWaitEvent"], "the legacy stream lasts: marked when another comes"
+    assert events(0) == []
+    assert events(5) == ["cuEventRecord", "cuStreamWaitEvent", "cuEventRecord"], "the caller may destroy stream 5 after the call"
+    assert events(5) == ["cuEventRecord"]
+    assert events(0) == ["cuStreamWaitEvent"]
+    assert events(None) == ["cuEventRecord", "cuStreamWaitEvent"]
     backend.close()
 
 
