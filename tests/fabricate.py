@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from itertools import product
 from typing import Any
 
+from cgbundle.running import Running
 from cgbundle.schema import Dimension, Manifest, Program, Region, Step, TensorSpec, Value
 from cgbundle.sizes import evaluate
 from cgbundle.tensor import dense
@@ -102,7 +103,7 @@ class FakeResults:
 
 
 class FakeBackend:
-    """Runs `compute`; `calls` lists (key, inputs) of every replay, `closed` counts the calls of `close`.
+    """Runs `compute`; `calls` lists (key, inputs) of every replay, `closed` is 1 after `close`.
 
     `static`: as on a GPU, every replay of a program writes to the same memory, and replays take turns.
     """
@@ -114,10 +115,12 @@ class FakeBackend:
         self.calls: list[tuple[tuple[int, ...], list[Numbers]]] = []
         self.closed = 0
         self.memory: dict[int, FakeResults] = {}
-        self.lock = threading.Lock()
+        self.lock, self.running = threading.Lock(), Running(manifest.name)
 
-    def turn(self, stream: int | None) -> AbstractContextManager[object]:
-        return self.lock if self.static else nullcontext()
+    @contextmanager
+    def turn(self, stream: int | None) -> Iterator[None]:
+        with self.running, self.lock if self.static else nullcontext():
+            yield
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, turn: object) -> FakeResults:
         assert not self.closed, "a replay after close"
@@ -137,7 +140,8 @@ class FakeBackend:
         """Nothing: the memory of every replay is fresh."""
 
     def close(self) -> None:
-        self.closed += 1
+        self.running.close()
+        self.closed = self.closed or 1
 
 
 def read_numbers(address: int, value: Value) -> Numbers:

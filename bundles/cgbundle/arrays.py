@@ -33,11 +33,11 @@ class Library(Protocol):
 
     name: str
 
-    def accept(self, value: Any, name: str) -> Any:
-        """`value` as this library's tensor.  Raises InputKind."""
+    def take(self, value: Any, name: str) -> tuple[Any, Place]:
+        """`value` as this library's tensor, and where and what it is.  Raises InputKind, naming the input."""
 
     def read(self, value: Any) -> Place:
-        """Where and what a tensor is."""
+        """Where and what a tensor of this library is."""
 
     def strides(self, value: Any) -> Sequence[int]:
         """Strides in elements."""
@@ -75,7 +75,7 @@ class Numpy:
         self.module = module
         self.names: dict[Any, str] = {}
 
-    def accept(self, value: Any, name: str) -> Any:
+    def take(self, value: Any, name: str) -> tuple[Any, Place]:
         if type(value) is not self.module.ndarray and not isinstance(value, self.module.ndarray):
             if not isinstance(value, self.module.generic):
                 raise InputKind(f"input {name!r}: expected a NumPy array like the first input, got {_kind(value)}")
@@ -84,7 +84,7 @@ class Numpy:
             raise InputKind(f"input {name!r}: expected an array without a mask, got {_kind(value)}")
         if not value.dtype.isnative:
             raise InputKind(f"input {name!r}: expected native byte order, got dtype {value.dtype.str}")
-        return value
+        return value, self.read(value)
 
     def read(self, value: Any) -> Place:
         dtype = value.dtype
@@ -144,10 +144,10 @@ class Cupy(Numpy):
 
     name = "cupy"
 
-    def accept(self, value: Any, name: str) -> Any:
+    def take(self, value: Any, name: str) -> tuple[Any, Place]:
         if not isinstance(value, self.module.ndarray):
             raise InputKind(f"input {name!r}: expected a CuPy array like the first input, got {_kind(value)}")
-        return value
+        return value, self.read(value)
 
     def read(self, value: Any) -> Place:
         dtype = value.dtype
@@ -176,14 +176,16 @@ class Torch:
         # private, and what torch's own generated code calls (2.11, 2.13): the public way makes a Stream object, 3 us a call
         self._raw_stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream
 
-    def accept(self, value: Any, name: str) -> Any:
+    def take(self, value: Any, name: str) -> tuple[Any, Place]:
         if not isinstance(value, self._tensor):
             raise InputKind(f"input {name!r}: expected a torch tensor like the first input, got {_kind(value)}")
         if value.layout is not self._strided:
             raise InputKind(f"input {name!r}: expected a dense tensor, got layout {value.layout}")
         if value.is_neg() or value.is_conj():
             value = value.resolve_conj().resolve_neg()  # lazy: the memory holds other numbers
-        return value.detach() if value.requires_grad else value
+        if value.requires_grad:
+            value = value.detach()
+        return value, self.read(value)
 
     def read(self, value: Any) -> Place:
         dtype = value.dtype
@@ -247,11 +249,12 @@ class Plain:
 
     name = "plain"
 
-    def accept(self, value: Any, name: str) -> Any:
+    def take(self, value: Any, name: str) -> tuple[Any, Place]:
         if isinstance(value, tensor.Tensor):
-            return value
+            return value, self.read(value)
         if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-            return dlpack.read(value, name)
+            taken = dlpack.read(value, name)
+            return taken, self.read(taken)
         raise InputKind(f"input {name!r}: expected a NumPy array, a torch tensor or a DLPack tensor, got {_kind(value)}")
 
     def read(self, value: tensor.Tensor) -> Place:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from ctypes import Array, addressof, c_void_p
 
 from . import libtorch
 from .archive import WEIGHTS
 from .errors import WrongMachine
 from .host import POINTER_BYTES, HostRegion, Layout
+from .running import Running
 from .safetensors import Mapped
 from .schema import Manifest, Target, Value, Weight
 
@@ -37,9 +37,6 @@ def processor_flags() -> frozenset[str]:
     except FileNotFoundError:
         pass
     return frozenset()
-
-
-_FREE = nullcontext()
 
 
 class Outputs:
@@ -74,6 +71,7 @@ class CpuBackend:
 
     def __init__(self, path: str, manifest: Manifest) -> None:
         check_machine(manifest.target)
+        self._running = Running(manifest.name)
         self._torch = libtorch.load(manifest.target.torch)
         self._regions: list[HostRegion] = []
         self._weights = Mapped(os.path.join(path, WEIGHTS), WEIGHTS)
@@ -87,9 +85,9 @@ class CpuBackend:
             raise
         self._run = [(self._regions[program.steps[0].region].run, len(program.outputs)) for program in manifest.programs]
 
-    def turn(self, stream: int | None) -> AbstractContextManager[None]:
-        """Nothing to wait for."""
-        return _FREE
+    def turn(self, stream: int | None) -> Running:
+        """Waits for nothing: replays run side by side."""
+        return self._running
 
     def run(self, program: int, addresses: Sequence[int], device: int | None = None, turn: None = None) -> Outputs:
         """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise."""
@@ -100,7 +98,8 @@ class CpuBackend:
         """Nothing: a replay's memory is fresh from torch's allocator."""
 
     def close(self) -> None:
-        """Frees what the backend holds.  No replay may be running."""
+        """Waits for running replays, then frees what the backend holds."""
+        self._running.close()
         for region in self._regions:
             region.close()
         self._regions.clear()

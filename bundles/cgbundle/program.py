@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from .arrays import Aliaser, Library, Place, Plain, library_of
-from .errors import InputDevice, InputStructure, ProgramClosed
+from .errors import InputDevice, InputStructure
 from .guards import check_dtype
 from .plans import Part, Plan, Slices, plan
 from .schema import Manifest
@@ -43,7 +42,7 @@ class Results(Protocol):
 class Backend(Protocol):
     """What runs programs.  `device`: the CUDA device whose tensors it takes beside those of the CPU, or None.  `turn(stream)` is
     held from the first use of the program's memory to the last, since replays that share memory take turns; what it gives is handed
-    to `run`."""
+    to `run`.  It raises ProgramClosed after `close`, which waits for the turns that are held and may be called twice."""
 
     @property
     def device(self) -> int | None: ...
@@ -81,10 +80,6 @@ class Program:
         self._aliases: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._aliasers: dict[tuple[str, int], list[Aliaser]] = {}  # likewise, of outputs that do not
         self._epoch = Epoch()
-        self._lock = threading.Lock()
-        self._gate = threading.Condition(self._lock)  # notified when the last running call of a closed program leaves
-        self._running = 0
-        self._closed = False
         self._finalizer = weakref.finalize(self, backend.close)
         self._finalizer.atexit = False
 
@@ -104,31 +99,20 @@ class Program:
         library = self._libraries.get(type(tensors[0])) if tensors else None
         if library is None:
             library = self._library(tensors)
-        with self._lock:
-            if self._closed:
-                raise ProgramClosed(f"program {self.manifest.name!r} was closed")
-            self._running += 1
-        try:
-            values, places, shapes = [], [], []
-            for tensor, spec in zip(tensors, self.inputs, strict=True):
-                value = library.accept(tensor, spec.name)
-                place = library.read(value)
-                if place[2] != spec.dtype:
-                    check_dtype(spec, place[2])
-                values.append(value)
-                places.append(place)
-                shapes.append(place[1])
-            device = self._device(places) if places else None
-            plan = self._plans.get(tuple(shapes)) or self._plan(tuple(shapes))
-            with self._backend.turn(None if device is None else library.stream(device)) as turn:
-                self._epoch.number += 1  # in turn: from here on the outputs of the last replay may be overwritten
-                run = (library, device, turn)
-                made = self._exact(run, plan, values, places) if plan.exact else self._pieces(run, plan, values)
-        finally:
-            with self._lock:
-                self._running -= 1
-                if self._closed:
-                    self._gate.notify_all()
+        values, places, shapes = [], [], []
+        for tensor, spec in zip(tensors, self.inputs, strict=True):
+            value, place = library.take(tensor, spec.name)
+            if place[2] != spec.dtype:
+                check_dtype(spec, place[2])
+            values.append(value)
+            places.append(place)
+            shapes.append(place[1])
+        device = self._device(places) if places else None
+        plan = self._plans.get(tuple(shapes)) or self._plan(tuple(shapes))
+        with self._backend.turn(None if device is None else library.stream(device)) as turn:
+            self._epoch.number += 1  # in turn: from here on the outputs of the last replay may be overwritten
+            run = (library, device, turn)
+            made = self._exact(run, plan, values, places) if plan.exact else self._pieces(run, plan, values)
         if isinstance(library, Plain) and tensors and not self._views:
             made = [library.finish(value, tensors[0]) for value in made]
         return made
@@ -140,11 +124,9 @@ class Program:
     def close(self) -> None:
         """Waits for running calls, then frees everything.  Calling a closed program raises ProgramClosed; closing twice does
         nothing."""
-        with self._gate:
-            self._closed = True
-            self._gate.wait_for(lambda: self._running == 0)
+        self._backend.close()
         self._aliases.clear()
-        self._finalizer()
+        self._finalizer.detach()
 
     def __enter__(self) -> Program:
         return self

@@ -58,7 +58,7 @@ READABLE = {
 def test_an_array_is_read_as_it_lies_or_laid_out_anew(name: str) -> None:
     array = READABLE[name]
     lib = library()
-    value = lib.accept(array, "x")
+    value, _ = lib.take(array, "x")
     place = lib.read(value)
     assert (tuple(place[1]), place[2]) == (array.shape, "float32")
     order = tuple(range(array.ndim))
@@ -83,11 +83,11 @@ def test_ordered_lays_the_axes_out_in_memory_as_asked(order: tuple[int, ...]) ->
 def test_a_readonly_array_is_read() -> None:
     array = BASE.copy()
     array.flags.writeable = False
-    assert elements(library().read(library().accept(array, "x"))) == list(range(24))
+    assert elements(library().take(array, "x")[1]) == list(range(24))
 
 
 def test_a_numpy_number_is_a_0_d_array() -> None:
-    value = library().accept(numpy.int64(7), "x")
+    value, _ = library().take(numpy.int64(7), "x")
     assert elements(library().read(value)) == [7]
 
 
@@ -104,25 +104,25 @@ def test_a_numpy_number_is_a_0_d_array() -> None:
     ],
 )
 def test_a_dtype_has_a_name_for_the_guards(array: Any, dtype: str) -> None:
-    assert library().read(library().accept(array, "x"))[2] == dtype
+    assert library().take(array, "x")[1][2] == dtype
 
 
 @pytest.mark.parametrize("array", [numpy.zeros(2, ">f4"), numpy.zeros(2, ">i8"), numpy.zeros(2, [("a", ">f4")])])
 def test_another_byte_order_is_refused(array: Any) -> None:
     with pytest.raises(InputKind, match="input 'x': expected native byte order, got dtype"):
-        library().accept(array, "x")
+        library().take(array, "x")
 
 
 @pytest.mark.parametrize("value", [[1.0], 1.0, None, "x", Tensor(0, "float32", (), None, None)])
 def test_what_is_no_array_is_refused_beside_numpy(value: Any) -> None:
     with pytest.raises(InputKind, match="^input 'x': expected a NumPy array like the first input, got "):
-        library().accept(value, "x")
+        library().take(value, "x")
 
 
 def test_a_masked_array_is_refused_since_its_mask_would_be_lost() -> None:
     masked = numpy.ma.masked_array([1.0, 2.0], mask=[False, True])
     with pytest.raises(InputKind, match="input 'x': .*mask"):
-        library().accept(masked, "x")
+        library().take(masked, "x")
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 3), (1,)])
@@ -159,13 +159,13 @@ def test_the_library_follows_from_the_first_input() -> None:
 
 def test_plain_reads_numpy_through_dlpack() -> None:
     plain = arrays.Plain()
-    assert elements(plain.read(plain.accept(BASE.T, "x"))) == BASE.T.flatten().tolist()
+    assert elements(plain.take(BASE.T, "x")[1]) == BASE.T.flatten().tolist()
 
 
 @pytest.mark.parametrize("value", [[1.0], 1.0, None, object()])
 def test_what_no_library_gave_is_refused(value: Any) -> None:
     with pytest.raises(InputKind, match="^input 'x': expected a NumPy array, a torch tensor or a DLPack tensor, got "):
-        arrays.Plain().accept(value, "x")
+        arrays.Plain().take(value, "x")
 
 
 class Foreign:
@@ -191,7 +191,7 @@ class Foreign:
 def test_a_foreign_tensor_comes_back_as_its_own_kind() -> None:
     plain = arrays.Plain()
     given = Foreign(tensor.empty("float32", (2,)))
-    accepted = plain.accept(given, "x")
+    accepted, _ = plain.take(given, "x")
     assert accepted.address == given.inner.address
     assert isinstance(plain.finish(tensor.empty("float32", (2,)), given), Foreign)
     assert isinstance(plain.finish(tensor.empty("float32", (2,)), accepted), Tensor)
@@ -209,22 +209,23 @@ def test_torch_tensors_are_read_as_they_lie() -> None:
     torch, lib = torch_library()
     base = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
     for value in (base, base.permute(2, 0, 1), base[:, ::2], base[0, 0, 0], base[:, :0], base.to(torch.bfloat16), base.int()):
-        place = lib.read(lib.accept(value, "x"))
+        _, place = lib.take(value, "x")
         assert elements(place) == value.flatten().tolist()
 
 
 def test_a_tensor_that_needs_a_gradient_is_read() -> None:
     torch, lib = torch_library()
     value = torch.ones(2, requires_grad=True) * 2
-    assert elements(lib.read(lib.accept(value, "x"))) == [2.0, 2.0]
-    assert elements(lib.read(lib.accept(torch.nn.Parameter(torch.ones(2)), "x"))) == [1.0, 1.0]
+    assert elements(lib.take(value, "x")[1]) == [2.0, 2.0]
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert elements(lib.take(parameter, "x")[1]) == [1.0, 1.0]
 
 
 def test_a_lazy_conjugate_or_negative_is_read_as_the_numbers_it_stands_for() -> None:
     torch, lib = torch_library()
     value = torch.tensor([1 + 2j, 3 + 4j], dtype=torch.complex64)
     for lazy in (value.conj(), value.conj().imag, value.conj()[:1]):
-        kept = lib.accept(lazy, "x")
+        kept, _ = lib.take(lazy, "x")
         assert elements(lib.read(kept)) == lazy.tolist()
 
 
@@ -232,13 +233,13 @@ def test_a_lazy_conjugate_or_negative_is_read_as_the_numbers_it_stands_for() -> 
 def test_a_torch_tensor_that_is_not_dense_is_refused(make: str) -> None:
     torch, lib = torch_library()
     with pytest.raises(InputKind, match="input 'x': expected a dense tensor, got layout"):
-        lib.accept(getattr(torch.ones(2, 2), make)(), "x")
+        lib.take(getattr(torch.ones(2, 2), make)(), "x")
 
 
 def test_numpy_beside_torch_is_refused() -> None:
     _, lib = torch_library()
     with pytest.raises(InputKind, match="input 'x': expected a torch tensor like the first input, got numpy.ndarray"):
-        lib.accept(BASE, "x")
+        lib.take(BASE, "x")
 
 
 def test_a_torch_tensor_elsewhere_has_a_device_that_no_program_has() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..schema import Manifest
@@ -53,12 +53,10 @@ class CudaCalls:
         except BaseException:
             self._backend.close()
             raise
+        self.turn: Callable[[int | None], Turn] = self._backend.turn
+        """Holds the program's memory for one call, whose work goes to a stream (None: the backend's own)."""
         self._sizes = [self._backend.sizes(index) for index in range(len(manifest.programs))]
         self._results = [DeviceOutputs(self._backend.output_addresses(index), device) for index in range(len(manifest.programs))]
-
-    def turn(self, stream: int | None) -> Turn:
-        """Holds the program's memory for one call, whose work goes to `stream` (None: the backend's own)."""
-        return self._backend.turn(stream)
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, turn: Any) -> DeviceOutputs | HostOutputs:
         """Replays; inputs of the CPU (device None) are copied to the GPU, the outputs back, and the copies waited for."""
@@ -79,5 +77,5 @@ class CudaCalls:
         self._backend.poison(byte)
 
     def close(self) -> None:
-        """Gives every byte back.  No replay may be running."""
+        """Waits for a running replay, then gives every byte back."""
         self._backend.close()
