@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from cgbundle import archive, safetensors, tables
-from cgbundle.schema import CODE, Exam, Program, Proof, Region, Step, Target, Weight
-from cgbundle.tensor import memory_order
+from cgbundle.schema import CODE, Exam, Proof, Region, Target
 
+from .cuda_files import program as row
+from .cuda_files import write_kernels, write_tables, write_weights
 from .errors import ProofFailed
-from .export import PREFIX
 from .job import Job, Parts
 from .progress import Stages
 from .record.capture import Call, Recorded, record
 from .record.rows import Key
-from .record.tensors import contents, program_tensors
+from .record.tensors import program_tensors
 from .source import SEED, all_keys, sample
 
 STATES_FILE = "graphs/modules.bin"
@@ -40,7 +38,16 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     # what the first process of max-autotune measured and chose, the second has to find in the cache
     parallel = job.lower != "max-autotune"
     with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch, stages("record") as tell:
-        recorded = record(program, calls, folder=Path(scratch), level=job.lower, fresh=fresh, tell=tell, parallel=parallel)
+        recorded = record(
+            program,
+            calls,
+            folder=Path(scratch),
+            level=job.lower,
+            specialize=job.specialize,
+            fresh=fresh,
+            parallel=parallel,
+            tell=tell,
+        )
         nodes = sum(len(recording.nodes) for recording in recorded.recordings.values())
         tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
     with stages("emit") as tell:
@@ -50,9 +57,11 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
                     f"int_key {key}: the graph differs from eager PyTorch by {trial.error:.1e}, allowed {trial.tolerance:.1e}",
                     "try --lower eager; if that differs too, please report this model",
                 )
-        rows = _write_weights(stage / archive.WEIGHTS, program_tensors(program), recorded)
-        _write_kernels(stage, recorded)
-        files = _write_tables(stage, recorded)
+        rows = write_weights(stage / archive.WEIGHTS, program_tensors(program), recorded.weights, recorded.tables)
+        write_kernels(stage, recorded.images)
+        files = write_tables(stage, recorded.recordings)
+        if recorded.states:
+            (stage / STATES_FILE).write_bytes(tables.encode_states(recorded.states))
         _write_exam(stage / archive.EXAM, recorded)
         tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
     exact = all(trial.deterministic for trial in recorded.trials.values())
@@ -66,7 +75,10 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             (CODE, sum(len(image) for image in recorded.images.values())),
         ),
         regions=(Region(name="model", kind="graph", reason="", file="", constants=()),),
-        programs=tuple(_program(recorded, key, files[key]) for key in keys),
+        programs=tuple(
+            row(key, recorded.inputs[key], recorded.outputs[key], files[key], recorded.arena[key], recorded.static[key])
+            for key in keys
+        ),
         module_state=STATES_FILE if recorded.states else "",
         exam=Exam(
             compare="bits" if exact else "tolerance",
@@ -85,75 +97,11 @@ def _proof(recorded: Recorded, key: Key) -> Proof:
     return Proof(key=key, method="none", error=trial.error, tolerance=trial.tolerance)
 
 
-def _program(recorded: Recorded, key: Key, file: str) -> Program:
-    given, made = recorded.inputs[key], recorded.outputs[key]
-    inputs, outputs = tuple(range(len(given))), tuple(range(len(given), len(given) + len(made)))
-    step = Step(kind="graph", region=0, file=file, inputs=inputs, outputs=outputs)
-    return Program(
-        key=key,
-        values=(*given, *made),
-        inputs=inputs,
-        outputs=outputs,
-        steps=(step,),
-        arena=recorded.arena[key],
-        static=recorded.static[key],
-    )
-
-
 def _lowest_driver(recorded: Recorded) -> int:
     """The CUDA version that the kernels were compiled with, as drivers count (13000 = 13.0), and at most the recording
     machine's: a cubin runs on every driver of its major version (CUDA's minor version compatibility)."""
     toolkit = torch.version.cuda or "0"
     return min(int(toolkit.partition(".")[0]) * 1000, recorded.driver)
-
-
-def _write_weights(path: Path, tensors: dict[str, torch.Tensor], recorded: Recorded) -> tuple[Weight, ...]:
-    """weights.safetensors: the program's tensors, and the tables behind them as `cgcompile.table.N`."""
-    rows: list[Weight] = []
-    stored: dict[str, safetensors.Tensor] = {}
-    for row in recorded.weights:
-        order = memory_order(row.shape, row.strides)
-        tensor = row.tensor.removeprefix(PREFIX)
-        stored[tensor] = (row.dtype, tuple(row.shape[axis] for axis in order), _reader(tensors[row.tensor], row.strides))
-        rows.append(
-            Weight(
-                name=row.name.removeprefix(PREFIX),
-                tensor=tensor,
-                dtype=row.dtype,
-                shape=row.shape,
-                strides=row.strides,
-                offset=row.offset,
-            )
-        )
-    for index, table in enumerate(recorded.tables):
-        name, size = f"cgcompile.table.{index}", len(table.contents)
-        stored[name] = ("uint8", (size,), partial(bytes, table.contents))
-        rows.append(Weight(name=name, tensor=name, dtype="uint8", shape=(size,), strides=(1,), offset=table.offset))
-    with open(path, "wb") as file:
-        safetensors.write(file, stored)
-    return tuple(rows)
-
-
-def _reader(tensor: torch.Tensor, strides: tuple[int, ...]) -> Callable[[], bytes]:
-    return partial(contents, tensor, strides)
-
-
-def _write_kernels(stage: Path, recorded: Recorded) -> None:
-    (stage / "kernels").mkdir()
-    for name, image in recorded.images.items():
-        assert hashlib.sha256(image).hexdigest() == name, name
-        (stage / "kernels" / name).write_bytes(image)
-
-
-def _write_tables(stage: Path, recorded: Recorded) -> dict[Key, str]:
-    (stage / "graphs").mkdir()
-    files = {}
-    for key, recording in recorded.recordings.items():
-        files[key] = f"graphs/model-{'x'.join(map(str, key)) or 'fixed'}.bin"
-        (stage / files[key]).write_bytes(tables.encode(recording))
-    if recorded.states:
-        (stage / STATES_FILE).write_bytes(tables.encode_states(recorded.states))
-    return files
 
 
 def _write_exam(path: Path, recorded: Recorded) -> None:

@@ -12,14 +12,18 @@ from .source import Source
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is built: the model, its sizes per declared dimension, and how."""
+    """What is built: the model, its sizes per declared dimension, and how.  `recorder` is that of `targets.Chosen`, the rest are
+    options of `build`."""
 
     source: Source
     exported: Exported
     sizes: dict[str, tuple[int, ...]]
     dimensions: tuple[Dimension, ...]
     target: str
+    recorder: str
     lower: str
+    specialize: str
+    prove: str
     torch_version: str
 
 

@@ -55,6 +55,9 @@ def build(
     strict: bool = False,
     waive: Sequence[str] = (),
     lower: str = "inductor",
+    specialize: str = "size",
+    recorder: str = "auto",
+    prove: str = "interpret",
     force: bool = False,
     max_keys: int = MAX_KEYS,
     progress: Watcher | None = None,
@@ -63,10 +66,12 @@ def build(
 
     `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example
     inputs). `sizes`: of the declared dimensions, e.g. [1, 8, 32] or {"batch": [1, 8], "seq": [128]}.  `target`: auto, cuda,
-    sm_90 and its kind, or cpu.  `strict`: findings that put operations on the host are errors.  `waive`: rules whose findings
-    are accepted; the manifest names them (what is refused now cannot be waived).  `lower`: eager, inductor or max-autotune; the cpu
-    target has inductor alone.  `force`: replace an existing bundle.
-    `progress` is told what happens.
+    sm_90 and its kind (a GPU that need not be here), or cpu.  `strict`: findings that put operations on the host are errors.
+    `waive`: rules whose findings are accepted; the manifest names them (what is refused now cannot be waived).  `lower`: eager,
+    inductor or max-autotune; the cpu target has inductor alone.  `specialize`: "size" lowers every int_key for itself, "shared"
+    all at once with dynamic shapes (fewer images, slower kernels).  `recorder`: capture (a GPU that is here), trace (without), or
+    auto.  `prove`: what shows that a bundle is right whose GPU is not here, interpret or none; all others are replayed.
+    `force`: replace an existing bundle.  `progress` is told what happens.
 
     Raises a CgbundleError (see errors.py here and in cgbundle); nothing is published then.
     """
@@ -78,12 +83,12 @@ def build(
     from .export import export
     from .job import Job
     from .padding import prove_padding
-    from .prove import prove
+    from .prove import replay
     from .source import load_source
     from .targets import choose
 
     stages = Stages(progress or silent)
-    chosen = choose(target, lower)
+    chosen = choose(target, lower, specialize, recorder, prove)
     with stages("source") as tell:
         source = load_source(model, inputs)
         wanted = declared_sizes(sizes, source.dimensions)
@@ -101,29 +106,37 @@ def build(
         dimensions = prove_padding(source, exported, wanted, tell)
         tell(", ".join(f"{dimension.name} by {dimension.pad}" for dimension in dimensions) or "no dimension")
     job = Job(
-        source=source, exported=exported, sizes=wanted, dimensions=dimensions, target=chosen, lower=lower,
+        source=source, exported=exported, sizes=wanted, dimensions=dimensions, target=chosen.target, recorder=chosen.recorder,
+        lower=lower, specialize=specialize, prove=prove,
         torch_version=torch.__version__.partition("+")[0],
     )  # fmt: skip
     with staged(destination, replace=force) as stage:
         parts = _parts(job, stage, stages)
         write_program(stage / archive.PROGRAM, exported.program)
-        options = {"target": target, "lower": lower, "strict": str(strict).lower()}
+        options = {"target": target, "lower": lower, "specialize": specialize, "strict": str(strict).lower()}
         manifest = seal(stage, _manifest(job, parts, findings, waive, provenance(source.label, options)))
         with stages("verify") as tell:
-            proofs = prove(stage, manifest)
-            manifest = seal(stage, replace(manifest, exam=replace(manifest.exam, proofs=proofs)))
-            tell(
-                f"{len(proofs)} int_key{'s' if keys > 1 else ''} in a fresh process, "
-                f"largest error {max(proof.error for proof in proofs):.1e}"
-            )
+            if chosen.runs_here:
+                proofs = replay(stage, manifest)
+                manifest = seal(stage, replace(manifest, exam=replace(manifest.exam, proofs=proofs)))
+                tell(
+                    f"{len(proofs)} int_key{'s' if keys > 1 else ''} in a fresh process, "
+                    f"largest error {max(proof.error for proof in proofs):.1e}"
+                )
+            else:
+                tell(f"structure and hashes; `cgcompile verify --run` replays it where a GPU of {chosen.target} is")
     return Built(path=destination, manifest=manifest, seconds=tuple(stages.seconds))
 
 
 def _parts(job: Job, stage: Path, stages: Stages) -> Parts:
-    if job.target == "cpu":
+    if job.recorder == "host":
         from . import build_cpu
 
         return build_cpu.build_parts(job, stage, stages)
+    if job.recorder == "trace":
+        from . import build_trace
+
+        return build_trace.build_parts(job, stage, stages)
     from . import build_cuda
 
     return build_cuda.build_parts(job, stage, stages)

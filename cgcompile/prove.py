@@ -11,7 +11,7 @@ from cgbundle.schema import Manifest, Proof
 from .errors import ProofFailed
 
 
-def prove(stage: Path, manifest: Manifest) -> tuple[Proof, ...]:
+def replay(stage: Path, manifest: Manifest) -> tuple[Proof, ...]:
     """The measured proofs, in the order of the programs.  Raises ProofFailed with the first key that fails."""
     answer = fresh(str(stage))
     if "error" in answer:

@@ -141,10 +141,15 @@ def freshen(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu").copy_(flat[order].reshape(tensor.shape))
 
 
-def tolerance_of(program: torch.export.ExportedProgram) -> float:
-    """The bound for the error against eager PyTorch that the narrowest floating dtype in the program's graph sets."""
+def dtype_bound(program: torch.export.ExportedProgram) -> float:
+    """The bound for the error against exact eager PyTorch that the narrowest floating dtype in the program's graph sets."""
     values = tree_leaves([node.meta.get("val") for node in program.graph.nodes])
-    bound = max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
+    return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
+
+
+def tolerance_of(program: torch.export.ExportedProgram) -> float:
+    """The bound for the error against eager PyTorch on a GPU, which may round float32 to TF32."""
+    bound = dtype_bound(program)
     convolves = any(isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _CUDNN for node in program.graph.nodes)
     tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
     return max(bound, TF32) if tf32 else bound

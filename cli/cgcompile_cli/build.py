@@ -47,11 +47,21 @@ def build(
         str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
     ] = None,
     target: Annotated[
-        str, typer.Option("--target", metavar="TARGET", help="auto, cpu, cuda, or an architecture such as sm_90.")
+        str, typer.Option("--target", metavar="TARGET", help="auto, cpu, cuda, or an architecture: sm_90 needs no GPU.")
     ] = "auto",
     lower: Annotated[
         Literal["eager", "inductor", "max-autotune"], typer.Option("--lower", help="How hard to optimize.")
     ] = "inductor",
+    specialize: Annotated[
+        Literal["size", "shared"], typer.Option("--specialize", help="Kernels for every size, or for all sizes at once.")
+    ] = "size",
+    recorder: Annotated[
+        Literal["auto", "capture", "trace"],
+        typer.Option("--record", help="Capture on the GPU that is here, or trace for one that is not."),
+    ] = "auto",
+    prove: Annotated[
+        Literal["interpret", "none"], typer.Option("--prove", help="How a traced bundle is proved where its GPU is not.")
+    ] = "interpret",
     strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
     waive: Annotated[
         list[str] | None,
@@ -82,7 +92,7 @@ def build(
     with _watching(quiet) as progress:
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
-            force=force, max_keys=max_keys, progress=progress,
+            specialize=specialize, recorder=recorder, prove=prove, force=force, max_keys=max_keys, progress=progress,
         )  # fmt: skip
     if not quiet:
         show(_summary(built, time.perf_counter() - begin), sys.stderr)

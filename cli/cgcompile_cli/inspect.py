@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def inspect(
     bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
     graph: Annotated[str | None, typer.Option("--graph", metavar="KEY", help="Show the steps of one int_key: 8, or 8x128.")] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Show the kernels by number of launches and image size.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show what a bundle holds.
@@ -33,7 +34,9 @@ def inspect(
 
     manifest = archive.read_manifest(bundle)
     verify.check_manifest(manifest)
-    if graph is not None:
+    if kernels:
+        _kernels(bundle, manifest, as_json)
+    elif graph is not None:
         key = keys.parse(manifest, graph)
         program = next(each for each in manifest.programs if each.key == key)
         if as_json:
@@ -44,6 +47,16 @@ def inspect(
         write_json(summary.plain(bundle, manifest))
     else:
         show(record(_overview(bundle, manifest)))
+
+
+def _kernels(path: str, manifest: Manifest, as_json: bool) -> None:
+    from .kernels import kernels, shown
+
+    rows = kernels(path, manifest)
+    if as_json:
+        write_json([row._asdict() for row in rows])
+    else:
+        show(shown(rows))
 
 
 def _overview(path: str, manifest: Manifest) -> list[Field]:

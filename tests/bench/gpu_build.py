@@ -23,7 +23,7 @@ def main(name: str, level: str, out: str) -> int:
     try:
         network, inputs = gpu_models.made(model)
         built = cgcompile.build(
-            network, inputs, sizes=model.sizes_at(level), out=out, target="auto", lower=level, force=True, progress=told(start)
+            network, inputs, sizes=model.sizes, out=out, target="auto", lower=level, force=True, progress=told(start)
         )
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "kind": type(error).__name__, "hint": error.hint}))

@@ -21,12 +21,6 @@ class Model:
     source: str = ""
     levels: tuple[str, ...] = LEVELS
     environment: dict[str, str] = field(default_factory=dict)
-    autotuned: dict[str, list[int]] | None = None
-    """Sizes at max-autotune where building all takes too long."""
-
-    def sizes_at(self, level: str) -> dict[str, list[int]]:
-        """The sizes that are built."""
-        return self.autotuned if level == "max-autotune" and self.autotuned else self.sizes
 
 
 def example(name: str) -> str:
@@ -47,7 +41,6 @@ RESNET = Model(
     title="ResNet-50, fp16, channels last",
     source=example("resnet"),
     sizes={"batch": [1, 8]},
-    autotuned={"batch": [8]},
     environment={"RESNET_DTYPE": "float16", "RESNET_LAYOUT": "channels_last"},
 )
 MINILM = Model(name="minilm", title="MiniLM, two dimensions", source=example("minilm"), sizes={"batch": [1, 8], "seq": [32, 128]})

@@ -1,0 +1,142 @@
+"""An interpreter process: `python -m cgcompile.trace.interpret_child REQUEST`, where REQUEST is the path of a pickled `Request`.
+
+TRITON_INTERPRET=1 must be set from outside: `triton.jit` looks at it when Triton and Inductor's helpers are imported.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cgbundle import safetensors
+from cgbundle.recording import Address, EmptyNode, KernelNode, MemcpyNode, MemsetNode
+from cgbundle.schema import DTYPES, MEMORIES, Value
+from cgcompile.errors import BuildError
+from cgcompile.trace.blocks import arguments, check_order, programs
+from cgcompile.trace.errors import NoStandIn
+from cgcompile.trace.interpreting import REFUSED, Outcome, Request, Task
+from cgcompile.trace.lockstep.memory import Memory
+from cgcompile.trace.lockstep.values import Array
+
+
+def main(path: str) -> int:
+    """Run what the request says and write its result: an Outcome, or a refusal as (name, message, hint)."""
+    request: Request = pickle.loads(Path(path).read_bytes())
+    try:
+        result = execute(request.task)
+    except BuildError as error:
+        request.result.write_bytes(pickle.dumps((type(error).__name__, str(error), error.hint)))
+        return REFUSED
+    request.result.write_bytes(pickle.dumps(result))
+    return 0
+
+
+def execute(task: Task) -> Outcome:
+    """Run all rows in order.  Once in a process, which Triton is changed in."""
+    check_order(task.recording)
+    memory = Memory(task.sizes)
+    memory.where = f"int_key {task.key}"
+    _fill(memory, task)
+    kernels = _Kernels(memory, task)
+    began = time.monotonic()
+    for row, node in enumerate(task.recording.nodes):
+        match node:
+            case KernelNode():
+                kernels.launch(row, node)
+            case MemsetNode():
+                _set(memory, node, f"memset, row {row}")
+            case MemcpyNode():
+                _copy(memory, node, f"memcpy, row {row}")
+            case EmptyNode():
+                pass
+    seconds = time.monotonic() - began
+    memory.where = f"int_key {task.key}, its outputs"
+    outputs = tuple(_view(memory, value, "reads").tobytes() for value in task.outputs)
+    return Outcome(key=task.key, outputs=outputs, seconds=seconds)
+
+
+class _Kernels:
+    """Launches by row; every kernel's source is read once."""
+
+    def __init__(self, memory: Memory, task: Task) -> None:
+        from cgcompile.trace import standins  # here, with the two below: they import Triton and change it
+        from cgcompile.trace.lockstep import language
+
+        self.language = language
+        self.memory = memory
+        self.task = task
+        self.variants = dict(task.variants)
+        self.functions: dict[tuple[str, str], Callable[..., Any]] = {}
+        self.builder, self.steps = language.install(memory)
+        standins.install(self.builder, self.steps.semantic)
+
+    def launch(self, row: int, node: KernelNode) -> None:
+        from cgcompile.trace.lockstep.launch import launch
+
+        function = self.task.recording.functions[node.function]
+        which = function.image, function.symbol
+        where = f"kernel {function.symbol}, row {row} of int_key {self.task.key}"
+        if which not in self.variants:
+            raise NoStandIn(f"{where}: the interpreter has no source of image {function.image[:12]}")
+        variant = self.variants[which]
+        if which not in self.functions:
+            self.functions[which] = self.language.function_of(variant.source, variant.name, self.steps)
+        self.memory.where = where
+        kinds = dict(variant.signature)
+        given: dict[str, Any] = dict(variant.constants)
+        for name, value in arguments(variant, function, node).items():
+            if isinstance(value, Address):
+                value = self.memory.address(value.memory, value.offset)
+            given[name] = self.language.argument(value or 0, kinds[name])
+        launch(self.builder, self.functions[which], given, programs(node), where)
+
+
+def _fill(memory: Memory, task: Task) -> None:
+    """Weights and inputs; everything else stays poison."""
+    with open(task.weights, "rb") as file:
+        entries = safetensors.read_header(file, task.weights.name)
+        for tensor, offset in {(row.tensor, row.offset) for row in task.placed}:
+            entry = entries[tensor]
+            file.seek(entry.begin)
+            file.readinto(memory.span(MEMORIES.index("weights"), offset, entry.end - entry.begin, "writes"))  # type: ignore[attr-defined]
+    for value, contents in task.inputs:
+        view = _view(memory, value, "writes")
+        view[...] = np.frombuffer(contents, view.dtype).reshape(view.shape)
+
+
+def _view(memory: Memory, value: Value, verb: str) -> Array:
+    """The elements of a tensor in memory, as opaque items of its dtype's size."""
+    item = DTYPES[value.dtype]
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
+    nbytes = (last + 1) * item if all(value.shape) else 0
+    flat = memory.span(MEMORIES.index(value.memory), value.offset, nbytes, verb).view(f"V{item}")
+    return np.lib.stride_tricks.as_strided(flat, value.shape, [stride * item for stride in value.strides])
+
+
+def _set(memory: Memory, node: MemsetNode, where: str) -> None:
+    memory.where = where
+    pattern = np.frombuffer(node.value.to_bytes(8, "little")[: node.element], np.uint8)
+    for line in range(node.height):
+        at = node.target.offset + line * node.pitch
+        piece = memory.span(node.target.memory, at, node.width * node.element, "writes")
+        piece.reshape(node.width, node.element)[...] = pattern
+
+
+def _copy(memory: Memory, node: MemcpyNode, where: str) -> None:
+    memory.where = where
+    for layer in range(node.depth):
+        for line in range(node.height):
+            source = node.source.offset + (layer * node.source_height + line) * node.source_pitch
+            target = node.target.offset + (layer * node.target_height + line) * node.target_pitch
+            piece = memory.span(node.source.memory, source, node.width, "reads").copy()
+            memory.span(node.target.memory, target, node.width, "writes")[...] = piece
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

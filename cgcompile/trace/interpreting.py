@@ -1,0 +1,211 @@
+"""The proof without a GPU: the rows of recordings run on the CPU, kernels in Triton's interpreter, over poisoned memory.
+
+What runs is what a bundle holds: grids, parameter blocks and relocations, decoded on their own (`blocks`), over one arena planned as
+in the bundle.  What it does not show is that ptxas compiled the kernels rightly.  Each int_key has a process of its own, because
+Triton is told to interpret before it is imported.  Imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cgbundle.recording import Function, KernelNode, MemcpyNode, MemsetNode, Recording
+from cgbundle.schema import Value, Weight
+from cgcompile.trace import errors
+from cgcompile.trace.blocks import arguments, check_order
+from cgcompile.trace.errors import InterpreterDied, TraceError
+from cgcompile.trace.traced import Key, Variant
+
+REFUSED = 3
+"""Exit status of a process that wrote a refusal (class name, message, hint) to its result file."""
+
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""One thread per process: threads that wait for each other made a busy machine ten times slower.  And memory that is freed is kept:
+without that, every large array costs page faults (a third of the time)."""
+
+TEMPLATE_LINES = 20
+"""Lines of the loop of a matrix product's kernel."""
+
+START = 4.0
+"""Seconds that a process needs before its first kernel (torch's import): part of every estimate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One int_key to run.
+
+    `variants`: what each (image's sha256, symbol) of the recording was compiled from.  `sizes`: (name, bytes) of each memory.
+    `weights`: the bundle's weights.safetensors, and `placed` where its tensors lie in memory `weights`.  `inputs`: each input's
+    place and its bytes, row-major; `outputs`: the places to read when all rows have run.
+    """
+
+    key: Key
+    recording: Recording
+    variants: tuple[tuple[tuple[str, str], Variant], ...]
+    sizes: tuple[tuple[str, int], ...]
+    weights: Path
+    placed: tuple[Weight, ...]
+    inputs: tuple[tuple[Value, bytes], ...] = field(repr=False)
+    outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The outputs' bytes, row-major, in the call's order.  `seconds`: what the rows took, without starting the process."""
+
+    key: Key
+    outputs: tuple[bytes, ...] = field(repr=False)
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A process's work; a pickle between two processes of one build, which never becomes part of a bundle."""
+
+    task: Task
+    result: Path
+
+
+def estimate(task: Task) -> float:
+    """How much work a key is, to compare keys of one program with each other: elements of blocks times lines of the kernel that
+    work on them, over all program instances.
+
+    The unit means nothing by itself: `interpret` measures the smallest key in seconds.
+    """
+    variants = dict(task.variants)
+    total = 0.0
+    for node in task.recording.nodes:
+        match node:
+            case KernelNode():
+                function = task.recording.functions[node.function]
+                variant = variants.get((function.image, function.symbol))
+                total += math.prod(node.grid) * (_work(variant, function, node) if variant else 1)
+            case MemsetNode():
+                total += node.width * node.height
+            case MemcpyNode():
+                total += node.width * node.height * node.depth
+    return max(total, 1.0)
+
+
+def interpret(
+    tasks: Sequence[Task],
+    folder: Path,
+    *,
+    budget: float,
+    workers: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> tuple[Outcome, ...]:
+    """Run recordings, the smallest first; its time tells which others fit into `budget` seconds.  These run, the others have no
+    Outcome, and `tell` says which.  The smallest always runs.  Outcomes stand in the order of `tasks`.
+
+    `workers` processes run at a time (default: one for each processor); `folder` takes their files and logs.
+
+    Raises OrderBroken, ParameterMismatch, NoStandIn, ReadOutside, WroteOutside, KernelAsserted, KernelUnreadable, InterpreterDied.
+    """
+    if not tasks:
+        return ()
+    for task in tasks:
+        check_order(task.recording)
+    folder.mkdir(parents=True, exist_ok=True)
+    at_once = workers or os.cpu_count() or 1
+    work = [estimate(task) for task in tasks]
+    smallest, *others = sorted(range(len(tasks)), key=lambda i: (work[i], i))
+    tell(f"interpreting int_key {tasks[smallest].key}, the smallest of {len(tasks)}; {budget:.0f} s for all")
+    began = time.monotonic()
+    outcomes = {smallest: _run(tasks[smallest], folder, smallest)}
+    spent = time.monotonic() - began
+    rate = outcomes[smallest].seconds / work[smallest]
+    tell(f"int_key {tasks[smallest].key} took {spent:.1f} s")
+    chosen: list[int] = []
+    for i in others:
+        seconds = START + rate * work[i]
+        if spent + seconds / min(at_once, len(chosen) + 1) > budget:
+            left = ", ".join(str(tasks[j].key) for j in others[len(chosen) :])
+            tell(f"not interpreted, over the budget of {budget:.0f} s: {left} (the next would take about {seconds:.0f} s)")
+            break
+        spent += seconds / at_once
+        chosen.append(i)
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = {i: pool.submit(_run, tasks[i], folder, i) for i in reversed(chosen)}  # the longest first
+        try:
+            for i, future in futures.items():
+                outcomes[i] = future.result()
+                tell(f"int_key {tasks[i].key} took {outcomes[i].seconds:.1f} s")
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return tuple(outcomes[i] for i in sorted(outcomes))
+
+
+def _work(variant: Variant, function: Function, node: KernelNode) -> float:
+    """Elements times lines of one program instance, as far as the names tell that Inductor gives to sizes."""
+    known = {name: int(number) for name, number in _CONSTANT.findall(variant.source)}
+    known |= {name: value for name, value in variant.constants if type(value) is int}
+    known |= {name: value for name, value in arguments(variant, function, node).items() if type(value) is int}
+    lines = variant.source.count("\n") + 1
+    if "BLOCK_K" in known:
+        m, n, k = known.get("BLOCK_M", 1), known.get("BLOCK_N", 1), max(1, known["BLOCK_K"])
+        return (m + n) * max(known.get("K", k), k) * TEMPLATE_LINES + m * n * max(0, lines - TEMPLATE_LINES)
+    width = math.prod(max(1, known.get(f"{axis}BLOCK", 1)) for axis in "XYZ")
+    reduced = math.prod(max(1, known.get(f"R{i}_BLOCK", 1), known.get(f"r{i}_numel", 1)) for i in (0, 1))
+    return width * reduced * lines
+
+
+_CONSTANT = re.compile(r"^ +(\w+)(?: *: *tl\.constexpr)? = (\d+)$", re.MULTILINE)
+"""An assignment of a number in a kernel's source."""
+
+
+def _run(task: Task, folder: Path, number: int) -> Outcome:
+    name = "x".join(map(str, task.key)) or "call"
+    request = Request(task=task, result=folder / f"interpret{number}-{name}.result")
+    path, log = folder / f"interpret{number}-{name}.request", folder / f"interpret{number}-{name}.log"
+    path.write_bytes(pickle.dumps(request))
+    with open(log, "w") as out:
+        status = subprocess.run(
+            [sys.executable, "-m", "cgcompile.trace.interpret_child", os.fspath(path)],
+            env=_environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        ).returncode
+    if status == REFUSED:
+        _raise(*pickle.loads(request.result.read_bytes()))
+    if status:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1] if lines else "it wrote nothing"
+        raise InterpreterDied(f"int_key {task.key}: the interpreter ended with status {status}: {last} (log: {log})")
+    outcome: Outcome = pickle.loads(request.result.read_bytes())
+    return outcome
+
+
+def _environment(outer: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **outer,
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        **QUIET,
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+
+
+def _raise(name: str, message: str, hint: str) -> None:
+    found = getattr(errors, name, None)
+    if isinstance(found, type) and issubclass(found, TraceError):
+        raise found(message, hint)
+    raise InterpreterDied(message, hint)

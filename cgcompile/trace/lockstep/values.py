@@ -1,0 +1,113 @@
+"""Arrays that stand for tensors of a kernel, and the conversions between dtypes.
+
+NumPy has neither bfloat16 nor the 8-bit floats: such values are kept as float32 and rounded after every operation ("working" type);
+in memory they are the bits that the GPU would see ("stored" type).  Conversions that NumPy lacks go through torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+Array = np.ndarray[Any, Any]
+
+_WORKING: dict[str, Any] = {
+    "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
+    "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
+    "fp16": np.float16, "fp32": np.float32, "fp64": np.float64, "bf16": np.float32, "fp8e4nv": np.float32, "fp8e5": np.float32,
+}  # fmt: skip
+"""By the names of Triton's scalar types."""
+
+_NARROW: dict[str, tuple[torch.dtype, Any, float]] = {
+    "bf16": (torch.bfloat16, np.uint16, np.inf),
+    "fp8e4nv": (torch.float8_e4m3fn, np.uint8, 448.0),
+    "fp8e5": (torch.float8_e5m2, np.uint8, 57344.0),
+}
+"""Floats kept as float32: torch's type, the stored type, and the largest value where a conversion saturates (PTX cvt.satfinite)."""
+
+
+class Handle:
+    """What `tl.tensor` carries: `data` has the instances of the batch as its first axis (length 1: the same for all), then the
+    block's axes; a scalar has none.  `dtype` is Triton's scalar type; addresses are int64."""
+
+    __slots__ = ("data", "dtype")
+
+    def __init__(self, data: Array, dtype: Any) -> None:
+        self.data = data
+        self.dtype = dtype
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Hints of the kernel to the compiler (divisibility, contiguity) change no value."""
+
+
+def working(dtype: Any) -> Any:
+    """The NumPy type of arrays of a Triton scalar type.  Raises TypeError for types that no NVIDIA kernel of ours has."""
+    if dtype.is_ptr():
+        return np.dtype(np.int64)
+    if dtype.name not in _WORKING:
+        raise TypeError(f"tl.{dtype} has no counterpart in NumPy")
+    return np.dtype(_WORKING[dtype.name])
+
+
+def stored(dtype: Any) -> Any:
+    """The NumPy type of the bits in memory."""
+    return np.dtype(_NARROW[dtype.name][1]) if dtype.name in _NARROW else working(dtype)
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether values are kept as float32 and rounded."""
+    return dtype.name in _NARROW
+
+
+def to_stored(data: Array, dtype: Any) -> Array:
+    """The bits of values, which are representable."""
+    if dtype.name not in _NARROW:
+        return data
+    if dtype.name == "bf16":
+        return (data.view(np.uint32) >> 16).astype(np.uint16)
+    return tensor_of(data).to(_NARROW[dtype.name][0]).view(torch.uint8).numpy()
+
+
+def to_working(data: Array, dtype: Any) -> Array:
+    """The values of bits."""
+    if dtype.name not in _NARROW:
+        return data
+    if dtype.name == "bf16":
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return tensor_of(data).view(_NARROW[dtype.name][0]).to(torch.float32).numpy()
+
+
+def rounded(data: Array, dtype: Any) -> Array:
+    """Floats as float32, rounded to the nearest of a narrow type; too large 8-bit floats become the largest one."""
+    kind, _, largest = _NARROW[dtype.name]
+    data = data.astype(np.float32, copy=False)
+    if dtype.name == "bf16":  # ties to even; torch takes several times as long
+        bits = data.view(np.uint32)
+        result = ((bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000).view(np.float32)
+        missing = data != data
+        return np.where(missing, np.float32(np.nan), result) if missing.any() else result
+    return tensor_of(np.clip(data, -largest, largest)).to(kind).to(torch.float32).numpy()
+
+
+def convert(data: Array, source: Any, target: Any) -> Array:
+    """Values of one scalar type as another: to nearest among floats, towards zero from floats to integers."""
+    if target.name in _NARROW:
+        return rounded(data, target)
+    return data.astype(working(target))
+
+
+def bits_as(data: Array, source: Any, target: Any) -> Array:
+    """The same bits as another scalar type of that size."""
+    bits = to_stored(data, source)
+    if stored(target) == np.bool_:
+        return bits != 0
+    if bits.dtype == np.bool_:
+        bits = bits.view(np.uint8)
+    return to_working(bits.view(stored(target)), target)
+
+
+def tensor_of(data: Array) -> torch.Tensor:
+    """A torch tensor of an array's values, which may share its memory: read only."""
+    return torch.from_numpy(data if data.flags.writeable else data.copy())

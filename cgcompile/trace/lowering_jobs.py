@@ -1,0 +1,116 @@
+"""Lower every int_key in a process of its own, some at a time.  The parent's side; imports no Inductor."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgcompile import errors as build_errors
+from cgcompile.errors import BuildError
+from cgcompile.record.tensors import settings
+from cgcompile.trace import errors
+from cgcompile.trace.errors import LoweringBroken
+from cgcompile.trace.traced import Key, Traced
+
+REFUSED = 3
+"""Exit status of a process that wrote a refusal to its result file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A process's work; a pickle between two processes of one build, which never becomes part of a bundle.
+
+    `program`: the exported program; `tensors`: the call's tensors of every key; `settings`: torch's switches that choose kernels;
+    `table`: the folder of measured configurations, or None for Inductor's offers ranked by the model of cost.
+    """
+
+    program: Path
+    tensors: Path
+    result: Path
+    key: Key
+    arch: str
+    settings: Mapping[str, Any]
+    table: Path | None
+
+
+def lower_all(
+    program: torch.export.ExportedProgram,
+    calls: Mapping[Key, Sequence[torch.Tensor]],
+    arch: str,
+    folder: Path,
+    *,
+    table: Path | None = None,
+    workers: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[Key, Traced]:
+    """Every key of `calls` (its tensors, on the CPU) lowered for `arch`, in the order of `calls`.
+
+    `folder` takes working files and logs.  `workers`: processes at a time, by default one for each processor.  Raises what
+    `lowering.lower_key` raises, and LoweringBroken when a process ends without an answer.
+    """
+    torch.export.save(program, folder / "program.pt2")
+    torch.save({key: tuple(tensors) for key, tensors in calls.items()}, folder / "calls.pt")
+
+    def one(number: int, key: Key) -> Traced:
+        name = f"lower{number}-{'x'.join(map(str, key)) or 'fixed'}"
+        request = Request(
+            program=folder / "program.pt2",
+            tensors=folder / "calls.pt",
+            result=folder / f"{name}.result",
+            key=key,
+            arch=arch,
+            settings=settings(),
+            table=table,
+        )
+        found = _run(request, folder / f"{name}.request", folder / f"{name}.log")
+        tell(f"lowered {key}: {len(found.variants)} kernels")
+        return found
+
+    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+        futures = {key: pool.submit(one, number, key) for number, key in enumerate(calls)}
+        try:
+            return {key: future.result() for key, future in futures.items()}
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _run(request: Request, path: Path, log: Path) -> Traced:
+    path.write_bytes(pickle.dumps(request))
+    with open(log, "w") as out:
+        status = subprocess.run(
+            [sys.executable, "-m", "cgcompile.trace.lower_child", os.fspath(path)],
+            env={
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": "",
+                "TORCHINDUCTOR_CACHE_DIR": os.fspath(log.with_suffix(".cache")),
+                "PYTHONFAULTHANDLER": "1",
+                "PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        ).returncode
+    if status == REFUSED:
+        _raise(*pickle.loads(request.result.read_bytes()))
+    if status:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1] if lines else "it wrote nothing"
+        raise LoweringBroken(f"int_key {request.key}: the lowering process ended with status {status}: {last}")
+    found: Traced = pickle.loads(request.result.read_bytes())
+    return found
+
+
+def _raise(name: str, message: str, hint: str) -> None:
+    found = getattr(errors, name, None) or getattr(build_errors, name, None)
+    if isinstance(found, type) and issubclass(found, BuildError):
+        raise found(message, hint)
+    raise LoweringBroken(message, hint)

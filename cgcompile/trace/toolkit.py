@@ -1,0 +1,32 @@
+"""The lowest driver that runs a kernel image which Triton's own ptxas made."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+from cgcompile.errors import ExtraMissing
+
+from .errors import KernelFailed
+
+BLACKWELL = 100
+"""Capabilities from here on are compiled by a ptxas of their own (triton/backends/nvidia/compiler.py, 3.6 and 3.7)."""
+
+
+def lowest_driver(capability: int) -> int:
+    """The major CUDA version of the ptxas for a capability (90 for sm_90), as drivers count (12000 = 12.0): a cubin runs on every
+    driver of its major version (CUDA's minor version compatibility).  Raises ExtraMissing, KernelFailed."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        raise ExtraMissing("building for a GPU needs triton, which is not installed", "pip install 'cgcompile[compile]'")
+    name = "ptxas-blackwell" if capability >= BLACKWELL else "ptxas"
+    path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    if not path.exists():
+        raise KernelFailed(f"triton has no {name} at {path}", "install the triton that your torch asks for")
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+)\.", said)
+    if found is None:
+        raise KernelFailed(f"{name} --version says no version: {said.strip()[:80]}")
+    return int(found[1]) * 1000

@@ -1,0 +1,42 @@
+"""Measured configurations: data/<arch>.json beside this file, written by the tuner on a real GPU, with where they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from cgcompile.arch import Arch
+from cgcompile.trace.choosing import Candidate, Problem, Table, choose
+from cgcompile.trace.pieces import pieces
+
+FOLDER = Path(__file__).parent / "data"
+
+Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
+
+
+def table_file(arch: str) -> Path | None:
+    """The measurements for a target, or None where nobody made any."""
+    path = FOLDER / f"{arch}.json"
+    return path if path.exists() else None
+
+
+def read_table(path: Path) -> Table:
+    """Problem -> measured (candidate, microseconds), fastest first."""
+    rows = json.loads(path.read_text())["problems"]
+    return {
+        Problem(**row["problem"]): [(Candidate(**found["candidate"]), found["microseconds"]) for found in row["measured"]]
+        for row in rows
+    }
+
+
+def pieces_with(path: Path | None, arch: Arch) -> Callable[[Problem], int]:
+    """`pieces.pieces` for a target, with the measurements of a file."""
+    table = read_table(path) if path else None
+    return lambda problem: pieces(problem, arch, table)
+
+
+def choose_with(path: Path | None) -> Choose:
+    """`choosing.choose` with the measurements of a file."""
+    return partial(choose, table=read_table(path)) if path else choose

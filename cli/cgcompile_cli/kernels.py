@@ -1,0 +1,69 @@
+"""`inspect --kernels`: the kernels of a cuda bundle by number of launches and size of their images, and how each was chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .output import size, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cgbundle.schema import Manifest
+
+CHOICES = "kernels.json"
+"""What the compiler says of every kernel that it chose itself."""
+
+
+class Kernel(NamedTuple):
+    """A kernel of an image: launches per call summed over all int_keys, bytes of its image, and its configuration as text."""
+
+    symbol: str
+    image: str
+    launches: int
+    image_bytes: int
+    configuration: str
+    chosen: str
+
+
+def kernels(path: str, manifest: Manifest) -> list[Kernel]:
+    """All kernels, those launched most first, then those with the larger images.  Raises FileDamaged, TableInvalid."""
+    from cgbundle import archive, tableview
+
+    files = {file.path: file for file in manifest.files}
+    launches: dict[tuple[str, str], int] = {}
+    for step in [step for program in manifest.programs for step in program.steps if step.kind == "graph"]:
+        archive.check_hash(path, files[step.file])
+        found = tableview.Table(_read(path, step.file), step.file)
+        for function in found.function:
+            key = (found.images[function], found.symbols[function])
+            launches[key] = launches.get(key, 0) + 1
+    said = _choices(path, files)
+    rows = []
+    for (image, symbol), count in launches.items():
+        configuration, chosen = said.get((image, symbol), ("", ""))
+        rows.append(Kernel(symbol, image, count, files[f"kernels/{image}"].bytes, configuration, chosen))
+    return sorted(rows, key=lambda row: (-row.launches, -row.image_bytes, row.symbol, row.image))
+
+
+def shown(rows: list[Kernel]) -> Table:
+    """A line per kernel."""
+    heads = (">launches", ">image", "sha256", "kernel", "configuration", "chosen by")
+    return table(heads, [(r.launches, size(r.image_bytes), r.image[:12], r.symbol, r.configuration, r.chosen) for r in rows])
+
+
+def _choices(path: str, files: dict[str, Any]) -> dict[tuple[str, str], tuple[str, str]]:
+    from cgbundle import archive
+
+    if CHOICES not in files:
+        return {}
+    archive.check_hash(path, files[CHOICES])
+    rows = json.loads(_read(path, CHOICES))
+    return {(row["image"], row["symbol"]): (row["configuration"], row["chosen"]) for row in rows}
+
+
+def _read(path: str, name: str) -> bytes:
+    with open(os.path.join(path, name), "rb") as file:
+        return file.read()

@@ -1,0 +1,35 @@
+"""Write the table of a target from measurements: `tune_table.py ARCH MEASURED.json`.  Part three of three of `make tune`.
+
+Of every problem the fastest candidates are kept; the file says where, with what and when they were measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import children
+
+KEPT = 4
+"""Candidates per problem: more than one, because another version of Inductor may not offer the fastest."""
+
+
+def main(arch: str, measured: str) -> None:
+    """Replaces cgcompile/trace/data/ARCH.json."""
+    found = json.loads(Path(measured).read_text())
+    lines = [json.dumps({"problem": row["problem"], "measured": row["measured"][:KEPT]}) for row in found["problems"]]
+    about = {
+        "arch": arch, "gpu": found["gpu"], "driver": found["driver"], "date": found["date"],
+        "versions": {"torch": version("torch"), "triton": version("triton")},
+        "how": "tests/bench/tune_measure.py: median of 7 graphs of 24 launches each, operands from memory, microseconds",
+    }  # fmt: skip
+    path = children.ROOT / "cgcompile" / "trace" / "data" / f"{arch}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(about)[:-1] + ',\n"problems": [\n' + ",\n".join(sorted(lines)) + "\n]}\n")
+    print(f"{path}: {len(lines)} problems, {path.stat().st_size / 1e3:.0f} KB")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,142 @@
+"""Recordings written by hand: tensors placed in memory one after the other, launches with parameter blocks packed as the driver would."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgbundle.recording import Address, Edge, Function, KernelNode, Node, Recording, Relocation
+from cgbundle.safetensors import write
+from cgbundle.schema import MEMORIES, Value, Weight
+from cgcompile.trace.interpreting import Task
+from cgcompile.trace.traced import Variant
+
+KINDS = {
+    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
+    torch.uint8: "u8", torch.bool: "i1", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+}  # fmt: skip
+"""Triton's names."""
+
+SCALARS = {"i32": "i", "i64": "q", "fp32": "f"}
+
+
+class Sheet:
+    """A recording that grows.  `weight`, `input` and `output` place tensors and return their Values; `launch` adds a row."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.rows: list[Weight] = []
+        self.inputs: list[tuple[Value, bytes]] = []
+        self.outputs: list[Value] = []
+        self.nodes: list[Node] = []
+        self.functions: list[Function] = []
+        self.variants: list[tuple[tuple[str, str], Variant]] = []
+        self.ends = dict.fromkeys(("weights", "inputs", "arena"), 0)
+
+    def place(self, memory: str, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None) -> Value:
+        """Room for a tensor, 256-byte aligned, with nothing in it."""
+        like = torch.empty(0, dtype=dtype)
+        strides = tuple(strides or torch.empty(tuple(shape), device="meta").stride())
+        count = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+        offset = self.ends[memory]
+        self.ends[memory] += -(-count * like.element_size() // 256) * 256
+        return Value(dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), strides=strides, memory=memory, offset=offset)
+
+    def weight(self, tensor: torch.Tensor) -> Value:
+        value = self.place("weights", tensor.dtype, tensor.shape)
+        name = f"w{len(self.rows)}"
+        self.weights[name] = tensor
+        row = Weight(name=name, tensor=name, dtype=value.dtype, shape=value.shape, strides=value.strides, offset=value.offset)
+        self.rows.append(row)
+        return value
+
+    def input(self, tensor: torch.Tensor) -> Value:
+        value = self.place("inputs", tensor.dtype, tensor.shape, tensor.stride())
+        self.inputs.append((value, raw(tensor)))
+        return value
+
+    def output(self, dtype: torch.dtype, shape: Sequence[int]) -> Value:
+        self.outputs.append(self.place("arena", dtype, shape))
+        return self.outputs[-1]
+
+    def launch(self, source: str, grid: tuple[int, int, int], *given: Value | Address | float, **constants: Any) -> None:
+        """A row that runs the function of `source` (it is called `kernel`); numbers are "i32", or "fp32" when they are floats."""
+        code = source.strip("\n")
+        names = [part.split(":")[0].strip() for part in code.split("def kernel(")[1].split(")")[0].split(",")]
+        signature, block, relocations, params = [], bytearray(), [], []
+        for name, value in zip(names, given, strict=False):
+            kind, data, target = _packed(value)
+            signature.append((name, kind))
+            block += bytes(-len(block) % len(data))
+            params.append((len(block), len(data)))
+            if target:
+                relocations.append(Relocation(at=len(block), target=target))
+            block += data
+        block += bytes(-len(block) % 8)
+        params += [(len(block), 8), (len(block) + 8, 8)]
+        signature += [(name, "constexpr") for name in constants]
+        image = hashlib.sha256(f"{code}{constants}{signature}".encode()).hexdigest()
+        self.functions.append(Function(image=image, symbol="kernel", params=tuple(params), attributes=()))
+        variant = Variant(
+            name="kernel", source=code, signature=tuple(signature), constants=tuple(constants.items()), divisible=(), warps=4,
+            stages=1, options=(), chosen="only",
+        )  # fmt: skip
+        self.variants.append(((image, "kernel"), variant))
+        self.nodes.append(
+            KernelNode(
+                function=len(self.functions) - 1, grid=grid, threads=(128, 1, 1), shared=0, block=bytes(block) + bytes(16),
+                relocations=tuple(relocations), undefined=(), attributes=(),
+            )
+        )  # fmt: skip
+
+    def task(self, folder: Path, key: tuple[int, ...] = (1,)) -> Task:
+        """The task, its weights written to `folder`, its rows in a chain."""
+        path = folder / "weights.safetensors"
+        with open(path, "wb") as file:
+            write(
+                file,
+                {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape), lambda t=t: raw(t)) for n, t in self.weights.items()},
+            )
+        edges = tuple(Edge(source=i, target=i + 1, from_port=0, to_port=0, type=0) for i in range(len(self.nodes) - 1))
+        return Task(
+            key=key,
+            recording=Recording(key=key, functions=tuple(self.functions), nodes=tuple(self.nodes), edges=edges),
+            variants=tuple(self.variants),
+            sizes=tuple(self.ends.items()),
+            weights=path,
+            placed=tuple(self.rows),
+            inputs=tuple(self.inputs),
+            outputs=tuple(self.outputs),
+        )
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Row-major bytes."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def tensor_of(contents: bytes, value: Value) -> torch.Tensor:
+    """The reverse."""
+    return torch.frombuffer(bytearray(contents), dtype=getattr(torch, value.dtype)).reshape(value.shape)
+
+
+def address(value: Value) -> Address:
+    """Where a tensor begins."""
+    return Address(memory=MEMORIES.index(value.memory), offset=value.offset)
+
+
+def _packed(value: Value | Address | float) -> tuple[str, bytes, Address | None]:
+    match value:
+        case Value():
+            return "*" + KINDS[getattr(torch, value.dtype)], bytes(8), address(value)
+        case Address():
+            return "*fp32", bytes(8), value
+        case int():
+            return "i32", struct.pack("<i", value), None
+        case _:
+            return "fp32", struct.pack("<f", value), None
