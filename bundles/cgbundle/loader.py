@@ -23,6 +23,7 @@ def load(
     on_miss: str = "pad",
     outputs: str = "copy",
     check: str = "load",
+    lazy: bool = False,
 ) -> Program:
     """Loads the bundle at `path`.
 
@@ -30,10 +31,11 @@ def load(
     rows one by one.  `on_miss`: for sizes that were not recorded, "pad" takes the smallest recorded key that holds the call,
     "chunk" wastes the fewest rows, "error" refuses.  `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded
     views that the next call makes stale.  `check`: "load" checks every file but the data of the weights, "full" those too.
+    `lazy`: build a key's graph at its first call and not at load, for bundles with many keys (cuda).
 
     Raises a CgbundleError (see errors.py); ValueError for an option that does not exist.
     """
-    return open_program(path, device, mode, on_miss, outputs, check)
+    return open_program(path, device, mode, on_miss, outputs, check, lazy=lazy)
 
 
 def open_program(
@@ -44,6 +46,7 @@ def open_program(
     outputs: str = "copy",
     check: str = "load",
     poison: int | None = None,
+    lazy: bool = False,
 ) -> Program:
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
@@ -59,7 +62,7 @@ def open_program(
         )
         manifest = read_manifest(folder)
         verify.check_bundle(folder, manifest, check)
-        return Program(manifest, _backend(folder, manifest, device, mode, early, poison), on_miss, outputs)
+        return Program(manifest, _backend(folder, manifest, device, mode, early, poison, lazy), on_miss, outputs)
     finally:
         early.drop()
 
@@ -70,11 +73,13 @@ def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
 
 
-def _backend(folder: str, manifest: Manifest, device: int, mode: str, early: EarlyContext, poison: int | None) -> Backend:
+def _backend(
+    folder: str, manifest: Manifest, device: int, mode: str, early: EarlyContext, poison: int | None, lazy: bool
+) -> Backend:
     if manifest.target.kind == "cpu":
         from .cpu import CpuBackend
 
         return CpuBackend(folder, manifest)
     from .cuda.backend import CudaCalls
 
-    return CudaCalls(folder, manifest, device, mode, early.take(), poison)
+    return CudaCalls(folder, manifest, device, mode, early.take(), poison, lazy)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cgbundle import modulestates, tables, verify
-from cgbundle.cuda import device, driver, executors, memory, modules, order, weights
+from cgbundle.cuda import backend, device, driver, executors, memory, modules, order, weights
 from cgbundle.errors import (
     CgbundleError,
     DriverFailed,
@@ -88,6 +88,23 @@ def test_prepare_builds_the_programs_named(fake: FakeDriver, bundle: tuple[Manif
     backend.prepare([1])
     assert fake.calls.count("cuGraphInstantiate") == 1
     backend.close()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_graphs_are_built_at_load_or_at_the_first_call_of_their_key(
+    fake: FakeDriver, bundle: tuple[Manifest, Path], lazy: bool
+) -> None:
+    manifest, folder = bundle
+    calls = backend.CudaCalls(str(folder), manifest, 0, "graph", lazy=lazy)
+    built = [fake.calls.count("cuGraphInstantiate")]
+    for number in (1, 1, 0):
+        given = inputs(KEYS[number])
+        with calls.turn(None) as turn:
+            (address,) = calls.run(number, [given.buffer_info()[0]], 0, turn).addresses
+        built.append(fake.calls.count("cuGraphInstantiate"))
+        assert array("f", ctypes.string_at(address, 4 * len(given))) == expected(given)
+    assert built == ([0, 1, 1, 2] if lazy else [2, 2, 2, 2])
+    calls.close()
 
 
 def test_a_short_input_is_filled_up_with_zeros(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:

@@ -34,8 +34,8 @@ class HostOutputs:
 
 
 class CudaCalls:
-    """The programs of a cuda bundle on GPU number `device`, ready to be replayed; `context` as for `CudaBackend`, which says
-    what is raised."""
+    """The programs of a cuda bundle on GPU number `device`, ready to be replayed, or with `lazy` made ready one by one at their
+    first call; `context` as for `CudaBackend`, which says what is raised."""
 
     def __init__(
         self,
@@ -45,11 +45,12 @@ class CudaCalls:
         mode: str,
         context: driver.Context | None = None,
         poison: int | None = None,
+        lazy: bool = False,
     ) -> None:
         self.device: int | None = device
         self._backend = CudaBackend(folder, manifest, device, mode, context=context, poison=poison)
         try:
-            self._backend.prepare()
+            self._backend.prepare(() if lazy else None)
         except BaseException:
             self._backend.close()
             raise

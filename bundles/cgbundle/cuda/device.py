@@ -203,7 +203,10 @@ class CudaBackend:
 
     def replay_on_device(self, program: int, addresses: Sequence[int], handle: Any) -> None:
         """`replay` of whole inputs that lie on the GPU: the path that every microsecond of is measured."""
-        plan = self._plans[program]
+        plan = self._plans.get(program)
+        if plan is None:
+            self.prepare((program,))
+            plan = self._plans[program]
         for address, (target, size), pointer in zip(addresses, plan.inputs, plan.pointers, strict=True):
             if address != target and size:
                 error = cu.cuMemcpyDtoDAsync(pointer, address, size, handle)[0]
