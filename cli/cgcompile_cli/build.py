@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from cgbundle.schema import Manifest
     from cgcompile.pipeline import Built
     from cgcompile.progress import Event, Watcher
 
 PROVED = {
     "replay": "replayed in a fresh process, compared with eager PyTorch",
-    "interpret": "interpreted on the CPU, compared with eager PyTorch",
-    "none": "not run: this machine cannot",
+    "interpret": "interpreted on the CPU over poisoned memory, compared with eager PyTorch",
 }
-"""What the methods of a `schema.Proof` mean."""
+"""What the methods of a `schema.Proof` mean; "none" is none."""
 
 NAMES = 10
 """Columns for the name of a stage."""
@@ -159,8 +159,6 @@ def _summary(built: Built, seconds: float) -> Table:
     from . import summary
 
     manifest = built.manifest
-    proofs = manifest.exam.proofs
-    worst = max(proofs, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
     findings = [f"{finding.where or finding.rule}: {finding.message}" for finding in manifest.findings]
     shown, hidden = shortened(findings)
     return record([
@@ -171,8 +169,24 @@ def _summary(built: Built, seconds: float) -> Table:
         ("memory", summary.memory(manifest)),
         ("files", summary.files(manifest)),
         ("programs", summary.programs(manifest)),
-        ("proof", f"{PROVED[worst.method]}: largest error {worst.error:.1e}, allowed {worst.tolerance:.1e}"),
+        ("proof", _proof(manifest)),
         *([("findings", [*shown, *([f"and {hidden} more"] if hidden else [])])] if findings else []),
         *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
         ("load", summary.load_lines(str(built.path), manifest)),
     ])  # fmt: skip
+
+
+def _proof(manifest: Manifest) -> list[str]:
+    """A line per method: how many int_keys, and the error that came nearest to its bound."""
+    proofs, lines = manifest.exam.proofs, []
+    for method, meaning in PROVED.items():
+        some = [proof for proof in proofs if proof.method == method]
+        if some:
+            worst = max(some, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
+            some_of = "" if len(some) == len(proofs) else f"{len(some)} of {len(proofs)} int_keys "
+            lines.append(f"{some_of}{meaning}: largest error {worst.error:.1e}, allowed {worst.tolerance:.1e}")
+    left = sum(proof.method == "none" for proof in proofs)
+    if left:
+        which = "not proved" if left == len(proofs) else f"{left} of {len(proofs)} int_keys not proved"
+        lines.append(f"{which}: `cgcompile verify --run` does it where a GPU of {manifest.target.arch} is")
+    return lines

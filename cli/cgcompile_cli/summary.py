@@ -123,7 +123,7 @@ def programs(manifest: Manifest) -> Table:
     rows = []
     for each, proof in zip(manifest.programs, manifest.exam.proofs, strict=True):
         bound = "same bits" if manifest.exam.compare == "bits" else f"{proof.tolerance:.1e}"
-        proved = (proof.method, f"{proof.error:.1e}", bound)
+        proved = (proof.method, "" if proof.method == "none" else f"{proof.error:.1e}", bound)
         rows.append((spell(each.key), steps(each), size(each.arena), size(each.static), *proved))
     shown, hidden = shortened(rows)
     return table(heads, [*shown, *([(f"and {hidden} more", *[""] * 6)] if hidden else [])])
