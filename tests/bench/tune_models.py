@@ -41,9 +41,11 @@ def calls(name: str) -> Iterator[tuple[torch.export.ExportedProgram, tuple[torch
     os.environ.update(tuned.environment)
     try:
         source = load_source(str(children.ROOT / "examples" / f"{tuned.file}.py"))
+        exported = export(source, tuned.sizes)
+        keys = [dict(zip(tuned.sizes, key, strict=True)) for key in all_keys(tuned.sizes)]
+        tensors = [sample(source, key).tensors for key in keys]
     finally:
         os.environ.clear()
         os.environ.update(before)
-    exported = export(source, tuned.sizes)
-    for key in all_keys(tuned.sizes):
-        yield exported.program, sample(source, dict(zip(tuned.sizes, key, strict=True))).tensors
+    for each in tensors:
+        yield exported.program, each
