@@ -41,7 +41,7 @@ def arguments(variant: Variant, function: Function, node: KernelNode) -> dict[st
     names = [(name, kind) for name, kind in variant.signature if kind != "constexpr"]
     if not 0 <= len(function.params) - len(names) <= SCRATCH:
         raise ParameterMismatch(
-            f"{where}: the image has {len(function.params)} parameters, the signature {len(names)} and at most {SCRATCH} for scratch"
+            f"{where}: the image has {len(function.params)} parameters, the signature {len(names)} (and at most {SCRATCH} more)"
         )
     block = bytearray(node.block)
     for offset, size in node.undefined:

@@ -104,7 +104,7 @@ def _fill(memory: Memory, task: Task) -> None:
         for tensor, offset in {(row.tensor, row.offset) for row in task.placed}:
             entry = entries[tensor]
             file.seek(entry.begin)
-            file.readinto(memory.span(MEMORIES.index("weights"), offset, entry.end - entry.begin, "writes"))  # type: ignore[attr-defined]
+            file.readinto(memoryview(memory.span(MEMORIES.index("weights"), offset, entry.end - entry.begin, "writes")))  # type: ignore[arg-type]
     for value, contents in task.inputs:
         view = _view(memory, value, "writes")
         view[...] = np.frombuffer(contents, view.dtype).reshape(view.shape)
@@ -115,7 +115,7 @@ def _view(memory: Memory, value: Value, verb: str) -> Array:
     item = DTYPES[value.dtype]
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
     nbytes = (last + 1) * item if all(value.shape) else 0
-    flat = memory.span(MEMORIES.index(value.memory), value.offset, nbytes, verb).view(f"V{item}")
+    flat: Array = memory.span(MEMORIES.index(value.memory), value.offset, nbytes, verb).view(f"V{item}")
     return np.lib.stride_tricks.as_strided(flat, value.shape, [stride * item for stride in value.strides])
 
 

@@ -1,7 +1,7 @@
 """The proof without a GPU: the rows of recordings run on the CPU, kernels in Triton's interpreter, over poisoned memory.
 
-What runs is what a bundle holds: grids, parameter blocks and relocations, decoded on their own (`blocks`), over one arena planned as
-in the bundle.  What it does not show is that ptxas compiled the kernels rightly.  Each int_key has a process of its own, because
+What runs is what a bundle holds: grids, parameter blocks and relocations, decoded on their own (`blocks`), over one arena planned
+as in the bundle.  What it does not show is that ptxas compiled the kernels rightly.  Each int_key has a process of its own, because
 Triton is told to interpret before it is imported.  Imports neither torch nor Triton.
 """
 

@@ -3,9 +3,9 @@
 Results are those of NumPy and torch on the CPU: within a few units in the last place of libdevice's, not equal to them.  A function
 without a stand-in raises NoStandIn.
 
-Private interfaces, Triton 3.6 and 3.7: `triton.language.extra.libdevice` and `triton.language.extra.cuda.libdevice` as modules whose
-functions can be replaced, the dtypes that the latter's functions accept, and the texts of assembly that Inductor (2.11, 2.13) and
-`triton.language.extra.cuda.gdc` emit.
+Private interfaces, Triton 3.6 and 3.7: `triton.language.extra.libdevice` and `triton.language.extra.cuda.libdevice` as modules
+whose functions can be replaced, the dtypes that the latter's functions accept, and the texts of assembly that Inductor
+(2.11, 2.13) and `triton.language.extra.cuda.gdc` emit.
 """
 
 from __future__ import annotations
@@ -53,15 +53,18 @@ FLOATS: dict[str, Function] = {
     ), "rint": np.rint, "rsqrt": lambda x: 1 / np.sqrt(x.astype(np.float64)), "sin": np.sin, "sinh": np.sinh,
     "sinpi": lambda x: np.sin(np.pi * x.astype(np.float64)), "sqrt": np.sqrt, "tan": np.tan, "tanh": np.tanh, "trunc": np.trunc,
     "round": lambda x: np.copysign(np.floor(np.abs(x.astype(np.float64)) + 0.5), x),
-    "fma": lambda x, y, z: x.astype(np.float64) * y + z, "fdim": lambda x, y: np.maximum(x - y, 0), "saturatef": lambda x: np.clip(x, 0, 1),
+    "fma": lambda x, y, z: x.astype(np.float64) * y + z, "fdim": lambda x, y: np.maximum(x - y, 0),
+    "saturatef": lambda x: np.clip(x, 0, 1),
     "max": np.fmax, "min": np.fmin, "rcp_rn": np.reciprocal, "sqrt_rn": np.sqrt, "div_rn": np.divide, "mul_rn": np.multiply,
-    "add_rn": np.add, "sub_rn": np.subtract, "fast_expf": np.exp, "fast_logf": np.log, "fast_log2f": np.log2, "fast_log10f": np.log10,
+    "add_rn": np.add, "sub_rn": np.subtract, "fast_expf": np.exp, "fast_logf": np.log, "fast_log2f": np.log2,
+    "fast_log10f": np.log10,
     "fast_sinf": np.sin, "fast_cosf": np.cos, "fast_tanf": np.tan, "fast_tanhf": np.tanh, "fast_powf": _power,
     "fast_dividef": np.divide, "fast_exp10f": lambda x: np.power(10.0, x),
     "erf": _torch(torch.erf), "erfc": _double(torch.erfc), "erfcx": _double(torch.special.erfcx), "erfinv": _double(torch.erfinv),
     "erfcinv": _double(lambda x: torch.erfinv(1 - x)), "lgamma": _double(torch.lgamma),
     "normcdf": _double(torch.special.ndtr),
-    "normcdfinv": _double(torch.special.ndtri), "cyl_bessel_i0": _double(torch.special.i0), "cyl_bessel_i1": _double(torch.special.i1),
+    "normcdfinv": _double(torch.special.ndtri), "cyl_bessel_i0": _double(torch.special.i0),
+    "cyl_bessel_i1": _double(torch.special.i1),
     "j0": _double(torch.special.bessel_j0), "j1": _double(torch.special.bessel_j1),
     "y0": _double(torch.special.bessel_y0), "y1": _double(torch.special.bessel_y1),
 }  # fmt: skip
@@ -73,7 +76,8 @@ def _ilogb(item: Array) -> Array:
 
 
 OTHERS: dict[str, tuple[Any, Function]] = {
-    "isnan": (tl.int32, np.isnan), "isinf": (tl.int32, np.isinf), "finitef": (tl.int32, np.isfinite), "isfinited": (tl.int32, np.isfinite),
+    "isnan": (tl.int32, np.isnan), "isinf": (tl.int32, np.isinf), "finitef": (tl.int32, np.isfinite),
+    "isfinited": (tl.int32, np.isfinite),
     "signbit": (tl.int32, np.signbit), "ilogb": (tl.int32, _ilogb),
     "llrint": (tl.int64, np.rint), "llround": (tl.int64, FLOATS["round"]),
 }  # fmt: skip

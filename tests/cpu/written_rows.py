@@ -1,10 +1,11 @@
-"""Recordings written by hand: tensors placed in memory one after the other, launches with parameter blocks packed as the driver would."""
+"""Recordings written by hand: tensors placed one after the other, launches with parameter blocks as the driver packs them."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from cgcompile.trace.interpreting import Task
 from cgcompile.trace.traced import Variant
 
 KINDS = {
-    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
+    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
+    torch.int32: "i32",
     torch.uint8: "u8", torch.bool: "i1", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
 """Triton's names."""
@@ -98,10 +100,8 @@ class Sheet:
         """The task, its weights written to `folder`, its rows in a chain."""
         path = folder / "weights.safetensors"
         with open(path, "wb") as file:
-            write(
-                file,
-                {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape), lambda t=t: raw(t)) for n, t in self.weights.items()},
-            )
+            named = self.weights.items()
+            write(file, {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape), partial(raw, t)) for n, t in named})
         edges = tuple(Edge(source=i, target=i + 1, from_port=0, to_port=0, type=0) for i in range(len(self.nodes) - 1))
         return Task(
             key=key,

@@ -11,13 +11,13 @@ import numpy as np
 import triton.language as tl
 
 from cgcompile.trace.lockstep import values
-from cgcompile.trace.lockstep.values import Handle
+from cgcompile.trace.lockstep.values import Array, Handle
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPointer:
-    """`base` is the tensor's address; `shape`, `strides` (in elements) and `offsets` are scalars, one for each axis; `padding` is what
-    a descriptor puts outside the tensor."""
+    """`base` is the tensor's address; `shape`, `strides` (in elements) and `offsets` are scalars, one for each axis; `padding` is
+    what a descriptor puts outside the tensor."""
 
     base: Handle
     shape: tuple[Handle, ...]
@@ -40,11 +40,11 @@ class BlockPointer:
         rank = len(self.block)
         size = self.base.dtype.element_ty.primitive_bitwidth // 8
         places = self.base.data.reshape(-1, *(1,) * rank)
-        inside = np.ones((1,) * (rank + 1), bool)
+        inside: Array = np.ones((1,) * (rank + 1), bool)
         for axis in range(rank):
             along = [1] * rank
             along[axis] = self.block[axis]
-            start = self.offsets[axis].data.astype(np.int64).reshape(-1, *(1,) * rank)
+            start: Array = self.offsets[axis].data.astype(np.int64).reshape(-1, *(1,) * rank)
             index = start + np.arange(self.block[axis]).reshape(1, *along)
             places = places + size * index * self.strides[axis].data.reshape(-1, *(1,) * rank)
             if axis in checked:

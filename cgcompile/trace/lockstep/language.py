@@ -13,15 +13,11 @@ import dataclasses
 import functools
 import inspect
 import linecache
-import os
 import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "triton.jit has to be told before Triton is imported"
-
 import triton
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
@@ -35,6 +31,9 @@ from cgcompile.trace.lockstep.values import Array, Handle, working
 
 PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
 """What tl.dot may be asked for: as triton.backends.nvidia allows."""
+
+TURNS = 1 << 16
+"""A kernel's `while` loops end sooner; one that waits for an instance of another batch never does."""
 
 _HELPER = "_lockstep"
 """The name under which rewritten functions find `Steps`."""
@@ -63,6 +62,13 @@ class Steps:
     def truth(self, value: Any) -> bool:
         """The value of a condition.  Raises Diverged."""
         return bool(self.number(value)) if isinstance(value, tl.tensor) else bool(value)
+
+    def again(self, value: Any) -> bool:
+        """The condition of a `while`.  Raises Diverged, and NoStandIn for a loop that does not end."""
+        self.builder.turns += 1
+        if self.builder.turns > TURNS:
+            raise self.builder.refusal(f"a loop of more than {TURNS} turns: it may wait for another program instance")
+        return self.truth(value)
 
     def number(self, value: Any) -> Any:
         """The value of a scalar tensor, the same for all instances.  Raises Diverged."""
@@ -110,12 +116,17 @@ class _Rewriter(ast.NodeTransformer):
         node.value = _call("to_tensor", node.value)
         return node
 
+    def visit_While(self, node: ast.While) -> ast.AST:
+        self.generic_visit(node)
+        node.test = _call("again", node.test)
+        return node
+
     def _test(self, node: Any) -> ast.AST:
         self.generic_visit(node)
         node.test = _call("truth", node.test)
         return node
 
-    visit_If = visit_While = visit_IfExp = visit_Assert = _test
+    visit_If = visit_IfExp = visit_Assert = _test
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         self.generic_visit(node)
@@ -134,7 +145,7 @@ def _call(name: str, *arguments: ast.expr) -> ast.Call:
 
 
 def rewritten(function: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
-    """A function of a kernel whose decisions go through `steps`; its globals gain `Steps`, and min and max unless they are there."""
+    """A function of a kernel whose decisions go through `steps`; its globals gain `Steps`, and min and max if they lack them."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     code = compile(ast.fix_missing_locations(_Rewriter().visit(tree)), f"<{function.__qualname__} in step>", "exec")
     names = function.__globals__
@@ -160,6 +171,7 @@ def _either(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def install(memory: Memory) -> tuple[Builder, Steps]:
     """Make Triton run kernels over `memory`.  Once in a process; nothing can be taken back."""
+    assert isinstance(tl.zeros, interpreter.InterpretedFunction), "TRITON_INTERPRET=1 must be set before Triton is imported"
     options = dataclasses.replace(
         interpreter.InterpreterOptions(),
         sanitize_overflow=False,  # the compiler's default outside debug builds: integers wrap

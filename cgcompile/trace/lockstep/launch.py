@@ -40,8 +40,9 @@ def _run(builder: Builder, function: Callable[..., Any], arguments: Mapping[str,
     x, y, _ = builder.grid
     while waiting:
         batch = waiting.pop()
-        builder.instances = tuple(a.astype(np.int32) for a in (batch % x, batch // x % y, batch // (x * y)))  # type: ignore[assignment]
+        builder.instances = (_ids(batch % x), _ids(batch // x % y), _ids(batch // (x * y)))
         builder.memory.journal = [] if len(batch) > 1 else None
+        builder.turns = 0
         try:
             with np.errstate(all="ignore"):
                 function(**arguments)
@@ -55,7 +56,11 @@ def _run(builder: Builder, function: Callable[..., Any], arguments: Mapping[str,
             raise KernelUnreadable(f"{builder.kernel}: the interpreter failed: {what}") from error
 
 
+def _ids(numbers: Array) -> Array:
+    return numbers.astype(np.int32)
+
+
 def _groups(batch: Array, values: Array) -> list[Array]:
     """The instances that agree, those with the first instance first."""
-    kinds, first, group = np.unique(values, return_index=True, return_inverse=True)
+    _, first, group = np.unique(values, return_index=True, return_inverse=True)
     return [batch[group == kind] for kind in np.argsort(first)]

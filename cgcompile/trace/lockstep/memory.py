@@ -42,7 +42,7 @@ class Memory:
             self._starts.append(-(-(end + GAP) // ALIGNMENT) * ALIGNMENT)
             end = self._starts[-1] + size
             self._ends.append(end)
-        self.buffer = np.full(-(-(end + GAP) // ALIGNMENT) * ALIGNMENT, POISON, np.uint8)
+        self.buffer: Array = np.full(-(-(end + GAP) // ALIGNMENT) * ALIGNMENT, POISON, np.uint8)
 
     def address(self, memory: int, offset: int) -> int:
         """The address of a byte of a memory (position in schema.MEMORIES).  Raises ReadOutside when there is no such memory."""
@@ -138,8 +138,8 @@ class Memory:
             raise self._error(int(pointers[(pointers & (size - 1)) != 0][0]), size, verb, ", which is not aligned")
 
     def _error(self, address: int, size: int, verb: str, what: str) -> ReadOutside | WroteOutside:
-        region = max(0, bisect_right(self._starts, address) - 1)
-        name, start, end = self._names[region], self._starts[region], self._ends[region]
+        regions = zip(self._names, self._starts, self._ends, strict=True)
+        name, start, end = min(regions, key=lambda region: max(region[1] - address, address - region[2]))
         kind = WroteOutside if verb == "writes" else ReadOutside
         return kind(f"{self.where} {verb} {size} bytes at byte {address - start} of memory {name!r} ({end - start} bytes){what}")
 

@@ -84,7 +84,7 @@ def rounded(data: Array, dtype: Any) -> Array:
     kind, _, largest = _NARROW[dtype.name]
     data = data.astype(np.float32, copy=False)
     if dtype.name == "bf16":  # ties to even; torch takes several times as long
-        bits = data.view(np.uint32)
+        bits: Array = data.view(np.uint32)
         result = ((bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000).view(np.float32)
         missing = data != data
         return np.where(missing, np.float32(np.nan), result) if missing.any() else result
@@ -100,7 +100,7 @@ def convert(data: Array, source: Any, target: Any) -> Array:
 
 def bits_as(data: Array, source: Any, target: Any) -> Array:
     """The same bits as another scalar type of that size."""
-    bits = to_stored(data, source)
+    bits: Array = to_stored(data, source)
     if stored(target) == np.bool_:
         return bits != 0
     if bits.dtype == np.bool_:
