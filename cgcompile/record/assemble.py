@@ -25,7 +25,7 @@ from cgbundle.recording import (
 from cgbundle.schema import MEMORIES, Value
 from cgcompile.record.errors import ModuleStateDiffers
 from cgcompile.record.memory import Placement, Table, place, place_tables
-from cgcompile.record.pairing import Pairing, pair_ranges
+from cgcompile.record.pairing import Known, know
 from cgcompile.record.relocate import Census, Classified, classify, classify_graph, compare, node_name, place_of
 from cgcompile.record.rows import INPUTS, WEIGHTS, Key, RawGraph, RawKernel, RawMemcpy, RawMemset, RawValue, Take, Target
 
@@ -76,36 +76,31 @@ def assemble(a: Take, b: Take, weights_end: int) -> Assembled:
     Raises RecordingsDiffer, AddressDisagrees, MemoryRefused, PointerInTable, ModuleStateDiffers.
     """
     compare(a, b)
-    pairing = pair_ranges(a, b)
-    hosts = (_hosts(a), _hosts(b))
-    linked = {x.key: _link(x, y, pairing, hosts) for x, y in zip(a.graphs, b.graphs, strict=True)}
+    known = know(a, b)
+    linked = {x.key: _link(x, y, known) for x, y in zip(a.graphs, b.graphs, strict=True)}
     states = [
-        (s.image, s.symbol, classify(s.block, t.block, pairing, hosts, lambda at, s=s: f"variable {s.symbol}, the word at {at}"))  # type: ignore[misc]
+        (s.image, s.symbol, classify(s.block, t.block, known, lambda at, s=s: f"variable {s.symbol}, the word at {at}"))  # type: ignore[misc]
         for s, t in zip(a.states, b.states, strict=True)
     ]
     used = [i for graph in linked.values() for i in graph.used()] + [t.range for _, _, block in states for _, t in block.links]
-    tables, offsets, end = place_tables(a, b, pairing, dict.fromkeys(used), weights_end)
+    tables, offsets, end = place_tables(a, b, known.pairing, dict.fromkeys(used), weights_end)
     graphs = {
         graph.key: _rows(graph, linked[graph.key], place(a, linked[graph.key].used(), offsets, graph.key)) for graph in a.graphs
     }
     return Assembled(graphs=graphs, tables=tables, weights_end=end, states=tuple(_states(states, offsets)))
 
 
-def _hosts(take: Take) -> frozenset[int]:
-    return frozenset(i for i, piece in enumerate(take.ranges) if piece.kind == "host")
-
-
-def _link(x: RawGraph, y: RawGraph, pairing: Pairing, hosts: tuple[frozenset[int], frozenset[int]]) -> _Linked:
-    blocks, census = classify_graph(x, y, pairing, hosts)
+def _link(x: RawGraph, y: RawGraph, known: Known) -> _Linked:
+    blocks, census = classify_graph(x, y, known)
     places: dict[int, tuple[Target, ...]] = {}
     for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
         where = node_name(x, i)
         if isinstance(m, RawMemset) and isinstance(n, RawMemset):
-            places[i] = (place_of(m.target, n.target, pairing, where),)
+            places[i] = (place_of(m.target, n.target, known, where),)
         elif isinstance(m, RawMemcpy) and isinstance(n, RawMemcpy):
-            places[i] = (place_of(m.source, n.source, pairing, where), place_of(m.target, n.target, pairing, where))
+            places[i] = (place_of(m.source, n.source, known, where), place_of(m.target, n.target, known, where))
     values = tuple(
-        place_of(v.place, w.place, pairing, f"int_key {x.key}, tensor {i} of the call") if v.place.targets else None
+        place_of(v.place, w.place, known, f"int_key {x.key}, tensor {i} of the call") if v.place.targets else None
         for i, (v, w) in enumerate(zip((*x.inputs, *x.outputs), (*y.inputs, *y.outputs), strict=True))
     )
     return _Linked(blocks=blocks, places=places, values=values, census=census)

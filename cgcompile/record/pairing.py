@@ -11,11 +11,46 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from cgcompile.record.rows import INPUTS, WEIGHTS, Range, RawGraph, RawKernel, RawMemcpy, RawMemset, Take, Target, Word
 
 Pairing = dict[int, int]
 """Range of the first process -> range of the second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What is known of the ranges of two takes, as positions: their `pairing`, and which of either are pinned host memory (`hosts`)
+    and segments of a graph's private pool (`pools`)."""
+
+    pairing: Pairing
+    hosts: tuple[frozenset[int], frozenset[int]]
+    pools: tuple[frozenset[int], frozenset[int]]
+
+
+def know(a: Take, b: Take) -> Known:
+    """All of it, of two takes of the same graphs."""
+
+    def of(kind: str) -> tuple[frozenset[int], frozenset[int]]:
+        mine, theirs = (frozenset(i for i, piece in enumerate(take.ranges) if piece.kind == kind) for take in (a, b))
+        return mine, theirs
+
+    return Known(pairing=pair_ranges(a, b), hosts=of("host"), pools=of("pool"))
+
+
+def meaning(mine: Word, theirs: Word, known: Known) -> Target | None:
+    """The place that a word means, which is an address in both processes; None when they do not agree on one.
+
+    Both may also mean different places of the graph's own pool: among free blocks of one size torch's allocator takes that with the
+    lowest address, so two processes may choose differently.  Then the first process's own choice counts, which is consistent
+    with all its other words; the replay over poisoned memory shows that it is.
+    """
+    agreed = agree(mine, theirs, known.pairing)
+    if agreed is not None:
+        return agreed
+    own = [target for target in mine.targets if target.range in known.pools[0]]
+    return own[0] if len(own) == 1 and any(target.range in known.pools[1] for target in theirs.targets) else None
 
 
 def pair_ranges(a: Take, b: Take) -> Pairing:

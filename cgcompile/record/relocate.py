@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cgcompile.record.errors import AddressDisagrees, MemoryRefused, RecordingsDiffer
-from cgcompile.record.pairing import Pairing, agree
+from cgcompile.record.pairing import Known, meaning
 from cgcompile.record.rows import Block, RawEmpty, RawGraph, RawKernel, RawMemcpy, RawMemset, RawNode, Take, Target, Word
 
 Link = tuple[int, Target]
@@ -71,11 +71,8 @@ def compare(a: Take, b: Take) -> None:
         raise RecordingsDiffer(f"other module variables had changed, first {_first_difference(*states)}")
 
 
-def classify(
-    mine: Block, theirs: Block, pairing: Pairing, hosts: tuple[frozenset[int], frozenset[int]], spot: Callable[[int], str]
-) -> Classified:
-    """Classify one block.  `hosts` are the ranges of either process that are pinned host memory; `spot` names the word
-    at an offset in messages.  Raises AddressDisagrees, MemoryRefused."""
+def classify(mine: Block, theirs: Block, known: Known, spot: Callable[[int], str]) -> Classified:
+    """Classify one block.  `spot` names the word at an offset in messages.  Raises AddressDisagrees, MemoryRefused."""
     data = bytearray(mine.data)
     links: list[Link] = []
     others = {word.at: word for word in theirs.words}
@@ -83,9 +80,9 @@ def classify(
         other = others.get(word.at)
         if other is None:
             continue
-        if word.targets[0].range in hosts[0] and other.targets[0].range in hosts[1]:
+        if word.targets[0].range in known.hosts[0] and other.targets[0].range in known.hosts[1]:
             raise MemoryRefused(f"{spot(word.at)} is an address of pinned host memory ({address_at(mine, word.at):#x})")
-        target = agree(word, other, pairing)
+        target = meaning(word, other, known)
         if target is None:
             raise AddressDisagrees(
                 f"{spot(word.at)} is an address in both recordings, but not of the same place: {_both(word, other)}"
@@ -99,16 +96,14 @@ def classify(
     return Classified(data=bytes(data), links=tuple(links), undefined=tuple(_runs(differing)))
 
 
-def classify_graph(
-    x: RawGraph, y: RawGraph, pairing: Pairing, hosts: tuple[frozenset[int], frozenset[int]]
-) -> tuple[dict[int, Classified], Census]:
+def classify_graph(x: RawGraph, y: RawGraph, known: Known) -> tuple[dict[int, Classified], Census]:
     """Classify the parameter blocks of a graph's kernels, by position of the node.  Raises as `classify` does."""
     found: dict[int, Classified] = {}
     words = links = undefined = one_sided = shifted = 0
     for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
         if not isinstance(m, RawKernel) or not isinstance(n, RawKernel):
             continue
-        part = classify(m.block, n.block, pairing, hosts, partial(_spot, node_name(x, i), m))
+        part = classify(m.block, n.block, known, partial(_spot, node_name(x, i), m))
         found[i] = part
         links_at = {at for at, _ in part.links}
         undefined_at = {8 * (at // 8) for start, size in part.undefined for at in range(start, start + size)}
@@ -122,9 +117,9 @@ def classify_graph(
     return found, census
 
 
-def place_of(mine: Word, theirs: Word, pairing: Pairing, where: str) -> Target:
+def place_of(mine: Word, theirs: Word, known: Known, where: str) -> Target:
     """The place that an address outside a block means: of a memset, a copy, an input or output.  Raises AddressDisagrees."""
-    target = agree(mine, theirs, pairing)
+    target = meaning(mine, theirs, known)
     if target is None:
         raise AddressDisagrees(f"{where} is an address in both recordings, but not of the same place: {_both(mine, theirs)}")
     return target

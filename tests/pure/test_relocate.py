@@ -196,6 +196,24 @@ def test_an_address_of_two_places_is_refused_with_kernel_and_parameter() -> None
         only(*takes)
 
 
+def test_where_two_processes_chose_other_blocks_of_the_pool_the_first_one_counts() -> None:
+    """torch's allocator takes the lowest address among free blocks of one size, and addresses differ (a GPT in float32, seen once)."""
+    a, b = Process(A_BASE), Process(B_BASE)
+    same = (64, 128, 192)
+    takes = []
+    for p, chosen in ((a, a.segments[0] + 4096), (b, b.segments[1] + 512)):
+        words = [p.segments[i] + offset for i in (0, 1) for offset in same]
+        takes.append(p.take(p.kernel(pack("<7Q", *words, chosen))))
+    found = only(*takes).relocations
+    assert found[6].target.offset == found[0].target.offset - 64 + 4096
+
+
+def test_an_address_of_the_pool_in_one_process_and_of_weights_in_the_other_is_refused() -> None:
+    a, b = Process(A_BASE), Process(B_BASE)
+    with pytest.raises(AddressDisagrees, match="the word at 0"):
+        only(a.take(a.kernel(pack("<Q", a.segments[0]))), b.take(b.kernel(pack("<Q", b.weights))))
+
+
 def test_pools_of_other_keys_and_freed_memory_are_no_addresses() -> None:
     takes = [p.take(p.kernel(pack("<QQ", p.other + 64, p.freed + 8))) for p in (Process(A_BASE), Process(B_BASE))]
     node = only(*takes)
