@@ -14,6 +14,9 @@ from cgcompile.arch import Arch
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "int32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of an element."""
 
+ALIKE = {"addmm": "mm", "baddbmm": "bmm", "bfloat16": "float16"}
+"""Kinds and dtypes that take the same time: what is added is part of writing the result, and the tensor cores' rate is the same."""
+
 REACH = 2.0
 """How far a measured problem may lie from the one at hand: Euclidean distance of (batch, m, n, k) in powers of two."""
 
@@ -144,12 +147,15 @@ def _fastest(measured: Iterable[tuple[Candidate, float]], known: Mapping[Candida
 
 
 def nearest(problem: Problem, table: Table) -> list[Problem]:
-    """Measured problems of the same kind, dtype and target within REACH, nearest first."""
+    """Measured problems of the same target and of a kind and dtype that run alike, within REACH, nearest first."""
 
     def distance(other: Problem) -> float:
         pairs = ((problem.batch, other.batch), (problem.m, other.m), (problem.n, other.n), (problem.k, other.k))
         return math.hypot(*[math.log2(max(1, a) / max(1, b)) for a, b in pairs])
 
-    same = [p for p in table if (p.kind, p.dtype, p.arch) == (problem.kind, problem.dtype, problem.arch)]
+    def alike(each: Problem) -> tuple[str, str, str]:
+        return ALIKE.get(each.kind, each.kind), ALIKE.get(each.dtype, each.dtype), each.arch
+
+    same = [p for p in table if alike(p) == alike(problem)]
     near = [p for p in same if distance(p) <= REACH]
     return sorted(near, key=lambda p: (distance(p), p.batch, p.m, p.n, p.k))

@@ -150,3 +150,9 @@ class LoweringBroken(TraceError):
     """Inductor failed on the program, or wrote a wrapper that does something unknown; the message has its first line."""
 
     hint = "this may be a defect of cgcompile: please report the model"
+
+
+class MeasurementsBroken(TraceError):
+    """The table of measured configurations cannot be read; the message names the file."""
+
+    hint = "install cgcompile again"

@@ -18,6 +18,9 @@ PIECES = (2, 4, 8)
 SHORTEST = 64
 """Elements of the inner axis that a piece has at least."""
 
+LAUNCH = 2.0
+"""Microseconds of one more kernel in a graph, which the sum over the pieces is where nothing else reads the product."""
+
 READ = 2.0e12
 """Bytes per second at which partial sums, fresh in the cache, are read again; a launch overlaps little of it."""
 
@@ -58,8 +61,8 @@ def _best(times: dict[int, float]) -> int:
 
 
 def _reading(problem: Problem, cut: int) -> float:
-    """Microseconds that reading the partial sums takes."""
-    return 0.0 if cut == 1 else 1e6 * cut * problem.m * problem.n * 4 / READ
+    """Microseconds that the sum over the pieces takes."""
+    return 0.0 if cut == 1 else LAUNCH + 1e6 * cut * problem.m * problem.n * 4 / READ
 
 
 def _measured(problem: Problem, cut: int, table: Table) -> float | None:

@@ -25,8 +25,9 @@ def lowest_driver(capability: int) -> int:
     path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
     if not path.exists():
         raise KernelFailed(f"triton has no {name} at {path}", "install the triton that your torch asks for")
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+)\.", said)
-    if found is None:
-        raise KernelFailed(f"{name} --version says no version: {said.strip()[:80]}")
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"release (\d+)\.", done.stdout)
+    if found is None or done.returncode:
+        said = " ".join((done.stdout + done.stderr).split())
+        raise KernelFailed(f"{name} --version says no version: {said[:80]}", "install triton again")
     return int(found[1]) * 1000

@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cgcompile.arch import Arch
 from cgcompile.trace.choosing import Candidate, Problem, Table, choose
+from cgcompile.trace.errors import MeasurementsBroken
 from cgcompile.trace.pieces import pieces
 
 FOLDER = Path(__file__).parent / "data"
@@ -23,12 +25,16 @@ def table_file(arch: str) -> Path | None:
 
 
 def read_table(path: Path) -> Table:
-    """Problem -> measured (candidate, microseconds), fastest first."""
-    rows = json.loads(path.read_text())["problems"]
-    return {
-        Problem(**row["problem"]): [(Candidate(**found["candidate"]), found["microseconds"]) for found in row["measured"]]
-        for row in rows
-    }
+    """Problem -> measured (candidate, microseconds), fastest first.  Raises MeasurementsBroken."""
+    try:
+        rows = json.loads(path.read_text())["problems"]
+        return {Problem(**row["problem"]): [_measured(found) for found in row["measured"]] for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MeasurementsBroken(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _measured(row: dict[str, Any]) -> tuple[Candidate, float]:
+    return Candidate(**row["candidate"]), float(row["microseconds"])
 
 
 def pieces_with(path: Path | None, arch: Arch) -> Callable[[Problem], int]:

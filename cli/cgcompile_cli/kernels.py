@@ -31,6 +31,7 @@ class Kernel(NamedTuple):
 def kernels(path: str, manifest: Manifest) -> list[Kernel]:
     """All kernels, those launched most first, then those with the larger images.  Raises FileDamaged, TableInvalid."""
     from cgbundle import archive, tableview
+    from cgbundle.errors import TableInvalid
 
     files = {file.path: file for file in manifest.files}
     launches: dict[tuple[str, str], int] = {}
@@ -39,6 +40,8 @@ def kernels(path: str, manifest: Manifest) -> list[Kernel]:
         found = tableview.Table(_read(path, step.file), step.file)
         for function in found.function:
             key = (found.images[function], found.symbols[function])
+            if f"kernels/{key[0]}" not in files:
+                raise TableInvalid(f"{step.file}: kernel image {key[0]} is not in the bundle")
             launches[key] = launches.get(key, 0) + 1
     said = _choices(path, files)
     rows = []
@@ -56,12 +59,16 @@ def shown(rows: list[Kernel]) -> Table:
 
 def _choices(path: str, files: dict[str, Any]) -> dict[tuple[str, str], tuple[str, str]]:
     from cgbundle import archive
+    from cgbundle.errors import FileDamaged
 
     if CHOICES not in files:
         return {}
     archive.check_hash(path, files[CHOICES])
-    rows = json.loads(_read(path, CHOICES))
-    return {(row["image"], row["symbol"]): (row["configuration"], row["chosen"]) for row in rows}
+    try:
+        rows = json.loads(_read(path, CHOICES))
+        return {(str(row["image"]), str(row["symbol"])): (str(row["configuration"]), str(row["chosen"])) for row in rows}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FileDamaged(f"{CHOICES}: not a list of kernels and their configurations") from error
 
 
 def _read(path: str, name: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Write the table of a target from measurements: `tune_table.py ARCH MEASURED.json`.  Part three of three of `make tune`.
+"""Write the table of a target from measurements: `tune_table.py ARCH MEASURED.json...`.  Part three of three of `make tune`.
 
 Of every problem the fastest candidates are kept; the file says where, with what and when they were measured.
 """
@@ -16,10 +16,12 @@ KEPT = 4
 """Candidates per problem: more than one, because another version of Inductor may not offer the fastest."""
 
 
-def main(arch: str, measured: str) -> None:
+def main(arch: str, *measured: str) -> None:
     """Replaces cgcompile/trace/data/ARCH.json."""
-    found = json.loads(Path(measured).read_text())
-    lines = [json.dumps({"problem": row["problem"], "measured": row["measured"][:KEPT]}) for row in found["problems"]]
+    files = [json.loads(Path(each).read_text()) for each in measured]
+    found = files[0]
+    problems = {json.dumps(row["problem"]): row["measured"][:KEPT] for each in files for row in each["problems"]}
+    lines = [f'{{"problem": {problem}, "measured": {json.dumps(rows)}}}' for problem, rows in problems.items()]
     about = {
         "arch": arch, "gpu": found["gpu"], "driver": found["driver"], "date": found["date"],
         "versions": {"torch": version("torch"), "triton": version("triton")},

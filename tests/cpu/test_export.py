@@ -161,6 +161,98 @@ def test_the_cpu_target_does_not_ignore_a_lowering_it_lacks(target: str, lower: 
         choose(target, lower)
 
 
+# --- targets ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes torch see a GPU of an architecture, or none ("")."""
+
+    def show(arch: str) -> None:
+        digits = arch.removeprefix("sm_")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(arch))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (int(digits[:-1]), int(digits[-1])))
+
+    return show
+
+
+@pytest.mark.parametrize(
+    ("here", "target", "recorder", "expected"),
+    [
+        ("", "auto", "auto", ("cpu", "host", True)),
+        ("", "cpu", "auto", ("cpu", "host", True)),
+        ("", "sm_90", "auto", ("sm_90", "trace", False)),
+        ("", "sm_120", "trace", ("sm_120", "trace", False)),
+        ("sm_90", "auto", "auto", ("sm_90", "capture", True)),
+        ("sm_90", "cuda", "auto", ("sm_90", "capture", True)),
+        ("sm_90", "sm_90", "auto", ("sm_90", "capture", True)),
+        ("sm_90", "sm_90", "capture", ("sm_90", "capture", True)),
+        ("sm_90", "cuda", "capture", ("sm_90", "capture", True)),
+        ("sm_90", "sm_90", "trace", ("sm_90", "trace", True)),
+        ("sm_90", "cuda", "trace", ("sm_90", "trace", True)),
+        ("sm_90", "auto", "trace", ("sm_90", "trace", True)),
+        ("sm_90", "cpu", "auto", ("cpu", "host", True)),
+        ("sm_80", "auto", "auto", ("sm_80", "capture", True)),
+        ("sm_80", "sm_90", "auto", ("sm_90", "trace", False)),
+        ("sm_80", "sm_90", "trace", ("sm_90", "trace", False)),
+        ("sm_120", "sm_120", "auto", ("sm_120", "capture", True)),
+        ("sm_120", "sm_100", "auto", ("sm_100", "trace", False)),
+    ],
+)
+def test_a_gpu_that_is_here_is_captured_and_every_other_is_traced(
+    here: str, target: str, recorder: str, expected: tuple[str, str, bool], gpu: Callable[[str], None]
+) -> None:
+    gpu(here)
+    chosen = choose(target, "inductor", recorder=recorder)
+    assert (chosen.target, chosen.recorder, chosen.runs_here) == expected
+
+
+@pytest.mark.parametrize(
+    ("here", "target", "recorder", "said"),
+    [
+        ("", "cuda", "auto", "target cuda: there is no GPU on this machine"),
+        ("", "cuda", "trace", "target cuda: there is no GPU on this machine"),
+        ("", "auto", "trace", "target auto: there is no GPU on this machine"),
+        ("", "sm_90", "capture", "target sm_90: this machine has no GPU, and only a GPU that is here can be captured"),
+        ("sm_80", "sm_90", "capture", "target sm_90: this machine has sm_80, and only a GPU that is here can be captured"),
+        ("", "cpu", "trace", "record 'trace': the cpu target records nothing"),
+        ("sm_90", "cpu", "capture", "record 'capture': the cpu target records nothing"),
+        ("", "auto", "capture", "record 'capture': the cpu target records nothing"),
+        ("sm_90", "sm_77", "auto", "target 'sm_77': no such architecture"),
+        ("sm_90", "gpu", "auto", "target 'gpu': no such architecture"),
+        ("sm_90", "sm_90", "film", "record 'film': expected one of auto, capture, trace"),
+    ],
+)
+def test_what_this_machine_cannot_build(here: str, target: str, recorder: str, said: str, gpu: Callable[[str], None]) -> None:
+    gpu(here)
+    with pytest.raises(errors.TargetUnavailable) as caught:
+        choose(target, "inductor", recorder=recorder)
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value) and caught.value.exit_code == 2
+    if "expected one of" not in said:
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor", "max-autotune"])
+@pytest.mark.parametrize("specialize", ["size", "shared"])
+def test_only_a_captured_gpu_has_every_lowering(lower: str, specialize: str, gpu: Callable[[str], None]) -> None:
+    gpu("sm_90")
+    assert choose("sm_90", lower, specialize).recorder == "capture"
+    for target, recorder in (("sm_80", "auto"), ("sm_90", "trace")):
+        if (lower, specialize) == ("inductor", "size"):
+            assert choose(target, lower, specialize, recorder).recorder == "trace"
+            continue
+        named = f"lower '{lower}'" if lower != "inductor" else f"specialize '{specialize}'"
+        with pytest.raises(errors.TargetUnavailable, match=f"^{named}: a build for {target} without that GPU"):
+            choose(target, lower, specialize, recorder)
+
+
+@pytest.mark.parametrize("option", ["lower", "specialize", "recorder", "prove"])
+def test_a_word_that_is_no_choice(option: str, gpu: Callable[[str], None]) -> None:
+    gpu("sm_90")
+    with pytest.raises(errors.TargetUnavailable, match="'perhaps': expected one of "):
+        choose(**{"target": "sm_90", "lower": "inductor", option: "perhaps"})
+
+
 def test_a_saved_program_is_a_source(tmp_path: Path) -> None:
     path = tmp_path / "saved.pt2"
     dims = ({0: torch.export.Dim("batch", max=64)},)

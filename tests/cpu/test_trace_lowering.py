@@ -340,6 +340,7 @@ def replaced() -> dict[str, object]:
 
 
 def test_everything_is_put_back() -> None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     before = replaced()
     with pytest.raises(ZeroDivisionError), offline.offline(H200):
         assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -347,7 +348,7 @@ def test_everything_is_put_back() -> None:
         assert all(value is not before[name] for name, value in replaced().items())
         raise ZeroDivisionError
     assert replaced() == before
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
     assert not torch.cuda.is_available()
 
 

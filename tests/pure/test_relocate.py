@@ -197,7 +197,7 @@ def test_an_address_of_two_places_is_refused_with_kernel_and_parameter() -> None
 
 
 def test_where_two_processes_chose_other_blocks_of_the_pool_the_first_one_counts() -> None:
-    """torch's allocator takes the lowest address among free blocks of one size, and addresses differ (a GPT in float32, seen once)."""
+    """Among free blocks of one size torch takes that with the lowest address, and addresses differ (seen with a float32 GPT)."""
     a, b = Process(A_BASE), Process(B_BASE)
     same = (64, 128, 192)
     takes = []
