@@ -1,4 +1,4 @@
-"""The cuda target's half of a build where that GPU is not: lower to Triton, compile, plan, lay out as files, prove by interpretation."""
+"""The cuda target's half of a build without that GPU: lower to Triton, compile, plan, lay out as files, interpret."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     calls = {key: sample(job.source, dict(zip(job.sizes, key, strict=True))).tensors for key in all_keys(job.sizes)}
     with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch:
         with stages("lower") as tell:
-            traced = lower_all(program, calls, target.name, Path(scratch), table=table_file(target.name), tell=tell)
+            traced = lower_all(
+                program, calls, target.name, Path(scratch), cache=cache_folder(), table=table_file(target.name), tell=tell
+            )
             tell(_summary(traced))
         with stages("compile") as tell:
             compiled = _compile(traced, target, tell)
@@ -85,8 +87,8 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         if job.prove == "interpret":
             sources = _sources(traced, compiled)
             with stages("interpret") as tell:
-                tasks = [_task(graphs[e.key], sources, memories, stage / archive.WEIGHTS, rows, e) for e in exams]
-                done = interpret(tasks, Path(scratch, "interpret"), budget=BUDGET, tell=tell)
+                tasks = [_task(graphs[e.key], sources, end + PAD, static[e.key], stage / archive.WEIGHTS, rows, e) for e in exams]
+                done = interpret(tasks, Path(scratch, "interpret"), budget=BUDGET, cache=cache_folder(), tell=tell)
                 proofs = _proved(proofs, exams, done)
                 worst = max(proof.error for proof in proofs)
                 tell(f"{len(done)} of {len(tasks)} int_keys over poisoned memory, largest error {worst:.1e}")
@@ -152,7 +154,8 @@ def _sources(traced: Mapping[Key, Traced], compiled: Mapping[Variant, Compiled])
 def _task(
     graph: Graph,
     sources: tuple[tuple[tuple[str, str], Variant], ...],
-    memories: tuple[tuple[str, int], ...],
+    weights_bytes: int,
+    static: int,
     weights: Path,
     placed: tuple[Weight, ...],
     exam: KeyExam,
@@ -162,7 +165,7 @@ def _task(
         key=exam.key,
         recording=graph.recording,
         variants=tuple([pair for pair in sources if pair[0] in used]),
-        sizes=tuple([(name, size) for name, size in memories if name != CODE]),
+        sizes=(("weights", weights_bytes), ("inputs", static), ("arena", graph.arena)),
         weights=weights,
         placed=placed,
         inputs=tuple(zip(graph.inputs, [row_major(tensor) for tensor in exam.inputs], strict=True)),
@@ -181,7 +184,8 @@ def _proved(proofs: Sequence[Proof], exams: Sequence[KeyExam], done: Sequence[Ou
         error = max((_error(want, got) for want, got in zip(exam.outputs, outcome.outputs, strict=True)), default=0.0)
         if not error <= proof.tolerance:
             raise ProofFailed(
-                f"int_key {exam.key}: the interpreted kernels differ from eager PyTorch by {error:.1e}, allowed {proof.tolerance:.1e}",
+                f"int_key {exam.key}: the interpreted kernels differ from eager PyTorch by {error:.1e}, "
+                f"allowed {proof.tolerance:.1e}",
                 "nothing was published; please report this model",
             )
         found.append(Proof(key=proof.key, method="interpret", error=error, tolerance=proof.tolerance))

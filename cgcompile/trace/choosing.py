@@ -147,7 +147,8 @@ def _fastest(measured: Iterable[tuple[Candidate, float]], known: Mapping[Candida
 
 
 def nearest(problem: Problem, table: Table) -> list[Problem]:
-    """Measured problems of the same target and of a kind and dtype that run alike, within REACH, nearest first."""
+    """Measured problems of the same target and of a kind and dtype that run alike, within REACH, nearest first; of equally near
+    ones that of the same kind and dtype."""
 
     def distance(other: Problem) -> float:
         pairs = ((problem.batch, other.batch), (problem.m, other.m), (problem.n, other.n), (problem.k, other.k))
@@ -158,4 +159,6 @@ def nearest(problem: Problem, table: Table) -> list[Problem]:
 
     same = [p for p in table if alike(p) == alike(problem)]
     near = [p for p in same if distance(p) <= REACH]
-    return sorted(near, key=lambda p: (distance(p), p.batch, p.m, p.n, p.k))
+    return sorted(
+        near, key=lambda p: (distance(p), p.kind != problem.kind, p.dtype != problem.dtype, p.batch, p.m, p.n, p.k, p.kind, p.dtype)
+    )

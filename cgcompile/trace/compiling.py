@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from cgcompile.trace.errors import CompilerDied, KernelFailed, KernelTooLarge, KernelUnsupported
+from cgcompile.trace.keeping import recall, remember, versions
 from cgcompile.trace.parameters import read_entry
 from cgcompile.trace.traced import Variant
 
@@ -88,15 +88,15 @@ def compile_variants(
     """
     folder = cache / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
-    versions = _versions()
-    names = [_name(variant, arch, versions) for variant in variants]
+    made_with = versions()
+    names = [_name(variant, arch, made_with) for variant in variants]
     wanted = dict(zip(names, variants, strict=True))
-    known = {name: _recall(folder / name) for name in wanted}
+    known: dict[str, Kernel | None] = {name: recall(folder / name) for name in wanted}
     missing = {name: variant for name, variant in wanted.items() if known[name] is None}
     if missing:
         tell(f"{len(missing)} of {len(wanted)} kernels to compile")
         _compile(missing, arch, folder, workers or os.cpu_count() or 1, tell)
-        known |= {name: _recall(folder / name) for name in missing}
+        known |= {name: recall(folder / name) for name in missing}
     found = []
     for variant, name in zip(variants, names, strict=True):
         kernel = known[name]
@@ -167,38 +167,9 @@ def first_line(kind: str, text: str) -> str:
 # --- the cache ------------------------------------------------------------------------------------------------
 
 
-def _versions() -> tuple[str, str]:
-    found = []
-    for package in ("triton", "torch"):
-        try:
-            found.append(version(package))
-        except PackageNotFoundError:
-            found.append("none")
-    return found[0], found[1]
-
-
-def _name(variant: Variant, arch: str, versions: tuple[str, str]) -> str:
+def _name(variant: Variant, arch: str, made_with: tuple[str, str]) -> str:
     """The hash of all that an image depends on.  Who chose a configuration, and why, does not matter to it."""
-    return hashlib.sha256(repr((FORMAT, arch, versions, replace(variant, chosen=""))).encode()).hexdigest()
-
-
-def _recall(path: Path) -> Kernel | None:
-    """The kernel in a file of the cache, or None when there is none, or a damaged one: it is made again."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    if hashlib.sha256(data[32:]).digest() != data[:32]:
-        return None
-    kernel: Kernel = pickle.loads(data[32:])
-    return kernel
-
-
-def _remember(path: Path, kernel: Kernel) -> None:
-    data = pickle.dumps(kernel)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
-        file.write(hashlib.sha256(data).digest() + data)
-    os.replace(file.name, path)  # another process that asks meanwhile finds nothing or all of it
+    return hashlib.sha256(repr((FORMAT, arch, made_with, replace(variant, chosen=""))).encode()).hexdigest()
 
 
 # --- the processes --------------------------------------------------------------------------------------------
@@ -271,7 +242,7 @@ def _feed(
             raise KernelFailed(f"{what}: {answer.removeprefix('failed ')}")
         if answer != "done":
             raise CompilerDied(f"{what}: {_last_line(child, log)}")
-        _remember(folder / name, pickle.loads((scratch / f"{name}.kernel").read_bytes()))
+        remember(folder / name, pickle.loads((scratch / f"{name}.kernel").read_bytes()))
         tell(what)
 
 

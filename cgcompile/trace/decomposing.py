@@ -257,7 +257,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """(..., heads, rows, width) by (..., heads, columns, width): one kernel where `fits`, else with the scores in float32 in memory."""
+    """(..., heads, rows, width) by (..., heads, columns, width): one kernel where it `fits`, else with float32 scores in memory."""
     if dropout_p > 0:
         raise RandomnessUnsupported(f"attention with dropout_p={dropout_p} draws random numbers")
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale

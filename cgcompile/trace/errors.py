@@ -83,7 +83,8 @@ class WroteOutside(TraceError):
 
 
 class KernelAsserted(TraceError):
-    """An assertion in a kernel failed when it was interpreted: an index out of range, or a promise to the compiler that does not hold."""
+    """An assertion in a kernel failed when it was interpreted: an index out of range, or a promise to the compiler that does not
+    hold."""
 
 
 class OrderBroken(TraceError):

@@ -7,6 +7,7 @@ Triton is told to interpret before it is imported.  Imports neither torch nor Tr
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import pickle
@@ -24,6 +25,7 @@ from cgbundle.schema import Value, Weight
 from cgcompile.trace import errors
 from cgcompile.trace.blocks import arguments, check_order
 from cgcompile.trace.errors import InterpreterDied, TraceError
+from cgcompile.trace.keeping import digest, recall, remember, sources, versions
 from cgcompile.trace.traced import Key, Variant
 
 REFUSED = 3
@@ -108,20 +110,44 @@ def interpret(
     folder: Path,
     *,
     budget: float,
+    cache: Path | None = None,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Outcome, ...]:
-    """Run recordings, the smallest first; its time tells which others fit into `budget` seconds.  These run, the others have no
-    Outcome, and `tell` says which.  The smallest always runs.  Outcomes stand in the order of `tasks`.
+    """Run recordings, those excepted whose outcome stands in `cache`, the smallest first; its time tells which others fit into
+    `budget` seconds.  These run, the others have no Outcome, and `tell` says which.  The smallest always runs.  Outcomes stand
+    in the order of `tasks`.
 
     `workers` processes run at a time (default: one for each processor); `folder` takes their files and logs.
 
     Raises OrderBroken, ParameterMismatch, NoStandIn, ReadOutside, WroteOutside, KernelAsserted, KernelUnreadable, InterpreterDied.
     """
-    if not tasks:
-        return ()
     for task in tasks:
         check_order(task.recording)
+    kept = [cache / "interpreted" / _name(task) if cache else None for task in tasks]
+    known = {task.key: outcome for task, path in zip(tasks, kept, strict=True) if path and (outcome := recall(path))}
+    left = [task for task in tasks if task.key not in known]
+    if known:
+        tell(f"{len(known)} of {len(tasks)} int_keys were interpreted before, with the same rows, kernels, weights and inputs")
+    for outcome in _interpret(left, folder, budget, workers, tell) if left else ():
+        known[outcome.key] = outcome
+    for task, path in zip(tasks, kept, strict=True):
+        if path and task in left and task.key in known:
+            remember(path, known[task.key])
+    return tuple([known[task.key] for task in tasks if task.key in known])
+
+
+def _name(task: Task) -> str:
+    """The hash of all that an outcome depends on."""
+    with open(task.weights, "rb") as file:
+        weights = hashlib.file_digest(file, "sha256").hexdigest()
+    rest = (task.key, task.recording, task.variants, task.sizes, task.placed, task.inputs, task.outputs)
+    return digest(weights, rest, versions(), sources())
+
+
+def _interpret(
+    tasks: Sequence[Task], folder: Path, budget: float, workers: int | None, tell: Callable[[str], None]
+) -> tuple[Outcome, ...]:
     folder.mkdir(parents=True, exist_ok=True)
     at_once = workers or os.cpu_count() or 1
     work = [estimate(task) for task in tasks]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +203,7 @@ class _Log:
         if len(arguments) != len(kernel.parameters):
             raise LoweringBroken(f"kernel {source.name}: called with {len(arguments)} arguments, takes {kernel.parameters}")
         values = dict(zip(kernel.parameters, arguments, strict=True))
+        _check_strides(kernel.variant, values)
         grid = kernel.grid({name: value for name, value in values.items() if not isinstance(value, StandIn)})
         passed: list[Place | int | float] = []
         for name, kind in kernel.variant.signature:
@@ -228,6 +229,17 @@ def _argument(kernel: str, name: str, kind: str, value: Any) -> Place | int | fl
     if not isinstance(value, int | float):
         raise LoweringBroken(f"kernel {kernel}: argument {name} of type {kind} is {type(value).__name__}")
     return value
+
+
+def _check_strides(variant: Variant, values: Mapping[str, Any]) -> None:
+    """A kernel of ours has its tensors' strides as constants, TENSOR_stride_AXIS: Inductor must not have laid them out anew."""
+    for name, wanted in variant.constants:
+        tensor, found, axis = name.rpartition("_stride_")
+        given = values.get(tensor)
+        if found and isinstance(given, StandIn) and given.shape[int(axis)] > 1 and given.strides[int(axis)] != wanted:
+            raise LoweringBroken(
+                f"kernel {variant.name}: {tensor} has strides {given.strides}, {wanted} was expected for axis {axis}"
+            )
 
 
 def _impossible(name: str) -> Kernel:

@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,10 @@ import torch
 
 from cgcompile import errors as build_errors
 from cgcompile.errors import BuildError
-from cgcompile.record.tensors import settings
+from cgcompile.record.tensors import program_tensors, settings
 from cgcompile.trace import errors
 from cgcompile.trace.errors import LoweringBroken
+from cgcompile.trace.keeping import digest, recall, remember, sources, versions
 from cgcompile.trace.traced import Key, Traced
 
 REFUSED = 3
@@ -48,19 +49,29 @@ def lower_all(
     arch: str,
     folder: Path,
     *,
+    cache: Path,
     table: Path | None = None,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[Key, Traced]:
     """Every key of `calls` (its tensors, on the CPU) lowered for `arch`, in the order of `calls`.
 
-    `folder` takes working files and logs.  `workers`: processes at a time, by default one for each processor.  Raises what
-    `lowering.lower_key` raises, and LoweringBroken when a process ends without an answer.
+    `folder` takes working files and logs; `cache` keeps what was lowered, by content.  `workers`: processes at a time, by default one
+    for each processor.  Raises what `lowering.lower_key` raises, and LoweringBroken when a process ends without an answer.
     """
-    torch.export.save(program, folder / "program.pt2")
-    torch.save({key: tuple(tensors) for key, tensors in calls.items()}, folder / "calls.pt")
+    about = digest(*_described(program), arch, table.read_bytes() if table else b"", settings(), versions(), sources())
+    kept = {key: cache / "lowered" / digest(about, key, [_meta(tensor) for tensor in calls[key]]) for key in calls}
+    known: dict[Key, Traced | None] = {key: recall(path) for key, path in kept.items()}
+    if all(known.values()):
+        tell(f"all {len(known)} int_keys were lowered before")
+    else:
+        torch.export.save(program, folder / "program.pt2")
+        torch.save({key: tuple(tensors) for key, tensors in calls.items()}, folder / "calls.pt")
 
     def one(number: int, key: Key) -> Traced:
+        before = known[key]
+        if before is not None:
+            return before
         name = f"lower{number}-{'x'.join(map(str, key)) or 'fixed'}"
         request = Request(
             program=folder / "program.pt2",
@@ -72,6 +83,7 @@ def lower_all(
             table=table,
         )
         found = _run(request, folder / f"{name}.request", folder / f"{name}.log")
+        remember(kept[key], found)
         tell(f"lowered {key}: {len(found.variants)} kernels")
         return found
 
@@ -81,6 +93,20 @@ def lower_all(
             return {key: future.result() for key, future in futures.items()}
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _described(program: torch.export.ExportedProgram) -> Iterator[object]:
+    """All of a program that lowering depends on: its code, signature, and what its tensors look like, not what they hold.  The
+    ranges that the sizes were declared with do not matter to any one of them."""
+    for name, module in program.graph_module.named_modules():
+        if isinstance(module, torch.fx.GraphModule):
+            yield name, module.code
+    yield str(program.graph_signature), str(program.call_spec)
+    yield [(name, _meta(value)) for name, value in program_tensors(program).items()]
+
+
+def _meta(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _run(request: Request, path: Path, log: Path) -> Traced:

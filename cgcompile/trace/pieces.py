@@ -32,8 +32,10 @@ CLOCK = 1.7e9
 
 TILES = tuple(
     Candidate(block_m=m, block_n=n, block_k=k, stages=stages, warps=4, group=8)
-    for m, n, k, stages in ((16, 32, 128, 4), (32, 32, 128, 4), (32, 64, 64, 4), (64, 32, 128, 4), (64, 64, 64, 4), (128, 128, 64, 3))
-)
+    for m, n, k, stages in (
+        (16, 32, 128, 4), (32, 32, 128, 4), (32, 64, 64, 4), (64, 32, 128, 4), (64, 64, 64, 4), (128, 128, 64, 3),
+    )
+)  # fmt: skip
 """What the model of cost tries for a product whose candidates are not known yet."""
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgcompile.arch import ARCHES, arch
-from cgcompile.trace.choosing import Candidate, Problem, choose, cost, fits, shared_bytes
+from cgcompile.trace.choosing import Candidate, Problem, choose, cost, fits, nearest, shared_bytes
 
 H200 = arch("sm_90")
 
@@ -97,7 +97,7 @@ def test_nearest() -> None:
 UNLIKE = {
     "far": problem(1000, 768, 768),
     "dtype": problem(100, 768, 768, "float32"),
-    "kind": problem(100, 768, 768, kind="addmm"),
+    "kind": problem(100, 768, 768, kind="conv"),
     "batch": problem(100, 768, 768, batch=5),
 }
 
@@ -107,3 +107,14 @@ def test_unlike_problems_say_nothing(other: Problem) -> None:
     asked = problem(100, 768, 768)
     assert choose(asked, OFFERED, H200, {other: ((OFFERED[4], 1.0),)}) == choose(asked, OFFERED, H200)
     assert choose(asked, OFFERED, H200)[1] == "heuristic"
+
+
+@pytest.mark.parametrize("other", [{"kind": "addmm"}, {"dtype": "float16"}, {"kind": "addmm", "dtype": "float16"}])
+def test_kinds_and_dtypes_that_run_alike_serve_each_other_after_the_problem_itself(other: dict[str, str]) -> None:
+    asked = problem(100, 768, 768)
+    like = replace(asked, **other)
+    assert choose(asked, OFFERED, H200, {like: ((OFFERED[4], 1.0),)}) == (4, "nearest")
+    both = [(like, ((OFFERED[4], 1.0),)), (asked, ((OFFERED[3], 2.0),))]
+    for rows in (dict(both), dict(reversed(both))):
+        assert choose(asked, OFFERED, H200, rows) == (3, "table")
+        assert nearest(asked, rows)[0] == asked

@@ -1,0 +1,275 @@
+"""Attention in one kernel, without the matrix of scores in memory: a Triton kernel of our own that Inductor launches as it is.
+
+A program instance takes a block of rows of one head and goes through the columns with a running maximum and sum (FlashAttention,
+arXiv 2205.14135, section 3.1).  Tensors are read with the strides that they have, so no copy comes before; the result's axes lie
+in memory in the query's order, as those of torch's own do, so none comes behind.
+
+What it relies on (torch 2.11, 2.13): Inductor gives a kernel of ours tensors with the strides that it was traced with.  `launches`
+checks that: it compares them with the constants TENSOR_stride_AXIS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+SHORTEST = 16
+"""From so many rows or columns on, attention is this kernel: blocks are not smaller, so that below it would work on padding.  It
+pays off early: at 64 positions it stands for three kernels and the copies before and behind them."""
+
+WIDEST = 256
+"""Largest width of a head: the sums of wider ones do not fit into registers."""
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+NO_MASK, KEEP, ADD = 0, 1, 2
+"""The kernel's MASK: none; True where a column counts; a number that is added to the score."""
+
+SLICE = 16 << 10
+"""Bytes of keys that a block loads at a time."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """Rows and columns of a block, warps of an instance, and how many blocks of columns are on their way at a time."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attend` takes these tensors of scaled_dot_product_attention, and is the better way."""
+    if query.dtype not in DTYPES or min(query.dim(), key.dim(), value.dim()) < 2:
+        return False
+    if mask is not None and mask.dtype not in (torch.bool, *DTYPES):
+        return False
+    rank = query.dim()
+    if (key.dim(), value.dim()) != (rank, rank) or (mask is not None and mask.dim() > rank):
+        return False  # the result has more axes than the query
+    heads, theirs, values = [1 if rank < 3 else tensor.shape[-3] for tensor in (query, key, value)]
+    if (heads % max(theirs, values) and heads > 1) or (theirs != values and min(theirs, values) > 1):
+        return False
+    rows, columns, width, depth = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
+    if 0 in (query.numel(), columns, depth) or max(width, depth) > WIDEST or max(rows, columns) < SHORTEST:
+        return False
+    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    # few rows have few scores: Inductor's small kernels spread a long sequence over all processors, one instance walks along it
+    return rows >= SHORTEST or columns <= 512 or 2 * math.prod(query.shape[:-2]) >= processors
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """softmax(query by key * scale + mask) by value, inside `offline`, for what `fits`.
+
+    query (..., heads, rows, width), key (..., groups, columns, width), value (..., groups, columns, depth), mask broadcast to (...,
+    heads, rows, columns): bool (True counts) or a float (added).  `heads` is a multiple of `groups`; leading axes are broadcast.
+    A row without a column that counts becomes zeros, as in torch.  Returns (..., heads, rows, depth) of the query's dtype.
+    """
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    q, k, v, m = [None if tensor is None else _four(tensor, lead) for tensor in (query, key, value, mask)]
+    assert q is not None and k is not None and v is not None
+    rows, columns, width, depth = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
+    batch, heads, groups = math.prod(lead), max(q.shape[1], k.shape[1], v.shape[1]), max(k.shape[1], v.shape[1])
+    order = sorted(range(4), key=lambda axis: (-q.stride(axis), axis)) if depth == width else [0, 1, 2, 3]
+    sizes = (batch, heads, rows, depth)
+    out = torch.empty([sizes[axis] for axis in order], dtype=query.dtype, device=query.device)
+    result = out.permute([order.index(axis) for axis in range(4)])
+    properties = torch.cuda.get_device_properties(query.device)
+    blocks = choose(
+        (batch * heads, rows, columns, width, depth),
+        query.dtype.itemsize,
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+    )
+    named = {"query": _once(q), "key": _once(k), "value": _once(v), "mask": None if m is None else _once(m)}
+    wrap_triton(fused_attention)[(batch * heads * _cut(rows, blocks.rows),)](
+        **named,
+        out=out,
+        **{f"{name}_stride_{axis}": _step(tensor, axis) for name, tensor in named.items() for axis in range(4)},
+        **{f"OUT_{axis}": result.stride(axis) for axis in range(4)},
+        HEADS=heads,
+        GROUP=heads // groups,
+        ROWS=rows,
+        COLUMNS=columns,
+        WIDTH=width,
+        DEPTH=depth,
+        SCALE=float(scale),
+        CAUSAL=bool(is_causal),
+        MASK=NO_MASK if mask is None else KEEP if mask.dtype == torch.bool else ADD,
+        BLOCK_M=blocks.rows,
+        BLOCK_N=blocks.columns,
+        BLOCK_K=_power(width),
+        BLOCK_V=_power(depth),
+        ALLOW_TF32=False,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+    if len(lead) > 1:
+        return result.unflatten(0, lead)
+    return result[(0,) * (4 - query.dim())]
+
+
+def choose(problem: Sequence[int], item: int, processors: int, shared: int) -> Blocks:
+    """Blocks for (heads of all batches, rows, columns, width, depth), elements of `item` bytes, on a GPU with so many processors
+    and `shared` bytes of shared memory for a block.
+
+    Large blocks read keys and values less often; small ones keep all processors busy, which counts for more while there are few.
+    The limits are those at which no compiled kernel, for any target, keeps more than a few of its values outside registers.
+    """
+    heads, rows, columns, width, depth = problem
+    wide = max(_power(width), _power(depth))
+    length = min(_power(columns), 64, SLICE // (item * wide))
+    most = 32 if item * wide > 512 else 64 if item * wide > 256 or item > 2 else 128
+    heights = [size for size in (128, 64, 32) if size <= min(most, _power(rows)) and heads * _cut(rows, size) >= processors]
+    deep = min(3, _cut(columns, length))  # loads of a loop that turns once overlap with nothing
+    for height in [*heights, 16]:
+        warps = 8 if height == 128 or (height > 16 and height * wide * item * item > 1 << 15) else 4
+        for stages in range(deep, min(deep, 2) - 1, -1):
+            if _shared(height, length, width, depth, item, stages) <= shared:
+                return Blocks(rows=height, columns=length, warps=warps, stages=stages)
+    return Blocks(rows=16, columns=length, warps=4, stages=1)
+
+
+def _shared(height: int, length: int, width: int, depth: int, item: int, stages: int) -> int:
+    """Bytes of shared memory that a block needs at most: its queries, weights, and keys, values and mask of every stage; one more
+    of these for float32, whose factors are taken apart into several of tf32."""
+    stage = length * (_power(width) + _power(depth)) + height * length
+    return item * (height * (_power(width) + length) + (stages + (item == 4)) * stage)
+
+
+def _four(tensor: Tensor, lead: Sequence[int]) -> Tensor:
+    """With four axes: leading ones of size 1 put in, more than one leading axis made one."""
+    while tensor.dim() < max(4, 3 + len(lead)):
+        tensor = tensor.unsqueeze(0)
+    return tensor if tensor.dim() == 4 else tensor.expand(*lead, -1, -1, -1).flatten(0, -4)
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """Without repetition: an axis that steps by 0 gets size 1."""
+    for axis in range(4):
+        if tensor.stride(axis) == 0:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+def _step(tensor: Tensor | None, axis: int) -> int:
+    """Elements from one index to the next; 0 where all indices mean the same element."""
+    return 0 if tensor is None or tensor.shape[axis] == 1 else tensor.stride(axis)
+
+
+def _cut(length: int, size: int) -> int:
+    return -(-length // size)
+
+
+def _power(size: int) -> int:
+    """The smallest size of a block that holds `size`: a power of 2, and at least the 16 that products take."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@triton.jit
+def fused_attention(
+    query,
+    key,
+    value,
+    mask,
+    out,
+    query_stride_0: tl.constexpr,
+    query_stride_1: tl.constexpr,
+    query_stride_2: tl.constexpr,
+    query_stride_3: tl.constexpr,
+    key_stride_0: tl.constexpr,
+    key_stride_1: tl.constexpr,
+    key_stride_2: tl.constexpr,
+    key_stride_3: tl.constexpr,
+    value_stride_0: tl.constexpr,
+    value_stride_1: tl.constexpr,
+    value_stride_2: tl.constexpr,
+    value_stride_3: tl.constexpr,
+    mask_stride_0: tl.constexpr,
+    mask_stride_1: tl.constexpr,
+    mask_stride_2: tl.constexpr,
+    mask_stride_3: tl.constexpr,
+    OUT_0: tl.constexpr,
+    OUT_1: tl.constexpr,
+    OUT_2: tl.constexpr,
+    OUT_3: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+):
+    # with a mask that is added, scores stay as they are: its lowest number times log2(e) would be minus infinity
+    unit: tl.constexpr = 1.4426950408889634 if MASK == 2 else 1.0
+    factor: tl.constexpr = SCALE if MASK == 2 else SCALE * 1.4426950408889634
+    heads = tl.num_programs(0) // ((ROWS + BLOCK_M - 1) // BLOCK_M)
+    # the last rows first: under a causal mask they take longest
+    first = ((ROWS + BLOCK_M - 1) // BLOCK_M - 1 - tl.program_id(0) // heads) * BLOCK_M
+    which = tl.program_id(0) % heads
+    batch = (which // HEADS).to(tl.int64)
+    head = (which % HEADS).to(tl.int64)
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    wide = tl.arange(0, BLOCK_K)
+    deep = tl.arange(0, BLOCK_V)
+    inside = first + row < ROWS
+    start = query + batch * query_stride_0 + head * query_stride_1 + first.to(tl.int64) * query_stride_2
+    start = start + row[:, None] * query_stride_2 + wide[None, :] * query_stride_3
+    q = tl.load(start, inside[:, None] & (wide < WIDTH)[None, :], 0.0)
+    keys = key + batch * key_stride_0 + head // GROUP * key_stride_1
+    keys = keys + column[None, :] * key_stride_2 + wide[:, None] * key_stride_3
+    values = value + batch * value_stride_0 + head // GROUP * value_stride_1
+    values = values + column[:, None] * value_stride_2 + deep[None, :] * value_stride_3
+    if MASK > 0:
+        masks = mask + batch * mask_stride_0 + head * mask_stride_1 + first.to(tl.int64) * mask_stride_2
+        masks = masks + row[:, None] * mask_stride_2 + column[None, :] * mask_stride_3
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    end = COLUMNS
+    if CAUSAL:
+        end = tl.minimum(first + BLOCK_M, COLUMNS)
+    for passed in range(0, end, BLOCK_N):
+        left = passed + column < COLUMNS
+        k = tl.load(keys, (wide < WIDTH)[:, None] & left[None, :], 0.0)
+        scores = tl.dot(q, k, allow_tf32=ALLOW_TF32) * factor
+        counts = left[None, :]
+        if CAUSAL:
+            counts = counts & ((passed + column)[None, :] <= (first + row)[:, None])
+        if MASK == 1:
+            counts = counts & (tl.load(masks, inside[:, None] & left[None, :], 0) != 0)
+        if MASK == 2:
+            scores = scores + tl.load(masks, inside[:, None] & left[None, :], 0.0).to(tl.float32)
+        scores = tl.where(counts, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # minus infinity from itself is no number
+        weights = tl.exp2((scores - level[:, None]) * unit)
+        decay = tl.exp2((best - level) * unit)
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(values, left[:, None] & (deep < DEPTH)[None, :], 0.0)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * decay[:, None], allow_tf32=ALLOW_TF32)
+        best = higher
+        keys += BLOCK_N * key_stride_2
+        values += BLOCK_N * value_stride_2
+        if MASK > 0:
+            masks += BLOCK_N * mask_stride_3
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]  # zeros where no column counts
+    target = out + batch * OUT_0 + head * OUT_1 + first.to(tl.int64) * OUT_2
+    target = target + row[:, None] * OUT_2 + deep[None, :] * OUT_3
+    tl.store(target, mixed.to(out.dtype.element_ty), inside[:, None] & (deep < DEPTH)[None, :])

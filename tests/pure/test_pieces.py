@@ -1,0 +1,168 @@
+"""Into how many pieces a product is cut: only where it divides evenly, and only where its own measure says that it pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgcompile.arch import ARCHES, Arch, arch
+from cgcompile.trace.choosing import Candidate, Problem, Table, cost, fits
+from cgcompile.trace.pieces import CLOCK, LAUNCH, PIECES, READ, SHORTEST, TILES, WORTH, cut_problem, pieces
+
+H200 = arch("sm_90")
+TILE = Candidate(block_m=16, block_n=32, block_k=128, stages=4, warps=4, group=8)
+
+
+def problem(m: int, n: int, k: int, dtype: str = "bfloat16", kind: str = "mm") -> Problem:
+    return Problem(kind=kind, batch=1, m=m, n=n, k=k, dtype=dtype, arch="sm_90")
+
+
+def table(times: dict[Problem, float]) -> Table:
+    """Measurements of one candidate each, and of a slower one that must not be looked at."""
+    slower = replace(TILE, stages=1)
+    return {known: [(TILE, time), (slower, 100 * time)] for known, time in times.items()}
+
+
+def measured(whole: Problem, times: dict[int, float]) -> Table:
+    """`times`: pieces -> microseconds."""
+    return table({cut_problem(whole, cut): time for cut, time in times.items()})
+
+
+def reading(known: Problem, cut: int) -> float:
+    """Microseconds for one more kernel, which reads `cut` float32 results of m x n."""
+    return 0.0 if cut == 1 else LAUNCH + 4 * cut * known.m * known.n / READ * 1e6
+
+
+def estimated(whole: Problem, cut: int, target: Arch) -> float:
+    """Microseconds by the model of cost, with the best tile that fits (the first one where none does), and reading the sums."""
+    wanted = cut_problem(whole, cut)
+    tiles = [tile for tile in TILES if fits(wanted, tile, target)] or TILES[:1]
+    return min(cost(wanted, tile, target) for tile in tiles) / CLOCK * 1e6 + reading(whole, cut)
+
+
+def allowed(whole: Problem, cut: int) -> bool:
+    """Every piece is the same number of whole blocks of 16 elements, and not too short."""
+    return cut in PIECES and whole.k % cut == 0 and (whole.k // cut) % 16 == 0 and whole.k // cut >= SHORTEST
+
+
+problems = st.builds(
+    problem,
+    m=st.integers(1, 4096), n=st.integers(1, 1 << 15),
+    k=st.one_of(st.integers(1, 1 << 14), st.integers(1, 1024).map(lambda n: 16 * n), st.integers(6, 14).map(lambda n: 1 << n)),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]), kind=st.sampled_from(["mm", "addmm"]),
+)  # fmt: skip
+
+
+# --- by the model of cost -----------------------------------------------------------------------------------------
+
+
+@given(problems, st.sampled_from(ARCHES))
+def test_a_cut_divides_the_inner_axis_and_pays(whole: Problem, target: Arch) -> None:
+    cut = pieces(whole, target)
+    times = {1: estimated(whole, 1, target)} | {each: estimated(whole, each, target) for each in PIECES if allowed(whole, each)}
+    assert cut == 1 or allowed(whole, cut)
+    assert times[cut] <= times[1]
+    if cut > 1:
+        assert times[cut] < WORTH * times[1] and times[cut] == min(times.values())
+    else:
+        assert min(times.values()) >= WORTH * times[1], "a cut that pays was left out"
+
+
+@given(problems.filter(lambda whole: not any(allowed(whole, cut) for cut in PIECES)), st.sampled_from(ARCHES))
+def test_what_cannot_be_cut_stays_whole(whole: Problem, target: Arch) -> None:
+    assert pieces(whole, target) == 1
+    assert pieces(whole, target, measured(whole, {1: 100.0, 2: 1.0, 4: 1.0, 8: 1.0})) == 1
+
+
+def test_a_narrow_product_is_cut_and_a_wide_one_is_not() -> None:
+    """8 rows fill a few of 132 multiprocessors; 4096 x 4096 fill them many times over."""
+    assert pieces(problem(8, 64, 8192), H200) > 1
+    assert pieces(problem(4096, 4096, 8192), H200) == 1
+
+
+@pytest.mark.parametrize(("k", "most"), [(64, 1), (127, 1), (128, 2), (144, 1), (160, 2), (256, 4), (512, 8), (1040, 1)])
+def test_pieces_are_whole_blocks_and_not_too_short(k: int, most: int) -> None:
+    """Where every cut is measured to be better than fewer pieces, the most that k allows is taken."""
+    whole = problem(16, 16, k)
+    assert pieces(whole, H200, measured(whole, {1: 1000.0, 2: 500.0, 4: 250.0, 8: 125.0})) == most
+
+
+# --- by measurements ----------------------------------------------------------------------------------------------
+
+
+@given(st.fixed_dictionaries({1: st.floats(1, 100)}, optional={cut: st.floats(1, 100) for cut in PIECES}))
+def test_measurements_of_the_problem_decide(times: dict[int, float]) -> None:
+    whole = problem(32, 768, 3072)
+    cut = pieces(whole, H200, measured(whole, times))
+    if len(times) == 1:
+        assert cut == pieces(whole, H200), "nothing to compare with: the model of cost"
+        return
+    total = {each: time + reading(whole, each) for each, time in times.items()}
+    best = min(total, key=lambda each: total[each])
+    assert total[cut] <= total[1]
+    assert cut in ((1, best) if total[best] < WORTH * total[1] else (1,))
+    if total[best] < WORTH * total[1]:
+        assert total[cut] == total[best]
+
+
+def test_a_cut_must_be_worth_it() -> None:
+    whole = problem(16, 16, 4096)
+    enough = 100.0 * WORTH - reading(whole, 2)
+    assert pieces(whole, H200, measured(whole, {1: 100.0, 2: enough - 0.1})) == 2
+    assert pieces(whole, H200, measured(whole, {1: 100.0, 2: enough + 0.1})) == 1
+
+
+def test_reading_the_sums_counts() -> None:
+    """Two pieces of 4096 x 4096 float32 are 134 MB more to read."""
+    whole = problem(4096, 4096, 4096)
+    assert reading(whole, 2) > 60
+    assert pieces(whole, H200, measured(whole, {1: 100.0, 2: 60.0})) == 1
+
+
+def test_the_nearest_measured_problem_decides() -> None:
+    asked, near, far = problem(32, 768, 3072), problem(32, 1024, 3072), problem(48, 2048, 3072)
+    times = {**measured(near, {1: 10.0, 4: 2.0}), **measured(far, {1: 10.0, 8: 2.0})}
+    assert pieces(asked, H200, times) == 4
+    assert pieces(far, H200, times) == 8
+
+
+def test_a_neighbour_without_both_measurements_is_passed_over() -> None:
+    asked, near, far = problem(32, 768, 3072), problem(32, 1024, 3072), problem(48, 2048, 3072)
+    assert pieces(asked, H200, {**measured(near, {1: 10.0}), **measured(far, {1: 10.0, 8: 2.0})}) == 8
+    assert pieces(asked, H200, {**measured(near, {4: 1.0}), **measured(far, {1: 10.0, 8: 2.0})}) == 8
+
+
+def test_a_like_problem_serves_after_the_problem_itself() -> None:
+    """With a bias, or the other half precision, it takes the same time; but what was measured is better than what is like it."""
+    asked = problem(32, 768, 3072)
+    for like in (replace(asked, kind="addmm"), replace(asked, dtype="float16")):
+        slow, fast = measured(like, {1: 100.0, 2: 4.9}), measured(asked, {1: 5.0, 2: 4.9})
+        assert pieces(asked, H200, slow) == 2
+        for both in ({**slow, **fast}, {**fast, **slow}):
+            assert pieces(asked, H200, both) == 1, "one more kernel costs more than the piece saves"
+
+
+@pytest.mark.parametrize("other", [{"kind": "conv"}, {"dtype": "float32"}, {"arch": "sm_80"}, {"m": 32 * 8}])
+def test_measurements_of_something_else_are_not_used(other: dict[str, object]) -> None:
+    asked = problem(32, 768, 3072)
+    unlike = replace(asked, **other)  # type: ignore[arg-type]
+    by_model = pieces(asked, H200)
+    for cut in PIECES:
+        if cut != by_model:
+            assert pieces(asked, H200, measured(unlike, {1: 100.0, cut: 0.01})) == by_model
+
+
+def test_the_neighbours_cut_must_divide_this_problem_too() -> None:
+    asked, near = problem(32, 768, 3088), problem(32, 768, 3072)  # 3088 = 16 * 193
+    assert pieces(asked, H200, measured(near, {1: 100.0, 2: 1.0})) == 1
+
+
+@pytest.mark.parametrize("cut", PIECES)
+def test_the_pieces_are_a_batched_product_of_the_same_work(cut: int) -> None:
+    whole = problem(32, 768, 3072, kind="addmm")
+    made = cut_problem(whole, cut)
+    assert (made.kind, made.batch, made.m, made.n, made.batch * made.k) == ("bmm", cut, 32, 768, 3072)
+    assert cut_problem(whole, 1) is whole
