@@ -16,7 +16,7 @@ BENCH := .cache/bench
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help install demo test check format gpu bench golden clean
+.PHONY: help install demo test check format gpu bench golden tune clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -68,6 +68,15 @@ bench: $(INSTALLED) ## cold start, cost of a call, shared memory: bundle, eager 
 
 golden: $(INSTALLED) ## add golden bundles of the current format version (never replaces one)
 	@$(BIN)/python tests/golden/make.py
+
+# Compiling the candidates needs no GPU, timing them does.
+TUNE := .cache/tune
+ARCH ?= sm_90
+tune: ## measure configurations of products and convolutions on this machine's GPU, for builds without one (ARCH=sm_90)
+	@mkdir -p $(TUNE)
+	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tune_prepare.py $(ARCH) $(TUNE)/$(ARCH).pieces
+	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tune_measure.py $(TUNE)/$(ARCH).pieces $(TUNE)/$(ARCH).json
+	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tune_table.py $(ARCH) $(TUNE)/$(ARCH).json
 
 clean: ## remove caches and built bundles, but not .venv
 	@rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

@@ -27,6 +27,7 @@ from .source import all_keys, sample
 from .tolerance import largest_error
 from .trace.assembling import Graph, assemble
 from .trace.compiling import Compiled, compile_variants
+from .trace.errors import CacheUnsafe
 from .trace.interpreting import Outcome, Task, interpret
 from .trace.lifetimes import check_plan
 from .trace.lowering_jobs import lower_all
@@ -118,11 +119,14 @@ def _compile(traced: Mapping[Key, Traced], target: Arch, tell: object) -> dict[V
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept by content, for the next build: CGCOMPILE_CACHE, else cgcompile in XDG_CACHE_HOME or
-    ~/.cache."""
+    ~/.cache.  Raises CacheUnsafe when it is not the user's own: what is in it becomes part of bundles."""
     named = os.environ.get("CGCOMPILE_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cgcompile"
+    folder = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cgcompile"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise CacheUnsafe(f"{folder}: others can write to the folder of compiled kernels")
+    return folder
 
 
 def _assemble(
@@ -193,7 +197,7 @@ def _proved(proofs: Sequence[Proof], exams: Sequence[KeyExam], done: Sequence[Ou
 
 
 def _error(expected: torch.Tensor, got: bytes) -> float:
-    if not got:
+    if not expected.numel():
         return 0.0
     return largest_error(expected, torch.frombuffer(bytearray(got), dtype=expected.dtype).reshape(expected.shape))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import datetime
+import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,6 +143,8 @@ def provenance(label: str, options: Mapping[str, str]) -> schema.Provenance:
         else datetime.datetime.now(datetime.UTC)
     )
     versions = {"cgcompile": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    if importlib.util.find_spec("triton") is not None:
+        versions["triton"] = importlib.metadata.version("triton")
     return schema.Provenance(
         source=os.path.basename(label) if os.path.exists(label) else label,
         created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -114,6 +114,8 @@ def build(
         parts = _parts(job, stage, stages)
         write_program(stage / archive.PROGRAM, exported.program)
         options = {"target": target, "lower": lower, "specialize": specialize, "strict": str(strict).lower()}
+        if chosen.recorder == "trace":
+            options |= {"record": chosen.recorder, "prove": prove}
         manifest = seal(stage, _manifest(job, parts, findings, waive, provenance(source.label, options)))
         with stages("verify") as tell:
             if chosen.runs_here:

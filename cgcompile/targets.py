@@ -38,11 +38,11 @@ def choose(target: str, lower: str, specialize: str = "size", recorder: str = "a
     ):
         if value not in known:
             raise TargetUnavailable(f"{name} {value!r}: expected one of {', '.join(known)}")
-    if target not in ("auto", "cpu", "cuda"):
-        arch(target)  # raises where there is no such architecture
     here = _here()
+    if target not in ("auto", "cpu", "cuda", here):
+        arch(target)  # raises where there is no such architecture
     if target == "cpu" or (target == "auto" and not here and recorder != "trace"):
-        return _cpu(lower, recorder)
+        return _cpu(lower, specialize, recorder)
     wanted = here if target in ("auto", "cuda") else target
     if not wanted:
         raise TargetUnavailable(
@@ -67,10 +67,14 @@ def _here() -> str:
     return f"sm_{major}{minor}"
 
 
-def _cpu(lower: str, recorder: str) -> Chosen:
+def _cpu(lower: str, specialize: str, recorder: str) -> Chosen:
     if lower != "inductor":
         raise TargetUnavailable(
             f"lower {lower!r}: the cpu target has one lowering, inductor", "leave --lower out, or build for a GPU"
+        )
+    if specialize != "size":
+        raise TargetUnavailable(
+            f"specialize {specialize!r}: the cpu target always has one lowering for all sizes", "leave --specialize out"
         )
     if recorder != "auto":
         raise TargetUnavailable(f"record {recorder!r}: the cpu target records nothing", "leave --record out, or build for a GPU")
@@ -78,6 +82,7 @@ def _cpu(lower: str, recorder: str) -> Chosen:
 
 
 def _trace(wanted: str, lower: str, specialize: str, runs_here: bool) -> Chosen:
+    arch(wanted)  # raises for a GPU that is here, but whose properties nobody wrote down
     if lower != "inductor":
         raise TargetUnavailable(
             f"lower {lower!r}: a build for {wanted} without that GPU has one lowering, inductor with everything in Triton",

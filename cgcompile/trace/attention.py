@@ -32,8 +32,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NO_MASK, KEEP, ADD = 0, 1, 2
 """The kernel's MASK: none; True where a column counts; a number that is added to the score."""
 
-SLICE = 16 << 10
-"""Bytes of keys that a block loads at a time."""
+SLICE = 32 << 10
+"""Bytes of keys that a block loads at a time, times the bytes of an element: products of float32 need more registers."""
+
+WALK = 512
+"""Columns up to which one instance by itself is as fast as Inductor's few small kernels that spread them over all processors."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
@@ -61,8 +65,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
     if 0 in (query.numel(), columns, depth) or max(width, depth) > WIDEST or max(rows, columns) < SHORTEST:
         return False
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    # few rows have few scores: Inductor's small kernels spread a long sequence over all processors, one instance walks along it
-    return rows >= SHORTEST or columns <= 512 or 2 * math.prod(query.shape[:-2]) >= processors
+    return rows >= SHORTEST or columns <= WALK or 2 * math.prod(query.shape[:-2]) >= processors
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
@@ -121,12 +124,13 @@ def choose(problem: Sequence[int], item: int, processors: int, shared: int) -> B
     and `shared` bytes of shared memory for a block.
 
     Large blocks read keys and values less often; small ones keep all processors busy, which counts for more while there are few.
-    The limits are those at which no compiled kernel, for any target, keeps more than a few of its values outside registers.
+    With these limits compiled kernels keep next to nothing outside registers (up to 384 bytes per thread for float32, otherwise
+    48), and less in shared memory than `_shared` says, for every target.
     """
     heads, rows, columns, width, depth = problem
     wide = max(_power(width), _power(depth))
-    length = min(_power(columns), 64, SLICE // (item * wide))
-    most = 32 if item * wide > 512 else 64 if item * wide > 256 or item > 2 else 128
+    length = min(_power(columns), 64, max(16, SLICE // (item * item * wide)))
+    most = 16 if item * wide > 512 else 64 if item * wide > 256 or item > 2 else 128
     heights = [size for size in (128, 64, 32) if size <= min(most, _power(rows)) and heads * _cut(rows, size) >= processors]
     deep = min(3, _cut(columns, length))  # loads of a loop that turns once overlap with nothing
     for height in [*heights, 16]:

@@ -202,6 +202,7 @@ def _start(folder: Path, arch: str, number: int) -> subprocess.Popen[str]:
             env={
                 **settings,
                 "TRITON_CACHE_DIR": os.fspath(folder / "triton"),
+                "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),
                 "TRITON_DISABLE_LINE_INFO": "1",  # it would name the file and its lines
                 "CUDA_VISIBLE_DEVICES": "",
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

@@ -12,6 +12,13 @@ class TraceError(BuildError):
     """Base of every refusal of the trace recorder."""
 
 
+class CacheUnsafe(TraceError):
+    """The folder where results are kept belongs to someone else, or others can write to it."""
+
+    exit_code = 2
+    hint = "chmod go-w it, or set CGCOMPILE_CACHE to a folder of your own"
+
+
 # --- compiling ------------------------------------------------------------------------------------------------
 
 

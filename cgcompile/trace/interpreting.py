@@ -204,7 +204,7 @@ def _run(task: Task, folder: Path, number: int) -> Outcome:
     with open(log, "w") as out:
         status = subprocess.run(
             [sys.executable, "-m", "cgcompile.trace.interpret_child", os.fspath(path)],
-            env=_environment(os.environ),
+            env=_environment(os.environ, folder),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -219,11 +219,12 @@ def _run(task: Task, folder: Path, number: int) -> Outcome:
     return outcome
 
 
-def _environment(outer: Mapping[str, str]) -> dict[str, str]:
+def _environment(outer: Mapping[str, str], folder: Path) -> dict[str, str]:
     return {
         **outer,
         "TRITON_INTERPRET": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),
         **QUIET,
         "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

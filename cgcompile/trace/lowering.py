@@ -99,8 +99,10 @@ def lower_key(
     """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.
 
     `choose` picks the configuration of products and convolutions, `pieces` says what products are cut into; `float32` says how
-    float32 is multiplied (`variants.FLOAT32`).  Equal arguments give equal results, in every process.  Raises OperationNeedsGpu, RandomnessUnsupported, InputChanged,
-    StateShared, ConstantUnknown, SizesUnlike, LoweringBroken, TorchUnsupported, GpuVisible.
+    float32 is multiplied (`variants.FLOAT32`).  Equal arguments give equal results, in every process.
+
+    Raises OperationNeedsGpu, RandomnessUnsupported, InputChanged, StateShared, ConstantUnknown, SizesUnlike, LoweringBroken,
+    TorchUnsupported, GpuVisible.
     """
     with offline(arch):
         retraced = split_products(retrace(program, tensors), arch.name, pieces)

@@ -56,8 +56,8 @@ def lower_all(
 ) -> dict[Key, Traced]:
     """Every key of `calls` (its tensors, on the CPU) lowered for `arch`, in the order of `calls`.
 
-    `folder` takes working files and logs; `cache` keeps what was lowered, by content.  `workers`: processes at a time, by default one
-    for each processor.  Raises what `lowering.lower_key` raises, and LoweringBroken when a process ends without an answer.
+    `folder` takes working files and logs; `cache` keeps what was lowered, by content.  `workers`: processes at a time, by default
+    one for each processor.  Raises what `lowering.lower_key` raises, and LoweringBroken when a process ends without an answer.
     """
     about = digest(*_described(program), arch, table.read_bytes() if table else b"", settings(), versions(), sources())
     kept = {key: cache / "lowered" / digest(about, key, [_meta(tensor) for tensor in calls[key]]) for key in calls}

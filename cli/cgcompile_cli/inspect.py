@@ -26,7 +26,7 @@ def inspect(
 ) -> None:
     """Show what a bundle holds.
 
-    Signature, target, sizes, memory, files, findings and proof. Reads the manifest only: `cgcompile verify` checks the other files.
+    Signature, target, sizes, memory, files, findings and proof, from the manifest alone: `cgcompile verify` checks the other files.
     """
     from cgbundle import archive, verify
 
@@ -55,8 +55,10 @@ def _kernels(path: str, manifest: Manifest, as_json: bool) -> None:
     rows = kernels(path, manifest)
     if as_json:
         write_json([row._asdict() for row in rows])
-    else:
+    elif rows:
         show(shown(rows))
+    else:
+        show(record([("kernels", "none: this bundle has no recorded graphs")]))
 
 
 def _overview(path: str, manifest: Manifest) -> list[Field]:

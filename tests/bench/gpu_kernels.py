@@ -1,7 +1,7 @@
-"""Child: `gpu_kernels.py BUNDLE` times every kernel of a bundle where it stands: JSON of symbol -> microseconds per call, by int_key.
+"""Child: `gpu_kernels.py BUNDLE` times every kernel of a bundle where it stands: JSON of symbol -> microseconds, by int_key.
 
-The rows are launched one by one behind a fill of memory that keeps the GPU busy until all are enqueued, with an event after each, so
-that no launch is waited for and caches are as in a replay.  An event between two kernels costs about a microsecond of the GPU.
+The rows are launched one by one behind a fill of memory that keeps the GPU busy until all are enqueued, with an event after each,
+so that no launch is waited for and caches are as in a replay.  An event between two kernels costs about a microsecond of the GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 from cuda.bindings import driver as cu
@@ -62,7 +63,7 @@ def timed(table: Table, executor: Any, stream: Any, room: Any) -> dict[str, Any]
             step(stream)
             check("cuEventRecord", cu.cuEventRecord(event, stream))
         check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
-        rounds.append([1000 * check("elapsed", cu.cuEventElapsedTime(a, b)) for a, b in zip(events, events[1:], strict=False)])
+        rounds.append([1000 * check("elapsed", cu.cuEventElapsedTime(a, b)) for a, b in pairwise(events)])
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for index, symbol in enumerate(symbols):

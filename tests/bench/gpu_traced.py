@@ -1,5 +1,5 @@
-"""Child: `gpu_traced.py TRACED CAPTURED...` times the GPU's part of a call of a bundle that was built without a GPU beside bundles of
-the same model that were captured, for every int_key: JSON.
+"""Child: `gpu_traced.py TRACED CAPTURED...` times the GPU's part of a call of a bundle that was built without a GPU beside
+bundles of the same model that were captured, for every int_key: JSON.
 
 Rounds of all alternate, so that they see the same clocks.  Inputs are those of the exam.
 """

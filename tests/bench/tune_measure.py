@@ -1,7 +1,7 @@
 """Time pieces on the GPU that is here, with the driver alone: `tune_measure.py PIECES OUT.json`.  Part two of three of `make tune`.
 
-Every launch of a round works on other memory (the pieces' buffers move through a large one), so that weights come from memory and not
-from the cache, as they do in a model.  A round is one CUDA graph of many launches; the piece's time is the median over rounds.
+Every launch of a round works on other memory (the pieces' buffers move through a large one), so that weights come from memory and
+not from the cache, as they do in a model.  A round is one CUDA graph of many launches; the piece's time is the median over rounds.
 """
 
 from __future__ import annotations

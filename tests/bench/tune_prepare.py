@@ -1,8 +1,8 @@
 """Compile the candidates of every product and convolution of some models for a target, without a GPU: `tune_prepare.py ARCH OUT
 [MODEL ...]`.  Part one of three of `make tune`: tune_measure.py times them on the GPU, tune_table.py makes the table.
 
-A piece is one operation as a model's graph holds it (shapes, strides, dtypes), with one configuration: its kernel image and how it is
-launched.  OUT is a pickle that only these programs read.  MODEL: of tune_models.py, default all.
+A piece is one operation as a model's graph holds it (shapes, strides, dtypes), with one configuration: its kernel image and how
+it is launched.  OUT is a pickle that only these programs read.  MODEL: of tune_models.py, default all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ MOST = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A problem with one configuration, as launches: (image, symbol, grid, threads, shared, layout, arguments), where an argument is
-    ("ptr", bytes) or a number.  `bytes` that the operation reads and writes at least."""
+    """A problem with one configuration, as launches: (image, symbol, grid, threads, shared, layout, params, arguments), where an
+    argument is ("ptr", bytes) or a number.  `bytes` that the operation reads and writes at least."""
 
     problem: Problem
     candidate: Candidate
@@ -144,12 +145,13 @@ def candidates(graph: Retraced, target: Arch) -> list[tuple[Problem, Candidate, 
         fitting = [index for index, each in enumerate(given) if choosing.fits(problem, each, target)]
         fitting.sort(key=lambda index: choosing.cost(problem, given[index], target))
         for index in fitting[:MOST]:
-
-            def fixed(asked: Problem, listed: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:
-                return list(listed).index(given[index]), "measured"
-
-            found.append((problem, given[index], lowered(graph, target, fixed)))
+            found.append((problem, given[index], lowered(graph, target, partial(always, given[index]))))
     return found
+
+
+def always(candidate: Candidate, problem: Problem, listed: Sequence[Candidate], arch: Arch) -> tuple[int, str]:
+    """`choosing.choose` that has no choice."""
+    return list(listed).index(candidate), "measured"
 
 
 def lowered(graph: Retraced, target: Arch, choose: Any) -> Traced:
@@ -167,27 +169,22 @@ def lowered(graph: Retraced, target: Arch, choose: Any) -> Traced:
 
 
 def compile_all(variants: list[Any], target: Arch) -> dict[Any, Any]:
-    """Variant -> compiled; what cannot be compiled is left out."""
-    made: dict[Any, Any] = {}
-    start = time.monotonic()
-    while True:
-        try:
-            rest = [variant for variant in variants if variant not in made]
-            done = compile_variants(rest, target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=lambda text: None)
-            made.update(zip(rest, done, strict=True))
-            print(f"compiled {len(made)} kernels in {time.monotonic() - start:.0f} s", flush=True)
-            return made
-        except BuildError as error:
-            print(f"  {type(error).__name__}: {error}", flush=True)
-            bad = [variant for variant in variants if variant.name in str(error)]
-            kept = []
-            for variant in bad:
-                try:
-                    compile_variants([variant], target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=lambda t: None)
-                    kept.append(variant)
-                except BuildError:
-                    pass
-            variants = [variant for variant in variants if variant not in bad or variant in kept]
+    """Variant -> compiled.  All at once; where one cannot be compiled, one by one, and that one is left out."""
+    compiled = partial(
+        compile_variants, arch=target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=lambda text: None
+    )
+    start, made = time.monotonic(), {}
+    try:
+        made = dict(zip(variants, compiled(variants), strict=True))
+    except BuildError as error:
+        print(f"  one by one, because of {type(error).__name__}: {error}", flush=True)
+        for variant in variants:
+            try:
+                (made[variant],) = compiled([variant])
+            except BuildError as each:
+                print(f"  left out: {each}", flush=True)
+    print(f"compiled {len(made)} of {len(variants)} kernels in {time.monotonic() - start:.0f} s", flush=True)
+    return made
 
 
 def piece(problem: Problem, candidate: Candidate, traced: Traced, made: dict[Any, Any]) -> Piece:
@@ -197,12 +194,9 @@ def piece(problem: Problem, candidate: Candidate, traced: Traced, made: dict[Any
         if not isinstance(event, Launch):
             continue
         compiled = made[traced.variants[event.variant]]
-        arguments = [
-            ("ptr", traced.buffers[each.buffer].nbytes) if isinstance(each, Place) else each for each in event.arguments
-        ]
-        launches.append(
-            (compiled.image, compiled.symbol, event.grid, compiled.threads, compiled.shared, compiled.layout, compiled.params, arguments)
-        )
+        arguments = [("ptr", traced.buffers[each.buffer].nbytes) if isinstance(each, Place) else each for each in event.arguments]
+        how = (event.grid, compiled.threads, compiled.shared, compiled.layout, compiled.params, arguments)
+        launches.append((compiled.image, compiled.symbol, *how))
     return Piece(
         problem=problem, candidate=candidate, launches=tuple(launches), nbytes=sum(buffer.nbytes for buffer in traced.buffers)
     )

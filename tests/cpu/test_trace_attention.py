@@ -12,20 +12,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from cgbundle import safetensors
-from cgcompile.arch import ARCHES, arch
+from cgcompile.arch import ARCHES, Arch, arch
 from cgcompile.record.memory import PAD, align
 from cgcompile.record.tensors import row_major
+from cgcompile.trace import attention
 from cgcompile.trace.assembling import assemble
-from cgcompile.trace.attention import Blocks, choose
+from cgcompile.trace.attention import choose
 from cgcompile.trace.blocks import FORMATS
 from cgcompile.trace.compile_child import compile_variant
 from cgcompile.trace.compiling import Compiled, finish
 from cgcompile.trace.errors import LoweringBroken, OperationNeedsGpu
 from cgcompile.trace.interpreting import Task, interpret
-from cgcompile.trace.launches import _check_strides
 from cgcompile.trace.lowering import lower_key
 from cgcompile.trace.planning import plan
 from cgcompile.trace.traced import Launch, Traced, Variant
@@ -77,6 +79,119 @@ def kernels(traced: Traced) -> list[Variant]:
     return [variant for variant in traced.variants if variant.name == "fused_attention"]
 
 
+# --- where it is used -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=["float32", "bfloat16"])
+def test_a_layer_has_three_kernels(dtype: torch.dtype) -> None:
+    """The projection's output is read where it lies, and what the next product reads is written as it wants it."""
+    traced = lowered(Layer(128, 2).to(dtype), torch.randn(2, 64, 128, dtype=dtype))
+    projection, attention, product = [event for event in traced.events if isinstance(event, Launch)]
+    assert names(traced)[1] == "fused_attention" and "addmm" in names(traced)[0] and "addmm" in names(traced)[2]
+    query, key, value, mixed = attention.arguments
+    assert [(place.buffer, place.offset) for place in (query, key, value)] == [
+        (projection.arguments[-1].buffer, offset * 128 * dtype.itemsize) for offset in range(3)
+    ]
+    assert mixed in product.arguments
+
+
+def test_computed_queries_need_no_copy() -> None:
+    traced = lowered(Layer(128, 2, rotated=True), torch.randn(2, 64, 128))
+    assert len(names(traced)) <= 5 and not any("clone" in name for name in names(traced))
+
+
+def test_repeated_keys_are_read_where_they_are() -> None:
+    def repeating(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        wide = key.expand(2, 3, 40, 16)
+        return F.scaled_dot_product_attention(query, wide, wide, attn_mask=query[..., :1, :1].expand(2, 3, 40, 40))
+
+    traced = lowered(repeating, four(2, 3, 40, 16), torch.randn(2, 1, 40, 16))
+    assert names(traced) == ["fused_attention"]
+    constants = dict(kernels(traced)[0].constants)
+    assert [constants[f"key_stride_{axis}"] for axis in range(4)] == [640, 0, 16, 1]
+    assert [constants[f"mask_stride_{axis}"] for axis in range(4)] == [1920, 16, 0, 0]
+
+
+def attended(*shapes: tuple[int, ...], dtype: torch.dtype = FLOAT) -> Traced:
+    query, key = [torch.randn(*shape).to(dtype) for shape in shapes]
+    return lowered(lambda q, k: F.scaled_dot_product_attention(q, k, k), query, key)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "one"),
+    [
+        ((1, 2, 15, 16), (1, 2, 15, 16), False),
+        ((1, 2, 16, 16), (1, 2, 5, 16), True),
+        ((1, 2, 1, 16), (1, 2, 512, 16), True),
+        ((1, 2, 1, 16), (1, 2, 513, 16), False),  # one instance would walk along it
+        ((1, 66, 1, 16), (1, 66, 513, 16), True),
+        ((1, 1, 20, 256), (1, 1, 20, 256), True),
+        ((1, 1, 20, 257), (1, 1, 20, 257), False),
+    ],
+)
+def test_where_it_is_used(query: tuple[int, ...], key: tuple[int, ...], one: bool) -> None:
+    found = names(attended(query, key))
+    assert (found == ["fused_attention"]) if one else ("fused_attention" not in found)
+
+
+def test_long_ones_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(OperationNeedsGpu, match=r"600 by 20 positions, torch.float64, heads 16 wide"):
+        attended((1, 1, 600, 16), (1, 1, 20, 16), dtype=torch.float64)
+    with pytest.raises(OperationNeedsGpu, match=r"600 by 600 positions, torch.float32, heads 300 wide"):
+        attended((1, 1, 600, 300), (1, 1, 600, 300))
+
+
+def test_other_strides_than_traced_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = attention._step
+    monkeypatch.setattr(attention, "_step", lambda tensor, axis: honest(tensor, axis) + (axis == 2))
+    with pytest.raises(LoweringBroken, match=r"query has strides \(640, 320, 16, 1\), 17 was expected for axis 2"):
+        attended((1, 2, 20, 16), (1, 2, 20, 16))
+
+
+def test_float32_is_switchable() -> None:
+    tensors = (torch.randn(1, 2, 20, 16),)
+    program = torch.export.export(Of(lambda x: F.scaled_dot_product_attention(x, x, x)), tensors)
+    for how in ("tf32x3", "ieee"):
+        (variant,) = lower_key(program, (1,), tensors, arch("sm_90"), float32=how).variants
+        assert variant.source.count(f'input_precision="{how}"') == 2 and "allow_tf32" not in variant.source
+
+
+def test_equal_each_time() -> None:
+    assert attended((1, 2, 40, 32), (1, 2, 70, 32)) == attended((1, 2, 40, 32), (1, 2, 70, 32))
+
+
+# --- what it fits into ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("width", [64, 256])
+def test_fits_into_the_smallest_and_the_newest(width: int, dtype: torch.dtype) -> None:
+    """The blocks of a large problem, compiled with the mask that takes most shared memory."""
+    mask = torch.randn(300, 300).to(dtype)
+    tensors = [torch.randn(1, 60, 300, width, dtype=dtype) for _ in range(3)]
+    for target in ("sm_80", "sm_120"):
+        traced = lowered(lambda *each: F.scaled_dot_product_attention(*each), *tensors, mask, target=target)
+        (variant,) = traced.variants
+        assert (dict(variant.constants)["BLOCK_M"] > 16 and variant.stages > 1) or (width, dtype) == (256, FLOAT)
+        finish(variant, compile_variant(variant, target), arch(target).shared_optin)
+
+
+@given(
+    st.tuples(st.integers(1, 5000), st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 256), st.integers(1, 256)),
+    st.sampled_from([2, 4]),
+    st.sampled_from(ARCHES),
+)
+def test_blocks_fit_and_keep_processors_busy(problem: tuple[int, ...], item: int, target: Arch) -> None:
+    heads, rows, columns, width, depth = problem
+    blocks = choose(problem, item, target.multiprocessors, target.shared_optin)
+    least = item * (blocks.rows * width + blocks.stages * blocks.columns * (width + depth))
+    assert least <= target.shared_optin
+    assert blocks.rows == 16 or heads * math.ceil(rows / blocks.rows) >= target.multiprocessors
+    assert blocks.rows in (16, 32, 64, 128) and blocks.rows < 2 * max(rows, 16)
+    assert blocks.columns in (16, 32, 64) and blocks.columns < 2 * max(columns, 16)
+    assert blocks.stages == 1 or columns > blocks.columns
+
+
 # --- what it computes -----------------------------------------------------------------------------------------
 
 Case = tuple[tuple[torch.Tensor, ...], dict[str, Any]]
@@ -98,7 +213,6 @@ def without(columns: int, *rows: int) -> torch.Tensor:
 def cases() -> dict[str, Case]:
     """Small ones, with lengths that no block divides, but for the first."""
     torch.manual_seed(1)
-    qkv = torch.randn(1, 600, 3, 2, 32).permute(2, 0, 3, 1, 4)
     added = torch.randn(2, 1, 20, 70)
     added[0, :, 3] = -math.inf
     lowest = torch.zeros(1, 1, 70, 70)
@@ -109,8 +223,8 @@ def cases() -> dict[str, Case]:
     infinite = four(1, 2, 40, 16)
     infinite[0, 0, 9, 3] = math.inf
     return {
-        "long": (tuple(qkv.unbind(0)), {"is_causal": True}),
-        "long bf16": (tuple(qkv.to(BF16).unbind(0)), {}),
+        "long": (tuple(four(1, 2, 600, 32) for _ in range(3)), {"is_causal": True}),
+        "long bf16": (tuple(four(1, 2, 600, 32, BF16) for _ in range(3)), {}),
         "causal": (tuple(torch.randn(3, 2, 4, 77, 24).unbind(0)), {"is_causal": True, "scale": 0.3}),
         "causal, more rows": ((four(2, 2, 90, 32), four(2, 2, 50, 32), four(2, 2, 50, 32)), {"is_causal": True}),
         "causal, more columns": ((four(2, 2, 50, 32), four(2, 2, 90, 32), four(2, 2, 90, 32)), {"is_causal": True}),
@@ -118,7 +232,7 @@ def cases() -> dict[str, Case]:
         "kept": ((*(four(2, 2, 70, 48) for _ in range(3)), without(70, 0, 33, 69)), {}),
         "added": ((four(2, 3, 20, 32), four(2, 3, 70, 32), four(2, 3, 70, 32), added), {}),
         "lowest": ((*(four(1, 2, 70, 32) for _ in range(3)), lowest), {}),
-        "columns masked": ((*(four(2, 2, 70, 32) for _ in range(3)), (torch.rand(2, 1, 1, 70) > 0.3).expand(2, 1, 70, 70)), {}),
+        "columns kept": ((*(four(2, 2, 70, 32) for _ in range(3)), torch.rand(2, 1, 1, 70) > 0.3), {}),
         "groups": ((four(2, 6, 40, 32), four(2, 2, 40, 32), four(2, 2, 40, 32)), {"enable_gqa": True}),
         "groups of one": ((four(2, 4, 40, 32), four(2, 1, 40, 32), four(2, 1, 40, 32)), {"enable_gqa": True}),
         "deep": ((four(1, 2, 40, 32), four(1, 2, 40, 32), four(1, 2, 40, 72)), {}),
@@ -128,7 +242,7 @@ def cases() -> dict[str, Case]:
         "five axes": ((*(torch.randn(2, 3, 2, 40, 20) for _ in range(3)), torch.rand(3, 1, 40, 40) > 0.3), {}),
         "heads outside": ((torch.randn(40, 2, 3, 16).permute(1, 2, 0, 3), *(four(2, 3, 40, 16) for _ in range(2))), {}),
         "width outside": (tuple(torch.randn(3, 2, 2, 16, 40).transpose(-1, -2).unbind(0)), {}),
-        "keys repeat": ((four(2, 3, 40, 16), *(torch.randn(1, 1, 40, 16).expand(2, 3, 40, 16) for _ in range(2))), {}),
+        "keys of all": ((four(2, 3, 40, 16), *(torch.randn(1, 1, 40, 16) for _ in range(2))), {}),
         "no numbers": ((poisoned, four(1, 2, 40, 16), four(1, 2, 40, 16)), {"is_causal": True}),
         "infinite": ((infinite, four(1, 2, 40, 16), four(1, 2, 40, 16)), {}),
     }
@@ -137,7 +251,7 @@ def cases() -> dict[str, Case]:
 def test_computes_what_eager_does(tmp_path: Path) -> None:
     """All cases in one program, interpreted over poisoned memory; eager in float64, where torch takes scores in memory."""
     all_cases = cases()
-    given = [tensor for tensors, _ in all_cases.values() for tensor in tensors]
+    tensors_given = [tensor for tensors, _ in all_cases.values() for tensor in tensors]
 
     def model(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         remaining, results = iter(flat), []
@@ -145,9 +259,9 @@ def test_computes_what_eager_does(tmp_path: Path) -> None:
             results.append(F.scaled_dot_product_attention(*[next(remaining) for _ in tensors], **options))
         return tuple(results)
 
-    traced = lowered(model, *given)
+    traced = lowered(model, *tensors_given)
     assert names(traced).count("fused_attention") == len(all_cases)
-    outcomes = interpreted(traced, given, tmp_path)
+    outcomes = interpreted(traced, tensors_given, tmp_path)
     for (name, (tensors, options)), got in zip(all_cases.items(), outcomes, strict=True):
         wide = [tensor if tensor.dtype == torch.bool else tensor.double() for tensor in tensors]
         wanted = F.scaled_dot_product_attention(*wide, **options)
@@ -158,10 +272,10 @@ def test_computes_what_eager_does(tmp_path: Path) -> None:
         assert error <= bound * wanted.nan_to_num().abs().max(), (name, float(error))
 
 
-def interpreted(traced: Traced, given: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
+def interpreted(traced: Traced, tensors: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
     compiled = [_laid_out(variant) for variant in traced.variants]
     starts, end = [], 0
-    for tensor in given:
+    for tensor in tensors:
         starts.append(end)
         end = align(end + tensor.numel() * tensor.element_size())
     graph = assemble(traced, compiled, plan(traced), {}, starts)
@@ -174,7 +288,7 @@ def interpreted(traced: Traced, given: Sequence[torch.Tensor], folder: Path) -> 
         sizes=(("weights", PAD), ("inputs", end + PAD), ("arena", graph.arena)),
         weights=folder / "weights.safetensors",
         placed=(),
-        inputs=tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, given, strict=True)),
+        inputs=tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, tensors, strict=True)),
         outputs=graph.outputs,
     )
     (outcome,) = interpret([task], folder, budget=1)
