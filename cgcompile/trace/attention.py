@@ -124,8 +124,8 @@ def choose(problem: Sequence[int], item: int, processors: int, shared: int) -> B
     and `shared` bytes of shared memory for a block.
 
     Large blocks read keys and values less often; small ones keep all processors busy, which counts for more while there are few.
-    With these limits compiled kernels keep next to nothing outside registers (up to 384 bytes per thread for float32, otherwise
-    48), and less in shared memory than `_shared` says, for every target.
+    With these limits no kernel of a half precision keeps values outside registers, for any target, and one of float32 at most 384
+    bytes per thread (at width 128; triton 3.7).
     """
     heads, rows, columns, width, depth = problem
     wide = max(_power(width), _power(depth))
@@ -142,8 +142,8 @@ def choose(problem: Sequence[int], item: int, processors: int, shared: int) -> B
 
 
 def _shared(height: int, length: int, width: int, depth: int, item: int, stages: int) -> int:
-    """Bytes of shared memory that a block needs at most: its queries, weights, and keys, values and mask of every stage; one more
-    of these for float32, whose factors are taken apart into several of tf32."""
+    """Bytes of shared memory that a block needs, rather more: its queries, weights, and keys, values and mask of every stage; one
+    more of these for float32, whose factors are taken apart into several of tf32."""
     stage = length * (_power(width) + _power(depth)) + height * length
     return item * (height * (_power(width) + length) + (stages + (item == 4)) * stage)
 
@@ -177,6 +177,9 @@ def _power(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+# As `attend`, with four axes.  One program instance per block of BLOCK_M rows of a head.  MASK: 0 none, 1 KEEP, 2 ADD.  Strides and
+# OUT (the result's strides) count elements; 0 reads the same element for every index.  `allow_tf32=ALLOW_TF32` is written as in
+# Inductor's templates: `variants.exact_products` puts in its place how float32 is multiplied.
 @triton.jit
 def fused_attention(
     query,

@@ -23,6 +23,7 @@ def digest(*parts: object) -> str:
     whole = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else repr(part).encode()
+        whole.update(b"bytes" if isinstance(part, bytes) else b"value")
         whole.update(len(data).to_bytes(8, "little"))
         whole.update(data)
     return whole.hexdigest()
