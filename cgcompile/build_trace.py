@@ -21,7 +21,7 @@ from .emit import KeyExam, eager_exam, write_exam
 from .errors import ProofFailed
 from .job import Job, Parts
 from .progress import Stages
-from .record.memory import PAD, align, lay_out, tensor_bytes
+from .record.memory import PAD, Table, align, lay_out, tensor_bytes
 from .record.tensors import dtype_bound, dtype_name, inputs_bytes, program_tensors, row_major, shapes_of
 from .source import all_keys, sample
 from .tolerance import largest_error
@@ -64,13 +64,14 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             compiled = _compile(traced, target, tell)
             tell(f"{len(set(kernel.sha256 for kernel in compiled.values()))} kernel images")
         placed, end = lay_out(shapes_of(program_tensors(program)))
+        folded, end = _folded(traced, end)
         with stages("plan") as tell:
-            graphs, bound = _assemble(traced, compiled, placed, calls)
+            graphs, bound = _assemble(traced, compiled, _offsets(placed, folded), calls)
             arena = max(graph.arena for graph in graphs.values())
             tell(f"arena {arena:,} bytes, {arena / max(bound, 1) - 1:.1%} above the least that the lifetimes allow")
         with stages("emit") as tell:
             images = {kernel.sha256: kernel.image for kernel in compiled.values()}
-            rows = write_weights(stage / archive.WEIGHTS, program_tensors(program), placed)
+            rows = write_weights(stage / archive.WEIGHTS, program_tensors(program), placed, tuple(folded.values()))
             write_kernels(stage, images)
             (stage / KERNELS).write_text(_choices(compiled))
             files = write_tables(stage, {key: graph.recording for key, graph in graphs.items()})
@@ -129,14 +130,28 @@ def cache_folder() -> Path:
     return folder
 
 
+def _folded(traced: Mapping[Key, Traced], end: int) -> tuple[dict[str, Table], int]:
+    """What was computed when lowering, behind the program's own tensors, each once; and the new end of memory `weights`."""
+    found: dict[str, Table] = {}
+    for constant in [constant for each in traced.values() for constant in each.constants]:
+        if constant.name not in found:
+            found[constant.name] = Table(offset=end, contents=constant.contents)
+            end = align(end + len(constant.contents))
+    return found, end
+
+
+def _offsets(placed: Sequence[Weight], folded: Mapping[str, Table]) -> dict[str, int]:
+    """Where each weight lies in memory `weights`."""
+    return {weight.name: weight.offset for weight in placed} | {name: table.offset for name, table in folded.items()}
+
+
 def _assemble(
     traced: Mapping[Key, Traced],
     compiled: Mapping[Variant, Compiled],
-    placed: Sequence[Weight],
+    offsets: Mapping[str, int],
     calls: Mapping[Key, Sequence[torch.Tensor]],
 ) -> tuple[dict[Key, Graph], int]:
     """The rows of every key, and the largest lower bound of their arenas."""
-    offsets = {weight.name: weight.offset for weight in placed}
     graphs, bound = {}, 0
     for key, each in traced.items():
         planned = plan(each)

@@ -21,10 +21,11 @@ Pairing = dict[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """What is known of the ranges of two takes, as positions: their `pairing`, and which of either are pinned host memory (`hosts`)
+    """What is known of the `ranges` of two takes, as positions: their `pairing`, and which of either are pinned host memory (`hosts`)
     and segments of a graph's private pool (`pools`)."""
 
     pairing: Pairing
+    ranges: tuple[tuple[Range, ...], tuple[Range, ...]]
     hosts: tuple[frozenset[int], frozenset[int]]
     pools: tuple[frozenset[int], frozenset[int]]
 
@@ -36,7 +37,7 @@ def know(a: Take, b: Take) -> Known:
         mine, theirs = (frozenset(i for i, piece in enumerate(take.ranges) if piece.kind == kind) for take in (a, b))
         return mine, theirs
 
-    return Known(pairing=pair_ranges(a, b), hosts=of("host"), pools=of("pool"))
+    return Known(pairing=pair_ranges(a, b), ranges=(a.ranges, b.ranges), hosts=of("host"), pools=of("pool"))
 
 
 def meaning(mine: Word, theirs: Word, known: Known) -> Target | None:

@@ -85,7 +85,7 @@ def classify(mine: Block, theirs: Block, known: Known, spot: Callable[[int], str
         target = meaning(word, other, known)
         if target is None:
             raise AddressDisagrees(
-                f"{spot(word.at)} is an address in both recordings, but not of the same place: {_both(word, other)}"
+                f"{spot(word.at)} is an address in both recordings, but not of the same place: {_both(word, other, known)}"
             )
         links.append((word.at, target))
         data[word.at : word.at + 8] = bytes(8)
@@ -121,7 +121,7 @@ def place_of(mine: Word, theirs: Word, known: Known, where: str) -> Target:
     """The place that an address outside a block means: of a memset, a copy, an input or output.  Raises AddressDisagrees."""
     target = meaning(mine, theirs, known)
     if target is None:
-        raise AddressDisagrees(f"{where} is an address in both recordings, but not of the same place: {_both(mine, theirs)}")
+        raise AddressDisagrees(f"{where} is an address in both recordings, but not of the same place: {_both(mine, theirs, known)}")
     return target
 
 
@@ -155,8 +155,13 @@ def _spot(node: str, kernel: RawKernel, at: int) -> str:
     return f"{node}, the word at {at} of the parameters"
 
 
-def _both(mine: Word, theirs: Word) -> str:
-    return " and ".join(f"range {w.targets[0].range} + {w.targets[0].offset}" for w in (mine, theirs))
+def _both(mine: Word, theirs: Word, known: Known) -> str:
+    """What the two processes read there: kind and bytes of the range, and how far into it."""
+    said = []
+    for word, ranges in ((mine, known.ranges[0]), (theirs, known.ranges[1])):
+        places = [(ranges[target.range], target) for target in word.targets]
+        said.append(" or ".join(f"{piece.kind} of {piece.size:,} bytes, {target.offset:,} into it" for piece, target in places))
+    return f"{said[0]}; in the other process {said[1]}"
 
 
 def _runs(positions: list[int]) -> Iterator[tuple[int, int]]:

@@ -132,9 +132,10 @@ def convolution(
         )
         return wide.squeeze(2)
     if plain and groups == 1 and axes == 2:
+        underfilled = _underfilled(x, weight, stride, padding)
         if weight.shape[2:] == (1, 1) and stride == [1, 1] and not any(padding):
-            return _add_bias(_pointwise(x, weight), bias)
-        if math.prod(weight.shape[2:]) > 1 and (x.shape[1] <= FEW or _underfilled(x, weight, stride, padding)):
+            return _add_bias(_pointwise(x, weight), bias) if underfilled else NotImplemented
+        if math.prod(weight.shape[2:]) > 1 and (x.shape[1] <= FEW or underfilled):
             return _add_bias(_columns(x, weight, stride, padding), bias)
     return NotImplemented if plain else _add_bias(_unfolded(x, weight, stride, padding, dilation, groups), bias)
 
@@ -178,7 +179,8 @@ def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int],
 
 
 def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
-    """A kernel of one position: a product of matrices over the channels, which may be cut into pieces."""
+    """A kernel of one position: a product of matrices over the channels, which may be cut into pieces.  Inductor makes a product of
+    it, too, but too late for that."""
     batch, channels, height, width = x.shape
     flat = x.permute(0, 2, 3, 1).reshape(-1, channels)
     return torch.mm(flat, weight.view(-1, channels).t()).view(batch, height, width, -1).permute(0, 3, 1, 2)

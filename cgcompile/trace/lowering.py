@@ -27,6 +27,7 @@ from cgcompile.source import first_line
 from cgcompile.trace import choosing
 from cgcompile.trace.choosing import Candidate, Problem
 from cgcompile.trace.errors import LoweringBroken, OperationNeedsGpu
+from cgcompile.trace.folding import fold
 from cgcompile.trace.launches import Followed, direct, follow
 from cgcompile.trace.offline import offline
 from cgcompile.trace.retracing import Retraced, place, retrace
@@ -105,7 +106,11 @@ def lower_key(
     TorchUnsupported, GpuVisible.
     """
     with offline(arch):
-        retraced = split_products(retrace(program, tensors), arch.name, pieces)
+        held = {
+            name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
+        }
+        retraced, constants = fold(retrace(program, tensors), held)
+        retraced = split_products(retraced, arch.name, pieces)
         chosen: dict[Configuration, str] = {}
         handler = _Choices(arch, choose, chosen)
         known = torch._inductor.config.get_config_copy()
@@ -123,6 +128,7 @@ def lower_key(
         events=followed.events,
         inputs=tuple([by_name[index] for index in range(len(by_name))]),
         outputs=followed.outputs,
+        constants=constants,
     )
 
 

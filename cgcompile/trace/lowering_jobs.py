@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import subprocess
@@ -16,7 +17,7 @@ import torch
 
 from cgcompile import errors as build_errors
 from cgcompile.errors import BuildError
-from cgcompile.record.tensors import program_tensors, settings
+from cgcompile.record.tensors import contents, program_tensors, settings
 from cgcompile.trace import errors
 from cgcompile.trace.errors import LoweringBroken
 from cgcompile.trace.keeping import digest, recall, remember, sources, versions
@@ -96,13 +97,14 @@ def lower_all(
 
 
 def _described(program: torch.export.ExportedProgram) -> Iterator[object]:
-    """All of a program that lowering depends on: its code, signature, and what its tensors look like, not what they hold.  The
-    ranges that the sizes were declared with do not matter to any one of them."""
+    """All of a program that lowering depends on: its code, signature, and tensors.  The ranges that the sizes were declared with do
+    not matter to any one of them."""
     for name, module in program.graph_module.named_modules():
         if isinstance(module, torch.fx.GraphModule):
             yield name, module.code
     yield str(program.graph_signature), str(program.call_spec)
-    yield [(name, _meta(value)) for name, value in program_tensors(program).items()]
+    for name, value in program_tensors(program).items():
+        yield name, _meta(value), hashlib.sha256(contents(value, value.stride())).digest()
 
 
 def _meta(tensor: torch.Tensor) -> tuple[object, ...]:

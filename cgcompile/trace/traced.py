@@ -109,8 +109,17 @@ class Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Constant:
+    """A weight that the program does not have: its bytes in the order of memory, under a name that follows from them."""
+
+    name: str
+    contents: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
-    """A program lowered at one int_key.  `inputs` and `outputs` are the call's tensors; outputs live to the end."""
+    """A program lowered at one int_key.  `inputs` and `outputs` are the call's tensors; outputs live to the end.  `constants` are
+    the weights among `buffers` that were computed when it was lowered."""
 
     key: Key
     buffers: tuple[Buffer, ...]
@@ -118,3 +127,4 @@ class Traced:
     events: tuple[Event, ...]
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    constants: tuple[Constant, ...] = ()

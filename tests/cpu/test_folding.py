@@ -1,0 +1,101 @@
+"""What depends on weights alone is computed when lowering, and the rest of the graph computes what it did."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from cgcompile.arch import arch
+from cgcompile.trace.folding import fold
+from cgcompile.trace.offline import offline
+from cgcompile.trace.retracing import Retraced, retrace
+from cgcompile.trace.traced import WEIGHT, Constant
+
+
+def folded(model: nn.Module, x: torch.Tensor) -> tuple[Retraced, tuple[Constant, ...], list[object]]:
+    """The graph before and after: what is left of operations, after `fold`."""
+    program = torch.export.export(model.eval(), (x,))
+    values = {**program.state_dict, **program.constants}
+    with offline(arch("sm_90")):
+        made, constants = fold(retrace(program, (x,)), values)
+    return made, constants, [node.target for node in made.graph.graph.nodes if node.op == "call_function"]
+
+
+def computed(made: Retraced, constants: tuple[Constant, ...], model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What the folded graph gives, on the CPU."""
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    bytes_of = {constant.name: constant.contents for constant in constants}
+    given = []
+    for (kind, name), like in zip(made.names, made.tensors, strict=True):
+        if name in bytes_of:
+            flat = torch.frombuffer(bytearray(bytes_of[name]), dtype=like.dtype)
+            given.append(flat.as_strided(like.shape, like.stride()))
+        else:
+            given.append(held[name] if kind == WEIGHT else x)
+    for node in made.graph.graph.nodes:
+        node.kwargs = {key: torch.device("cpu") if isinstance(value, torch.device) else value for key, value in node.kwargs.items()}
+    made.graph.recompile()
+    return made.graph(*given)[0]
+
+
+def test_the_scale_of_a_normalization_is_a_weight() -> None:
+    torch.manual_seed(0)
+    model = nn.BatchNorm2d(6)
+    nn.init.uniform_(model.running_var, 0.5, 2.0)
+    x = torch.randn(2, 6, 3, 3)
+    made, constants, left = folded(model, x)
+    assert torch.ops.aten.sqrt.default not in left and torch.ops.aten.reciprocal.default not in left and constants
+    torch.testing.assert_close(computed(made, constants, model, x), model(x))
+
+
+def test_a_weight_laid_out_anew_is_kept_and_a_view_is_not() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(7, 5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.t() + nn.functional.pad(self.weight, [0, 2]).sum(0)
+
+    model, x = Turned(), torch.randn(4, 5)
+    wide = nn.functional.pad(x, [0, 0])
+    made, constants, left = folded(model, wide)
+    assert [len(constant.contents) for constant in constants] == [7 * 4], "the sum over the padded weight, and not its transpose"
+    assert torch.ops.aten.constant_pad_nd.default not in left
+    torch.testing.assert_close(computed(made, constants, model, wide), model(wide))
+
+
+def test_a_wider_copy_of_a_large_weight_is_not_kept() -> None:
+    class Widened(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(300, 300).half())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight.float()
+
+    _, constants, left = folded(Widened(), torch.randn(300, 300))
+    assert constants == () and torch.ops.prims.convert_element_type.default in left
+
+
+def test_equal_results_have_one_name_and_changed_weights_another() -> None:
+    torch.manual_seed(0)
+    one, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    nn.init.uniform_(other.running_var, 0.5, 2.0)
+    x = torch.randn(3, 4)
+    names = [{constant.name for constant in folded(model, x)[1]} for model in (one, one, other)]
+    assert names[0] == names[1] and names[0] != names[2]
+
+
+def test_a_buffer_that_the_program_changes_is_left_alone() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            return x + self.calls.sqrt()
+
+    _, constants, left = folded(Counting(), torch.randn(3))
+    assert constants == () and torch.ops.aten.sqrt.default in left
