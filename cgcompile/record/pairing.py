@@ -21,7 +21,8 @@ Pairing = dict[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """What is known of the `ranges` of two takes, as positions: their `pairing`, and which of either are pinned host memory (`hosts`)
+    """What is known of the `ranges` of two takes, as positions: their `pairing`, and which of either are pinned host memory
+    (`hosts`)
     and segments of a graph's private pool (`pools`)."""
 
     pairing: Pairing
