@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._inductor.decomposition import select_decomp_table
 
 from cgcompile.trace.attention import SHORTEST, WIDEST, attend, fits
+from cgcompile.trace.convolutions import PRODUCTS, convolution
 from cgcompile.trace.errors import OperationNeedsGpu, RandomnessUnsupported
 from cgcompile.trace.ordering import sort, topk
 
@@ -26,15 +26,6 @@ aten = torch.ops.aten
 
 LONGEST = 512
 """Sequences up to here may have their whole matrix of attention scores in memory."""
-
-FEW = 8
-"""Input channels up to which a convolution is a product over a copy of the input."""
-
-BLOCKS, DEEP = 128, 2048
-"""A convolution with fewer blocks of 64 by 64 and an inner axis of at least so many elements has too little to run side by side."""
-
-PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
-"""Types of the factors that Inductor's templates of products and convolutions take."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -98,151 +89,6 @@ def trilinear(
 def distances(a: Tensor, b: Tensor, p: float, compute_mode: int | None) -> Tensor:
     """The p-norm of the difference of every row of a and every row of b: (..., n, d) by (..., m, d) -> (..., n, m)."""
     return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=-1)
-
-
-# --- convolutions ---------------------------------------------------------------------------------------------
-
-
-def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
-    """Convolutions that Inductor's templates do not take: all but two- and three-dimensional ones without dilation.
-
-    x (batch, channels, *size), weight (out, in of a group, *kernel), or (in, out of a group, *kernel) when transposed.
-    """
-    axes = weight.dim() - 2
-    stride, padding, dilation = _per_axis(stride, axes), _per_axis(padding, axes), _per_axis(dilation, axes)
-    output_padding = _per_axis(output_padding, axes)
-    if transposed:
-        return _transposed(x, weight, bias, stride, padding, dilation, output_padding, groups)
-    if weight.shape[1] == 1 and groups > 1 and math.prod(weight.shape[2:]) <= 64:
-        return _add_bias(_depthwise(x, weight, stride, padding, dilation), bias)
-    plain = all(step == 1 for step in dilation) and x.dtype in PRODUCTS
-    if axes == 1 and plain:
-        wide = aten.convolution(
-            x.unsqueeze(2), weight.unsqueeze(2), bias, [1, *stride], [0, *padding], [1, 1], False, [0, 0], groups
-        )
-        return wide.squeeze(2)
-    if plain and groups == 1 and axes == 2:
-        underfilled = _underfilled(x, weight, stride, padding)
-        if weight.shape[2:] == (1, 1) and stride == [1, 1] and not any(padding):
-            return _add_bias(_pointwise(x, weight), bias) if underfilled else NotImplemented
-        if math.prod(weight.shape[2:]) > 1 and (x.shape[1] <= FEW or underfilled):
-            return _add_bias(_columns(x, weight, stride, padding), bias)
-    return NotImplemented if plain else _add_bias(_unfolded(x, weight, stride, padding, dilation, groups), bias)
-
-
-def _per_axis(values: Sequence[int], axes: int) -> list[int]:
-    return list(values) * axes if len(values) == 1 else list(values)
-
-
-def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias.view(-1, *[1] * (x.dim() - 2))
-
-
-def _taps(x: Tensor, kernel: Sequence[int], stride: list[int], padding: list[int], dilation: list[int]) -> list[Tensor]:
-    """For every position of the kernel, row-major: the elements of x that it meets, (batch, channels, *output size)."""
-    around = [amount for pad in reversed(padding) for amount in (pad, pad)]
-    padded = F.pad(x, around) if any(padding) else x
-    sizes = [(padded.shape[2 + axis] - dilation[axis] * (size - 1) - 1) // stride[axis] + 1 for axis, size in enumerate(kernel)]
-    taps = []
-    for flat in range(math.prod(kernel)):
-        tap, rest = padded, flat
-        for axis in reversed(range(len(kernel))):
-            rest, position = divmod(rest, kernel[axis])
-            start = position * dilation[axis]
-            tap = tap.narrow(2 + axis, start, (sizes[axis] - 1) * stride[axis] + 1)
-            tap = aten.slice(tap, 2 + axis, 0, tap.shape[2 + axis], stride[axis])
-        taps.append(tap)
-    return taps
-
-
-def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
-    """One input channel per group: a sum over the kernel's positions, which becomes one kernel without products of matrices."""
-    wide = torch.float32 if x.dtype in PRODUCTS else x.dtype
-    repeated = x.repeat_interleave(weight.shape[0] // x.shape[1], 1) if weight.shape[0] != x.shape[1] else x
-    flat = weight.reshape(weight.shape[0], -1).to(wide)
-    one = [1] * (x.dim() - 2)
-    taps = _taps(repeated, weight.shape[2:], stride, padding, dilation)
-    total = taps[0].to(wide) * flat[:, 0].view(-1, *one)
-    for position, tap in enumerate(taps[1:], 1):
-        total = total + tap.to(wide) * flat[:, position].view(-1, *one)
-    return total.to(x.dtype)
-
-
-def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
-    """A kernel of one position: a product of matrices over the channels, which may be cut into pieces.  Inductor makes a product of
-    it, too, but too late for that."""
-    batch, channels, height, width = x.shape
-    flat = x.permute(0, 2, 3, 1).reshape(-1, channels)
-    return torch.mm(flat, weight.view(-1, channels).t()).view(batch, height, width, -1).permute(0, 3, 1, 2)
-
-
-def _underfilled(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
-    """Whether the template would have few blocks with many steps each: then a copy of the input, whose product can be cut into
-    pieces, is faster (H200: 26 us for 392 by 512 by 4608, 12 so)."""
-    sizes = [(x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2)]
-    blocks = math.ceil(x.shape[0] * math.prod(sizes) / 64) * math.ceil(weight.shape[0] / 64)
-    return blocks < BLOCKS and math.prod(weight.shape[1:]) >= DEEP
-
-
-def _columns(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    """One product of matrices, with a row of all that an output position meets.  The template walks the kernel's positions one by
-    one with a block of channels each, which a picture's three channels leave nearly empty."""
-    out, channels, height, width = weight.shape
-    padded = F.pad(x, [padding[1], padding[1], padding[0], padding[0]]) if any(padding) else x
-    met = padded.unfold(2, height, stride[0]).unfold(3, width, stride[1])  # (b, c, oh, ow, kh, kw)
-    batch, _, rows, columns = met.shape[:4]
-    inner = height * width * channels
-    left = -inner % 32  # rows begin at multiples of 64 bytes, blocks of the inner axis are whole
-    flat = F.pad(met.permute(0, 2, 3, 4, 5, 1).reshape(batch * rows * columns, inner), [0, left])
-    factor = F.pad(weight.permute(0, 2, 3, 1).reshape(out, inner), [0, left])
-    return torch.mm(flat, factor.t()).view(batch, rows, columns, out).permute(0, 3, 1, 2)
-
-
-def _unfolded(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> Tensor:
-    """As a product of matrices per group, over a copy of x for every position of the kernel."""
-    taps = _taps(x, weight.shape[2:], stride, padding, dilation)
-    batch, channels, *sizes = taps[0].shape
-    columns = torch.stack(taps, 2).view(batch, groups, channels // groups * len(taps), -1)  # (b, g, c k, p)
-    columns = columns.permute(1, 2, 0, 3).reshape(groups, columns.shape[2], -1)
-    rows = weight.reshape(groups, weight.shape[0] // groups, -1)
-    out = torch.bmm(rows, columns).view(groups, rows.shape[1], batch, -1)
-    return out.permute(2, 0, 1, 3).reshape(batch, weight.shape[0], *sizes)
-
-
-def _transposed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    output_padding: list[int],
-    groups: int,
-) -> Tensor:
-    """A plain convolution of x with zeros between its elements, with the kernel turned round."""
-    axes, kernel = len(stride), weight.shape[2:]
-    for axis in range(axes):
-        if stride[axis] > 1:
-            spread = F.pad(x.unsqueeze(3 + axis), [0, 0] * (axes - 1 - axis) + [0, stride[axis] - 1])
-            x = spread.flatten(2 + axis, 3 + axis).narrow(2 + axis, 0, (x.shape[2 + axis] - 1) * stride[axis] + 1)
-    around = []
-    for axis in reversed(range(axes)):
-        margin = dilation[axis] * (kernel[axis] - 1) - padding[axis]
-        around += [margin, margin + output_padding[axis]]
-    turned = weight.view(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2)
-    turned = turned.reshape(-1, weight.shape[0] // groups, *kernel).flip(list(range(2, 2 + axes)))
-    zeros = [0] * axes
-    return aten.convolution(F.pad(x, around), turned, bias, [1] * axes, zeros, dilation, False, zeros, groups)
 
 
 # --- attention ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from cgcompile.arch import arch
 from cgcompile.errors import TorchUnsupported
 from cgcompile.export import export
 from cgcompile.source import load_source, sample
-from cgcompile.trace import choosing, decomposing, offline, ordering
+from cgcompile.trace import choosing, convolutions, decomposing, offline, ordering
 from cgcompile.trace.compile_child import compile_variant
 from cgcompile.trace.errors import InputChanged, OperationNeedsGpu, RandomnessUnsupported, SizesUnlike, StateShared
 from cgcompile.trace.launches import follow
@@ -421,13 +421,13 @@ def test_convolutions(case: tuple) -> None:
     x, weight, *settings = case
     torch.manual_seed(0)
     given = torch.randn(x), torch.randn(weight), torch.randn(weight[1] * settings[5] if settings[3] else weight[0])
-    made, expected = decomposing.convolution(*given, *settings), torch.convolution(*given, *settings)
+    made, expected = convolutions.convolution(*given, *settings), torch.convolution(*given, *settings)
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_convolutions_with_a_template_are_left() -> None:
     given = torch.randn(2, 16, 9, 9), torch.randn(6, 16, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
-    assert decomposing.convolution(*given) is NotImplemented
+    assert convolutions.convolution(*given) is NotImplemented
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_convolutions_as_one_product(
     torch.manual_seed(0)
     x = torch.randn(2, channels, 12, 13).to(memory_format=form)
     weight, bias = torch.randn(out, channels, kernel, kernel).to(memory_format=form), torch.randn(out)
-    made = decomposing.convolution(x, weight, bias, [stride], [padding], [1], False, [0], 1)
+    made = convolutions.convolution(x, weight, bias, [stride], [padding], [1], False, [0], 1)
     torch.testing.assert_close(made, F.conv2d(x, weight, bias, stride, padding), rtol=1e-4, atol=1e-3)
 
 
