@@ -85,6 +85,7 @@ def build(
     \b
     cgcompile build gpt.py --sizes 1,8,32
     cgcompile build minilm.py --sizes batch=1,8 --sizes seq=32,128
+    cgcompile build gpt.py --sizes 1,8,32 --target sm_90
     """
     import cgcompile
 
