@@ -64,9 +64,9 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             compiled = _compile(traced, target, tell)
             tell(f"{len(set(kernel.sha256 for kernel in compiled.values()))} kernel images")
         placed, end = lay_out(shapes_of(program_tensors(program)))
-        folded, end = _folded(traced, end)
+        folded, end = folded_tables(traced, end)
         with stages("plan") as tell:
-            graphs, bound = _assemble(traced, compiled, _offsets(placed, folded), calls)
+            graphs, bound = _assemble(traced, compiled, weight_offsets(placed, folded), calls)
             arena = max(graph.arena for graph in graphs.values())
             tell(f"arena {arena:,} bytes, {arena / max(bound, 1) - 1:.1%} above the least that the lifetimes allow")
         with stages("emit") as tell:
@@ -130,7 +130,7 @@ def cache_folder() -> Path:
     return folder
 
 
-def _folded(traced: Mapping[Key, Traced], end: int) -> tuple[dict[str, Table], int]:
+def folded_tables(traced: Mapping[Key, Traced], end: int) -> tuple[dict[str, Table], int]:
     """What was computed when lowering, behind the program's own tensors, each once; and the new end of memory `weights`."""
     found: dict[str, Table] = {}
     for constant in [constant for each in traced.values() for constant in each.constants]:
@@ -140,7 +140,7 @@ def _folded(traced: Mapping[Key, Traced], end: int) -> tuple[dict[str, Table], i
     return found, end
 
 
-def _offsets(placed: Sequence[Weight], folded: Mapping[str, Table]) -> dict[str, int]:
+def weight_offsets(placed: Sequence[Weight], folded: Mapping[str, Table]) -> dict[str, int]:
     """Where each weight lies in memory `weights`."""
     return {weight.name: weight.offset for weight in placed} | {name: table.offset for name, table in folded.items()}
 

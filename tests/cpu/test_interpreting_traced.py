@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cgbundle import safetensors
 from cgcompile.arch import arch
+from cgcompile.build_trace import folded_tables, weight_offsets
+from cgcompile.cuda_files import write_weights
 from cgcompile.record.memory import PAD, lay_out
-from cgcompile.record.tensors import contents, program_tensors, row_major, shapes_of
+from cgcompile.record.tensors import program_tensors, row_major, shapes_of
 from cgcompile.trace.assembling import assemble
 from cgcompile.trace.blocks import FORMATS
 from cgcompile.trace.compiling import Compiled
@@ -114,12 +114,11 @@ def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: t
     traced = lower_key(program, (1,), [example], arch("sm_90"))
     compiled = [_laid_out(variant) for variant in traced.variants]
     tensors = program_tensors(program)
-    rows, end = lay_out(shapes_of(tensors))
-    graph = assemble(traced, compiled, plan(traced), {row.name: row.offset for row in rows}, [0])
+    placed, end = lay_out(shapes_of(tensors))
+    folded, end = folded_tables({(1,): traced}, end)
+    graph = assemble(traced, compiled, plan(traced), weight_offsets(placed, folded), [0])
     path = folder / "weights.safetensors"
-    with open(path, "wb") as file:
-        stored = {row.tensor: (row.dtype, row.shape, partial(contents, tensors[row.tensor], row.strides)) for row in rows}
-        safetensors.write(file, stored)
+    rows = write_weights(path, tensors, placed, tuple(folded.values()))
     return Task(
         key=(1,),
         recording=graph.recording,
