@@ -1,15 +1,13 @@
-"""An interpreter process: `python -m cgcompile.trace.interpret_child REQUEST`, where REQUEST is the path of a pickled `Request`.
+"""An interpreter process: `python -m cgcompile.trace.interpret_child PLACE` (see `children`), asked for a `Task`.
 
 TRITON_INTERPRET=1 must be set from outside: `triton.jit` looks at it when Triton and Inductor's helpers are imported.
 """
 
 from __future__ import annotations
 
-import pickle
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,24 +15,12 @@ import numpy as np
 from cgbundle import safetensors
 from cgbundle.recording import Address, EmptyNode, KernelNode, MemcpyNode, MemsetNode
 from cgbundle.schema import DTYPES, MEMORIES, Value
-from cgcompile.errors import BuildError
 from cgcompile.trace.blocks import arguments, check_order, programs
+from cgcompile.trace.children import answer
 from cgcompile.trace.errors import NoStandIn
-from cgcompile.trace.interpreting import REFUSED, Outcome, Request, Task
+from cgcompile.trace.interpreting import Outcome, Task
 from cgcompile.trace.lockstep.memory import Memory
 from cgcompile.trace.lockstep.values import Array
-
-
-def main(path: str) -> int:
-    """Run what the request says and write its result: an Outcome, or a refusal as (name, message, hint)."""
-    request: Request = pickle.loads(Path(path).read_bytes())
-    try:
-        result = execute(request.task)
-    except BuildError as error:
-        request.result.write_bytes(pickle.dumps((type(error).__name__, str(error), error.hint)))
-        return REFUSED
-    request.result.write_bytes(pickle.dumps(result))
-    return 0
 
 
 def execute(task: Task) -> Outcome:
@@ -139,4 +125,4 @@ def _copy(memory: Memory, node: MemcpyNode, where: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(answer(sys.argv[1], execute))

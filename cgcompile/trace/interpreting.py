@@ -10,26 +10,20 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import pickle
 import re
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cgbundle.recording import Function, KernelNode, MemcpyNode, MemsetNode, Recording
 from cgbundle.schema import Value, Weight
-from cgcompile.trace import errors
 from cgcompile.trace.blocks import arguments, check_order
-from cgcompile.trace.errors import InterpreterDied, TraceError
+from cgcompile.trace.children import ask
+from cgcompile.trace.errors import InterpreterDied
 from cgcompile.trace.keeping import digest, recall, remember, sources, versions
 from cgcompile.trace.traced import Key, Variant
-
-REFUSED = 3
-"""Exit status of a process that wrote a refusal (class name, message, hint) to its result file."""
 
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -74,14 +68,6 @@ class Outcome:
     key: Key
     outputs: tuple[bytes, ...] = field(repr=False)
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A process's work; a pickle between two processes of one build, which never becomes part of a bundle."""
-
-    task: Task
-    result: Path
 
 
 def estimate(task: Task) -> float:
@@ -197,42 +183,9 @@ _CONSTANT = re.compile(r"^ +(\w+)(?: *: *tl\.constexpr)? = (\d+)$", re.MULTILINE
 
 
 def _run(task: Task, folder: Path, number: int) -> Outcome:
-    name = "x".join(map(str, task.key)) or "call"
-    request = Request(task=task, result=folder / f"interpret{number}-{name}.result")
-    path, log = folder / f"interpret{number}-{name}.request", folder / f"interpret{number}-{name}.log"
-    path.write_bytes(pickle.dumps(request))
-    with open(log, "w") as out:
-        status = subprocess.run(
-            [sys.executable, "-m", "cgcompile.trace.interpret_child", os.fspath(path)],
-            env=_environment(os.environ, folder),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-        ).returncode
-    if status == REFUSED:
-        _raise(*pickle.loads(request.result.read_bytes()))
-    if status:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else "it wrote nothing"
-        raise InterpreterDied(f"int_key {task.key}: the interpreter ended with status {status}: {last} (log: {log})")
-    outcome: Outcome = pickle.loads(request.result.read_bytes())
+    place = folder / f"interpret{number}-{'x'.join(map(str, task.key)) or 'call'}"
+    environment = {"TRITON_INTERPRET": "1", **QUIET}
+    outcome: Outcome = ask(
+        "cgcompile.trace.interpret_child", task, place, environment, InterpreterDied, f"interpreting int_key {task.key}"
+    )
     return outcome
-
-
-def _environment(outer: Mapping[str, str], folder: Path) -> dict[str, str]:
-    return {
-        **outer,
-        "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),
-        **QUIET,
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-    }
-
-
-def _raise(name: str, message: str, hint: str) -> None:
-    found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, TraceError):
-        raise found(message, hint)
-    raise InterpreterDied(message, hint)

@@ -1,31 +1,18 @@
-"""A process that lowers one int_key: `python -m cgcompile.trace.lower_child REQUEST`, where REQUEST is the path of a pickled
-`lowering_jobs.Request`.  A process of its own, because torch has to believe in a GPU from the start."""
+"""A process that lowers one int_key: `python -m cgcompile.trace.lower_child PLACE` (see `children`)."""
 
 from __future__ import annotations
 
-import pickle
 import sys
 import warnings
-from pathlib import Path
 
 from cgcompile.arch import arch
-from cgcompile.errors import BuildError
-from cgcompile.trace.lowering_jobs import REFUSED, Request
+from cgcompile.trace.children import answer
+from cgcompile.trace.lowering_jobs import Request
+from cgcompile.trace.traced import Traced
 
 
-def main(path: str) -> int:
-    """Writes the Traced, or a refusal as (class name, message, hint)."""
-    request: Request = pickle.loads(Path(path).read_bytes())
-    try:
-        result = _lower(request)
-    except BuildError as error:
-        request.result.write_bytes(pickle.dumps((type(error).__name__, str(error), error.hint)))
-        return REFUSED
-    request.result.write_bytes(pickle.dumps(result))
-    return 0
-
-
-def _lower(request: Request) -> object:
+def lower(request: Request) -> Traced:
+    """What is asked for."""
     import torch
 
     from cgcompile.record.tensors import apply_settings
@@ -41,4 +28,4 @@ def _lower(request: Request) -> object:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(answer(sys.argv[1], lower))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,21 +12,16 @@ from typing import Any
 
 import torch
 
-from cgcompile import errors as build_errors
-from cgcompile.errors import BuildError
 from cgcompile.record.tensors import contents, program_tensors, settings
-from cgcompile.trace import errors
+from cgcompile.trace.children import ask
 from cgcompile.trace.errors import LoweringBroken
 from cgcompile.trace.keeping import digest, recall, remember, sources, versions
 from cgcompile.trace.traced import Key, Traced
 
-REFUSED = 3
-"""Exit status of a process that wrote a refusal to its result file."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A process's work; a pickle between two processes of one build, which never becomes part of a bundle.
+    """A process's work.
 
     `program`: the exported program; `tensors`: the call's tensors of every key; `settings`: torch's switches that choose kernels;
     `table`: the folder of measured configurations, or None for Inductor's offers ranked by the model of cost.
@@ -37,7 +29,6 @@ class Request:
 
     program: Path
     tensors: Path
-    result: Path
     key: Key
     arch: str
     settings: Mapping[str, Any]
@@ -77,13 +68,12 @@ def lower_all(
         request = Request(
             program=folder / "program.pt2",
             tensors=folder / "calls.pt",
-            result=folder / f"{name}.result",
             key=key,
             arch=arch,
             settings=settings(),
             table=table,
         )
-        found = _run(request, folder / f"{name}.request", folder / f"{name}.log")
+        found: Traced = ask("cgcompile.trace.lower_child", request, folder / name, {}, LoweringBroken, f"lowering int_key {key}")
         remember(kept[key], found)
         tell(f"lowered {key}: {len(found.variants)} kernels")
         return found
@@ -109,36 +99,3 @@ def _described(program: torch.export.ExportedProgram) -> Iterator[object]:
 
 def _meta(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _run(request: Request, path: Path, log: Path) -> Traced:
-    path.write_bytes(pickle.dumps(request))
-    with open(log, "w") as out:
-        status = subprocess.run(
-            [sys.executable, "-m", "cgcompile.trace.lower_child", os.fspath(path)],
-            env={
-                **os.environ,
-                "CUDA_VISIBLE_DEVICES": "",
-                "TORCHINDUCTOR_CACHE_DIR": os.fspath(log.with_suffix(".cache")),
-                "PYTHONFAULTHANDLER": "1",
-                "PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-        ).returncode
-    if status == REFUSED:
-        _raise(*pickle.loads(request.result.read_bytes()))
-    if status:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else "it wrote nothing"
-        raise LoweringBroken(f"int_key {request.key}: the lowering process ended with status {status}: {last}")
-    found: Traced = pickle.loads(request.result.read_bytes())
-    return found
-
-
-def _raise(name: str, message: str, hint: str) -> None:
-    found = getattr(errors, name, None) or getattr(build_errors, name, None)
-    if isinstance(found, type) and issubclass(found, BuildError):
-        raise found(message, hint)
-    raise LoweringBroken(message, hint)
