@@ -15,7 +15,7 @@ aten = torch.ops.aten
 FEW = 8
 """Input channels up to which a convolution is a product over a copy of the input."""
 
-BLOCKS, DEEP = 128, 2048
+BLOCKS, DEEP = 32, 2048
 """A convolution with fewer blocks of 64 by 64 and an inner axis of at least so many elements has too little to run side by side."""
 
 PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
@@ -107,7 +107,8 @@ def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
 
 def _underfilled(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
     """Whether the template would have few blocks with many steps each: then a copy of the input, whose product can be cut into
-    pieces, is faster (H200: 26 us for 392 by 512 by 4608, 12 so)."""
+    pieces, is faster.  On an H200 (tests/bench/gpu_kernels.py) 49 by 512 by 4608 took 24 us by the template and about 7 so; 196 by
+    256 by 2304, 16 and 14; with more rows (56 and 100 blocks) it was no faster."""
     sizes = [(x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2)]
     blocks = math.ceil(x.shape[0] * math.prod(sizes) / 64) * math.ceil(weight.shape[0] / 64)
     return blocks < BLOCKS and math.prod(weight.shape[1:]) >= DEEP

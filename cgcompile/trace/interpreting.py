@@ -110,7 +110,8 @@ def interpret(
     """
     for task in tasks:
         check_order(task.recording)
-    kept = [cache / "interpreted" / _name(task) if cache else None for task in tasks]
+    files = {path: _hash(path) for path in {task.weights for task in tasks}} if cache else {}  # mostly one, and large
+    kept = [cache / "interpreted" / _name(task, files[task.weights]) if cache else None for task in tasks]
     known = {task.key: outcome for task, path in zip(tasks, kept, strict=True) if path and (outcome := recall(path))}
     left = [task for task in tasks if task.key not in known]
     if known:
@@ -123,12 +124,15 @@ def interpret(
     return tuple([known[task.key] for task in tasks if task.key in known])
 
 
-def _name(task: Task) -> str:
-    """The hash of all that an outcome depends on."""
-    with open(task.weights, "rb") as file:
-        weights = hashlib.file_digest(file, "sha256").hexdigest()
+def _name(task: Task, weights: str) -> str:
+    """The hash of all that an outcome depends on; `weights` is that of the file."""
     rest = (task.key, task.recording, task.variants, task.sizes, task.placed, task.inputs, task.outputs)
     return digest(weights, rest, versions(), sources())
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _interpret(

@@ -10,7 +10,6 @@ import hashlib
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,10 @@ def versions() -> tuple[str, str]:
     return _version("triton"), _version("torch")
 
 
-def sources() -> str:
+def sources(folder: Path = HERE) -> str:
     """The hash of this package's own code: what another version of it made is made again."""
-    return digest(*(path.read_bytes() for path in sorted(_own()) if path.is_file()))
+    own = [*folder.rglob("*.py"), folder.parent / "lower.py", folder.parent / "arch.py"]
+    return digest(*(path.read_bytes() for path in sorted(own) if path.is_file()))
 
 
 def recall(path: Path) -> Any:
@@ -57,10 +57,6 @@ def remember(path: Path, result: object) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
         file.write(hashlib.sha256(data).digest() + data)
     os.replace(file.name, path)
-
-
-def _own() -> Iterable[Path]:
-    return [*HERE.rglob("*.py"), HERE.parent / "lower.py", HERE.parent / "arch.py"]
 
 
 def _version(package: str) -> str:

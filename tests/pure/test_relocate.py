@@ -197,7 +197,7 @@ def test_an_address_of_two_places_is_refused_with_kernel_and_parameter() -> None
 
 
 def test_where_two_processes_chose_other_blocks_of_the_pool_the_first_one_counts() -> None:
-    """Among free blocks of one size torch takes that with the lowest address, and addresses differ (seen with a float32 GPT)."""
+    """Among free blocks of one size torch takes that with the lowest address, and addresses differ."""
     a, b = Process(A_BASE), Process(B_BASE)
     same = (64, 128, 192)
     takes = []
