@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -9,17 +10,20 @@ from pathlib import Path
 import torch
 
 from cgbundle import archive, safetensors, tables
+from cgbundle.recording import Recording
 from cgbundle.schema import CODE, Exam, Proof, Region, Target
 
 from .cuda_files import program as row
 from .cuda_files import write_kernels, write_tables, write_weights
 from .errors import ProofFailed
+from .fills import fill_image, has_memsets, without_memsets
 from .job import Job, Parts
 from .progress import Stages
 from .record.capture import Call, Recorded, record
 from .record.rows import Key
 from .record.tensors import program_tensors
 from .source import SEED, all_keys, sample
+from .trace.toolkit import lowest_driver
 
 STATES_FILE = "graphs/modules.bin"
 FRESH = 1
@@ -58,21 +62,22 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
                     "try --lower eager; if that differs too, please report this model",
                 )
         rows = write_weights(stage / archive.WEIGHTS, program_tensors(program), recorded.weights, recorded.tables)
-        write_kernels(stage, recorded.images)
-        files = write_tables(stage, recorded.recordings)
+        recordings, images, driver = _without_memsets(recorded)
+        write_kernels(stage, images)
+        files = write_tables(stage, recordings)
         if recorded.states:
             (stage / STATES_FILE).write_bytes(tables.encode_states(recorded.states))
         _write_exam(stage / archive.EXAM, recorded)
         tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
     exact = all(trial.deterministic for trial in recorded.trials.values())
     return Parts(
-        target=Target(kind="cuda", arch=recorded.arch, features=(), torch="", driver=_lowest_driver(recorded)),
+        target=Target(kind="cuda", arch=recorded.arch, features=(), torch="", driver=driver),
         weights=rows,
         memories=(
             ("weights", recorded.weights_bytes),
             ("inputs", max(recorded.static.values())),
             ("arena", max(recorded.arena.values())),
-            (CODE, sum(len(image) for image in recorded.images.values())),
+            (CODE, sum(len(image) for image in images.values())),
         ),
         regions=(Region(name="model", kind="graph", reason="", file="", constants=()),),
         programs=tuple(
@@ -95,6 +100,17 @@ def _calls(job: Job, seed: int) -> dict[Key, Call]:
 def _proof(recorded: Recorded, key: Key) -> Proof:
     trial = recorded.trials[key]
     return Proof(key=key, method="none", error=trial.error, tolerance=trial.tolerance)
+
+
+def _without_memsets(recorded: Recorded) -> tuple[dict[Key, Recording], dict[str, bytes], int]:
+    """Recordings and images to write (see fills.py), and the lowest driver that they need."""
+    driver = _lowest_driver(recorded)
+    if not has_memsets(recorded.recordings.values()):
+        return recorded.recordings, recorded.images, driver
+    image = fill_image(recorded.arch)
+    recordings = {key: without_memsets(recording, image) for key, recording in recorded.recordings.items()}
+    images = {**recorded.images, hashlib.sha256(image).hexdigest(): image}
+    return recordings, images, max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
 
 
 def _lowest_driver(recorded: Recorded) -> int:

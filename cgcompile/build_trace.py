@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from .cuda_files import program as row
 from .cuda_files import write_kernels, write_tables, write_weights
 from .emit import KeyExam, eager_exam, write_exam
 from .errors import ProofFailed
+from .fills import fill_image, has_memsets, without_memsets
 from .job import Job, Parts
 from .progress import Stages
 from .record.memory import PAD, Table, align, lay_out, tensor_bytes
@@ -67,10 +70,11 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         folded, end = folded_tables(traced, end)
         with stages("plan") as tell:
             graphs, bound = _assemble(traced, compiled, weight_offsets(placed, folded), calls)
+            graphs, fills = _without_memsets(graphs, target)
             arena = max(graph.arena for graph in graphs.values())
             tell(f"arena {arena:,} bytes, {arena / max(bound, 1) - 1:.1%} above the least that the lifetimes allow")
         with stages("emit") as tell:
-            images = {kernel.sha256: kernel.image for kernel in compiled.values()}
+            images = {kernel.sha256: kernel.image for kernel in compiled.values()} | fills
             rows = write_weights(stage / archive.WEIGHTS, program_tensors(program), placed, tuple(folded.values()))
             write_kernels(stage, images)
             (stage / KERNELS).write_text(_choices(compiled))
@@ -163,6 +167,15 @@ def _assemble(
         graphs[key] = assemble(each, [compiled[variant] for variant in each.variants], planned, offsets, starts)
         bound = max(bound, planned.bound)
     return graphs, bound
+
+
+def _without_memsets(graphs: dict[Key, Graph], target: Arch) -> tuple[dict[Key, Graph], dict[str, bytes]]:
+    """The graphs as they are written (see fills.py), and the images that come with that."""
+    if not has_memsets(graph.recording for graph in graphs.values()):
+        return graphs, {}
+    image = fill_image(target.name)
+    changed = {key: replace(graph, recording=without_memsets(graph.recording, image)) for key, graph in graphs.items()}
+    return changed, {hashlib.sha256(image).hexdigest(): image}
 
 
 def _sources(traced: Mapping[Key, Traced], compiled: Mapping[Variant, Compiled]) -> tuple[tuple[tuple[str, str], Variant], ...]:

@@ -21,9 +21,10 @@ import torch
 LEVELS = ("eager", "inductor", "max-autotune")
 SPECIALIZE = ("size", "shared")
 
-OPTIONS = {"triton.cudagraphs": False, "use_static_cuda_launcher": False}
-"""Inductor's options at every level.  Its static launcher, when it comes from the cache, tunes by coordinate descent again in every
-process (seen in torch 2.11), so that two recordings would get different kernels."""
+OPTIONS = {"triton.cudagraphs": False, "use_static_cuda_launcher": False, "dynamic_scale_rblock": False}
+"""Inductor's options at every level.  Two recordings must get the same kernels from the cache, and in torch 2.11 two things tune
+anew in every process: the static launcher (by coordinate descent), and reductions whose best configuration is one that Inductor
+added while it ran ("dynamic_scale_rblock"), which is not found again among those that it starts from."""
 
 
 def lower(module: torch.nn.Module, level: str, specialize: str) -> Callable[..., Any]:

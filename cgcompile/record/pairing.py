@@ -47,21 +47,22 @@ def meaning(mine: Word, theirs: Word, known: Known) -> Target | None:
     Both may also mean different places of the graph's own pool: among free blocks of one size torch's allocator takes that with the
     lowest address, so two processes may choose differently.  Then the first process's own choice counts, which is consistent
     with all its other words; the replay over poisoned memory shows that it is.  An address that ends one segment and begins the
-    next is the beginning, if the other process can read the beginning of a like segment, too.
+    next is the beginning, unless the other process can only read it as an end.
     """
     agreed = agree(mine, theirs, known.pairing)
     if agreed is not None:
         return agreed
-    own = [target for target in mine.targets if target.range in known.pools[0]]
     others = [target for target in theirs.targets if target.range in known.pools[1]]
     if not others:
         return None
-    begins = [t for t in own if not t.offset and any(not o.offset and _like(t, o, known) for o in others)]
-    return begins[0] if len(begins) == 1 else own[0] if len(own) == 1 else None
+    data = any(_has_data(target, known.ranges[1]) for target in others)
+    own = [t for t in mine.targets if t.range in known.pools[0] and _has_data(t, known.ranges[0]) == data]
+    return own[0] if len(own) == 1 else None
 
 
-def _like(mine: Target, theirs: Target, known: Known) -> bool:
-    return alike(known.ranges[0][mine.range], known.ranges[1][theirs.range])
+def _has_data(target: Target, ranges: tuple[Range, ...]) -> bool:
+    """Whether an address may be that of something: it is not one past the end."""
+    return target.offset < ranges[target.range].size
 
 
 def pair_ranges(a: Take, b: Take) -> Pairing:

@@ -15,6 +15,7 @@ import numpy as np
 from cgbundle import safetensors
 from cgbundle.recording import Address, EmptyNode, KernelNode, MemcpyNode, MemsetNode
 from cgbundle.schema import DTYPES, MEMORIES, Value
+from cgcompile.fills import memset_of
 from cgcompile.trace.blocks import arguments, check_order, programs
 from cgcompile.trace.children import answer
 from cgcompile.trace.errors import NoStandIn
@@ -33,6 +34,8 @@ def execute(task: Task) -> Outcome:
     began = time.monotonic()
     for row, node in enumerate(task.recording.nodes):
         match node:
+            case KernelNode() if (fill := memset_of(task.recording.functions[node.function], node)) is not None:
+                _set(memory, fill, f"memset, row {row}")
             case KernelNode():
                 kernels.launch(row, node)
             case MemsetNode():

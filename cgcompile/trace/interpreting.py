@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cgbundle.recording import Function, KernelNode, MemcpyNode, MemsetNode, Recording
 from cgbundle.schema import Value, Weight
+from cgcompile.fills import memset_of
 from cgcompile.trace.blocks import arguments, check_order
 from cgcompile.trace.children import ask
 from cgcompile.trace.errors import InterpreterDied
@@ -80,6 +81,8 @@ def estimate(task: Task) -> float:
     total = 0.0
     for node in task.recording.nodes:
         match node:
+            case KernelNode() if (fill := memset_of(task.recording.functions[node.function], node)) is not None:
+                total += fill.width
             case KernelNode():
                 function = task.recording.functions[node.function]
                 variant = variants.get((function.image, function.symbol))

@@ -12,8 +12,10 @@ pytest.importorskip("triton")
 
 from cgcompile.arch import ARCHES, Arch
 from cgcompile.errors import ExtraMissing
+from cgcompile.fills import PARAMS, PIECES, fill_image
 from cgcompile.trace.errors import KernelFailed
-from cgcompile.trace.toolkit import lowest_driver
+from cgcompile.trace.parameters import read_parameters
+from cgcompile.trace.toolkit import assemble, lowest_driver
 
 
 @pytest.fixture
@@ -65,3 +67,17 @@ def test_a_ptxas_that_says_no_version(triton: Path, body: str) -> None:
     with pytest.raises(KernelFailed, match="ptxas --version says no version") as caught:
         lowest_driver(90)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("row", ARCHES, ids=lambda row: row.name)
+def test_the_kernels_that_fill_memory_are_code_for_every_target(row: Arch) -> None:
+    image = fill_image(row.name)
+    assert image == fill_image(row.name)  # nothing of the folder or the time is in it
+    flags = int.from_bytes(image[48:52], "little")  # the low byte up to ptxas 12, the second from 13 on
+    assert row.capability in (flags & 0xFF, flags >> 8 & 0xFF)
+    assert all(read_parameters(image, f"cgcompile_fill_{piece}") == PARAMS for piece in PIECES)
+
+
+def test_what_ptxas_refuses_is_said() -> None:
+    with pytest.raises(KernelFailed, match="ptxas for sm_90: .*version directive"):
+        assemble("no code", 90)

@@ -208,17 +208,18 @@ def test_where_two_processes_chose_other_blocks_of_the_pool_the_first_one_counts
     assert found[6].target.offset == found[0].target.offset - 64 + 4096
 
 
-def test_a_beginning_that_is_also_an_end_is_the_beginning_where_two_processes_chose_other_segments() -> None:
+@pytest.mark.parametrize("inside", [0, 1 << 20], ids=["other-beginning", "inside"])
+def test_a_beginning_that_is_also_an_end_is_the_beginning_where_two_processes_chose_other_places(inside: int) -> None:
     """Three segments of one size directly behind each other: every start but the first is also an end."""
     takes = []
-    for base, chosen in ((A_BASE, 1), (B_BASE, 2)):
+    for base, chosen, offset in ((A_BASE, 1, 0), (B_BASE, 2, inside)):
         ranges = [Range(kind="weights", start=base, size=256), Range(kind="inputs", start=base + 4096, size=256)]
         starts = [base + (32 + 2 * i) * MEGA for i in range(3)]
         ranges += [Range(kind="pool", start=start, size=2 * MEGA, key=KEY) for start in starts]
         p = Process(base)
         p.map = AddressMap(ranges, [], lambda address: None)
-        words = [start + offset for start in starts for offset in (64, 128)]
-        takes.append(p.take(p.kernel(pack("<7Q", *words, starts[chosen]))))
+        words = [start + within for start in starts for within in (64, 128)]
+        takes.append(p.take(p.kernel(pack("<7Q", *words, starts[chosen] + offset))))
     assert only(*takes).relocations[6].target.offset == 2 * MEGA
 
 
