@@ -1,6 +1,7 @@
 """cgcompile: an ahead-of-time compiler from PyTorch models to bundles.
 
     import cgcompile
+    cgcompile.check(model, inputs)
     cgcompile.build(model, inputs, sizes=[1, 8, 32], out="gpt.cgb", target="auto")
 
 Importing this module is cheap: torch is imported when a model is built or checked.
@@ -11,13 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checking import Report, check
     from .pipeline import Built, build
     from .progress import Event
 
 __version__ = "0.1.0"
-__all__ = ["Built", "Event", "__version__", "build"]
+__all__ = ["Built", "Event", "Report", "__version__", "build", "check"]
 
-_HOMES = {"build": "pipeline", "Built": "pipeline", "Event": "progress"}
+_HOMES = {"build": "pipeline", "Built": "pipeline", "Event": "progress", "Report": "checking", "check": "checking"}
 
 
 def __getattr__(name: str) -> Any:

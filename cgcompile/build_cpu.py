@@ -28,7 +28,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             tell(f"{HOST_FILE}, {compiled.path.stat().st_size >> 10} KB")
         with stages("emit") as tell:
             weights = collect(program)
-            region, constants = layouts.bind_constants(compiled.path, program, weights)
+            region, constants = layouts.bind_constants(compiled.path, program, weights.rows)
             exams = emit.eager_exam(job.source, job.exported, job.sizes)
             strides = [layouts.output_strides(region, exam.inputs, exam.outputs) for exam in exams]
             region.close()

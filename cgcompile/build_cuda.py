@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +13,15 @@ import torch
 
 from cgbundle import archive, safetensors, tables
 from cgbundle.recording import Recording
-from cgbundle.schema import CODE, Exam, Proof, Region, Target
+from cgbundle.schema import CODE, Exam, Program, Proof, Region, Target, Value
 
 from .cuda_files import program as row
 from .cuda_files import write_kernels, write_tables, write_weights
 from .errors import ProofFailed
 from .fills import fill_image, has_memsets, without_memsets
+from .inlining import code_of
 from .job import Job, Parts
+from .mixed import Hosts, Mixed, compile_hosts, plan_mixed, rows_of, weight_rows
 from .progress import Stages
 from .record.capture import Call, Recorded, record
 from .record.rows import Key
@@ -29,31 +33,48 @@ STATES_FILE = "graphs/modules.bin"
 FRESH = 1
 """Seed of the exam's inputs: others than those that the graphs were captured on."""
 
+Tables = dict[tuple[str, Key], Recording]
+"""Recordings by region and key."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Hosted:
+    """A program of several regions, and its host regions compiled."""
+
+    mixed: Mixed
+    hosts: Hosts
+
 
 def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     """Records every int_key, and writes tables, images, weights and the exam into `stage`.
 
-    Raises the refusals of record/errors.py, and ProofFailed when a replay is further from eager PyTorch than the dtype allows.
+    Raises the refusals of record/errors.py, those of `mixed`, and ProofFailed when a replay is further from eager PyTorch than the
+    dtype allows.
     """
     program = job.exported.program
-    keys = all_keys(job.sizes)
     calls = _calls(job, SEED)
-    fresh = _calls(job, FRESH)
-    # what the first process of max-autotune measured and chose, the second has to find in the cache
-    parallel = job.lower != "max-autotune"
-    with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch, stages("record") as tell:
-        recorded = record(
-            program,
-            calls,
-            folder=Path(scratch),
-            level=job.lower,
-            specialize=job.specialize,
-            fresh=fresh,
-            parallel=parallel,
-            tell=tell,
-        )
-        nodes = sum(len(recording.nodes) for recording in recorded.recordings.values())
-        tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
+    tensors = program_tensors(program)
+    with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch:
+        hosted = _hosted(job, calls, Path(scratch), stage, stages) if job.placements else None
+        elsewhere = hosted.mixed.elsewhere if hosted else frozenset()
+        with stages("record") as tell:
+            recorded = record(
+                program,
+                calls,
+                folder=Path(scratch, "record"),
+                level=job.lower,
+                specialize=job.specialize,
+                fresh=_calls(job, FRESH),
+                code=code_of(job.source, program),
+                placements=job.placements,
+                landing=hosted.mixed.landing if hosted else {},
+                elsewhere=elsewhere,
+                # what the first process of max-autotune measured and chose, the second has to find in the cache
+                parallel=job.lower != "max-autotune",
+                tell=tell,
+            )
+            nodes = sum(len(graph.recording.nodes) for graphs in recorded.graphs.values() for graph in graphs)
+            tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
     with stages("emit") as tell:
         for key, trial in recorded.trials.items():
             if not trial.error <= trial.tolerance:
@@ -61,35 +82,76 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
                     f"int_key {key}: the graph differs from eager PyTorch by {trial.error:.1e}, allowed {trial.tolerance:.1e}",
                     "try --lower eager; if that differs too, please report this model",
                 )
-        rows = write_weights(stage / archive.WEIGHTS, program_tensors(program), recorded.weights, recorded.tables)
-        recordings, images, driver = _without_memsets(recorded)
+        weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, elsewhere), recorded.tables)
+        found, images, driver = _without_memsets(_tables(recorded, hosted), recorded)
         write_kernels(stage, images)
-        files = write_tables(stage, recordings)
+        files = write_tables(stage, found)
         if recorded.states:
             (stage / STATES_FILE).write_bytes(tables.encode_states(recorded.states))
-        _write_exam(stage / archive.EXAM, recorded)
+        regions, programs, pinned = _rows(job, recorded, hosted, files)
+        _write_exam(stage / archive.EXAM, programs, recorded)
         tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
-    exact = all(trial.deterministic for trial in recorded.trials.values())
+    exact = hosted is None and all(trial.deterministic for trial in recorded.trials.values())
     return Parts(
-        target=Target(kind="cuda", arch=recorded.arch, features=(), torch="", driver=driver),
-        weights=rows,
+        target=Target(
+            kind="cuda",
+            arch=recorded.arch,
+            features=hosted.hosts.features if hosted else (),
+            torch=job.torch_version if hosted and hosted.hosts.rows else "",
+            driver=driver,
+        ),
+        weights=weights,
         memories=(
             ("weights", recorded.weights_bytes),
             ("inputs", max(recorded.static.values())),
-            ("arena", max(recorded.arena.values())),
+            ("arena", max(graph.arena for graphs in recorded.graphs.values() for graph in graphs)),
+            *((("host", pinned),) if pinned else ()),
             (CODE, sum(len(image) for image in images.values())),
         ),
-        regions=(Region(name="model", kind="graph", reason="", file="", constants=()),),
-        programs=tuple(
-            row(key, recorded.inputs[key], recorded.outputs[key], files[key], recorded.arena[key], recorded.static[key])
-            for key in keys
-        ),
+        regions=regions,
+        programs=programs,
         module_state=STATES_FILE if recorded.states else "",
         exam=Exam(
             compare="bits" if exact else "tolerance",
-            proofs=tuple(_proof(recorded, key) for key in keys),
+            proofs=tuple(_proof(recorded, key) for key in all_keys(job.sizes)),
         ),
     )
+
+
+def _hosted(job: Job, calls: Mapping[Key, Call], scratch: Path, stage: Path, stages: Stages) -> _Hosted:
+    program = job.exported.program
+    with stages("partition") as tell:
+        mixed = plan_mixed(program, job.placements, {key: calls[key][0] for key in all_keys(job.sizes)})
+        tell(" -> ".join(part.name for part in mixed.parts.regions))
+    with stages("host") as tell:
+        hosts = compile_hosts(mixed, weight_rows(program_tensors(program), mixed.elsewhere), scratch, stage, tell)
+        tell(", ".join(region.file for region in dict.fromkeys(hosts.rows.values())) or "copies only")
+    return _Hosted(mixed=mixed, hosts=hosts)
+
+
+def _tables(recorded: Recorded, hosted: _Hosted | None) -> Tables:
+    names = [part.name for part in hosted.mixed.parts.regions if part.kind == "graph"] if hosted else ["model"]
+    return {(name, key): g.recording for key, graphs in recorded.graphs.items() for name, g in zip(names, graphs, strict=True)}
+
+
+def _rows(
+    job: Job, recorded: Recorded, hosted: _Hosted | None, files: Mapping[tuple[str, Key], str]
+) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
+    """Regions and programs of the manifest, and the bytes of memory host."""
+    if hosted is None:
+        programs = []
+        for key in all_keys(job.sizes):
+            (graph,) = recorded.graphs[key]
+            file = files["model", key]
+            programs.append(row(key, graph.inputs, graph.outputs, file, graph.arena, recorded.static[key]))
+        return (Region(name="model", kind="graph", reason="", file="", constants=()),), tuple(programs), 0
+    names = [part.name for part in hosted.mixed.parts.regions if part.kind == "graph"]
+    made: dict[Key, dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]] = {
+        key: {name: (graph.inputs, graph.outputs) for name, graph in zip(names, graphs, strict=True)}
+        for key, graphs in recorded.graphs.items()
+    }
+    arena = {key: max([graph.arena for graph in graphs], default=0) for key, graphs in recorded.graphs.items()}
+    return rows_of(hosted.mixed, hosted.hosts, made, files, arena, recorded.static)
 
 
 def _calls(job: Job, seed: int) -> dict[Key, Call]:
@@ -102,15 +164,15 @@ def _proof(recorded: Recorded, key: Key) -> Proof:
     return Proof(key=key, method="none", error=trial.error, tolerance=trial.tolerance)
 
 
-def _without_memsets(recorded: Recorded) -> tuple[dict[Key, Recording], dict[str, bytes], int]:
+def _without_memsets(found: Tables, recorded: Recorded) -> tuple[Tables, dict[str, bytes], int]:
     """Recordings and images to write (see fills.py), and the lowest driver that they need."""
     driver = _lowest_driver(recorded)
-    if not has_memsets(recorded.recordings.values()):
-        return recorded.recordings, recorded.images, driver
+    if not has_memsets(found.values()):
+        return found, recorded.images, driver
     image = fill_image(recorded.arch)
-    recordings = {key: without_memsets(recording, image) for key, recording in recorded.recordings.items()}
     images = {**recorded.images, hashlib.sha256(image).hexdigest(): image}
-    return recordings, images, max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
+    changed = {name: without_memsets(recording, image) for name, recording in found.items()}
+    return changed, images, max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
 
 
 def _lowest_driver(recorded: Recorded) -> int:
@@ -120,11 +182,13 @@ def _lowest_driver(recorded: Recorded) -> int:
     return min(int(toolkit.partition(".")[0]) * 1000, recorded.driver)
 
 
-def _write_exam(path: Path, recorded: Recorded) -> None:
+def _write_exam(path: Path, programs: tuple[Program, ...], recorded: Recorded) -> None:
     entries: dict[str, safetensors.Tensor] = {}
-    for key, trial in recorded.trials.items():
-        for kind, values, data in (("input", recorded.inputs[key], trial.inputs), ("output", recorded.outputs[key], trial.outputs)):
-            for index, (value, stored) in enumerate(zip(values, data, strict=True)):
-                entries[archive.exam_entry(key, kind, index)] = (value.dtype, value.shape, partial(bytes, stored))
+    for program in programs:
+        trial = recorded.trials[program.key]
+        for kind, positions, data in (("input", program.inputs, trial.inputs), ("output", program.outputs, trial.outputs)):
+            for index, (position, stored) in enumerate(zip(positions, data, strict=True)):
+                value = program.values[position]
+                entries[archive.exam_entry(program.key, kind, index)] = (value.dtype, value.shape, partial(bytes, stored))
     with open(path, "wb") as file:
         safetensors.write(file, entries)

@@ -59,13 +59,13 @@ def write_kernels(stage: Path, images: Mapping[str, bytes]) -> None:
         (stage / "kernels" / name).write_bytes(image)
 
 
-def write_tables(stage: Path, recordings: Mapping[Key, Recording]) -> dict[Key, str]:
-    """graphs/model-<key>.bin of every int_key; returns their paths in the bundle."""
+def write_tables(stage: Path, recordings: Mapping[tuple[str, Key], Recording]) -> dict[tuple[str, Key], str]:
+    """graphs/<region>-<key>.bin of every region and int_key; returns their paths in the bundle."""
     (stage / "graphs").mkdir()
     files = {}
-    for key, recording in recordings.items():
-        files[key] = f"graphs/model-{'x'.join(map(str, key)) or 'fixed'}.bin"
-        (stage / files[key]).write_bytes(tables.encode(recording))
+    for (region, key), recording in recordings.items():
+        file = files[region, key] = f"graphs/{region}-{'x'.join(map(str, key)) or 'fixed'}.bin"
+        (stage / file).write_bytes(tables.encode(recording))
     return files
 
 

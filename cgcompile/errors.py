@@ -57,8 +57,16 @@ class ExportFailed(BuildError):
     """torch.export cannot take the model; the message carries the user's file and line."""
 
 
+class BranchOnData(ExportFailed):
+    """Python branches on the value of a tensor: an exported program has one of the branches only."""
+
+
 class StructureUnsupported(BuildError):
     """An input or output is of a type that a bundle cannot describe."""
+
+
+class OutputSizeUnknown(StructureUnsupported):
+    """An output has a size that depends on data."""
 
 
 class DtypeUnsupported(BuildError):
@@ -71,6 +79,12 @@ class ConstantUnsaved(BuildError):
 
 class Refused(BuildError):
     """A check with severity `refuse` fired and was not waived, or --strict turned a host region into an error."""
+
+
+class HostOpUnknown(BuildError):
+    """An operator that is to be kept on the host is none that the model calls."""
+
+    exit_code = 2
 
 
 # --- the environment --------------------------------------------------------------------------------------------
@@ -96,6 +110,12 @@ class TargetUnavailable(BuildError):
 
 class CompilerFailed(BuildError):
     """The C++ compiler, Inductor or Triton failed on the model."""
+
+
+class OperatorWithoutCode(BuildError):
+    """A custom operator would have to be called through Python at run time, which a bundle does without."""
+
+    hint = "write it with torch.library.custom_op over PyTorch's own operations, or take it out of the model"
 
 
 class OutputExists(BuildError):

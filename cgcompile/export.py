@@ -6,24 +6,55 @@ torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import io
+import logging
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from cgbundle.schema import Size, TensorSpec, Tree
 from cgbundle.sizes import evaluate, linear
 
 from . import axes
-from .errors import ExportFailed, SizeExcluded, StructureUnsupported
+from .errors import BranchOnData, ExportFailed, OutputSizeUnknown, SizeExcluded, StructureUnsupported
+from .flat import Flat, nobody, run_eager
+from .obstacles import BRANCH, BRANCH_FIX, Obstacle, Run, user_place
 from .source import Sample, Source, first_line, sample, user_line
-from .trees import Leaf, describe, dtype_name, rebuild
+from .trees import dtype_name
 
 PREFIX = "model."
 """The wrapper's name for the user's module, taken off every weight's name."""
+
+
+Seen = tuple[dict[str, int], list[tuple[int, ...]]]
+"""Sizes, and the shapes of the outputs that eager PyTorch gave at them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """What torch.export made of a model, before the signature: all that the checks look at.  `shapes` are those of the inputs,
+    `seen` what eager PyTorch gave at the smallest and the largest sizes, `obstacles` what leaves no operation in the program."""
+
+    source: Source
+    sizes: Mapping[str, tuple[int, ...]]
+    program: ExportedProgram
+    flat: Flat
+    like: Sample
+    shapes: tuple[tuple[Size, ...], ...]
+    seen: tuple[Seen, ...]
+    obstacles: tuple[Obstacle, ...]
+
+    @property
+    def call(self) -> Tree:
+        """The structure of the call's inputs."""
+        return self.like.call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,63 +68,89 @@ class Exported:
     outputs: tuple[TensorSpec, ...]
     call: Tree
     result: Tree
-
-
-Seen = tuple[dict[str, int], list[tuple[int, ...]]]
-"""Sizes, and the shapes of the outputs that eager PyTorch gave at them."""
-
-
-class Flat(torch.nn.Module):
-    """The user's module over flat tensors: a tuple of tensors in, a tuple of tensors out."""
-
-    def __init__(self, model: torch.nn.Module, like: Sample) -> None:
-        super().__init__()
-        self.model = model
-        self._like = like
-        self.result: Tree | None = None
-        self.names: list[str] = []
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        trees = dict(self._like.call["call"])
-        names = iter(trees)
-        args = [rebuild(trees[next(names)], list(tensors), value) for value in self._like.args]
-        kwargs = {name: rebuild(trees[name], list(tensors), value) for name, value in self._like.kwargs.items()}
-        leaves: list[Leaf] = []
-        self.result = describe(self.model(*args, **kwargs), "", leaves)
-        self.names = [name or "output" for name, _ in leaves]
-        return tuple([tensor for _, tensor in leaves])
+    obstacles: tuple[Obstacle, ...] = ()
 
 
 def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     """Exports `source` for all sizes.
 
-    Raises DimensionUnused, ShapeIrregular, SizeExcluded (with the dimension), ExportFailed (with the user's file and line),
-    StructureUnsupported.
+    Raises DimensionUnused, ShapeIrregular, SizeExcluded (with the dimension), ExportFailed (with the user's file and line) and
+    BranchOnData, StructureUnsupported and OutputSizeUnknown.
     """
+    traced = trace(source, sizes)
+    for obstacle in traced.obstacles:
+        if obstacle.rule == "data-dependent-branch":
+            raise _branch(obstacle.where or source.label, obstacle.source)
+    return describe_signature(traced)
+
+
+def trace(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Traced:
+    """The exported program, whatever it holds.  Where Python branched on the value of a tensor, it is one of several: the obstacles
+    say so, and nothing may be built from it.  Raises as `export` does."""
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source.model)
     flat = Flat(source.model, like)
+    runs: list[Run] = []
+    flat.watch = runs.append
     seen = _try_eager(source, flat, sizes)
-    program = _export(source, flat, like, shapes, sizes)
+    flat.run = runs[0]
+    program, obstacles = _past_branches(source, flat, shapes, sizes, runs)
+    flat.watch = nobody
+    return Traced(
+        source=source, sizes=sizes, program=program, flat=flat, like=like, shapes=tuple(shapes), seen=tuple(seen),
+        obstacles=obstacles,
+    )  # fmt: skip
+
+
+def _past_branches(
+    source: Source, flat: Flat, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]], runs: list[Run]
+) -> tuple[ExportedProgram, tuple[Obstacle, ...]]:
+    """The program and the obstacles.  Where a branch on a number that Python read out of a tensor stops the export, it is made
+    again with that number as eager PyTorch had it, so that the checks see what comes after."""
+    passed: list[Obstacle] = []
+    while True:
+        try:
+            program = _export(source, flat, flat.like, shapes, sizes)
+        except BranchOnData as error:
+            stop = error.__cause__
+            more = runs[-1].reads_of(_free_symbols(stop)) - flat.known
+            if not more or stop is None:
+                raise
+            where, line = user_place(stop)
+            passed.append(Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
+            flat.known = flat.known | more
+        else:
+            return program, tuple(dict.fromkeys([*passed, *runs[-1].obstacles]))
+
+
+def _free_symbols(error: BaseException | None) -> frozenset[Any]:
+    """The symbols of the condition that stopped an export."""
+    return frozenset(getattr(getattr(error, "cond", None), "free_symbols", ()))
+
+
+def describe_signature(traced: Traced) -> Exported:
+    """The inputs and outputs in terms of the declared dimensions.  Raises SizeExcluded, ExportFailed, StructureUnsupported,
+    OutputSizeUnknown."""
+    source, program, flat = traced.source, traced.program, traced.flat
     if flat.result is None or not flat.names:
         raise StructureUnsupported(f"{source.label}: the model's result holds no tensor")
-    symbols = _symbols(source, program, shapes, sizes)
+    symbols = _symbols(source, program, traced.shapes, traced.sizes)
     inputs = tuple(
         [
             TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor))
-            for (name, tensor), shape in zip(like.leaves, shapes, strict=True)
+            for (name, tensor), shape in zip(traced.like.leaves, traced.shapes, strict=True)
         ]
     )
+    outputs = _outputs(source, program, flat.names, symbols)
     return Exported(
         program=program,
         flat=flat,
         inputs=inputs,
-        outputs=tuple(
-            [_as_seen(source, spec, index, seen) for index, spec in enumerate(_outputs(source, program, flat.names, symbols))]
-        ),
-        call=like.call,
+        outputs=tuple([_as_seen(source, spec, index, traced.seen) for index, spec in enumerate(outputs)]),
+        call=traced.call,
         result=flat.result,
+        obstacles=traced.obstacles,
     )
 
 
@@ -101,13 +158,6 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The axes from outermost to innermost in memory; row-major where the tensor is not dense in any order."""
     order = tuple(sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis)))
     return order if tensor.permute(order).is_contiguous() and not tensor.is_contiguous() else tuple(range(tensor.dim()))
-
-
-def run_eager(flat: Flat, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The outputs of eager PyTorch.  Inputs are copied first: a model may write to them."""
-    with torch.no_grad():
-        outputs: tuple[torch.Tensor, ...] = flat(*[tensor.clone() for tensor in tensors])
-    return outputs
 
 
 def _make_dense(model: torch.nn.Module) -> None:
@@ -164,8 +214,21 @@ def _export(
 
 def _torch_export(flat: Flat, like: Sample, shapes: Sequence[tuple[Size, ...]], roots: Mapping[str, Any]) -> ExportedProgram:
     dynamic = tuple([{axis: _dim(size, roots) for axis, size in enumerate(shape) if not isinstance(size, int)} for shape in shapes])
-    with torch.no_grad():
-        return torch.export.export(flat, like.tensors, dynamic_shapes=(dynamic,), strict=False)
+    said = io.StringIO()
+    with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
+        program = torch.export.export(flat, like.tensors, dynamic_shapes=(dynamic,), strict=False)
+    sys.stderr.write(said.getvalue())
+    return program
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """A failing export logs what it could not guard on, and prints its graph: what they mean is in the exception."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _dim(size: Size, roots: Mapping[str, Any]) -> Any:
@@ -217,11 +280,18 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
             lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
             line = next((line for line in lines if line.startswith("Not all values")), lines[0])
             return SizeExcluded(f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
+    if isinstance(error, GuardOnDataDependentSymNode):
+        place, line = user_place(error)
+        return _branch(place or source.label, line)
     place = user_line(error, source.label)
     if not place:
         found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
         place = f"{found[1]}:{found[2]}" if found else source.label
     return ExportFailed(f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
+
+
+def _branch(where: str, line: str) -> BranchOnData:
+    return BranchOnData(f"{where}: data-dependent-branch: {BRANCH}: {line}", BRANCH_FIX)
 
 
 # --- the signature ------------------------------------------------------------------------------------------------
@@ -298,7 +368,7 @@ def _size(source: Source, name: str, axis: int, size: Any, symbols: Mapping[Any,
         return int(size)
     unknown = sorted(str(symbol) for symbol in size.node.expr.free_symbols if symbol not in symbols)
     if unknown:
-        raise StructureUnsupported(
+        raise OutputSizeUnknown(
             f"{source.label}: output {name!r}, axis {axis}: its size {size} depends on data, not on the declared dimensions"
         )
     try:

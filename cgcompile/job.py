@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cgbundle.schema import Dimension, Exam, Program, Region, Target, Weight
@@ -12,13 +13,14 @@ from .source import Source
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is built: the model, its sizes per declared dimension, and how.  `recorder` is that of `targets.Chosen`, the rest are
-    options of `build`."""
+    """What is built: the model, its sizes per declared dimension, and how.  `placements`: nodes that must be on the host beside a
+    GPU, with the reasons.  `recorder` is that of `targets.Chosen`, the rest are options of `build`."""
 
     source: Source
     exported: Exported
     sizes: dict[str, tuple[int, ...]]
     dimensions: tuple[Dimension, ...]
+    placements: Mapping[str, str]
     target: str
     recorder: str
     lower: str

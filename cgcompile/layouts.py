@@ -10,15 +10,18 @@ from torch.export import ExportedProgram
 
 from cgbundle import libtorch
 from cgbundle.host import HostRegion, Layout
+from cgbundle.schema import Weight
 
 from .errors import CompilerFailed, ConstantUnsaved
 from .export import PREFIX
 from .trees import dtype_name
-from .weights import Weights, tensor_constants
+from .weights import tensor_constants
 
 
-def bind_constants(path: Path, program: ExportedProgram, weights: Weights) -> tuple[HostRegion, tuple[tuple[str, int], ...]]:
-    """Loads the shared object here, with the model's own tensors as constants.
+def bind_constants(
+    path: Path, program: ExportedProgram, weights: Sequence[Weight]
+) -> tuple[HostRegion, tuple[tuple[str, int], ...]]:
+    """Loads the shared object of `program` here, with the model's own tensors as constants.
 
     Returns it and (its name of a constant, position of the weight) for the manifest.  Raises ConstantUnsaved for a constant
     that is no weight.
@@ -26,7 +29,7 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Weights) -> tu
     torch_library = libtorch.load(torch.__version__)
     region = HostRegion(str(path), torch_library, path.name)
     tensors = {**program.state_dict, **tensor_constants(program)}
-    positions = {row.name: index for index, row in enumerate(weights.rows)}
+    positions = {row.name: index for index, row in enumerate(weights)}
     pairs, bound = [], {}
     for own, model in region.constants():
         name = model.removeprefix(PREFIX)

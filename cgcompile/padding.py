@@ -1,9 +1,9 @@
 """The proof that a call may be filled up or cut, per declared dimension: the model itself is run on whole, padded and cut inputs.
 
-A dimension is "rows" when outputs stay the same whatever the filling, "zeros" when they stay the same for zeros only (an
-attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and every output has exactly one
-axis that is a multiple of it.  The tests run in eager PyTorch, within the tolerance of the outputs' dtypes: other batch sizes
-take other kernels.
+A dimension is "rows" when outputs stay the same whatever the filling and no operation joins rows, "zeros" when they stay the same
+for zeros only (an attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and every output
+has exactly one axis that is a multiple of it.  The tests run in eager PyTorch, within the tolerance of the outputs' dtypes: other
+batch sizes take other kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 from cgbundle.schema import Dimension
 from cgbundle.sizes import linear, names
 
-from .export import Exported, run_eager
+from .export import Exported
+from .flat import run_eager
+from .mixing import joined
 from .source import Source, sample
 from .tolerance import largest_error, tolerance
 
@@ -61,6 +63,8 @@ def _prove_pad(source: Source, exported: Exported, sizes: Mapping[str, tuple[int
             problem = _compare(exported, flipped, zeros, run_eager(exported.flat, flipped))
         if problem:
             return "no", f"{problem} when {name}={trial.short} is filled up with zeros to {trial.long}"
+    if pad == "rows" and (why := joined(exported, name)):
+        return "zeros", f"{why}; zeros were seen to change nothing"
     return pad, reason
 
 

@@ -16,7 +16,7 @@ from cgbundle import archive
 from cgbundle.publish import staged
 from cgbundle.schema import FORMAT_VERSION, Finding, Manifest
 
-from .errors import ExtraMissing, OutputExists, OutputUnwritable
+from .errors import ExtraMissing, OutputExists, OutputUnwritable, Refused
 from .progress import Stages, Watcher, silent
 from .sizes import Given, count_keys, declared_sizes
 
@@ -37,14 +37,14 @@ class Built:
 
 
 @contextmanager
-def _quiet_torch() -> Iterator[None]:
+def quiet_torch() -> Iterator[None]:
     """Export and Inductor warn about their own insides, which a user of cgcompile can do nothing about."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
         yield
 
 
-@_quiet_torch()
+@quiet_torch()
 def build(
     model: Any,
     inputs: Callable[..., Any] | None = None,
@@ -58,6 +58,7 @@ def build(
     specialize: str = "size",
     recorder: str = "auto",
     prove: str = "interpret",
+    host_ops: Sequence[str] = (),
     force: bool = False,
     max_keys: int = MAX_KEYS,
     progress: Watcher | None = None,
@@ -71,18 +72,20 @@ def build(
     inductor or max-autotune; the cpu target has inductor alone.  `specialize`: "size" lowers every int_key for itself, "shared"
     all at once with dynamic shapes (fewer images, slower kernels).  `recorder`: capture (a GPU that is here), trace (without), or
     auto.  `prove`: what shows that a bundle is right whose GPU is not here, interpret or none; all others are replayed.
-    `force`: replace an existing bundle.  `progress` is told what happens.
+    `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
+    `progress` is told what happens.
 
     Raises a CgbundleError (see errors.py here and in cgbundle); nothing is published then.
     """
-    _need_torch()
+    need_torch()
     import torch
 
-    from .checks import check, refuse
+    from .checks import check, placements, refuse
     from .emit import provenance, seal, write_program
     from .export import export
     from .job import Job
     from .padding import prove_padding
+    from .partition import without_markers
     from .prove import replay
     from .source import load_source
     from .targets import choose
@@ -99,14 +102,23 @@ def build(
         exported = export(source, wanted)
         tell(f"{len(exported.program.graph.nodes)} nodes")
     with stages("check") as tell:
-        findings = check(exported)
+        findings = check(exported, "cpu" if chosen.target == "cpu" else "cuda", host_ops)
         refuse(findings, strict, waive)
+        placed = placements(findings, exported) if chosen.target != "cpu" else {}
+        if placed and specialize == "shared":
+            raise Refused(
+                f"specialize='shared': {len(placed)} operations run on the host, and their regions are lowered for every size",
+                "leave --specialize out",
+            )
+        if not placed:
+            exported = replace(exported, program=without_markers(exported.program))
         tell(f"{len(findings)} finding{'s' if len(findings) != 1 else ''}")
     with stages("padding") as tell:
         dimensions = prove_padding(source, exported, wanted, tell)
         tell(", ".join(f"{dimension.name} by {dimension.pad}" for dimension in dimensions) or "no dimension")
     job = Job(
-        source=source, exported=exported, sizes=wanted, dimensions=dimensions, target=chosen.target, recorder=chosen.recorder,
+        source=source, exported=exported, sizes=wanted, dimensions=dimensions, placements=placed, target=chosen.target,
+        recorder=chosen.recorder,
         lower=lower, specialize=specialize, prove=prove,
         torch_version=torch.__version__.partition("+")[0],
     )  # fmt: skip
@@ -116,6 +128,8 @@ def build(
         options = {"target": target, "lower": lower, "specialize": specialize, "strict": str(strict).lower()}
         if chosen.recorder == "trace":
             options |= {"record": chosen.recorder, "prove": prove}
+        if host_ops:
+            options["host_ops"] = ", ".join(host_ops)
         manifest = seal(stage, _manifest(job, parts, findings, waive, provenance(source.label, options)))
         with stages("verify") as tell:
             if chosen.runs_here:
@@ -167,7 +181,7 @@ def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequ
     )
 
 
-def _need_torch() -> None:
+def need_torch() -> None:
     for package in ("torch", "numpy"):
         if importlib.util.find_spec(package) is None:
             raise ExtraMissing(f"building needs {package}, which is not installed", "pip install 'cgcompile[compile]'")

@@ -24,6 +24,8 @@ def load_saved(label: str) -> Source:
     """
     if not os.path.isfile(label):
         raise SourceMissing(f"{label}: no such file")
+    from . import placing  # noqa: F401 (a program may hold the operators that mark moves between devices)
+
     try:
         program = torch.export.load(label)
     except Exception as error:
@@ -41,7 +43,7 @@ def load_saved(label: str) -> Source:
                         symbols.append(symbol)
     names = ["batch"] if len(symbols) == 1 else [f"dim{index}" for index in range(len(symbols))]
     inputs = _drawer(program, values, dict(zip(symbols, names, strict=True)), names)
-    return Source(name=Path(label).stem, label=label, model=program.module(), inputs=inputs, dimensions=tuple(names))
+    return Source(name=Path(label).stem, label=label, code="", model=program.module(), inputs=inputs, dimensions=tuple(names))
 
 
 def _free(size: Any) -> set[Any]:

@@ -28,11 +28,12 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed, `dimensions` the
-    parameters of `inputs`."""
+    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed, `code` the file or module
+    that defines the model ("" where no other process can import it), `dimensions` the parameters of `inputs`."""
 
     name: str
     label: str
+    code: str
     model: torch.nn.Module
     inputs: Callable[..., Any]
     dimensions: tuple[str, ...]
@@ -58,7 +59,8 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
         if inputs is None:
             raise SourceInvalid("build(model, inputs): inputs, a function from the sizes to example inputs, is missing")
         name = type(model).__name__.lower()
-        return _source(name, f"{type(model).__module__}.{type(model).__qualname__}", model, inputs)
+        home = type(model).__module__
+        return _source(name, f"{home}.{type(model).__qualname__}", "" if home == "__main__" else home, model, inputs)
     label = os.fspath(model)
     if label.endswith(".pt2"):
         from .saved import load_saved
@@ -66,14 +68,25 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
         return load_saved(label)
     if label.endswith(".py") or os.path.exists(label):
         module = _load_file(label)
-        return _from_module(Path(label).stem, label, label, _member(module, "model", label), _member(module, "inputs", label))
+        return _from_module(
+            Path(label).stem, label, label, label, _member(module, "model", label), _member(module, "inputs", label)
+        )
     if ":" in label:
         path, _, attribute = label.partition(":")
         module = _import(path, label)
         return _from_module(
-            attribute.rpartition(".")[2], label, path, _attribute(module, attribute, label), _member(module, "inputs", label)
+            attribute.rpartition(".")[2], label, path, path, _attribute(module, attribute, label), _member(module, "inputs", label)
         )
     raise SourceMissing(f"{label}: no such model", "give a model.py, package.module:attribute, or a saved program.pt2")
+
+
+def load_code(code: str) -> None:
+    """Imports `Source.code`, which may register operators, without making the model: for processes that load the exported program.
+    Raises SourceMissing, SourceInvalid."""
+    if code.endswith(".py"):
+        _load_file(code)
+    elif code:
+        _import(code, code)
 
 
 def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample:
@@ -123,17 +136,17 @@ def is_user_file(filename: str) -> bool:
 # --- loading ------------------------------------------------------------------------------------------------------
 
 
-def _source(name: str, label: str, model: Any, inputs: Callable[..., Any]) -> Source:
+def _source(name: str, label: str, code: str, model: Any, inputs: Callable[..., Any]) -> Source:
     if not isinstance(model, torch.nn.Module):
         raise SourceInvalid(f"{label}: the model is a {type(model).__name__}, expected a torch.nn.Module")
-    return Source(name=name, label=label, model=model, inputs=inputs, dimensions=_dimensions(inputs, label))
+    return Source(name=name, label=label, code=code, model=model, inputs=inputs, dimensions=_dimensions(inputs, label))
 
 
-def _from_module(name: str, label: str, where: str, maker: Any, inputs: Any) -> Source:
+def _from_module(name: str, label: str, code: str, where: str, maker: Any, inputs: Any) -> Source:
     made = maker if isinstance(maker, torch.nn.Module) else _call(maker, "model()", label)
     if not callable(inputs):
         raise SourceInvalid(f"{where}: inputs is a {type(inputs).__name__}, expected a function")
-    return _source(name, label, made, inputs)
+    return _source(name, label, code, made, inputs)
 
 
 def _dimensions(inputs: Callable[..., Any], label: str) -> tuple[str, ...]:

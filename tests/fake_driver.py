@@ -14,12 +14,22 @@ from array import array
 from functools import partial
 from struct import unpack
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from cgbundle.cuda import device, driver, executors, hoststeps, memory, modules, order, steps, turn, weights
 from tests.cuda_bundles import ADD, COMBINE
+
+if TYPE_CHECKING:
+    import pytest
 
 SYMBOLS = {"bias": 4, "table": 8}
 FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | None) -> None:
+    """Puts the driver, or none, under the backend."""
+    for module in (device, driver, executors, hoststeps, memory, modules, order, steps, turn, weights):
+        monkeypatch.setattr(module, "cu", fake)
 
 
 class Number(int):
@@ -54,6 +64,7 @@ class FakeDriver:
         self.fail_at, self.error = -1, 719
         self.calls: list[str] = []
         self.live: dict[int, Any] = {}
+        self.pinned: dict[int, int] = {}  # bytes of host memory by address
         self.retained = 0
         self.freed = 0
         self._numbers = itertools.count(0x1000)
@@ -135,15 +146,20 @@ class FakeDriver:
         return address
 
     def do_cuMemHostAlloc(self, size: int, flags: int) -> int:
-        return self.do_cuMemAlloc(size)
+        address = self.do_cuMemAlloc(size)
+        self.pinned[address] = size
+        return address
 
     def do_cuMemAllocAsync(self, size: int, stream: int) -> int:
         return self.do_cuMemAlloc(size)
 
     def do_cuMemFree(self, address: int) -> None:
+        assert address not in self.pinned
         self._drop(address)
 
-    do_cuMemFreeHost = do_cuMemFree
+    def do_cuMemFreeHost(self, address: int) -> None:
+        del self.pinned[address]
+        self._drop(address)
 
     def do_cuMemFreeAsync(self, address: int, stream: int) -> None:
         self._drop(address)
@@ -154,13 +170,29 @@ class FakeDriver:
     def _memset(self, name: str, address: int, value: int, count: int, stream: int) -> None:
         ctypes.memmove(address, value.to_bytes(FLAT[name], "little") * count, FLAT[name] * count)
 
+    def on_device(self, address: int) -> bool:
+        """Whether an address lies in memory of the GPU that is alive."""
+        places = [(start, len(item)) for start, item in self.live.items() if isinstance(item, ctypes.Array)]
+        return any(start <= address < start + size for start, size in places if start not in self.pinned)
+
+    def is_pinned(self, address: int) -> bool:
+        """Whether an address lies in pinned memory of the host."""
+        return any(start <= address < start + size for start, size in self.pinned.items())
+
     def do_cuMemcpyHtoD(self, target: int, source: bytes, size: int) -> None:
         ctypes.memmove(int(target), source, size)
 
     def do_cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        assert not self.is_pinned(target) and not self.is_pinned(source)
         ctypes.memmove(target, source, size)
 
-    do_cuMemcpyHtoDAsync = do_cuMemcpyDtoHAsync = do_cuMemcpyDtoDAsync
+    def do_cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        assert self.on_device(target) and not self.on_device(source)
+        ctypes.memmove(target, source, size)
+
+    def do_cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        assert self.on_device(source) and not self.on_device(target)
+        ctypes.memmove(target, source, size)
 
     def do_cuMemcpy3DAsync(self, params: Any, stream: int) -> None:
         for z, y in itertools.product(range(params.Depth), range(params.Height)):

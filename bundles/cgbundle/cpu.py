@@ -9,10 +9,12 @@ from ctypes import Array, addressof, c_void_p
 from . import libtorch
 from .archive import WEIGHTS
 from .errors import WrongMachine
-from .host import POINTER_BYTES, HostRegion, Layout
+from .host import POINTER_BYTES, HostRegion, layout_of, open_region
+from .processor import check_features
+from .processor import processor_flags as processor_flags  # the compiler asks for it here
 from .running import Running
 from .safetensors import Mapped
-from .schema import Manifest, Target, Value, Weight
+from .schema import Manifest, Target
 
 
 def check_machine(target: Target) -> None:
@@ -20,23 +22,7 @@ def check_machine(target: Target) -> None:
     machine = os.uname().machine
     if machine != target.arch:
         raise WrongMachine(f"the bundle is for {target.arch} processors, this machine is {machine}")
-    missing = sorted(set(target.features) - processor_flags())
-    if missing:
-        raise WrongMachine(
-            f"this processor lacks {', '.join(missing)}, which the bundle's code uses", "build the bundle on this kind of machine"
-        )
-
-
-def processor_flags() -> frozenset[str]:
-    """The flags of the first processor in /proc/cpuinfo (empty where there is no such file or line)."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith(("flags", "Features")):
-                    return frozenset(line.partition(":")[2].split())
-    except FileNotFoundError:
-        pass
-    return frozenset()
+    check_features(target.features)
 
 
 class Outputs:
@@ -77,9 +63,12 @@ class CpuBackend:
         self._weights = Mapped(os.path.join(path, WEIGHTS), WEIGHTS)
         try:
             for region in manifest.regions:
-                self._regions.append(HostRegion(os.path.join(path, region.file), self._torch, region.file))
-                self._regions[-1].bind({name: self._constant(manifest.weights[index]) for name, index in region.constants})
-            self._inputs = [[self._layout(program.values[index]) for index in program.inputs] for program in manifest.programs]
+                self._regions.append(open_region(path, region, manifest.weights, self._weights, self._torch))
+            self._inputs = [
+                [layout_of(program.values[index], self._torch) for index in program.inputs] for program in manifest.programs
+            ]
+            for program in manifest.programs:
+                self._regions[program.steps[0].region].check_counts(len(program.inputs), len(program.outputs))
         except BaseException:
             self.close()
             raise
@@ -104,9 +93,3 @@ class CpuBackend:
             region.close()
         self._regions.clear()
         self._weights.close()
-
-    def _constant(self, weight: Weight) -> tuple[int, Layout]:
-        return self._weights.address(weight.tensor), self._layout(weight)
-
-    def _layout(self, row: Weight | Value) -> Layout:
-        return Layout(self._torch.dtype(row.dtype), row.shape, row.strides)

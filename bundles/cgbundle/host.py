@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
 from functools import lru_cache
 
 from .errors import LibraryRefused
 from .libtorch import LibTorch
+from .safetensors import Mapped
+from .schema import Region, Value, Weight
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
@@ -35,6 +38,27 @@ class Layout:
         self.shape = (ctypes.c_int64 * len(shape))(*shape)
         self.strides = (ctypes.c_int64 * len(strides))(*strides)
         self.shape_at, self.strides_at = ctypes.addressof(self.shape), ctypes.addressof(self.strides)
+
+
+def layout_of(row: Value | Weight, torch: LibTorch) -> Layout:
+    """The layout of a value or weight.  Raises LibraryRefused where this torch has no such dtype."""
+    return Layout(torch.dtype(row.dtype), row.shape, row.strides)
+
+
+def open_region(folder: str, region: Region, weights: Sequence[Weight], mapped: Mapped | None, torch: LibTorch) -> HostRegion:
+    """A host region of the bundle in `folder`, ready to run: its constants are used in place in the mapped weights, which must
+    stay mapped until it is closed (None for a region without constants).  Raises LibraryRefused."""
+    opened = HostRegion(os.path.join(folder, region.file), torch, region.file)
+    try:
+        constants = {}
+        for name, index in region.constants:
+            assert mapped is not None
+            constants[name] = (mapped.address(weights[index].tensor), layout_of(weights[index], torch))
+        opened.bind(constants)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 @lru_cache(maxsize=256)
@@ -86,6 +110,14 @@ class HostRegion:
             pair.name, pair.handle = name.encode(), handle.value
         update = self._library.AOTInductorModelContainerUpdateUserManagedConstantBufferPairs
         self._check(update(self._container, pairs, c_size_t(len(constants)), c_bool(False), c_bool(True)))
+
+    def check_counts(self, inputs: int, outputs: int) -> None:
+        """Raises LibraryRefused unless the region takes and gives so many tensors: `run` with another number ends the process."""
+        for kind, count, name in (("inputs", inputs, "GetNumInputs"), ("outputs", outputs, "GetNumOutputs")):
+            found = c_size_t()
+            self._check(self._library[f"AOTInductorModelContainer{name}"](self._container, byref(found)))
+            if found.value != count:
+                raise LibraryRefused(f"{self._where}: has {found.value} {kind}, the bundle says {count}")
 
     def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: int) -> ctypes.Array[c_void_p]:
         """Runs on CPU memory; returns `outputs` tensor handles, which the caller must delete."""

@@ -31,7 +31,7 @@ def find(needed: str) -> tuple[str, str]:
         if _complete(os.path.join(package, "lib")):
             return os.path.join(package, "lib"), _version(package)
     raise LibraryMissing(
-        f"{LIBRARIES[1]} not found: a cpu bundle runs on torch's shared libraries, version {needed} or newer", hint
+        f"{LIBRARIES[1]} not found: code for the CPU runs on torch's shared libraries, version {needed} or newer", hint
     )
 
 
@@ -95,7 +95,7 @@ class LibTorch:
             raise LibraryRefused(f"this torch has no dtype {name}") from None
 
     def layout(self, handle: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """(torch's dtype number, shape, strides) of a tensor; used by verification, not by replays."""
+        """(torch's dtype number, shape, strides) of a tensor."""
         rank, dtype = c_int64(), c_int32()
         self._library.aoti_torch_get_dim(c_void_p(handle), byref(rank))
         self._library.aoti_torch_get_dtype(c_void_p(handle), byref(dtype))

@@ -145,11 +145,13 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a check found: `severity` is refuse, host or note; `where` is the user's file:line or ""."""
+    """What a check found: `severity` is refuse, host or note; `node` is the name of the node in the exported program, "" where it
+    concerns the whole model; `where` is the user's file:line or ""."""
 
     rule: str
     severity: str
     message: str
+    node: str
     where: str
     source: str
     effect: str

@@ -6,23 +6,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
-from math import prod
 
 from . import archive, safetensors, structure
 from .errors import CgbundleError, FileDamaged, ManifestInvalid, TableInvalid, WeightsInvalid
-from .schema import CODE, DTYPES, MEMORIES, Dimension, Manifest, Program, TensorSpec, Value
-from .sizes import evaluate, linear, names
-from .tensor import is_dense, memory_order
+from .extents import ELSEWHERE, graph_memories
+from .lifetimecheck import check_recording
+from .programcheck import check_programs, checked_extent
+from .schema import CODE, DTYPES, MEMORIES, Dimension, Manifest, TensorSpec
+from .sizes import linear, names
+from .stepcheck import require
+from .tensor import memory_order
 
 LEVELS = ("load", "full")
 """How much `check_bundle` hashes: everything but the weights' data, or everything."""
 
 CPU, CUDA = "cpu", "cuda"
 
-KERNELS = "kernels/"
+KERNELS, HOST = "kernels/", "host/"
 METHODS = ("replay", "interpret", "none")
 SEVERITIES = ("refuse", "host", "note")
 
@@ -80,7 +82,7 @@ def check_manifest(manifest: Manifest) -> None:
     _check_specs("outputs", manifest.outputs, known)
     solved = {rule[0] for spec in manifest.inputs for size in spec.shape if (rule := linear(size))}
     for dimension in manifest.dimensions:
-        _require(dimension.name in solved, "dimensions", f"{dimension.name} is the size of no input's axis")
+        require(dimension.name in solved, "dimensions", f"{dimension.name} is the size of no input's axis")
     _check_cuts(manifest)
     structure.check_call(manifest.call, len(manifest.inputs))
     structure.check(manifest.result, "result", len(manifest.outputs))
@@ -88,11 +90,11 @@ def check_manifest(manifest: Manifest) -> None:
     _check_memories(manifest)
     _check_weights(manifest)
     _check_regions(manifest)
-    _check_programs(manifest)
+    check_programs(manifest)
     _check_files(manifest)
     _check_exam_rows(manifest)
     for index, finding in enumerate(manifest.findings):
-        _require(finding.severity in SEVERITIES, f"findings[{index}].severity", f"unknown severity {finding.severity!r}")
+        require(finding.severity in SEVERITIES, f"findings[{index}].severity", f"unknown severity {finding.severity!r}")
 
 
 def check_weights(path: str, manifest: Manifest) -> None:
@@ -139,14 +141,18 @@ def check_tables(path: str, manifest: Manifest) -> None:
     from . import modulestates, tablecheck  # a cpu bundle has neither
     from .tableview import Table
 
-    memories = dict(manifest.memories)
+    memories = graph_memories(manifest.memories)
     images = {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}
     for program in manifest.programs:
-        for name in [step.file for step in program.steps if step.file]:
+        for place, step in enumerate(program.steps):
+            if step.kind != "graph":
+                continue
+            name = step.file
             table = Table(_read(path, name), name)
             tablecheck.check(table, name, memories, images)
             if tuple(table.key) != program.key:
                 raise TableInvalid(f"{name}: key: {tuple(table.key)}, the manifest uses it for {program.key}")
+            check_recording(program, place, table, name)
     if manifest.module_state:
         states = modulestates.decode_states(_read(path, manifest.module_state), manifest.module_state)
         modulestates.check_states(states, manifest.module_state, memories, images)
@@ -161,33 +167,28 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def _require(holds: bool, where: str, message: str) -> None:
-    if not holds:
-        raise ManifestInvalid(f"{where}: {message}")
-
-
 def _check_dimensions(dimensions: Sequence[Dimension]) -> None:
-    _require(len({dimension.name for dimension in dimensions}) == len(dimensions), "dimensions", "a name stands twice")
+    require(len({dimension.name for dimension in dimensions}) == len(dimensions), "dimensions", "a name stands twice")
     for index, dimension in enumerate(dimensions):
         where = f"dimensions[{index}]"
-        _require(dimension.name.isidentifier(), f"{where}.name", f"{dimension.name!r} is no name")
-        _require(bool(dimension.sizes), f"{where}.sizes", "no size")
-        _require(list(dimension.sizes) == sorted(set(dimension.sizes)), f"{where}.sizes", "not ascending")
-        _require(dimension.sizes[0] >= 1, f"{where}.sizes", f"{dimension.sizes[0]} is below 1")
-        _require(dimension.pad in ("rows", "zeros", "no"), f"{where}.pad", f"unknown kind {dimension.pad!r}")
+        require(dimension.name.isidentifier(), f"{where}.name", f"{dimension.name!r} is no name")
+        require(bool(dimension.sizes), f"{where}.sizes", "no size")
+        require(list(dimension.sizes) == sorted(set(dimension.sizes)), f"{where}.sizes", "not ascending")
+        require(dimension.sizes[0] >= 1, f"{where}.sizes", f"{dimension.sizes[0]} is below 1")
+        require(dimension.pad in ("rows", "zeros", "no"), f"{where}.pad", f"unknown kind {dimension.pad!r}")
 
 
 def _check_specs(where: str, specs: Sequence[TensorSpec], known: set[str]) -> None:
-    _require(len({spec.name for spec in specs}) == len(specs), where, "a name stands twice")
+    require(len({spec.name for spec in specs}) == len(specs), where, "a name stands twice")
     for index, spec in enumerate(specs):
         at = f"{where}[{index}]"
-        _require(spec.dtype in DTYPES, f"{at}.dtype", f"unknown dtype {spec.dtype!r}")
-        _require(sorted(spec.order) == list(range(len(spec.shape))), f"{at}.order", "is not an order of the axes")
+        require(spec.dtype in DTYPES, f"{at}.dtype", f"unknown dtype {spec.dtype!r}")
+        require(sorted(spec.order) == list(range(len(spec.shape))), f"{at}.order", "is not an order of the axes")
         for axis, size in enumerate(spec.shape):
             unknown = sorted(names(size) - known)
-            _require(not unknown, f"{at}.shape[{axis}]", f"unknown dimension {unknown[:1]}")
+            require(not unknown, f"{at}.shape[{axis}]", f"unknown dimension {unknown[:1]}")
             fits = isinstance(size, int) or where == "outputs" or linear(size) is not None
-            _require(fits, f"{at}.shape[{axis}]", "an input's size must be scale * dimension + offset")
+            require(fits, f"{at}.shape[{axis}]", "an input's size must be scale * dimension + offset")
 
 
 def _check_cuts(manifest: Manifest) -> None:
@@ -198,43 +199,48 @@ def _check_cuts(manifest: Manifest) -> None:
                 for place, spec in enumerate(specs):
                     rules = [linear(size) for size in spec.shape if dimension.name in names(size)]
                     whole = all(rule is not None and rule[2] == 0 for rule in rules) and (len(rules) == 1 or kind == "inputs")
-                    _require(whole, f"dimensions[{index}].chunk", f"{kind}[{place}] cannot be cut along {dimension.name}")
+                    require(whole, f"dimensions[{index}].chunk", f"{kind}[{place}] cannot be cut along {dimension.name}")
 
 
 def _check_exam_rows(manifest: Manifest) -> None:
     keys = [program.key for program in manifest.programs]
-    _require([proof.key for proof in manifest.exam.proofs] == keys, "exam.proofs", "do not match the programs")
-    _require(manifest.exam.compare in ("bits", "tolerance"), "exam.compare", f"unknown comparison {manifest.exam.compare!r}")
+    require([proof.key for proof in manifest.exam.proofs] == keys, "exam.proofs", "do not match the programs")
+    require(manifest.exam.compare in ("bits", "tolerance"), "exam.compare", f"unknown comparison {manifest.exam.compare!r}")
     for index, proof in enumerate(manifest.exam.proofs):
         where = f"exam.proofs[{index}]"
-        _require(proof.method in METHODS, f"{where}.method", f"unknown method {proof.method!r}")
-        _require(proof.tolerance >= 0, f"{where}.tolerance", f"{proof.tolerance} is below 0")
-        _require(proof.error >= 0, f"{where}.error", f"{proof.error} is below 0")
+        require(proof.method in METHODS, f"{where}.method", f"unknown method {proof.method!r}")
+        require(proof.tolerance >= 0, f"{where}.tolerance", f"{proof.tolerance} is below 0")
+        require(proof.error >= 0, f"{where}.error", f"{proof.error} is below 0")
 
 
 def _check_target(manifest: Manifest) -> None:
-    _require(manifest.target.kind in (CPU, CUDA), "target.kind", f"unknown target {manifest.target.kind!r}")
-    _require(bool(manifest.target.arch), "target.arch", "empty")
+    require(manifest.target.kind in (CPU, CUDA), "target.kind", f"unknown target {manifest.target.kind!r}")
+    require(bool(manifest.target.arch), "target.arch", "empty")
+    hosted = any(region.kind == "host" for region in manifest.regions)
+    require(bool(manifest.target.torch) or not hosted, "target.torch", "empty: host regions run on torch's shared libraries")
 
 
 def _check_memories(manifest: Manifest) -> None:
     seen = [name for name, _ in manifest.memories]
-    _require(len(set(seen)) == len(seen) and set(seen) <= {*MEMORIES, CODE}, "memories", f"unknown or double name in {seen}")
+    require(len(set(seen)) == len(seen) and set(seen) <= {*MEMORIES, CODE}, "memories", f"unknown or double name in {seen}")
     for name, size in manifest.memories:
-        _require(size >= 0, f"memories.{name}", f"{size} bytes")
+        require(size >= 0, f"memories.{name}", f"{size} bytes")
 
 
 def _check_weights(manifest: Manifest) -> None:
-    _require(len({weight.name for weight in manifest.weights}) == len(manifest.weights), "weights", "a name stands twice")
+    require(len({weight.name for weight in manifest.weights}) == len(manifest.weights), "weights", "a name stands twice")
     total = dict(manifest.memories).get("weights", 0)
+    used = {weight for region in manifest.regions for _, weight in region.constants if region.kind == "host"}
     for index, weight in enumerate(manifest.weights):
         where = f"weights[{index}]"
-        _require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
-        extent = _extent(where, weight.dtype, weight.shape, weight.strides)
-        _require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
-        if manifest.target.kind == CUDA:
-            _require(weight.offset % safetensors.ALIGNMENT == 0, f"{where}.offset", "is not aligned")
-            _require(weight.offset >= 0 and weight.offset + extent <= total, f"{where}.offset", "outside memory weights")
+        require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
+        extent = checked_extent(where, weight.dtype, weight.shape, weight.strides)
+        require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
+        if manifest.target.kind == CUDA and weight.offset == ELSEWHERE:
+            require(index in used, f"{where}.offset", "is not on the GPU, and no host region uses it")
+        elif manifest.target.kind == CUDA:
+            require(weight.offset % safetensors.ALIGNMENT == 0, f"{where}.offset", "is not aligned")
+            require(weight.offset >= 0 and weight.offset + extent <= total, f"{where}.offset", "outside memory weights")
 
 
 def _is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -247,105 +253,30 @@ def _is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _extent(where: str, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Bytes from the first to behind the last element."""
-    _require(len(shape) == len(strides), f"{where}.strides", "do not match the shape")
-    _require(min(shape, default=0) >= 0 and min(strides, default=0) >= 0, where, "negative size or stride")
-    if 0 in shape:
-        return 0
-    return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * DTYPES[dtype]
-
-
 def _check_regions(manifest: Manifest) -> None:
     for index, region in enumerate(manifest.regions):
         where = f"regions[{index}]"
-        _require(region.kind in ("graph", "host"), f"{where}.kind", f"unknown kind {region.kind!r}")
-        _require((region.kind == "host") == bool(region.file), f"{where}.file", "a host region has a file, a graph region none")
+        require(region.kind in ("graph", "host"), f"{where}.kind", f"unknown kind {region.kind!r}")
+        require((region.kind == "host") == bool(region.file), f"{where}.file", "a host region has a file, a graph region none")
+        require(region.kind == "graph" or region.file.startswith(HOST), f"{where}.file", f"a shared object outside {HOST}")
         for place, (_, weight) in enumerate(region.constants):
-            _require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
-        _require(len({name for name, _ in region.constants}) == len(region.constants), f"{where}.constants", "a name stands twice")
-
-
-def _check_programs(manifest: Manifest) -> None:
-    count = prod(len(dimension.sizes) for dimension in manifest.dimensions)
-    _require(len(manifest.programs) == count, "programs", f"{len(manifest.programs)}, the dimensions' sizes make {count}")
-    keys = list(product(*[dimension.sizes for dimension in manifest.dimensions]))
-    found = [program.key for program in manifest.programs]
-    _require(found == keys, "programs", f"keys {found[:4]}... are not the product of the dimensions' sizes")
-    for index, program in enumerate(manifest.programs):
-        _check_program(manifest, program, f"programs[{index}]")
-
-
-def _check_program(manifest: Manifest, program: Program, where: str) -> None:
-    memories = dict(manifest.memories)
-    for place, value in enumerate(program.values):
-        _check_value(memories, value, f"{where}.values[{place}]")
-    sizes = {dimension.name: size for dimension, size in zip(manifest.dimensions, program.key, strict=True)}
-    for kind, positions, specs in (("inputs", program.inputs, manifest.inputs), ("outputs", program.outputs, manifest.outputs)):
-        _require(len(positions) == len(specs), f"{where}.{kind}", f"{len(positions)} values, the signature has {len(specs)}")
-        for place, (position, spec) in enumerate(zip(positions, specs, strict=True)):
-            at = f"{where}.{kind}[{place}]"
-            _require(0 <= position < len(program.values), at, f"no value {position}")
-            value = program.values[position]
-            _require(value.dtype == spec.dtype, at, f"dtype {value.dtype}, the signature has {spec.dtype}")
-            expected = _shape(spec, sizes, at)
-            _require(value.shape == expected, at, f"shape {list(value.shape)}, the signature gives {list(expected)}")
-            if kind == "inputs":
-                ordered = is_dense(value.shape, value.strides, spec.order)
-                _require(ordered, at, f"strides {list(value.strides)} are not those of the signature's order {list(spec.order)}")
-    for field, memory, size in (("arena", "arena", program.arena), ("static", "inputs", program.static)):
-        _require(0 <= size <= memories.get(memory, 0), f"{where}.{field}", f"{size} bytes, memory {memory} has less")
-    _require(bool(program.steps), f"{where}.steps", "no step")
-    for place, step in enumerate(program.steps):
-        at = f"{where}.steps[{place}]"
-        _require(step.kind in ("graph", "host", "copy"), f"{at}.kind", f"unknown kind {step.kind!r}")
-        _require(all(0 <= value < len(program.values) for value in (*step.inputs, *step.outputs)), at, "no such value")
-        _require((step.kind == "graph") == bool(step.file), f"{at}.file", "a graph step has a table, others none")
-        if step.kind == "copy":
-            _require(len(step.inputs) == len(step.outputs) == 1, at, "a copy has one input and one output")
-            source, target = program.values[step.inputs[0]], program.values[step.outputs[0]]
-            same = (source.dtype, source.shape, source.strides) == (target.dtype, target.shape, target.strides)
-            _require(same, at, "a copy between values of different layouts")
-        else:
-            _require(0 <= step.region < len(manifest.regions), f"{at}.region", f"no region {step.region}")
-            _require(manifest.regions[step.region].kind == step.kind, f"{at}.region", "is of another kind")
-    if manifest.target.kind == CPU:
-        (step, *more) = program.steps
-        whole = step.kind == "host" and not more and step.inputs == program.inputs and step.outputs == program.outputs
-        _require(whole, f"{where}.steps", "a cpu program is one host step over the call's values")
-
-
-def _shape(spec: TensorSpec, sizes: Mapping[str, int], where: str) -> tuple[int, ...]:
-    try:
-        return tuple([evaluate(size, sizes) for size in spec.shape])
-    except ZeroDivisionError:
-        raise ManifestInvalid(f"{where}: the signature's shape divides by zero at {dict(sizes)}") from None
-
-
-def _check_value(memories: dict[str, int], value: Value, where: str) -> None:
-    _require(value.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {value.dtype!r}")
-    _require(value.memory in MEMORIES, f"{where}.memory", f"unknown memory {value.memory!r}")
-    extent = _extent(where, value.dtype, value.shape, value.strides)
-    if value.memory == "host":
-        _require(value.offset == 0, f"{where}.offset", "a value in host memory has none")
-    else:
-        fits = value.offset >= 0 and value.offset + extent <= memories.get(value.memory, 0)
-        _require(fits, f"{where}.offset", f"outside memory {value.memory}")
+            require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
+        require(len({name for name, _ in region.constants}) == len(region.constants), f"{where}.constants", "a name stands twice")
 
 
 def _check_files(manifest: Manifest) -> None:
     paths = [file.path for file in manifest.files]
-    _require(len(set(paths)) == len(paths), "files", "a path stands twice")
+    require(len(set(paths)) == len(paths), "files", "a path stands twice")
     for index, file in enumerate(manifest.files):
         where = f"files[{index}]"
         parts = file.path.split("/")
         plain = all(part not in ("", ".", "..") for part in parts) and "\\" not in file.path and file.path.isprintable()
-        _require(plain and file.path != archive.MANIFEST, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
-        _require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
+        require(plain and file.path != archive.MANIFEST, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
+        require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
         digits = len(file.sha256) == 64 and set(file.sha256) <= set("0123456789abcdef")
-        _require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
+        require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
         if file.path.startswith(KERNELS):
-            _require(file.path == KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
+            require(file.path == KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
     needed = {archive.WEIGHTS, archive.EXAM, archive.PROGRAM}
     needed |= {region.file for region in manifest.regions if region.file}
     needed |= {step.file for program in manifest.programs for step in program.steps if step.file}

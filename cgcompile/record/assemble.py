@@ -32,7 +32,7 @@ from cgcompile.record.rows import INPUTS, WEIGHTS, Key, RawGraph, RawKernel, Raw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graph:
-    """What one key needs: its recording, the tensors of the call, the bytes of its arena, and how its words were classified."""
+    """One graph: its recording, its tensors, the bytes of its key's arena, and how its words were classified."""
 
     recording: Recording
     inputs: tuple[Value, ...]
@@ -43,10 +43,10 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """All keys, in the takes' order, with what they share: the tables behind the weights, the end of memory `weights`,
-    module state."""
+    """All keys, in the takes' order, each with its graphs in the order in which they run, and what they share: the tables behind
+    the weights, the end of memory `weights`, module state."""
 
-    graphs: dict[Key, Graph]
+    graphs: dict[Key, tuple[Graph, ...]]
     tables: tuple[Table, ...]
     weights_end: int
     states: tuple[ModuleState, ...]
@@ -77,16 +77,19 @@ def assemble(a: Take, b: Take, weights_end: int) -> Assembled:
     """
     compare(a, b)
     known = know(a, b)
-    linked = {x.key: _link(x, y, known) for x, y in zip(a.graphs, b.graphs, strict=True)}
+    linked = [_link(x, y, known) for x, y in zip(a.graphs, b.graphs, strict=True)]
     states = [
         (s.image, s.symbol, classify(s.block, t.block, known, lambda at, s=s: f"variable {s.symbol}, the word at {at}"))  # type: ignore[misc]
         for s, t in zip(a.states, b.states, strict=True)
     ]
-    used = [i for graph in linked.values() for i in graph.used()] + [t.range for _, _, block in states for _, t in block.links]
+    used = [i for graph in linked for i in graph.used()] + [t.range for _, _, block in states for _, t in block.links]
     tables, offsets, end = place_tables(a, b, known.pairing, dict.fromkeys(used), weights_end)
-    graphs = {
-        graph.key: _rows(graph, linked[graph.key], place(a, linked[graph.key].used(), offsets, graph.key)) for graph in a.graphs
-    }
+    keys = dict.fromkeys(graph.key for graph in a.graphs)
+    graphs = {}
+    for key in keys:
+        mine = [(graph, links) for graph, links in zip(a.graphs, linked, strict=True) if graph.key == key]
+        placement = place(a, dict.fromkeys(i for _, links in mine for i in links.used()), offsets, key)  # one arena for all of them
+        graphs[key] = tuple([_rows(graph, links, placement) for graph, links in mine])
     return Assembled(graphs=graphs, tables=tables, weights_end=end, states=tuple(_states(states, offsets)))
 
 

@@ -11,20 +11,20 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from cgbundle.recording import ModuleState, Recording
-from cgbundle.schema import Value, Weight
+from cgbundle.recording import ModuleState
+from cgbundle.schema import Weight
 from cgcompile.lower import cache_environment
-from cgcompile.record.assemble import Assembled, assemble
+from cgcompile.record.assemble import Assembled, Graph, assemble
 from cgcompile.record.errors import SharedStorage, SizesDiffer
-from cgcompile.record.memory import PAD, Table, lay_out
+from cgcompile.record.memory import PAD, Table, align, lay_out, tensor_bytes
 from cgcompile.record.processes import run_all
-from cgcompile.record.relocate import Census
-from cgcompile.record.request import Request
+from cgcompile.record.request import Landing, Request
 from cgcompile.record.rows import Key, Take
 from cgcompile.record.tensors import (
     entangled,
@@ -59,19 +59,16 @@ class Trial:
 class Recorded:
     """All that was recorded.  Mappings by int_key hold the keys largest first, as they were captured.
 
+    `graphs`: one for a program that is one graph, whose inputs and outputs are those of the call, else one per graph region.
     `weights` are the program's tensors with their offsets; `tables` follow them in the same memory, which takes
-    `weights_bytes` in all. `arena` and `static` are the bytes that each key needs of memories `arena` and `inputs`.
+    `weights_bytes` in all. `static` are the bytes that each key needs of memory `inputs`.
     `mutated` names the weights that a replay changes in place: their memory has to start with the original values.
     `images` are cubins by sha256.  `driver` is the CUDA version of the recording machine's driver (13000 = 13.0).
     """
 
-    recordings: dict[Key, Recording]
-    inputs: dict[Key, tuple[Value, ...]]
-    outputs: dict[Key, tuple[Value, ...]]
-    arena: dict[Key, int]
+    graphs: dict[Key, tuple[Graph, ...]]
     static: dict[Key, int]
     trials: dict[Key, Trial]
-    census: dict[Key, Census]
     weights: tuple[Weight, ...]
     tables: tuple[Table, ...]
     weights_bytes: int
@@ -93,6 +90,10 @@ def record(
     level: str = "inductor",
     specialize: str = "size",
     fresh: Mapping[Key, Call] | None = None,
+    code: str = "",
+    placements: Mapping[str, str] = MappingProxyType({}),
+    landing: Mapping[Key, tuple[Landing, ...]] = MappingProxyType({}),
+    elsewhere: frozenset[str] = frozenset(),
     cache: Path | None = None,
     workers: int | None = None,
     parallel: bool = True,
@@ -100,8 +101,11 @@ def record(
 ) -> Recorded:
     """Record a program at every key of `calls` (example tensors on any device; other leaves are constants of the call).
 
-    `fresh` are other inputs of the same shapes for the exam, drawn here when not given.  `folder` takes working files and the
-    processes' logs; `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).
+    `fresh` are other inputs of the same shapes for the exam, drawn here when not given.  `code`: as in `Request`.  `placements`
+    (see `partition`) are nodes that are on the host, and `landing` by key where in memory `inputs`, behind the call's inputs, what
+    the host makes is put; host regions are not part of what is recorded.  `elsewhere`: weights that no graph reads, which get no
+    place.  `folder` takes working files and the processes' logs; `cache` the compile cache (default: inside `folder`, so that
+    nothing leaks between builds).
     `workers` processes lower at a time (default: half the processors, 1 for max-autotune, whose benchmarks would disturb
     each other); with `parallel` the two recorders share the GPU, else they run one after the other.
 
@@ -111,11 +115,13 @@ def record(
     exam = fresh if fresh is not None else _fresh_calls(calls)
     _check_calls(calls, exam)
     tensors = program_tensors(program)
-    weights, weights_end = lay_out(shapes_of(tensors))
+    weights, weights_end = lay_out({name: shape for name, shape in shapes_of(tensors).items() if name not in elsewhere})
     torch.export.save(program, folder / "program.pt2")
     both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], exam[key])) for key in calls}
     torch.save(both, folder / "calls.pt")
     static = {key: inputs_bytes(_tensors(calls[key])) for key in calls}
+    for key, rows in landing.items():
+        static[key] = max([static[key], *(align(offset + tensor_bytes(dtype, shape)) for _, offset, dtype, shape in rows)])
     keys = tuple(sorted(calls, key=lambda key: (static[key], key), reverse=True))
 
     def request(role: str, number: int, some: tuple[Key, ...]) -> Request:
@@ -127,6 +133,9 @@ def record(
             keys=some,
             level=level,
             specialize=specialize,
+            code=code,
+            placements=tuple(placements.items()),
+            landing=dict(landing),
             weights=weights,
             weights_end=weights_end,
             inputs_end=max(static.values(), default=0),
@@ -164,15 +173,10 @@ def _recorded(
             error=max(mine.error, theirs.error),
             tolerance=tolerance,
         )
-    graphs = assembled.graphs
     return Recorded(
-        recordings={key: g.recording for key, g in graphs.items()},
-        inputs={key: g.inputs for key, g in graphs.items()},
-        outputs={key: g.outputs for key, g in graphs.items()},
-        arena={key: g.arena for key, g in graphs.items()},
-        static={key: static[key] + PAD for key in graphs},
+        graphs=assembled.graphs,
+        static={key: static[key] + PAD for key in assembled.graphs},
         trials=trials,
-        census={key: g.census for key, g in graphs.items()},
         weights=weights,
         tables=assembled.tables,
         weights_bytes=assembled.weights_end + PAD,

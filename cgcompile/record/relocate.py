@@ -51,7 +51,7 @@ class Census:
 
 def compare(a: Take, b: Take) -> None:
     """Check that two takes hold the same graphs but for addresses and bytes.  Raises RecordingsDiffer."""
-    if [g.key for g in a.graphs] != [g.key for g in b.graphs]:
+    if [(g.key, g.region) for g in a.graphs] != [(g.key, g.region) for g in b.graphs]:
         raise RecordingsDiffer(f"the recordings hold the keys {[g.key for g in a.graphs]} and {[g.key for g in b.graphs]}")
     for x, y in zip(a.graphs, b.graphs, strict=True):
         if len(x.nodes) != len(y.nodes):
@@ -129,7 +129,8 @@ def node_name(graph: RawGraph, i: int) -> str:
     """A node in messages: "int_key (8,), node 17 (symbol)"."""
     node = graph.nodes[i]
     kind = {RawMemset: "memset", RawMemcpy: "memcpy", RawEmpty: "empty"}.get(type(node), "")
-    return f"int_key {graph.key}, node {i} ({node.symbol if isinstance(node, RawKernel) else kind})"
+    region = f"graph {graph.region + 1}, " if graph.region else ""
+    return f"int_key {graph.key}, {region}node {i} ({node.symbol if isinstance(node, RawKernel) else kind})"
 
 
 def address_at(block: Block, at: int) -> int:

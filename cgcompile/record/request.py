@@ -17,12 +17,19 @@ REFUSED = 3
 """Exit status of a recorder process that wrote a refusal (class name, message, hint) to its result file."""
 
 
+Landing = tuple[str, int, str, tuple[int, ...]]
+"""A value that the host makes and a graph takes: its name, bytes into the inputs buffer, dtype and shape; it is contiguous."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One recorder process.
 
     `role`: "prime" lowers and runs the keys once, to fill the compile cache; "record" makes a Take of them.  `program` is a saved
     ExportedProgram, `calls` a file of torch.save with {key: (example call, fresh call)}, a call being (args, kwargs).
+    `code` names the model whose code registers operators that the program calls, or is "".  `placements` (node of the program,
+    reason) are on the host: where there are any, the program is several regions, and `landing` says by key where in the inputs
+    buffer what the host makes is put, as (value, offset, dtype, shape).
     `keys` come largest first.  `shift` makes this process's addresses differ from another's.  `result` is the file to write.
     """
 
@@ -33,6 +40,9 @@ class Request:
     keys: tuple[Key, ...]
     level: str
     specialize: str
+    code: str
+    placements: tuple[tuple[str, str], ...]
+    landing: dict[Key, tuple[Landing, ...]]
     weights: tuple[Weight, ...]
     weights_end: int
     inputs_end: int

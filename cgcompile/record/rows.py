@@ -120,14 +120,15 @@ class RawValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawGraph:
-    """One captured graph.  `edges` are (source, target, from_port, to_port, type); `inputs` and `outputs` the tensors of
-    the call."""
+    """One captured graph.  `edges` are (source, target, from_port, to_port, type); `inputs` and `outputs` its tensors, which are
+    those of the call where the whole program is one graph.  `region`: position among the graphs of its key."""
 
     key: Key
     nodes: tuple[RawNode, ...]
     edges: tuple[tuple[int, int, int, int, int], ...]
     inputs: tuple[RawValue, ...]
     outputs: tuple[RawValue, ...]
+    region: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,8 @@ from cgcompile.record.errors import LoweringFailed, NotCapturable
 from cgcompile.record.memory import PAD
 from cgcompile.record.request import Request
 from cgcompile.record.rows import Key
-from cgcompile.record.tensors import apply_settings, place_inputs, place_weights, program_tensors
+from cgcompile.record.tensors import Spot, apply_settings, place_inputs, place_weights, program_tensors, spot_of
+from cgcompile.source import load_code
 
 WARMUPS = 3
 SHIFTS = (1 << 20, 34 << 20, 200 << 20)
@@ -34,9 +35,10 @@ Tell = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
     """A loaded program: `module` computes with weights in the buffer `weights`, `originals` are their values before
-    anything ran."""
+    anything ran.  `sides` are the program on the CPU and on the GPU where parts of it stay on the host, else None."""
 
     request: Request
+    sides: tuple[torch.export.ExportedProgram, torch.export.ExportedProgram] | None
     module: torch.nn.Module
     originals: Mapping[str, torch.Tensor]
     weights: torch.Tensor
@@ -46,12 +48,15 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
-    """A captured graph, not yet run.  `inputs` are the static tensors of the call, `outputs` the tensors it returns."""
+    """A captured graph, not yet run: number `region` of its key.  `inputs` and `outputs` are the places of the tensors that it
+    takes and makes; `kept` are outputs of the program among them, whose memory nobody else gets."""
 
     key: Key
+    region: int
     graph: torch.cuda.CUDAGraph
-    inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...]
+    inputs: tuple[Spot, ...]
+    outputs: tuple[Spot, ...]
+    kept: tuple[torch.Tensor, ...]
 
 
 def open_session(request: Request) -> Session:
@@ -62,6 +67,10 @@ def open_session(request: Request) -> Session:
     if request.shift:
         for size in SHIFTS:
             check(driver.cuMemAlloc(size))
+    if request.placements:
+        import cgcompile.placing  # noqa: F401 (the operators that mark moves between devices)
+    if request.code:
+        load_code(request.code)
     program = torch.export.load(request.program)
     originals = program_tensors(program)
     moved = move_to_device_pass(program, "cuda")
@@ -70,10 +79,11 @@ def open_session(request: Request) -> Session:
     inputs = torch.zeros(request.inputs_end + PAD, dtype=torch.uint8, device="cuda")
     place_weights(module, request.weights, originals, weights)
     calls = torch.load(request.calls, weights_only=False)
+    sides = (torch.export.load(request.program), moved) if request.placements else None  # moving changes the program itself
     del program, moved, anchor
     gc.collect()
     torch.cuda.empty_cache()
-    return Session(request=request, module=module, originals=originals, weights=weights, inputs=inputs, calls=calls)
+    return Session(request=request, sides=sides, module=module, originals=originals, weights=weights, inputs=inputs, calls=calls)
 
 
 def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
@@ -93,6 +103,12 @@ def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], 
     def call() -> Any:
         return lowered(*args, **kwargs)
 
+    run_warm(call, f"int_key {key}, {session.request.level}")
+    return call, tuple(static)
+
+
+def run_warm(call: Callable[[], Any], where: str) -> None:
+    """Run a lowered program on a side stream, which compiles it.  Raises LoweringFailed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
@@ -100,28 +116,36 @@ def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], 
             for _ in range(WARMUPS):
                 call()
     except lowering_errors() as error:
-        raise LoweringFailed(f"int_key {key}, {session.request.level}: {_first_line(error)}") from error
+        raise LoweringFailed(f"{where}: {_first_line(error)}") from error
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    return call, tuple(static)
 
 
 def capture(session: Session, key: Key, tell: Tell) -> Captured:
     """Capture the program for a key into a private pool of its own.  Raises LoweringFailed, NotCapturable."""
     call, static = warm_up(session, key, tell)
     tell(f"capturing {key}")
+    graph, result = capture_call(call, f"int_key {key}")
+    outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return Captured(
+        key=key, region=0, graph=graph, inputs=tuple(map(spot_of, static)), outputs=tuple(map(spot_of, outputs)), kept=outputs
+    )
+
+
+def capture_call(call: Callable[[], Any], where: str, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A captured graph of a call that ran before, and what the call returned; `pool` is that of an earlier graph, whose memory this
+    one may use as far as nothing holds it.  Raises NotCapturable."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
-        with torch.no_grad(), torch.cuda.graph(graph):
+        with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
             result = call()
     except RuntimeError as error:
-        raise NotCapturable(f"int_key {key}: {_first_line(error)}") from error
+        raise NotCapturable(f"{where}: {_first_line(error)}") from error
     torch._C._cuda_clearCublasWorkspaces()
-    outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-    return Captured(key=key, graph=graph, inputs=static, outputs=outputs)
+    return graph, result
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,16 +15,17 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgcompile.record.addresses import AddressMap
+from cgcompile.record.chain import capture_chain, open_chain, replay_chain, warm_up_chain
 from cgcompile.record.cupti import ImageLog
 from cgcompile.record.driver import check, driver, inspect_pointer, read_device
 from cgcompile.record.elf import Cubin, read_cubin
 from cgcompile.record.errors import InputMutated, RandomnessRefused
 from cgcompile.record.memory import LARGEST_TABLE
 from cgcompile.record.request import Request
-from cgcompile.record.rows import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawState, RawValue, Take, Word
-from cgcompile.record.session import Captured, Session, Tell, capture, open_session, warm_up
+from cgcompile.record.rows import Key, Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawState, RawValue, Take, Word
+from cgcompile.record.session import Call, Captured, Session, Tell, capture, open_session, warm_up
 from cgcompile.record.state import changed_variables
-from cgcompile.record.tensors import dtype_name, row_major, tensor_at
+from cgcompile.record.tensors import Spot, place_inputs, row_major, tensor_at
 from cgcompile.record.walk import walk
 from cgcompile.tolerance import largest_error
 
@@ -33,13 +34,17 @@ def prime(request: Request, tell: Tell) -> None:
     """Lower and run the keys once, so that the compile cache holds what the recorders need.  Raises LoweringFailed."""
     session = open_session(request)
     for key in request.keys:
-        warm_up(session, key, tell)
+        if request.placements:
+            warm_up_chain(session, key, tell)
+        else:
+            warm_up(session, key, tell)
 
 
 def record(request: Request, log: ImageLog, tell: Tell) -> Take:
     """Capture every key and say everything about it.  Raises the refusals of errors.py."""
     session = open_session(request)
-    captured = [capture(session, key, tell) for key in request.keys]
+    chained = capture_chain if request.placements else lambda *given: (capture(*given),)
+    captured = [item for key in request.keys for item in chained(session, key, tell)]
     torch.cuda.synchronize()
     tell("reading the graphs")
     addresses = AddressMap(*_memory(session, captured), inspect_pointer)
@@ -59,12 +64,12 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
         nodes, edges, theirs = walk(item.graph.raw_cuda_graph(), item.key, addresses, modules, functions_of)
         used |= theirs
         sides = [tuple(_value(t, item, addresses) for t in tensors) for tensors in (item.inputs, item.outputs)]
-        graphs.append(RawGraph(key=item.key, nodes=nodes, edges=edges, inputs=sides[0], outputs=sides[1]))
+        graphs.append(RawGraph(key=item.key, region=item.region, nodes=nodes, edges=edges, inputs=sides[0], outputs=sides[1]))
     states, notes = changed_variables(used, {image: cubin(image) for image in used}, addresses)
     ranges = _filled(addresses, graphs, states)
     tell("replaying")
     mutated = _mutated(session)
-    exams = [_examine(session, item, mutated) for item in captured]
+    exams = [_examine(session, key, [item for item in captured if item.key == key], mutated) for key in request.keys]
     mutated = tuple(dict.fromkeys((*mutated, *_mutated(session))))
     return Take(
         ranges=ranges,
@@ -103,9 +108,9 @@ def _memory(session: Session, captured: Sequence[Captured]) -> tuple[list[Range]
     return ranges, [(segment["address"], segment["total_size"]) for segment in segments]
 
 
-def _value(tensor: torch.Tensor, item: Captured, addresses: AddressMap) -> RawValue:
-    place = Word(at=0, targets=addresses.readings(tensor.data_ptr(), item.key) if tensor.numel() else ())
-    return RawValue(dtype=dtype_name(tensor), shape=tuple(tensor.shape), strides=tensor.stride(), place=place)
+def _value(spot: Spot, item: Captured, addresses: AddressMap) -> RawValue:
+    place = Word(at=0, targets=addresses.readings(spot.address, item.key) if 0 not in spot.shape else ())
+    return RawValue(dtype=spot.dtype, shape=spot.shape, strides=spot.strides, place=place)
 
 
 def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[RawState]) -> tuple[Range, ...]:
@@ -146,34 +151,47 @@ def _restore(session: Session, names: Sequence[str]) -> None:
             tensor_at(session.weights, row.offset, row.dtype, row.shape, row.strides).copy_(session.originals[row.name])
 
 
-def _examine(session: Session, item: Captured, mutated: Sequence[str]) -> RawExam:
-    """Replay a graph on the fresh call, from the original weights, and compare with eager PyTorch.
+def _examine(session: Session, key: Key, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
+    """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.
 
     Raises RandomnessRefused when the replay advanced torch's generator, InputMutated when it changed a static input.
     """
-    fresh = session.calls[item.key][1]
+    fresh = session.calls[key][1]
     values = [leaf for leaf in tree_leaves(fresh) if isinstance(leaf, torch.Tensor)]
-    for static, value in zip(item.inputs, values, strict=True):
-        static.copy_(value)
+    chain = open_chain(session, key) if session.sides else None
+    examples = [leaf for leaf in tree_leaves(session.calls[key][0]) if isinstance(leaf, torch.Tensor)]
+    inputs = [static.copy_(value) for static, value in zip(place_inputs(examples, session.inputs), values, strict=True)]
     _restore(session, mutated)
-    item.graph.instantiate()
+    for item in items:
+        item.graph.instantiate()
     torch.cuda.synchronize()
     before = torch.cuda.get_rng_state()
+    made = replay_chain(session, chain, items) if chain else _replay(items[0])
+    if not torch.equal(before, torch.cuda.get_rng_state()):
+        raise RandomnessRefused(f"int_key {key}: replaying the graph draws random numbers")
+    for i, (static, value) in enumerate(zip(inputs, values, strict=True)):
+        if row_major(static) != row_major(value):
+            raise InputMutated(f"int_key {key}: the program changes tensor {i} of its inputs")
+    outputs = tuple(row_major(t) for t in made)
+    _restore(session, mutated)
+    eager = _eager(session, fresh)
+    error = max((largest_error(want.to(got.device), got) for got, want in zip(made, eager, strict=True)), default=0.0)
+    _restore(session, mutated)
+    return RawExam(key=key, outputs=outputs, error=error)
+
+
+def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
     item.graph.replay()
     torch.cuda.synchronize()
-    if not torch.equal(before, torch.cuda.get_rng_state()):
-        raise RandomnessRefused(f"int_key {item.key}: replaying the graph draws random numbers")
-    for i, (static, value) in enumerate(zip(item.inputs, values, strict=True)):
-        if row_major(static) != row_major(value):
-            raise InputMutated(f"int_key {item.key}: the program changes tensor {i} of its inputs")
-    outputs = tuple(row_major(t) for t in item.outputs)
-    _restore(session, mutated)
-    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("cuda", copy=True), fresh)
+    return item.kept
+
+
+def _eager(session: Session, call: Call) -> list[torch.Tensor]:
+    """The outputs of eager PyTorch: on the GPU, or on the CPU for a program of which a part can only be there."""
+    device, module = ("cpu", session.sides[0].module(check_guards=False)) if session.sides else ("cuda", session.module)
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, copy=True), call)
     with torch.no_grad():
-        eager = [t for t in tree_leaves(session.module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
-    error = max((largest_error(want, got) for got, want in zip(item.outputs, eager, strict=True)), default=0.0)
-    _restore(session, mutated)
-    return RawExam(key=item.key, outputs=outputs, error=error)
+        return [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

@@ -70,11 +70,11 @@ def row_major(tensor: torch.Tensor) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Span:
-    """Bytes of device memory, as the CUDA array interface describes them.  `owner` keeps them alive."""
+    """Bytes of device memory, as the CUDA array interface describes them.  `owner` keeps them alive; None: somebody else does."""
 
     address: int
     size: int
-    owner: torch.Tensor
+    owner: torch.Tensor | None
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -92,17 +92,44 @@ def tensor_at(buffer: torch.Tensor, offset: int, dtype: str, shape: tuple[int, .
     return empty.set_(storage, 0, shape, strides)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spot:
+    """Where a tensor on the device lies and how, without keeping its memory: strides in elements."""
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor again, which must be dense; whoever asks knows that its memory is still there."""
+        empty = torch.empty(0, dtype=getattr(torch, self.dtype), device="cuda")
+        size = tensor_bytes(self.dtype, self.shape)
+        if not size:
+            return empty.new_empty(self.shape)
+        storage = torch.as_tensor(_Span(address=self.address, size=size, owner=None), device="cuda").untyped_storage()
+        return empty.set_(storage, 0, self.shape, self.strides)
+
+
+def spot_of(tensor: torch.Tensor) -> Spot:
+    """The place of a tensor."""
+    return Spot(address=tensor.data_ptr(), dtype=dtype_name(tensor), shape=tuple(tensor.shape), strides=tensor.stride())
+
+
 def place_weights(
     module: torch.nn.Module, rows: Iterable[Weight], tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor
 ) -> None:
-    """Copy every tensor to its offset in `buffer` and point the module's parameter, buffer or attribute of that name there."""
+    """Copy every tensor to its offset in `buffer` and point the module's parameter, buffer or attribute of that name there, if it
+    has one."""
     placed: dict[str, torch.Tensor] = {}
     for row in rows:
         if row.tensor not in placed:
             placed[row.tensor] = tensor_at(buffer, row.offset, row.dtype, row.shape, row.strides)
             placed[row.tensor].copy_(tensors[row.tensor])
         owner_name, _, leaf = row.name.rpartition(".")
-        owner = module.get_submodule(owner_name)
+        owner: Any = module
+        for name in owner_name.split(".") if owner_name else ():
+            owner = getattr(owner, name, None)
         held = getattr(owner, leaf, None)
         if held is None:  # a tensor that the graph does not use
             continue

@@ -20,7 +20,8 @@ def assemble(ptx: str, capability: int) -> bytes:
     """The image of PTX text for a capability (90 for sm_90).  Raises ExtraMissing, KernelFailed."""
     with tempfile.TemporaryDirectory(prefix="cgcompile-") as folder:
         Path(folder, "kernels.ptx").write_text(ptx)
-        command = [_ptxas(capability), f"--gpu-name=sm_{capability}", "--output-file", "kernels.cubin", "kernels.ptx"]
+        options = [f"--gpu-name=sm_{capability}", "--output-file", "kernels.cubin", "kernels.ptx"]
+        command: list[str | Path] = [_ptxas(capability), *options]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
         if done.returncode:
             raise KernelFailed(f"ptxas for sm_{capability}: {' '.join((done.stdout + done.stderr).split())[:160]}")

@@ -69,6 +69,12 @@ def build(
             "--waive", metavar="RULE", help="Accept a rule's findings; may be repeated. What is refused now cannot be waived."
         ),
     ] = None,
+    host_ops: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated.", show_default=False
+        ),
+    ] = None,
     max_keys: Annotated[
         int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")
     ] = 64,
@@ -93,7 +99,8 @@ def build(
     with _watching(quiet) as progress:
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
-            specialize=specialize, recorder=recorder, prove=prove, force=force, max_keys=max_keys, progress=progress,
+            specialize=specialize, recorder=recorder, prove=prove, host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys,
+            progress=progress,
         )  # fmt: skip
     if not quiet:
         show(_summary(built, time.perf_counter() - begin), sys.stderr)

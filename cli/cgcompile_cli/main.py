@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import build, errors, inspect, run, verify
+from . import build, check, errors, inspect, run, verify
 
 
 class Commands(TyperGroup):
@@ -52,6 +52,7 @@ def cgcompile(
 
 
 app.command("build")(build.build)
+app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("run")(run.run)

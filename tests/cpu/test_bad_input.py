@@ -73,6 +73,49 @@ def test_model_file(folder: Path, text: str, code: int, said: str) -> None:
     assert set(os.listdir(folder)) <= {"model.py", "__pycache__"}
 
 
+BRANCH = """
+import torch
+from torch import nn
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x + 1
+        return x - 1
+
+
+def model() -> nn.Module:
+    return Branch()
+
+
+def inputs(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randn(batch, 6),)
+"""
+
+
+def test_a_branch_on_data(folder: Path) -> None:
+    (folder / "model.py").write_text(BRANCH)
+    told = refused(build("model.py", "--sizes", "1,4"), 1)
+    assert told.startswith("error: model.py:8: data-dependent-branch: ") and "if x.sum() > 0:" in told and "torch.where" in told
+    result = call("check", "model.py", "--sizes", "1,4")
+    assert (result.exit_code, result.stderr) == (1, "") and "refuse data-dependent-branch  model.py:8" in result.stdout
+
+
+def test_a_part_on_the_host_is_refused_by_strict(folder: Path) -> None:
+    (folder / "model.py").write_text(BRANCH.replace("if x.sum() > 0:", "if True:").replace("x + 1", "x * x.max().item()"))
+    told = refused(call("build", "model.py", "--sizes", "1,4", "--target", "sm_90", "--quiet", "--strict"), 1)
+    assert told.startswith("error: model.py:9: host-scalar: ")
+    assert os.listdir(folder) == ["model.py"] or set(os.listdir(folder)) == {"model.py", "__pycache__"}
+
+
+def test_an_operator_to_keep_on_the_host_that_is_not_there(folder: Path, model_file: Path) -> None:
+    options = (model_file, "--sizes", "1,4", "--host-op", "aten.linar")
+    for result in (build(*options), call("check", *options)):
+        said = refused(result, 2)
+        assert "'aten.linar'" in said and "aten.linear" in said
+
+
 NOWHERE = ("missing.py", "folder", "no_such_module:attribute", "json:no_such_attribute", "missing.pt2", "nonsense")
 
 

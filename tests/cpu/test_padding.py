@@ -80,3 +80,9 @@ def test_a_mask_makes_a_sequence_paddable_but_not_cuttable(masked: bool, pad: st
     found = decide(Pooled(masked), inputs, {"batch": (1, 2), "seq": (4, 8)})
     assert found["batch"][:2] == ("rows", True)
     assert found["seq"][:2] == (pad, False)
+
+
+def test_rows_that_are_joined_where_no_example_shows_it() -> None:
+    """The sum over all rows scales a softmax that is saturated anyway."""
+    found = decide(Batched(lambda x: torch.softmax(1e6 * x * x.sum(), -1)), rows, {"batch": (1, 8)})["batch"]
+    assert found[:2] == ("zeros", False) and "sum joins what lies along batch" in found[2]

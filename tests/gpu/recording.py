@@ -33,11 +33,11 @@ def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorde
     recorded = record(program, calls, folder=folder, level=level, **options)
     tensors = program_tensors(program)
     plain = {
-        "recordings": recorded.recordings,
-        "inputs": recorded.inputs,
-        "outputs": recorded.outputs,
+        "recordings": {key: graph.recording for key, (graph,) in recorded.graphs.items()},
+        "inputs": {key: graph.inputs for key, (graph,) in recorded.graphs.items()},
+        "outputs": {key: graph.outputs for key, (graph,) in recorded.graphs.items()},
         "trials": {key: (trial.inputs, trial.outputs) for key, trial in recorded.trials.items()},
-        "arena": max(recorded.arena.values()),
+        "arena": max(graph.arena for (graph,) in recorded.graphs.values()),
         "static": max(recorded.static.values()),
         "weights": recorded.weights,
         "weight_contents": {w.tensor: contents(tensors[w.tensor], w.strides) for w in recorded.weights},

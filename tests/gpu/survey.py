@@ -28,9 +28,10 @@ def survey(name: str, level: str, folder: Path) -> str:
         return f"REFUSED {type(error).__name__}: {error} ({marks[-1:]})"
     taken = time.perf_counter() - start
     lines = []
-    for key, recording in recorded.recordings.items():
+    for key, (graph,) in recorded.graphs.items():
+        recording = graph.recording
         kinds = dict(Counter(type(node).__name__ for node in recording.nodes))
-        census, trial = recorded.census[key], recorded.trials[key]
+        census, trial = recorded.graphs[key][0].census, recorded.trials[key]
         attributes = Counter((n, v) for node in recording.nodes for n, v in getattr(node, "attributes", ()))
         functions = Counter(a for f in recording.functions for a in f.attributes)
         edges = {(e.from_port, e.to_port, e.type) for e in recording.edges}
@@ -38,7 +39,7 @@ def survey(name: str, level: str, folder: Path) -> str:
         lines.append(
             f"  {key} {kinds} {'chain' if chain else 'BRANCHES'} edges {sorted(edges)} "
             f"words {census.words} reloc {census.relocations} const {census.constants} undef {census.undefined} "
-            f"one-sided {census.one_sided} shifted {census.shifted} arena {recorded.arena[key] / 2**20:.1f}M "
+            f"one-sided {census.one_sided} shifted {census.shifted} arena {graph.arena / 2**20:.1f}M "
             f"error {trial.error:.1e}/{trial.tolerance:.0e} det {trial.deterministic} "
             f"attributes {dict(attributes)} {dict(functions)}"
         )

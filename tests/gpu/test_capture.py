@@ -26,7 +26,7 @@ def test_a_recording_replays_bit_for_bit_elsewhere(name: str, level: str, tmp_pa
     assert replay(tmp_path) == "exact"
     for key, trial in recorded.trials.items():
         assert trial.deterministic and trial.error <= trial.tolerance, (key, trial.error)
-        census = recorded.census[key]
+        census = recorded.graphs[key][0].census
         assert census.shifted == census.relocations, "the two recordings had the same addresses: nothing was proved"
 
 
@@ -54,9 +54,10 @@ def test_a_changed_buffer_is_named(tmp_path: Path) -> None:
 @gpu
 def test_the_arena_holds_one_key_at_a_time(tmp_path: Path) -> None:
     recorded, _plain = record_case("mlp_small", tmp_path, "eager")
-    for key, recording in recorded.recordings.items():
+    for (graph,) in recorded.graphs.values():
+        recording = graph.recording
         reach = [r.target.offset for node in recording.nodes for r in getattr(node, "relocations", ()) if r.target.memory == 3]
-        assert max(reach) < recorded.arena[key]
+        assert max(reach) < graph.arena
 
 
 @gpu

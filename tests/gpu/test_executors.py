@@ -260,7 +260,7 @@ class Bench:
             if mode == "graph"
             else StreamExecutor(table, self.modules, bases)
         )
-        self.memories.poison("arena", 0xFF, stream)
+        self.memories.poison(0xFF, stream)
         executor.launch(stream)
         check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
         found = (ctypes.c_uint32 * count)()

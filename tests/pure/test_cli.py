@@ -18,7 +18,7 @@ from cgbundle.schema import Finding, Manifest
 from cgcompile_cli import errors, keys, main, output
 from tests import support
 
-COMMANDS = ("build", "inspect", "verify", "run")
+COMMANDS = ("build", "check", "inspect", "verify", "run")
 ROOT = Path(__file__).parents[2]
 
 
@@ -79,7 +79,7 @@ def test_usage_errors_exit_2(arguments: tuple[str, ...]) -> None:
 # --- no bundle, or not one we read --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS[1:])
+@pytest.mark.parametrize("command", COMMANDS[2:])
 def test_path_is_no_bundle(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
@@ -88,7 +88,7 @@ def test_path_is_no_bundle(command: str, tmp_path: Path) -> None:
     assert "a directory without manifest.json" in refused(call(command, tmp_path / "folder"), 2)
 
 
-@pytest.mark.parametrize("command", COMMANDS[1:])
+@pytest.mark.parametrize("command", COMMANDS[2:])
 def test_newer_format(command: str, tmp_path: Path) -> None:
     path = support.write_bundle(tmp_path / "new.cgb", lambda manifest: replace(manifest, format=99))
     assert "format version 99" in refused(call(command, path), 2)
@@ -139,6 +139,7 @@ def test_inspect_shows_findings_and_waivers(tmp_path: Path) -> None:
         rule="cpu-sync",
         severity="host",
         message="item() waits",
+        node="item",
         where="m.py:3",
         source="x.item()",
         effect="a host region",

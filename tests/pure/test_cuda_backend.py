@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from cgbundle import modulestates, tables, verify
-from cgbundle.cuda import backend, device, driver, executors, memory, modules, order, weights
+from cgbundle.cuda import backend, device, driver, executors, memory, weights
 from cgbundle.errors import (
     CgbundleError,
     DriverFailed,
     FileDamaged,
-    FormatUnsupported,
     LibraryMissing,
     OutOfMemory,
     ProgramClosed,
@@ -25,18 +24,14 @@ from cgbundle.errors import (
     WeightsInvalid,
     WrongMachine,
 )
+from cgbundle.extents import ELSEWHERE
 from cgbundle.recording import KernelNode
 from cgbundle.safetensors import Entry
-from cgbundle.schema import Manifest, Step, Weight
+from cgbundle.schema import Manifest, Weight
 from cgbundle.tableview import Table
 from tests import cuda_bundles
 from tests.cuda_bundles import FLOATS, KEYS, expected, inputs
-from tests.fake_driver import FakeDriver
-
-
-def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | None) -> None:
-    for module in (device, driver, executors, memory, modules, order, weights):
-        monkeypatch.setattr(module, "cu", fake)
+from tests.fake_driver import FakeDriver, install
 
 
 @pytest.fixture
@@ -322,23 +317,9 @@ def test_parameters_that_differ_from_the_images(
     backend.close()
 
 
-def test_host_steps_need_a_runner(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    manifest, folder = bundle
-    steps = (Step(kind="host", region=0, file="", inputs=(), outputs=()), *manifest.programs[0].steps)
-    manifest = replace(manifest, programs=(replace(manifest.programs[0], steps=steps),))
-    with pytest.raises(FormatUnsupported, match=r"programs\[0\].steps\[0\]: region 'g0' runs on the host"):
-        device.open(manifest, folder)
-    ran: list[int] = []
-    backend = device.CudaBackend(str(folder), manifest, host=lambda number, step, stream: ran.append(number))
-    given = inputs(KEYS[0])
-    assert call(backend, 0, given) == expected(given)
-    assert ran == [0]
-    backend.close()
-
-
 def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, folder = bundle
-    monkeypatch.setattr(device.CudaBackend, "_weight_pieces", lambda self: [weights.Piece(0, 4096, 0)])
+    monkeypatch.setattr(weights, "listed", lambda folder, manifest: [weights.Piece(0, 4096, 0)])
     backend = device.open(manifest, folder)
     with pytest.raises(WeightsInvalid, match="ends too early"):
         backend.prepare()
@@ -363,6 +344,11 @@ ENTRIES = {
 def test_adjacent_weights_are_one_piece() -> None:
     rows = [weight("w", "b", 256), weight("v", "a", 0), weight("tied", "a", 0), weight("x", "c", 512), weight("e", "empty", 768)]
     assert weights.pieces(rows, ENTRIES, 1024) == [weights.Piece(1000, 356, 0), weights.Piece(1356, 10, 512)]
+
+
+def test_weights_of_the_host_alone_stay_off_the_gpu() -> None:
+    rows = [weight("w", "b", 256), weight("table", "a", ELSEWHERE), weight("x", "c", 512)]
+    assert weights.pieces(rows, ENTRIES, 1024) == [weights.Piece(1256, 100, 256), weights.Piece(1356, 10, 512)]
 
 
 def test_weights_must_exist_and_fit() -> None:

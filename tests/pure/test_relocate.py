@@ -107,7 +107,7 @@ A_BASE, B_BASE = 0x7F00_0000_0000, 0x7E55_4000_0000
 
 def only(a: Take, b: Take) -> KernelNode:
     """The one kernel node that two takes become."""
-    node = assemble(a, b, MEGA).graphs[KEY].recording.nodes[0]
+    node = assemble(a, b, MEGA).graphs[KEY][0].recording.nodes[0]
     assert isinstance(node, KernelNode)
     return node
 
@@ -134,7 +134,7 @@ def test_the_census_counts_words() -> None:
     for base, garbage in ((A_BASE, 1), (B_BASE, 2)):
         p = Process(base)
         takes.append(p.take(p.kernel(pack("<QQQI", p.weights, 5, garbage, 9))))
-    census = assemble(*takes, MEGA).graphs[KEY].census
+    census = assemble(*takes, MEGA).graphs[KEY][0].census
     assert (census.words, census.relocations, census.constants, census.undefined, census.shifted) == (4, 1, 2, 1, 1)
 
 
@@ -163,12 +163,12 @@ def test_segments_are_paired_by_what_points_at_them_not_by_address() -> None:
 
 def test_only_segments_that_are_used_take_arena() -> None:
     takes = [p.take(p.kernel(pack("<Q", p.segments[1]))) for p in (Process(A_BASE), Process(B_BASE))]
-    assert assemble(*takes, MEGA).graphs[KEY].arena == 2 * MEGA + PAD
+    assert assemble(*takes, MEGA).graphs[KEY][0].arena == 2 * MEGA + PAD
 
 
 def test_one_past_the_end_is_an_address() -> None:
     takes = [p.take(p.kernel(pack("<QQ", p.segments[0], p.segments[0] + 2 * MEGA))) for p in (Process(A_BASE), Process(B_BASE))]
-    graph = assemble(*takes, MEGA).graphs[KEY]
+    graph = assemble(*takes, MEGA).graphs[KEY][0]
     node = graph.recording.nodes[0]
     assert isinstance(node, KernelNode)
     assert node.relocations[1].target.offset == 2 * MEGA < graph.arena
@@ -250,7 +250,7 @@ def test_a_constant_table_is_kept_behind_the_weights() -> None:
     done = assemble(*takes, MEGA)
     assert done.tables[0].offset == MEGA and done.tables[0].contents == bytes(range(256)) * 2
     assert done.weights_end == MEGA + 512
-    node = done.graphs[KEY].recording.nodes[0]
+    node = done.graphs[KEY][0].recording.nodes[0]
     assert isinstance(node, KernelNode) and node.relocations == (relocation(0, WEIGHTS, MEGA + 8),)
 
 
@@ -260,7 +260,7 @@ def test_an_allocation_with_other_contents_in_each_process_is_scratch() -> None:
         for fill, p in enumerate((Process(A_BASE), Process(B_BASE)))
     ]
     done = assemble(*takes, MEGA)
-    assert done.tables == () and done.graphs[KEY].arena == 512 + PAD
+    assert done.tables == () and done.graphs[KEY][0].arena == 512 + PAD
 
 
 def test_a_table_that_holds_addresses_is_refused() -> None:
@@ -304,7 +304,7 @@ def test_memsets_and_copies_are_placed() -> None:
         fill = RawMemset(target=p.word(p.segments[0] + 512), shape=(0, 4, 16, 1, 0))
         copy = RawMemcpy(source=p.word(p.inputs), target=p.word(p.segments[0]), shape=(64, 1, 1, 0, 0, 0, 0))
         takes.append(p.take(fill, copy, edges=((0, 1, 1, 0, 1),)))
-    recording = assemble(*takes, MEGA).graphs[KEY].recording
+    recording = assemble(*takes, MEGA).graphs[KEY][0].recording
     fill_row, copy_row = recording.nodes
     assert isinstance(fill_row, MemsetNode) and (fill_row.target.memory, fill_row.target.offset, fill_row.width) == (ARENA, 512, 16)
     assert isinstance(copy_row, MemcpyNode) and (copy_row.source.memory, copy_row.target.memory, copy_row.width) == (
@@ -338,7 +338,7 @@ def test_the_call_s_tensors_are_placed_with_the_nodes() -> None:
             take.graphs[0], inputs=(p.value(p.inputs + 256),), outputs=(p.value(p.segments[1] + 64), p.value(p.weights))
         )
         takes.append(replace(take, graphs=(graph,)))
-    graph = assemble(*takes, MEGA).graphs[KEY]
+    graph = assemble(*takes, MEGA).graphs[KEY][0]
     assert [(v.memory, v.offset) for v in (*graph.inputs, *graph.outputs)] == [("inputs", 256), ("arena", 64), ("weights", 0)]
 
 
@@ -352,7 +352,7 @@ def test_every_byte_is_relocation_constant_or_undefined(words: list[tuple[str, i
         data = b"".join(pack("<Q", places[kind] + 8 * n) for kind, n in words)
         blocks.append((p, data))
         takes.append(p.take(p.kernel(data)))
-    graph = assemble(*takes, MEGA).graphs[KEY]
+    graph = assemble(*takes, MEGA).graphs[KEY][0]
     node = graph.recording.nodes[0]
     assert isinstance(node, KernelNode)
     for r in node.relocations:

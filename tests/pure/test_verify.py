@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from cgbundle import archive
+from cgbundle import archive, tables
 from cgbundle.errors import FileDamaged, ManifestInvalid, TableInvalid
-from cgbundle.schema import File, Finding, Manifest, Region, Step, TensorSpec, Value
+from cgbundle.extents import ELSEWHERE
+from cgbundle.recording import MemsetNode, ModuleState
+from cgbundle.schema import MEMORIES, File, Finding, Manifest, Region, Step, TensorSpec, Value
 from cgbundle.verify import check_manifest, check_tables
 from tests import cuda_bundles
 from tests.fabricate import dimension, signature, spec
@@ -21,7 +23,7 @@ Change = Callable[[Manifest], Manifest]
 
 SHA = "ab" * 32
 FILES = tuple(File(path=path, bytes=1, sha256=SHA) for path in (archive.EXAM, HOST_FILE, archive.PROGRAM, archive.WEIGHTS))
-TABLES = tuple(File(path=f"graphs/g{size}.bin", bytes=1, sha256=SHA) for size in (1, 4))
+TABLES = tuple(File(path=f"graphs/{name}-{size}.bin", bytes=1, sha256=SHA) for name in ("g0", "g1") for size in (1, 4))
 
 
 def cpu() -> Manifest:
@@ -29,7 +31,7 @@ def cpu() -> Manifest:
 
 
 def cuda() -> Manifest:
-    """A graph step, a copy step and a host step per key; x in static memory, y copied out of the arena."""
+    """Per key a graph step on x, a host step between two copies, and a graph step that gives y."""
     base = cpu()
 
     def program(size: int) -> Any:
@@ -39,15 +41,24 @@ def cuda() -> Manifest:
         return replace(
             base.programs[0],
             key=(size,),
-            values=(value("inputs", 0, 3), value("arena", 0, 2), value("arena", 32, 2), value("host", 0, 2)),
-            inputs=(0,),
-            outputs=(2,),
-            steps=(
-                Step(kind="graph", region=0, file=f"graphs/g{size}.bin", inputs=(0,), outputs=(1,)),
-                Step(kind="copy", region=0, file="", inputs=(1,), outputs=(2,)),
-                Step(kind="host", region=1, file="", inputs=(1,), outputs=(3,)),
+            values=(
+                value("inputs", 0, 3),
+                value("arena", 0, 2),
+                value("host", 0, 2),
+                value("host", 32, 2),
+                value("arena", 32, 2),
+                value("arena", 64, 2),
             ),
-            arena=64,
+            inputs=(0,),
+            outputs=(5,),
+            steps=(
+                Step(kind="graph", region=0, file=f"graphs/g0-{size}.bin", inputs=(0,), outputs=(1,)),
+                Step(kind="copy", region=0, file="", inputs=(1,), outputs=(2,)),
+                Step(kind="host", region=1, file="", inputs=(2,), outputs=(3,)),
+                Step(kind="copy", region=0, file="", inputs=(3,), outputs=(4,)),
+                Step(kind="graph", region=2, file=f"graphs/g1-{size}.bin", inputs=(1, 4), outputs=(5,)),
+            ),
+            arena=96,
             static=48,
         )
 
@@ -55,10 +66,11 @@ def cuda() -> Manifest:
         base,
         target=replace(base.target, kind="cuda", arch="sm_90", driver=13000),
         weights=(base.weights[0], replace(base.weights[1], offset=256)),
-        memories=(("weights", 512), ("inputs", 48), ("arena", 64)),
+        memories=(("weights", 512), ("inputs", 256), ("arena", 96), ("host", 64)),
         regions=(
             Region(name="g0", kind="graph", reason="", file="", constants=()),
             replace(base.regions[0], constants=(("c0", 0),)),
+            Region(name="g1", kind="graph", reason="", file="", constants=()),
         ),
         programs=tuple(map(program, (1, 4))),
         files=(*FILES, *TABLES),
@@ -242,7 +254,7 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ("an unknown comparison", put(exam=replace(manifest().exam, compare="looks")), "exam.compare", "unknown comparison 'looks'"),
     (
         "an unknown finding",
-        put(findings=(Finding(rule="r", severity="maybe", message="", where="", source="", effect="", fix=""),)),
+        put(findings=(Finding(rule="r", severity="maybe", message="", node="", where="", source="", effect="", fix=""),)),
         "findings[0].severity",
         "unknown severity 'maybe'",
     ),
@@ -269,17 +281,57 @@ BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
     ("a weight off its alignment", put_row("weights", 1, offset=128), "weights[1].offset", "is not aligned"),
     ("a weight outside its memory", put_row("weights", 1, offset=512), "weights[1].offset", "outside memory weights"),
     ("a weight before its memory", put_row("weights", 1, offset=-256), "weights[1].offset", "outside memory weights"),
-    ("a value behind the arena", put_value(2, offset=40), "programs[1].values[2].offset", "outside memory arena"),
-    ("a value before the arena", put_value(2, offset=-4), "programs[1].values[2].offset", "outside memory arena"),
-    ("a value in no memory", put_value(2, memory="state"), "programs[1].values[2].offset", "outside memory state"),
-    ("strides beyond the arena", put_value(2, strides=(100, 1)), "programs[1].values[2].offset", "outside memory arena"),
+    ("a weight that nobody uses", put_row("weights", 1, offset=ELSEWHERE), "weights[1].offset", "no host region uses it"),
+    ("a value behind the arena", put_value(1, offset=68), "programs[1].values[1].offset", "outside memory arena"),
+    ("a value before the arena", put_value(1, offset=-4), "programs[1].values[1].offset", "outside memory arena"),
+    ("a value in no memory", put_value(1, memory="state"), "programs[1].values[1].offset", "outside memory state"),
+    ("strides beyond the arena", put_value(1, strides=(100, 1)), "programs[1].values[1].offset", "outside memory arena"),
+    ("a value behind memory host", put_value(3, offset=36), "programs[1].values[3].offset", "outside memory host"),
+    ("a value before memory host", put_value(3, offset=-4), "programs[1].values[3].offset", "outside memory host"),
+    ("host regions without torch", put(target=replace(cuda().target, torch="")), "target.torch", "empty"),
+    ("a shared object anywhere", put_row("regions", 1, file="kernels/model.so"), "regions[1].file", "outside host/"),
     ("a graph step without a table", put_step(0, file=""), "programs[1].steps[0].file", "a graph step has a table"),
-    ("a copy with a table", put_step(1, file="graphs/g1.bin"), "programs[1].steps[1].file", "others none"),
+    ("a copy with a table", put_step(1, file="graphs/g0-1.bin"), "programs[1].steps[1].file", "others none"),
     ("a copy of two values", put_step(1, inputs=(1, 2)), "programs[1].steps[1]", "one input and one output"),
     ("a copy to nowhere", put_step(1, outputs=()), "programs[1].steps[1]", "one input and one output"),
     ("a copy of another shape", put_step(1, inputs=(0,)), "programs[1].steps[1]", "different layouts"),
+    ("a copy of another dtype", put_value(2, dtype="int32"), "programs[1].steps[1]", "different layouts"),
+    ("a copy with other strides", put_value(2, strides=(1, 4)), "programs[1].steps[1]", "different layouts"),
     ("a graph step of a host region", put_step(0, region=1), "programs[1].steps[0].region", "is of another kind"),
     ("a host step of a graph region", put_step(2, region=0), "programs[1].steps[2].region", "is of another kind"),
+    # where the values of steps lie
+    ("an input of the call on the host", put_value(0, memory="host"), "programs[1].inputs[0]", "lies in memory host"),
+    ("an output of the call on the host", put_row("programs", 1, outputs=(3,)), "programs[1].outputs[0]", "lies in memory host"),
+    ("a copy on the host", put_step(1, inputs=(3,)), "programs[1].steps[1]", "a copy from host to host"),
+    (
+        "a host step that reads the arena",
+        put_step(2, inputs=(1,)),
+        "programs[1].steps[2]",
+        "over value 1, which lies in memory arena",
+    ),
+    (
+        "a host step that writes the arena",
+        put_step(2, outputs=(5,)),
+        "programs[1].steps[2]",
+        "over value 5, which lies in memory arena",
+    ),
+    ("a graph step that reads the host", put_step(4, inputs=(3,)), "programs[1].steps[4]", "a graph step over value 3"),
+    ("a graph step that writes the host", put_step(4, outputs=(3,)), "programs[1].steps[4]", "a graph step over value 3"),
+    # the order of steps
+    ("a step before its input", put_step(0, inputs=(4,)), "programs[1].steps[0]", "reads value 4, which nothing has written"),
+    ("a step that reads its own output", put_step(4, inputs=(5,)), "programs[1].steps[4]", "reads value 5, which nothing"),
+    ("an output that no step writes", put_step(4, outputs=()), "programs[1].outputs[0]", "value 5, which nothing has written"),
+    ("a value written twice", put_step(4, outputs=(1, 5)), "programs[1].steps[4]", "writes value 1, which steps[0] has written"),
+    ("a step that writes an input", put_step(4, outputs=(0, 5)), "programs[1].steps[4]", "writes value 0, an input of the call"),
+    ("a copy over an input", put_value(4, memory="inputs"), "programs[1].steps[3]", "copies over value 0, an input of the call"),
+    ("a copy into the weights", put_value(4, memory="weights"), "programs[1].steps[3]", "copies into memory weights"),
+    # lifetimes
+    (
+        "a value over one still to be read",
+        put_value(4, offset=0),
+        "programs[1].steps[3]",
+        "writes value 4 over value 1, which steps[4] reads",
+    ),
 ]
 
 
@@ -311,8 +363,10 @@ def test_a_file_that_is_needed_is_listed(path: str) -> None:
 
 
 def test_tables_and_module_states_are_listed() -> None:
-    with pytest.raises(FileDamaged, match=r"^graphs/g4\.bin: "):
-        check_manifest(replace(cuda(), files=(*FILES, TABLES[0])))
+    with pytest.raises(FileDamaged, match=r"^graphs/g1-4\.bin: "):
+        check_manifest(replace(cuda(), files=(*FILES, *TABLES[:3])))
+    with pytest.raises(FileDamaged, match=f"^{HOST_FILE}: "):
+        check_manifest(replace(cuda(), files=(*[file for file in FILES if file.path != HOST_FILE], *TABLES)))
     with pytest.raises(FileDamaged, match=r"^graphs/modules\.bin: "):
         check_manifest(replace(cuda(), module_state="graphs/modules.bin"))
 
@@ -387,6 +441,26 @@ def test_a_table_of_an_image_that_the_bundle_has_not_is_refused(tmp_path: Path) 
     without = tuple(file for file in made.files if not file.path.startswith("kernels/"))
     with pytest.raises(TableInvalid, match="is not among the bundle's images"):
         check_tables(str(tmp_path), replace(made, files=without))
+
+
+def test_recordings_and_module_states_refer_to_nothing_of_the_hosts(tmp_path: Path) -> None:
+    made = recorded(tmp_path)
+    made = replace(made, memories=(*made.memories, ("host", 4096)))
+    check_tables(str(tmp_path), made)
+    host, image = MEMORIES.index("host"), next(file.sha256 for file in made.files if file.path.startswith("kernels/"))
+    name = made.programs[0].steps[0].file
+    good = (tmp_path / name).read_bytes()
+    found = tables.decode(good)
+    fill = next(node for node in found.nodes if isinstance(node, MemsetNode))
+    nodes = tuple([replace(fill, target=cuda_bundles.address(host, 0)) if node is fill else node for node in found.nodes])
+    (tmp_path / name).write_bytes(tables.encode(replace(found, nodes=nodes)))
+    with pytest.raises(TableInvalid, match=r"^graphs/g0-4\.bin: nodes\[3\].*memory host, which the bundle does not have"):
+        check_tables(str(tmp_path), made)
+    (tmp_path / name).write_bytes(good)
+    state = ModuleState(image=image, symbol="table", contents=bytes(8), relocations=cuda_bundles.relocations((0, host, 0)))
+    (tmp_path / made.module_state).write_bytes(tables.encode_states([state]))
+    with pytest.raises(TableInvalid, match=r"^graphs/modules\.bin: .*memory host, which the bundle does not have"):
+        check_tables(str(tmp_path), made)
 
 
 def test_module_states_that_reach_outside_their_memory_are_refused(tmp_path: Path) -> None:

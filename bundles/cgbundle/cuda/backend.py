@@ -8,8 +8,9 @@ from typing import Any
 
 from ..schema import Manifest
 from . import driver
-from .device import CudaBackend, Turn
+from .device import CudaBackend
 from .memory import copy
+from .turn import Turn
 
 
 class DeviceOutputs:
@@ -74,7 +75,7 @@ class CudaCalls:
         return results
 
     def poison(self, byte: int) -> None:
-        """Overwrites the arena: a sound recording reads nothing there that it has not written in the same replay."""
+        """Overwrites the arena and memory `host`: a sound replay reads nothing there that it has not written itself."""
         self._backend.poison(byte)
 
     def close(self) -> None:

@@ -10,9 +10,9 @@ What the loader does with it (guards, dispatch, padding and the kinds of tensors
     backend.close()
 
 `stream` is a driver or runtime stream handle (an int, 0 the legacy default stream), or None for the backend's own non-blocking
-stream. Everything is enqueued in the order of that stream; nothing waits but `to_host`, `synchronize`, and copies from pageable
-host memory. Calls on different streams are put in order by events.  Any thread may call: the context is made current for the
-call and taken away again.  A device pointer must be readable by this GPU, and ready in the order of the stream.
+stream. Everything is enqueued in the order of that stream; nothing waits but `to_host`, `synchronize`, host steps, and copies from
+pageable host memory. Calls on different streams are put in order by events.  Any thread may call: the context is made current for
+the call and taken away again.  A device pointer must be readable by this GPU, and ready in the order of the stream.
 
 An input is contiguous in the order of its spec and goes to its static buffer.  When it is shorter than the buffer, the rest is
 filled with zeros, so a call padded along its outermost axis needs no copy of the loader's.  None leaves the buffer as it is:
@@ -24,35 +24,28 @@ The addresses that `run` returns are those of the program's outputs, laid out as
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from threading import RLock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..archive import WEIGHTS
-from ..errors import FormatUnsupported, ManifestInvalid, ProgramClosed
-from ..safetensors import read_header
-from ..schema import DTYPES, Manifest, Program, Step, Value
-from ..tableview import Table
+from ..errors import ProgramClosed
+from ..extents import span
+from ..processor import check_features
+from ..schema import Manifest, Value
 from . import driver, memory, weights
 from .driver import Context, cu
-from .executors import MODES, Executor, GraphExecutor, StreamExecutor
+from .executors import MODES
 from .machine import check_device, check_driver
-from .memory import Memories, Output
-from .modules import Modules, read
+from .memory import Input, Memories, Output
+from .modules import Modules, states
 from .order import StreamOrder
+from .steps import Executors, Plan, make_plan
+from .turn import Turn
 
 if TYPE_CHECKING:
-    from ..recording import ModuleState
-
-KERNELS = "kernels"
-
-Input = tuple[int, bool, int]
-"""Where an input lies: address, whether that is on the GPU, bytes."""
-
-HostStep = Callable[[int, Step, Any], None]
-"""Runs a host step: position of the program, the step, the stream (a CUstream), in whose order the outputs must then be ready."""
+    from .hoststeps import HostSteps
 
 
 class Usage(NamedTuple):
@@ -62,15 +55,6 @@ class Usage(NamedTuple):
     memories: dict[str, int]
     planned: int
     measured: int
-
-
-class _Plan(NamedTuple):
-    """A program with its addresses: (address, bytes) of each input's static buffer, the addresses of the outputs, and its steps."""
-
-    inputs: list[tuple[int, int]]
-    pointers: list[Any]  # of the inputs' static buffers, as the driver's own type
-    addresses: list[int]
-    steps: list[Callable[[Any], None]]
 
 
 def open(
@@ -84,12 +68,11 @@ class CudaBackend:
     """Runs the programs of a cuda bundle: see the top of this file.
 
     `mode`: "graph" replays each recording as one CUDA graph, "stream" launches its rows one by one.  `poison`: a byte that
-    fills the arena, and all bytes of parameters that the recordings call undefined; results must not depend on it.  `host` runs
-    host steps. `context`: one that a thread of the caller has made while the manifest was checked; it belongs to the backend
-    from then on.
+    fills the arena, memory `host`, and all bytes of parameters that the recordings call undefined; results must not depend on it.
+    `context`: one that a thread of the caller has made while the manifest was checked; it belongs to the backend from then on.
 
-    Raises LibraryMissing, WrongMachine, OutOfMemory, DriverFailed, WeightsInvalid, TableInvalid, FileDamaged; nothing is left
-    on the GPU then.
+    Raises LibraryMissing, LibraryRefused, WrongMachine, OutOfMemory, DriverFailed, WeightsInvalid, TableInvalid, FileDamaged;
+    nothing is left on the GPU then.
     """
 
     def __init__(
@@ -100,21 +83,18 @@ class CudaBackend:
         mode: str = "graph",
         *,
         poison: int | None = None,
-        host: HostStep | None = None,
         context: Context | None = None,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
         self.lock = RLock()
-        self._folder, self._manifest, self._mode, self._poison, self._host = folder, manifest, mode, poison, host
-        self._images = {file.path.rpartition("/")[2] for file in manifest.files if file.path.startswith(f"{KERNELS}/")}
-        self._executors: dict[str, Executor] = {}
-        self._plans: dict[int, _Plan] = {}
+        self._folder, self._manifest, self._mode, self._poison = folder, manifest, mode, poison
+        self._plans: dict[int, Plan] = {}
         with ExitStack() as undo:
             if context is not None:
                 undo.callback(context.release)
-            self._check_steps()
-            pieces = self._weight_pieces()
+            check_features(manifest.target.features)
+            pieces = weights.listed(folder, manifest)
             check_driver(manifest.target)
             if context is None:
                 context = Context(device)
@@ -136,39 +116,19 @@ class CudaBackend:
         # From here on the weights travel in other threads while this one loads modules and builds graphs.
         self._upload: weights.Upload | None = weights.Upload(self._context, f"{self._folder}/{WEIGHTS}", pieces, base)
         cleanup.callback(self._upload.stop)
-        self._modules = Modules(f"{self._folder}/{KERNELS}", self._states(), self._memories)
+        self._modules = Modules(f"{self._folder}/kernels", states(self._folder, self._manifest), self._memories)
         cleanup.callback(self._modules.close)
-        cleanup.callback(self._close_executors)
+        stream, bases = self._order.default, self._memories.bases
+        self._executors = Executors(self._folder, self._mode, self._context, self._modules, bases, stream, self._poison)
+        cleanup.callback(self._executors.close)
+        self._host: HostSteps | None = None
+        if any(region.kind == "host" for region in self._manifest.regions):
+            from .hoststeps import HostSteps  # few bundles have any, and torch's libraries with them
+
+            self._host = HostSteps(self._folder, self._manifest, self._memories)
+            cleanup.callback(self._host.close)
         if self._poison is not None:
-            self._memories.poison("arena", self._poison, self._order.default)
-
-    def _states(self) -> tuple[ModuleState, ...]:
-        name = self._manifest.module_state
-        if not name:
-            return ()
-        from ..modulestates import check_states, decode_states  # few bundles have any
-
-        states = decode_states(read(f"{self._folder}/{name}"), name)
-        check_states(states, name, dict(self._manifest.memories), self._images)
-        return states
-
-    def _weight_pieces(self) -> list[weights.Piece]:
-        if not self._manifest.weights:
-            return []
-        with os.fdopen(os.open(f"{self._folder}/{WEIGHTS}", os.O_RDONLY), "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # the disk reads while the driver starts
-            entries = read_header(file, WEIGHTS)
-        return weights.pieces(self._manifest.weights, entries, dict(self._manifest.memories).get("weights", 0))
-
-    def _check_steps(self) -> None:
-        for number, program in enumerate(self._manifest.programs):
-            for index, step in enumerate(program.steps):
-                if step.kind == "host" and self._host is None:
-                    name = self._manifest.regions[step.region].name
-                    where = f"programs[{number}].steps[{index}]"
-                    raise FormatUnsupported(
-                        f"{where}: region {name!r} runs on the host, which this cgbundle does not do beside a GPU"
-                    )
+            self._memories.poison(self._poison, stream)
 
     # --- running ----------------------------------------------------------------------------------------------
 
@@ -196,7 +156,7 @@ class CudaBackend:
             self._settle()
         for (target, size), item in zip(plan.inputs, inputs, strict=True):
             if item is not None:
-                _fill_input(target, size, item, handle)
+                memory.fill_input(target, size, item, handle)
         for step in plan.steps:
             step(handle)
         return plan.addresses
@@ -231,10 +191,11 @@ class CudaBackend:
         return [self._address(values.values[index]) for index in values.outputs]
 
     def poison(self, byte: int, stream: int | None = None) -> None:
-        """Overwrites the arena, and with it outputs of earlier calls, with `byte`: a sound recording's results do not change."""
+        """Overwrites the arena, and with it outputs of earlier calls, and memory `host` with `byte`: the results of sound
+        recordings and steps do not change."""
         with self.lock, self._current():
             handle = self._order.begin(stream)
-            self._memories.poison("arena", byte, handle)
+            self._memories.poison(byte, handle)
             self._order.end(handle)
 
     # --- outputs ----------------------------------------------------------------------------------------------
@@ -329,104 +290,9 @@ class CudaBackend:
     def _address(self, value: Value) -> int:
         return self._memories.address(value.memory, value.offset)
 
-    def _plan(self, number: int) -> _Plan:
+    def _plan(self, number: int) -> Plan:
         plan = self._plans.get(number)
         if plan is None:
             program = self._manifest.programs[number]
-            inputs = [(self._address(program.values[i]), span(program.values[i])) for i in program.inputs]
-            outputs = [(self._address(program.values[i]), span(program.values[i])) for i in program.outputs]
-            steps = [self._step(number, program, step) for step in program.steps]
-            pointers = [cu.CUdeviceptr(address) for address, _ in inputs]
-            plan = self._plans[number] = _Plan(inputs, pointers, [address for address, _ in outputs], steps)
+            plan = self._plans[number] = make_plan(program, self._memories, self._executors, self._host)
         return plan
-
-    def _step(self, number: int, program: Program, step: Step) -> Callable[[Any], None]:
-        if step.kind == "graph":
-            return self._executor(step.file).launch
-        if step.kind == "copy":
-            return self._copy_step(program, step)
-        return self._host_step(number, step)
-
-    def _copy_step(self, program: Program, step: Step) -> Callable[[Any], None]:
-        source, target = program.values[step.inputs[0]], program.values[step.outputs[0]]
-        if (source.dtype, source.shape, source.strides) != (target.dtype, target.shape, target.strides):
-            raise ManifestInvalid(f"a copy step between {source} and {target}: expected the same layout")
-        start, end, size = self._address(source), self._address(target), span(source)
-        return lambda stream: memory.copy(end, start, size, stream)
-
-    def _host_step(self, number: int, step: Step) -> Callable[[Any], None]:
-        host = self._host
-        assert host is not None  # `_check_steps` refused otherwise
-        return lambda stream: host(number, step, stream)
-
-    def _executor(self, file: str) -> Executor:
-        executor = self._executors.get(file)
-        if executor is None:
-            table = Table(read(f"{self._folder}/{file}"), file)
-            bases = self._memories.bases
-            if self._mode == "graph":
-                executor = GraphExecutor(self._context, table, self._modules, bases, self._order.default, self._poison)
-            else:
-                executor = StreamExecutor(table, self._modules, bases, self._poison)
-            self._executors[file] = executor
-        return executor
-
-    def _close_executors(self) -> None:
-        with ExitStack() as each:
-            for executor in self._executors.values():
-                each.callback(executor.close)
-            self._executors = {}
-
-
-class Turn:
-    """See `CudaBackend.turn`."""
-
-    __slots__ = ("_backend", "_handle", "_stream")
-
-    def __init__(self, backend: CudaBackend, stream: int | None) -> None:
-        self._backend, self._stream = backend, stream
-
-    def __enter__(self) -> Any:
-        backend = self._backend
-        backend.lock.acquire()
-        try:
-            error = cu.cuCtxPushCurrent(backend._current().handle)[0]
-            if error:
-                driver.check("cuCtxPushCurrent", (error,))
-        except BaseException:
-            backend.lock.release()
-            raise
-        try:
-            self._handle = backend._order.begin(self._stream)
-        except BaseException:
-            self._leave()
-            raise
-        return self._handle
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self._backend._order.end(self._handle)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        error = cu.cuCtxPopCurrent()[0]
-        self._backend.lock.release()
-        if error:
-            driver.check("cuCtxPopCurrent", (error,))
-
-
-def span(value: Value) -> int:
-    """Bytes from a value's first element to the end of its last."""
-    if 0 in value.shape:
-        return 0
-    return (sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True)) + 1) * DTYPES[value.dtype]
-
-
-def _fill_input(target: int, size: int, item: Input, stream: Any) -> None:
-    pointer, on_device, given = item
-    if given > size:
-        raise ValueError(f"an input of {given} bytes for a buffer of {size}")
-    if pointer != target:  # the caller may have written into the static buffer itself
-        memory.copy(target, pointer, given, stream, source_on_device=on_device)
-    memory.fill(target + given, size - given, 0, stream)

@@ -1,7 +1,9 @@
-"""Memory on the GPU: one allocation for each of weights, state, inputs and arena, and outputs that outlive the program."""
+"""Memory on the GPU: one allocation for each of weights, state, inputs and arena, and outputs that outlive the program; and one
+pinned buffer of the host."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -19,21 +21,28 @@ GRANULARITY = 2 << 20
 FILLED = ("state", "inputs")
 """Memories that start as zeros: `state` by definition, `inputs` so that padding never holds another process's data."""
 
+HOST = "host"
+"""The memory that is pinned and the host's: what crosses between host and graph steps lies there on the host's side."""
+
+
+Input = tuple[int, bool, int]
+"""Where an input lies: address, whether that is on the GPU, bytes."""
+
 
 class Memories:
     """The bundle's memories on the current context's GPU; `bases` holds their addresses in the order of MEMORIES, 0 where there
-    is none.
+    is none, and 0 for memory `host`, to which no graph refers; that one's address is `host`.
 
     `cleanup` frees them.  Raises OutOfMemory with the needed and free bytes.
     """
 
-    __slots__ = ("bases", "sizes")
+    __slots__ = ("bases", "host", "sizes")
 
     def __init__(self, sizes: Mapping[str, int], cleanup: ExitStack, stream: Any) -> None:
         self.sizes = dict(sizes)
         found = []
         for name in MEMORIES:
-            if name not in sizes or name == "host":
+            if name not in sizes or name == HOST:
                 found.append(0)
                 continue
             size = max(sizes[name], SMALLEST)
@@ -43,21 +52,28 @@ class Memories:
                 fill(base, size, 0, stream)
             found.append(base)
         self.bases = tuple(found)
+        self.host = 0
+        if HOST in sizes:
+            self.host = allocate_pinned(max(sizes[HOST], SMALLEST), f"memory {HOST}")
+            cleanup.callback(free_pinned, self.host)
 
     def planned(self) -> int:
         """Bytes that the allocations take from the GPU."""
         return sum(
-            -(-max(size, SMALLEST) // GRANULARITY) * GRANULARITY for name, size in self.sizes.items() if name not in ("host", CODE)
+            -(-max(size, SMALLEST) // GRANULARITY) * GRANULARITY for name, size in self.sizes.items() if name not in (HOST, CODE)
         )
 
     def address(self, memory: str, offset: int) -> int:
-        """Where byte `offset` of a memory lies on the GPU."""
-        return self.bases[MEMORIES.index(memory)] + offset
+        """Where byte `offset` of a memory lies: on the GPU, or for memory `host` on the host."""
+        return (self.host if memory == HOST else self.bases[MEMORIES.index(memory)]) + offset
 
-    def poison(self, memory: str, byte: int, stream: Any) -> None:
-        """Overwrites a whole memory with `byte`, in the order of the stream."""
-        if self.sizes.get(memory):
-            fill(self.bases[MEMORIES.index(memory)], self.sizes[memory], byte, stream)
+    def poison(self, byte: int, stream: Any) -> None:
+        """Overwrites what no replay may rely on, the arena and memory `host`, with `byte`, in the order of the stream."""
+        if self.sizes.get("arena"):
+            fill(self.address("arena", 0), self.sizes["arena"], byte, stream)
+        if self.host:
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))  # copies of the last replay may still read there
+            ctypes.memset(self.host, byte, self.sizes[HOST])
 
 
 def allocate(size: int, what: str) -> int:
@@ -73,10 +89,33 @@ def free(address: int) -> None:
     check("cuMemFree", cu.cuMemFree(address))
 
 
+def allocate_pinned(size: int, what: str) -> int:
+    """The address of `size` new bytes of pinned host memory.  Raises OutOfMemory naming `what`."""
+    try:
+        return int(check("cuMemHostAlloc", cu.cuMemHostAlloc(size, 0), what))
+    except OutOfMemory:
+        raise OutOfMemory(f"{what}: needs {size:,} bytes of pinned memory, which the system does not give") from None
+
+
+def free_pinned(address: int) -> None:
+    """Gives pinned host memory back."""
+    check("cuMemFreeHost", cu.cuMemFreeHost(address))
+
+
 def fill(address: int, size: int, byte: int, stream: Any) -> None:
     """Sets `size` bytes, in the order of the stream."""
     if size:
         check("cuMemsetD8Async", cu.cuMemsetD8Async(address, byte, size, stream))
+
+
+def fill_input(target: int, size: int, item: Input, stream: Any) -> None:
+    """Copies an input to its static buffer of `size` bytes, the rest zeros.  Raises ValueError for one that is larger."""
+    pointer, on_device, given = item
+    if given > size:
+        raise ValueError(f"an input of {given} bytes for a buffer of {size}")
+    if pointer != target:  # the caller may have written into the static buffer itself
+        copy(target, pointer, given, stream, source_on_device=on_device)
+    fill(target + given, size - given, 0, stream)
 
 
 def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: bool = True, source_on_device: bool = True) -> None:

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FileDamaged, TableInvalid
-from ..schema import MEMORIES
+from ..extents import graph_memories
+from ..schema import MEMORIES, Manifest
 from .driver import check, cu
 from .memory import Memories
 
@@ -88,6 +89,19 @@ class Modules:
             target = self._memories.address(MEMORIES[item.target.memory], item.target.offset)
             contents[item.at : item.at + 8] = target.to_bytes(8, "little")
         check("cuMemcpyHtoD", cu.cuMemcpyHtoD(address, bytes(contents), len(contents)), path)
+
+
+def states(folder: str, manifest: Manifest) -> tuple[ModuleState, ...]:
+    """What the bundle's images hold in their data symbols.  Raises TableInvalid."""
+    name = manifest.module_state
+    if not name:
+        return ()
+    from ..modulestates import check_states, decode_states  # few bundles have any
+
+    found = decode_states(read(f"{folder}/{name}"), name)
+    images = {file.path.rpartition("/")[2] for file in manifest.files if file.path.startswith("kernels/")}
+    check_states(found, name, graph_memories(manifest.memories), images)
+    return found
 
 
 def read(path: str) -> bytes:

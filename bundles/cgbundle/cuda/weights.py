@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from ..archive import WEIGHTS
 from ..errors import CgbundleError, WeightsInvalid
-from ..safetensors import Entry
-from ..schema import Weight
+from ..extents import ELSEWHERE
+from ..safetensors import Entry, read_header
+from ..schema import Manifest, Weight
 from .driver import Context, check, cu
 
 THREADS = 4
@@ -36,8 +38,19 @@ class Piece(NamedTuple):
     target: int
 
 
+def listed(folder: str, manifest: Manifest) -> list[Piece]:
+    """What of the bundle's weights belongs on the GPU; the disk begins to read.  Raises WeightsInvalid."""
+    if not manifest.weights:
+        return []
+    with os.fdopen(os.open(f"{folder}/{WEIGHTS}", os.O_RDONLY), "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # while the driver starts
+        entries = read_header(file, WEIGHTS)
+    return pieces(manifest.weights, entries, dict(manifest.memories).get("weights", 0))
+
+
 def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: int) -> list[Piece]:
-    """Where the bytes of the file go, in the file's order; tied weights once, what is adjacent in both places as one.
+    """Where the bytes of the file go, in the file's order; tied weights once, what is adjacent in both places as one, and what is
+    not for the GPU left out.
 
     `capacity` is the bytes of memory weights.  Raises WeightsInvalid where the file lacks a weight or the memory lacks room for it.
     """
@@ -46,6 +59,8 @@ def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: in
         entry = entries.get(weight.tensor)
         if entry is None:
             raise WeightsInvalid(f"weights.safetensors: no tensor {weight.tensor!r}, which weight {weight.name!r} names")
+        if weight.offset == ELSEWHERE:
+            continue
         size = entry.end - entry.begin
         if weight.offset + size > capacity:
             raise WeightsInvalid(f"weight {weight.name!r}: {size} bytes at {weight.offset} of memory weights, which has {capacity}")

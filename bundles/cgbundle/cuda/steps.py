@@ -1,0 +1,88 @@
+"""The programs' steps with the addresses of this process: what a replay calls, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..extents import span
+from ..schema import Program, Step, Value
+from ..tableview import Table
+from . import memory
+from .driver import Context, cu
+from .executors import Executor, GraphExecutor, StreamExecutor
+from .memory import HOST, Memories
+from .modules import Modules, read
+
+if TYPE_CHECKING:
+    from .hoststeps import HostSteps
+
+
+class Plan(NamedTuple):
+    """A program with its addresses: (address, bytes) of each input's static buffer, the addresses of the outputs, and its steps,
+    each a function of the stream in whose order it works."""
+
+    inputs: list[tuple[int, int]]
+    pointers: list[Any]  # of the inputs' static buffers, as the driver's own type
+    addresses: list[int]
+    steps: list[Callable[[Any], None]]
+
+
+class Executors(dict[str, Executor]):
+    """The recordings by the file of their table in `folder`, each made ready at its first use, which must be inside the context.
+
+    `mode` and `poison` as for `CudaBackend`; `bases` are the memories' addresses, `stream` is for what making one needs.  Raises
+    TableInvalid, FileDamaged, DriverFailed, OutOfMemory.
+    """
+
+    def __init__(
+        self, folder: str, mode: str, context: Context, modules: Modules, bases: Sequence[int], stream: Any, poison: int | None
+    ) -> None:
+        super().__init__()
+        self._folder, self._mode, self._context, self._modules = folder, mode, context, modules
+        self._bases, self._stream, self._poison = bases, stream, poison
+
+    def __missing__(self, file: str) -> Executor:
+        table = Table(read(f"{self._folder}/{file}"), file)
+        executor: Executor
+        if self._mode == "graph":
+            executor = GraphExecutor(self._context, table, self._modules, self._bases, self._stream, self._poison)
+        else:
+            executor = StreamExecutor(table, self._modules, self._bases, self._poison)
+        self[file] = executor
+        return executor
+
+    def close(self) -> None:
+        """Gives the driver's objects back, the others' too when one fails."""
+        with ExitStack() as each:
+            for executor in self.values():
+                each.callback(executor.close)
+            self.clear()
+
+
+def make_plan(program: Program, memories: Memories, executors: Executors, host: HostSteps | None) -> Plan:
+    """The program's plan; `host` is None for a bundle without host regions.  Raises as `Executors` and `HostSteps.step` do."""
+
+    def place(value: Value) -> tuple[int, int]:
+        return memories.address(value.memory, value.offset), span(value)
+
+    def made(step: Step) -> Callable[[Any], None]:
+        if step.kind == "graph":
+            return executors[step.file].launch
+        if step.kind == "copy":
+            return _copy_step(program, step, memories)
+        assert host is not None  # a host step's region is of kind host, and so there are host regions
+        return host.step(program, step)
+
+    inputs = [place(program.values[index]) for index in program.inputs]
+    outputs = [place(program.values[index])[0] for index in program.outputs]
+    return Plan(inputs, [cu.CUdeviceptr(address) for address, _ in inputs], outputs, [made(step) for step in program.steps])
+
+
+def _copy_step(program: Program, step: Step, memories: Memories) -> Callable[[Any], None]:
+    """The two values are laid out alike, which the verifier checks."""
+    source, target = program.values[step.inputs[0]], program.values[step.outputs[0]]
+    start, end = memories.address(source.memory, source.offset), memories.address(target.memory, target.offset)
+    size, out, into = span(source), source.memory != HOST, target.memory != HOST
+    return lambda stream: memory.copy(end, start, size, stream, target_on_device=into, source_on_device=out)

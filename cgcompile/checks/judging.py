@@ -1,0 +1,79 @@
+"""check: all rules over one program.  refuse: the findings that stop a build."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.export import ExportedProgram, ExportGraphSignature
+
+from cgbundle.schema import Finding
+
+from ..errors import ExportFailed, Refused
+from ..export import Exported, Traced
+from ..source import first_line
+from . import flow
+from .operators import check_host_ops
+from .randomness import keeps_rng_state
+from .rules import RULES, names
+from .subject import HOST, REFUSE, Subject
+from .weights import weight_names
+
+GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
+"""Rules that mean nothing where everything is on the host."""
+
+
+def check(exported: Exported | Traced, target: str = "cuda", host_ops: Sequence[str] = ()) -> tuple[Finding, ...]:
+    """All findings of all rules, in the order of the rules.
+
+    `target`: "cuda" or "cpu".  The cpu target is one host region: what severity host means for a GPU does not exist there.
+    `host_ops`: operators that the user keeps on the host, as `aten.topk`, `mylib::op` or `mylib.op.default`.
+    Raises HostOpUnknown for one that the program does not call, and ExportFailed for a program that torch cannot make
+    functional.
+    """
+    program = exported.program
+    check_host_ops(program, host_ops)
+    subject = Subject(
+        exported=exported,
+        signature=_functional(program),
+        target=target,
+        host_ops=tuple(host_ops),
+        moved=flow.moved(program.graph, weight_names(program)),
+        loose=flow.loose(program.graph),
+    )
+    found = [finding for rule in RULES for finding in rule(subject)]
+    if target == "cpu":
+        found = [finding for finding in found if finding.severity != HOST and finding.rule not in GPU_ONLY]
+    return tuple(found)
+
+
+def _functional(program: ExportedProgram) -> ExportGraphSignature:
+    """The signature of the functional form, which torch makes of no program that saves states of random generators: the rule
+    rng-state-operation refuses those.  Raises ExportFailed."""
+    if keeps_rng_state(program.graph_module):
+        return program.graph_signature
+    try:
+        return program.run_decompositions({}).graph_signature
+    except Exception as error:
+        raise ExportFailed(
+            f"model: torch.export cannot make the program functional: {type(error).__name__}: {first_line(error)}",
+            "leave torch.no_grad and torch.set_grad_enabled out of forward(): a bundle computes no gradients",
+        ) from error
+
+
+def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> None:
+    """Raises Refused for the findings that stop a build: those of severity refuse and, when `strict`, those of severity host."""
+    known = names()
+    for name in waive:
+        if name not in known:
+            raise Refused(f"waive {name!r}: no such rule (rules: {', '.join(sorted(known))})")
+    stopping = [f for f in findings if f.severity == REFUSE or (strict and f.severity == HOST)]
+    for finding in stopping:
+        if finding.rule in waive:
+            raise Refused(f"waive {finding.rule!r}: this refusal cannot be waived: {finding.effect}", finding.fix)
+        raise Refused(told(finding, len(stopping) - 1), finding.fix)
+
+
+def told(finding: Finding, more: int = 0) -> str:
+    """A finding as one line, and how many more there are."""
+    rest = f" (and {more} more finding{'s' if more > 1 else ''})" if more else ""
+    return f"{finding.where or 'model'}: {finding.rule}: {finding.message}: {finding.effect}{rest}"

@@ -1,0 +1,232 @@
+"""Rules about operators that no graph can hold, whatever their sizes: named by PyTorch, tagged by their authors, or chosen by the
+user."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from cgbundle.schema import Finding
+
+from ..errors import HostOpUnknown
+from .subject import HOST, NOTE, REFUSE, Subject, all_calls, arguments, finding, operator
+
+aten = torch.ops.aten
+
+INCOMPATIBLE = frozenset({
+    "aten._fused_moving_avg_obs_fq_helper.default", "aten._fused_moving_avg_obs_fq_helper_functional.default",
+    "fbgemm.dense_to_jagged.default", "fbgemm.jagged_to_padded_dense.default",
+})  # fmt: skip
+"""FORBIDDEN_CUDAGRAPH_OPS of torch/_inductor/utils.py (2.13; in 2.11 the list of get_first_incompatible_cudagraph_node), but for
+what other rules know: reading a scalar, assertions, states of random generators."""
+
+DETERMINISTIC_SCATTER = frozenset({
+    "aten._unsafe_index_put.default", "aten._unsafe_masked_index_put_accumulate.default", "aten.index_put.default",
+    "aten.index_put_.default", "aten.scatter.src", "aten.scatter.reduce", "aten.scatter.value_reduce", "aten.scatter_add_",
+    "aten.scatter_add_.default", "aten.scatter_add.default", "aten.scatter_reduce.two", "aten.scatter_reduce_.two",
+    "aten.scatter_reduce.two_out", "aten.scatter_.src", "aten.scatter_.reduce", "aten.scatter_.value_reduce",
+    "aten.index_add.default", "aten.index_add_.default",
+})  # fmt: skip
+"""What PyTorch names under deterministic algorithms, and the same operators written in place."""
+
+INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default)
+
+PYTORCH = frozenset({"aten", "prim", "prims", "higher_order", "cgcompile", "inductor", "quantized_decomposed"})
+"""Namespaces whose operators are PyTorch's or ours."""
+
+
+def boolean_index_put(subject: Subject) -> Iterable[Finding]:
+    """An assignment through a mask: `x[mask] = values`.
+
+    What it looks for: index_put with an index of dtype bool or uint8.
+
+    Why CUDA forbids it: PyTorch turns the mask into positions with nonzero, whose size the CPU waits for.
+
+    Effect: it runs on the host.  Where one mask takes one number (`x[mask] = 0`) it is a note: Inductor makes a masked fill of it,
+    which a graph holds.
+
+    Fix: `torch.where(mask, values, x)` with values of x's shape, or `x.masked_fill(mask, 0)`.
+
+    Source: _fx_node_is_input_dependent_cudagraph_unsafe in torch/_inductor/utils.py; index_put_as_masked_fill in
+    torch/_inductor/lowering.py.
+    """
+    for node, top in subject.calls():
+        if node.target in INDEX_PUTS and (masks := _masks(node)):
+            filled = len(masks) == len(_indices(node)) == 1 and _is_number(arguments(node)["values"])
+            yield finding(
+                "boolean-index-put", NOTE if filled else HOST, "an assignment through a mask needs the positions of its True", node,
+                "it is lowered as a masked fill, which a graph holds" if filled else subject.effect(top),
+                "x.masked_fill(mask, value), or torch.where(mask, values, x)", top,
+            )  # fmt: skip
+
+
+def _indices(node: Node) -> list[Node]:
+    return [index for index in arguments(node)["indices"] if index is not None]
+
+
+def _masks(node: Node) -> list[Node]:
+    return [index for index in _indices(node) if index.meta["val"].dtype in (torch.bool, torch.uint8)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Node) and value.meta["val"].dim() == 0
+
+
+def incompatible_operator(subject: Subject) -> Iterable[Finding]:
+    """An operator that PyTorch knows to break under capture: fused moving average observers of quantization, jagged conversions.
+
+    What it looks for: the list INCOMPATIBLE.
+
+    Why CUDA forbids it: their kernels wait for the GPU, or allocate by what they find there.
+
+    Effect: it runs on the host.
+
+    Fix: convert the quantized model (`convert_fx` or `convert_pt2e`), so that no observer is left; pad instead of jagged tensors.
+
+    Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py.
+    """
+    for node, top in subject.calls():
+        if str(node.target) in INCOMPATIBLE:
+            yield finding(
+                "incompatible-operator", HOST, f"{operator(node)} cannot be captured: PyTorch lists it", node, subject.effect(top),
+                "convert the model for inference: observers go away; pad instead of jagged tensors", top,
+            )  # fmt: skip
+
+
+def sparse_output(subject: Subject) -> Iterable[Finding]:
+    """A tensor that is not dense: sparse COO, CSR and their kind, nested, mkldnn.
+
+    What it looks for: the layout of every value of the program.
+
+    Why CUDA forbids it: the number of stored elements depends on data, and the CPU waits for it.
+
+    Effect: no bundle can be built: memory is planned, and copied between regions, as dense tensors.
+
+    Fix: dense tensors and masks.
+
+    Source: is_cudagraph_unsafe_fx_node in torch/_inductor/utils.py (is_sparse of a value).
+    """
+    for node, top in subject.calls():
+        layouts = {leaf.layout for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)} - {torch.strided}
+        if layouts:
+            yield finding(
+                "sparse-output", REFUSE, f"{operator(node)} gives a tensor of the layout {min(map(str, layouts))}", node,
+                "memory can be planned for dense tensors only", "use dense tensors, and masks", top,
+            )  # fmt: skip
+
+
+def deterministic_scatter(subject: Subject) -> Iterable[Finding]:
+    """Scatters while `torch.use_deterministic_algorithms(True)` is on.
+
+    What it looks for: scatter, scatter_add, scatter_reduce, index_add and index_put when the switch is on during the build.
+
+    Why CUDA forbids it: the deterministic implementations sort, and wait for the GPU on the way.
+
+    Effect: it runs on the host.
+
+    Fix: switch deterministic algorithms off for the build, or write the scatter as a matrix product with a one-hot matrix.
+
+    Source: the list for torch.are_deterministic_algorithms_enabled() in get_first_incompatible_cudagraph_node,
+    torch/_inductor/utils.py.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return
+    for node, top in subject.calls():
+        if str(node.target) in DETERMINISTIC_SCATTER:
+            yield finding(
+                "deterministic-scatter", HOST, f"{operator(node)} under deterministic algorithms waits for the GPU", node,
+                subject.effect(top), "build without torch.use_deterministic_algorithms(True)", top,
+            )  # fmt: skip
+
+
+def cudagraph_unsafe(subject: Subject) -> Iterable[Finding]:
+    """An operator whose author says that it cannot be captured.
+
+    What it looks for: the tag `torch.Tag.cudagraph_unsafe`.
+
+    Why CUDA forbids it: the author knows: it waits, allocates outside PyTorch's pools, or computes on the CPU.
+
+    Effect: it runs on the host.
+
+    Fix: if the operator can be captured after all, take the tag off.
+
+    Source: torch.Tag.cudagraph_unsafe (tags.yaml); is_cudagraph_unsafe_fx_node in torch/_inductor/utils.py.
+    """
+    for node, top in subject.calls():
+        if torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
+            yield finding(
+                "cudagraph-unsafe", HOST, f"{operator(node)} is tagged cudagraph_unsafe", node, subject.effect(top),
+                "take the tag off if the operator can be captured", top,
+            )  # fmt: skip
+
+
+def host_op(subject: Subject) -> Iterable[Finding]:
+    """An operator that the user keeps on the host with --host-op.
+
+    What it looks for: calls of the operators named: `aten.topk` and `aten::topk` are all overloads, `aten.topk.default` is one.
+
+    Why: an operator that cannot be captured and is not known to; an experiment.
+
+    Effect: it runs on the host.
+
+    Fix: leave the option out.
+
+    Source: config.custom_should_partition_ops in torch/_inductor/config.py.
+    """
+    for node, top in subject.calls():
+        if any(spelled in _spellings(node) for spelled in _plain(subject.host_ops)):
+            yield finding(
+                "host-op", HOST, f"{operator(node)} is kept on the host", node, subject.effect(top), "leave --host-op out", top
+            )  # fmt: skip
+
+
+def custom_operator(subject: Subject) -> Iterable[Finding]:
+    """An operator of another library.
+
+    What it looks for: namespaces that are not PyTorch's.  One without a fake implementation does not pass torch.export, which is
+    reported under this name, too.
+
+    Why CUDA cares: nobody knows what it does.  It may be recorded only if it launches all its work on the current stream, waits for
+    nothing, allocates through PyTorch, and keeps no state.
+
+    Effect: it is recorded as it is.  What it hides, recording in two processes and the replay at other addresses are there to find.
+
+    Fix: tag it `torch.Tag.cudagraph_unsafe`, or name it with --host-op, if it cannot be captured.
+
+    Source: the notes on custom operators in the torch.library documentation.
+    """
+    for node, top in subject.calls():
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in PYTORCH:
+            yield finding(
+                "custom-operator", NOTE, f"{operator(node)} is an operator of another library", node,
+                "it is recorded as it is: it must not wait for the GPU, nor allocate outside PyTorch",
+                f"keep it on the host with --host-op {operator(node)} if it cannot be captured", top,
+            )  # fmt: skip
+
+
+def check_host_ops(program: ExportedProgram, host_ops: Sequence[str]) -> None:
+    """Raises HostOpUnknown for a name that no operation of the program has: a wrong spelling must not be taken for safety."""
+    module = program.graph_module
+    assert isinstance(module, GraphModule)
+    known = {spelled for node, _ in all_calls(module) for spelled in _spellings(node)}
+    for given, plain in zip(host_ops, _plain(host_ops), strict=True):
+        if plain not in known:
+            near = difflib.get_close_matches(plain, sorted(known), 3, 0.5)
+            hint = f"it calls {', '.join(near)}" if near else "`cgcompile check` lists the operations of every region"
+            raise HostOpUnknown(f"host-op {given!r}: the model calls no such operator", hint)
+
+
+def _plain(names: Sequence[str]) -> list[str]:
+    return [name.replace("::", ".") for name in names]
+
+
+def _spellings(node: Node) -> set[str]:
+    """`aten.topk` and `aten.topk.default`."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return {str(node.target), str(node.target.overloadpacket)}
+    return {node.target.name()} if isinstance(node.target, torch._ops.HigherOrderOperator) else set()

@@ -1,0 +1,55 @@
+"""The table of all rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from cgbundle.schema import Finding
+
+from . import control, devices, operators, randomness, scalars, shapes, sizes, writes
+from .placements import FOLLOWER
+from .subject import Subject
+
+Rule = Callable[[Subject], Iterable[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    writes.mutated_buffer,
+    writes.mutated_input,
+    randomness.random_operation,
+    randomness.rng_state_operation,
+    scalars.data_dependent_branch,
+    scalars.host_scalar,
+    shapes.data_dependent_shape,
+    shapes.data_dependent_select,
+    devices.device_copy,
+    devices.cpu_operation,
+    devices.several_devices,
+    control.control_flow,
+    operators.boolean_index_put,
+    operators.incompatible_operator,
+    operators.sparse_output,
+    operators.deterministic_scatter,
+    operators.cudagraph_unsafe,
+    operators.host_op,
+    operators.custom_operator,
+    devices.pinned_memory,
+    scalars.assert_scalar,
+    writes.overlapping_input,
+    writes.aliased_output,
+    sizes.non_tensor_input,
+    randomness.training_mode,
+)
+"""Refusals first: the first finding is the one that a build names."""
+
+ELSEWHERE = (FOLLOWER, "too-many-keys", "small-region")
+"""Rules that are no function of a Subject: see placements.py, and ..checking for those that need the sizes or the partition."""
+
+
+def name(rule: Rule) -> str:
+    """`mutated-buffer`: what a user types at --waive."""
+    return rule.__name__.replace("_", "-")
+
+
+def names() -> frozenset[str]:
+    """The names of all rules."""
+    return frozenset([name(rule) for rule in RULES]) | frozenset(ELSEWHERE)

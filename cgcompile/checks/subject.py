@@ -1,0 +1,126 @@
+"""What the rules look at, and how they say what they found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram, ExportGraphSignature
+from torch.fx import Node
+
+from cgbundle.schema import Finding
+
+from ..export import Exported, Traced
+from ..obstacles import Obstacle, shown
+from ..source import is_user_file
+
+REFUSE, HOST, NOTE = "refuse", "host", "note"
+"""Severities: stops a build; puts a node on the host; information."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What the rules look at.
+
+    `signature` is that of the functional form of the program: export leaves writes in place as operations of the graph, and only
+    there are they listed.  `moved` and `loose` are the nodes that follow an obstacle to the host (flow.py); `host_ops` the
+    operators that the user keeps there.
+    """
+
+    exported: Exported | Traced
+    signature: ExportGraphSignature
+    target: str
+    host_ops: tuple[str, ...]
+    moved: Mapping[str, str]
+    loose: frozenset[str]
+
+    @property
+    def program(self) -> ExportedProgram:
+        return self.exported.program
+
+    def calls(self) -> Iterator[tuple[Node, str]]:
+        """Every operation, those inside higher-order operators too, with the name of the node of the program that it is a part
+        of."""
+        return all_calls(self.program.graph_module)
+
+    def obstacles(self, rule: str) -> Iterator[Obstacle]:
+        """What placing.py saw for a rule."""
+        return (obstacle for obstacle in self.exported.obstacles if obstacle.rule == rule)
+
+    def followers(self, name: str) -> int:
+        """How many operations go to the host because they take what the node of this name makes."""
+        nodes = {node.name: node for node in self.program.graph.nodes}
+        found: set[str] = set()
+        waiting = [nodes[name]] if name in nodes else []
+        while waiting:
+            for user in waiting.pop().users:
+                if user.name not in found and (user.name in self.loose or user.name in self.moved):
+                    found.add(user.name)
+                    waiting.append(user)
+        return sum(computes(nodes[each]) for each in found)
+
+    def effect(self, name: str) -> str:
+        """What a finding of severity host leads to."""
+        after = self.followers(name)
+        if not after:
+            return "this operation runs on the host between two graphs"
+        return f"this operation and the {after} after it run on the host between two graphs" if after > 1 else (
+            "this operation and the one after it run on the host between two graphs"
+        )  # fmt: skip
+
+
+def all_calls(module: torch.fx.GraphModule, top: str = "") -> Iterator[tuple[Node, str]]:
+    """Every operation of a program, with the name of its node `top` that it is a part of (itself for "")."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            yield node, top or node.name
+            for source in node.all_input_nodes:
+                part = getattr(module, str(source.target), None) if source.op == "get_attr" else None
+                if isinstance(part, torch.fx.GraphModule):
+                    yield from all_calls(part, top or node.name)
+
+
+def computes(node: Node) -> bool:
+    """Whether a node is an operation that a reader would count: no element of a list, no size, no assertion."""
+    return node.op == "call_function" and (
+        isinstance(node.target, torch._ops.HigherOrderOperator)
+        or (isinstance(node.target, torch._ops.OpOverload) and not re.search(r"::(_?assert|sym_|_assert)", node.target.name()))
+    )
+
+
+def finding(rule: str, severity: str, message: str, at: Node | Obstacle | None, effect: str, fix: str, node: str = "") -> Finding:
+    """A finding at a node of the program, at what placing.py saw, or about the whole model (None).  `node` names the node of the
+    program that `at` is a part of."""
+    where, source = (at.where, at.source) if isinstance(at, Obstacle) else place(at)
+    name = node or (at.name if isinstance(at, Node) else "")
+    return Finding(rule=rule, severity=severity, message=message, node=name, where=where, source=source, effect=effect, fix=fix)
+
+
+def place(node: Node | None) -> tuple[str, str]:
+    """(file:line, source line) of the user's code that a node comes from, or ("", "")."""
+    trace = (node.meta.get("stack_trace") or "") if node is not None else ""
+    for file, line, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)):
+        if is_user_file(file):
+            return f"{shown(file)}:{line}", code.strip()
+    return "", ""
+
+
+def operator(node: Node) -> str:
+    """`nonzero` for aten.nonzero.default, `mylib.op` for another library's."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        packet = target.name().partition(".")[0].replace("::", ".")
+        return packet.removeprefix("aten.")
+    return target.name() if isinstance(target, torch._ops.HigherOrderOperator) else getattr(target, "__name__", str(target))
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an operator's call by name, defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload), node.target
+    schema = node.target._schema.arguments
+    values = {argument.name: argument.default_value for argument in schema}
+    values |= {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
+    return values | node.kwargs

@@ -1,0 +1,148 @@
+"""Rules about writes to memory that is not the program's, and about memory that several tensors share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.fx import Node
+
+from cgbundle.schema import Finding
+
+from ..export import PREFIX
+from .shapes import outputs
+from .subject import NOTE, REFUSE, Subject, finding
+from .weights import weight_names
+
+
+def mutated_buffer(subject: Subject) -> Iterable[Finding]:
+    """A buffer that forward() writes to: running statistics, a cache.
+
+    What it looks for: the buffers that the functional form of the program gives new values.
+
+    Why CUDA cares: PyTorch allows it in a graph, whose replay writes to the same address each time.  In a bundle a buffer is a
+    weight: mapped read-only, and shared by all processes that serve it.
+
+    Effect: no bundle can be built.
+
+    Fix: return the new value as an output, and pass it in as an input.
+
+    Source: check_for_mutation in torch/_inductor/cudagraph_utils.py excepts static inputs (buffers); ExportGraphSignature.
+    """
+    for target in sorted(set(subject.signature.buffers_to_mutate.values())):
+        name = _input_of(subject, target)
+        yield finding(
+            "mutated-buffer", REFUSE, f"forward() writes to the buffer {target.removeprefix(PREFIX)!r}", _writer(subject, name),
+            "the replay would write to weights that processes share",
+            "return the new value as an output and pass it in as an input",
+        )  # fmt: skip
+
+
+def mutated_input(subject: Subject) -> Iterable[Finding]:
+    """An input that forward() writes to.
+
+    What it looks for: the inputs that the functional form of the program gives new values.
+
+    Why CUDA forbids it: a graph writes to its own static copy of the input; the caller's tensor would not change, or a padded copy
+    of it would, depending on the call.
+
+    Effect: no bundle can be built.  PyTorch skips CUDA graphs for the whole function.
+
+    Fix: clone the input before writing, and return the result.
+
+    Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
+    """
+    for target in sorted(set(subject.signature.user_inputs_to_mutate.values())):
+        yield finding(
+            "mutated-input", REFUSE, f"forward() writes to its input {_named(subject, target)!r}", _writer(subject, target),
+            "the caller's tensor would change in some calls and not in others",
+            "clone the input before writing, and return the result",
+        )  # fmt: skip
+
+
+def overlapping_input(subject: Subject) -> Iterable[Finding]:
+    """Inputs whose elements share memory: an expanded tensor, two inputs that are views of one.
+
+    What it looks for: the example inputs: a stride of 0 along an axis longer than 1, and two inputs in one storage.
+
+    Why CUDA cares: a graph reads its inputs from static buffers, each of its own and dense; the sharing is gone.
+
+    Effect: none on results as long as nothing writes to inputs (mutated-input refuses that); an expanded input is copied out.
+
+    Fix: pass the small tensor, and expand it inside forward().
+
+    Source: the handling of expanded dimensions (get_expanded_dims) in torch/_inductor/compile_fx.py, and check_memory_overlap in
+    PyTorch.
+    """
+    homes: dict[int, str] = {}
+    for name, tensor in subject.exported.flat.like.leaves:
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            yield finding(
+                "overlapping-input", NOTE, f"the input {name!r} is expanded: its elements share memory", None,
+                "every call copies it out in full", "pass the small tensor, and expand it inside forward()",
+            )  # fmt: skip
+        home = tensor.untyped_storage().data_ptr()
+        if home and home in homes:
+            yield finding(
+                "overlapping-input", NOTE, f"the inputs {homes[home]!r} and {name!r} share memory", None,
+                "every call copies each for itself", "pass the tensor once, and take its parts inside forward()",
+            )  # fmt: skip
+        homes.setdefault(home, name)
+
+
+def aliased_output(subject: Subject) -> Iterable[Finding]:
+    """An output that is an input or a weight, or a look at one.
+
+    What it looks for: outputs of the program that share memory with one of its inputs, before anything is lowered.
+
+    Why CUDA cares: a graph's inputs lie in static buffers that the next call overwrites; PyTorch tracks such aliases with weak
+    references and rebuilds the views from the caller's tensors.
+
+    Effect: the output is a tensor of its own: a write to it does not reach the input or the weight, as it would in eager PyTorch.
+
+    Fix: none needed, unless the caller relies on the alias.
+
+    Source: OutputAliasInfo in torch/_inductor/cudagraph_trees.py.
+    """
+    weights = weight_names(subject.program)
+    homes = {home: node for node in subject.program.graph.nodes if node.op == "placeholder" for home in _storages(node)}
+    for node, name in outputs(subject):
+        for home in _storages(node):
+            if home in homes:
+                kind = "a weight" if homes[home].name in weights else f"the input {_named(subject, homes[home].name)!r}"
+                yield finding(
+                    "aliased-output", NOTE, f"the output {name!r} shares memory with {kind}", node,
+                    "a bundle gives it memory of its own: writes to it do not reach the other", "clone it to make this plain",
+                )  # fmt: skip
+
+
+def _storages(node: Node) -> Iterator[int]:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        yield value.untyped_storage()._cdata
+
+
+def _named(subject: Subject, placeholder: str) -> str:
+    """The user's name of an input."""
+    user = [name for name in subject.program.graph_signature.user_inputs if isinstance(name, str)]
+    leaves = subject.exported.flat.like.leaves
+    return leaves[user.index(placeholder)][0] if placeholder in user and len(user) == len(leaves) else placeholder
+
+
+def _input_of(subject: Subject, buffer: str) -> str:
+    """The placeholder of a buffer."""
+    return next((name for name, target in subject.program.graph_signature.inputs_to_buffers.items() if target == buffer), "")
+
+
+def _writer(subject: Subject, placeholder: str) -> Node | None:
+    """The first operation that writes to an input of the program or to a look at it."""
+    nodes = list(subject.program.graph.nodes)
+    homes = {home for node in nodes if node.name == placeholder for home in _storages(node)}
+    for node in nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            schema = node.target._schema.arguments
+            for argument, value in zip(schema, node.args, strict=False):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and isinstance(value, Node) and homes & set(_storages(value)):
+                    return node
+    return None

@@ -1,0 +1,106 @@
+"""What a call of the model does that leaves no operation in the graph, and what Python learns from tensors on the way."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Set
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .source import is_user_file
+
+BRANCH = "Python needs the value of a tensor to know how to go on"
+BRANCH_FIX = "compute both sides and choose with torch.where, or write the branch as torch.cond"
+"""The obstacle of data-dependent-branch, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Obstacle:
+    """What the mode saw that leaves no operation in the graph: the rule of the finding, its message, the user's file:line and the
+    source line."""
+
+    rule: str
+    message: str
+    where: str
+    source: str
+
+
+UNFINISHED = object()
+"""A read that raised."""
+
+
+class Run:
+    """What a call of the model did that leaves no operation in the graph, and what Python learned from tensors on the way.
+
+    It is filled during the call and read after it: torch.export puts the attributes of a traced module back, so that a trace can
+    tell nothing otherwise.  `answers`: what branches on data said, in order.  `reads`: the numbers that Python read out of tensors,
+    in order.  A trace, whose tensors hold no data, has symbols among its reads.
+    """
+
+    def __init__(self) -> None:
+        self.obstacles: list[Obstacle] = []
+        self.answers: list[bool] = []
+        self.reads: list[Any] = []
+
+    def reads_of(self, symbols: Set[Any]) -> frozenset[int]:
+        """The positions of the reads that made some of these symbols of export, and of one that failed."""
+        return frozenset([index for index, read in enumerate(self.reads) if read is UNFINISHED or _symbols(read) & symbols])
+
+
+def _symbols(value: Any) -> set[Any]:
+    """The symbols of export in a number, or in the numbers of a list."""
+    symbols: set[Any] = set()
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            symbols |= leaf.node.expr.free_symbols
+    return symbols
+
+
+def here() -> tuple[str, str]:
+    """(file:line, source line) of the user's code that runs, or ("", "")."""
+    frame = _user_frame()
+    if frame is None:
+        return "", ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{shown(file)}:{line}", linecache.getline(file, line).strip()
+
+
+def user_frame() -> str:
+    """The frame of the user's code that runs as a traceback spells it, or ""."""
+    frame = _user_frame()
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f'File "{file}", line {line}, in {frame.f_code.co_name}\n    {linecache.getline(file, line).strip()}'
+
+
+def _user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+_is_user_file = cache(is_user_file)
+
+
+def user_place(error: BaseException) -> tuple[str, str]:
+    """(file:line, source line) of the innermost frame of the user's code that an error came through, or ("", "")."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_user_file(frame.filename):
+            return f"{shown(frame.filename)}:{frame.lineno}", (frame.line or "").strip()
+    return "", ""
+
+
+def shown(file: str) -> str:
+    """The path of a user's file as messages show it: relative where it lies under the current folder."""
+    near = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if near.startswith("..") else near

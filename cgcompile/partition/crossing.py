@@ -1,0 +1,93 @@
+"""What crosses between regions, and sentences about where an operation runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from .split import Part, Partition
+
+CALL = "call"
+"""The other side of the first inputs and the last outputs: the caller, whose tensors are on the device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossing:
+    """A value that one region makes and another reads: `source` and `target` are names of regions, or CALL.  `nbytes` at the key.
+    `copied`: it goes between host and device here; what was copied once is not copied again."""
+
+    value: str
+    source: str
+    target: str
+    nbytes: int
+    copied: bool
+
+
+def crossings(partition: Partition, modules: Sequence[GraphModule]) -> tuple[Crossing, ...]:
+    """Every value that crosses, by target region in their order; `modules` are `region_modules` at the key.  An input that the
+    program returns as it is crosses nothing."""
+    maker = {name: part for part in partition.regions for name in part.outputs}
+    sides = {(name, "graph") for name in partition.inputs} | {(name, part.kind) for name, part in maker.items()}
+    bytes_of = _bytes(partition, modules)
+    found = []
+    targets = [(part.name, part.kind, part.inputs) for part in partition.regions]
+    for target, kind, values in [*targets, (CALL, "graph", tuple(dict.fromkeys(partition.outputs)))]:
+        for value in values:
+            source = maker[value].name if value in maker else CALL
+            if source != target:
+                copied = (value, kind) not in sides
+                found.append(Crossing(value=value, source=source, target=target, nbytes=bytes_of[value], copied=copied))
+                sides.add((value, kind))
+    return tuple(found)
+
+
+def _bytes(partition: Partition, modules: Sequence[GraphModule]) -> dict[str, int]:
+    """Of every value that crosses, from the metadata of the modules' inputs and outputs."""
+    found: dict[str, int] = {}
+    for part, module in zip(partition.regions, modules, strict=True):
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        (output,) = [node for node in module.graph.nodes if node.op == "output"]
+        for name, node in [*zip(part.inputs, placeholders, strict=True), *zip(part.outputs, output.args[0], strict=True)]:
+            value = node.meta["val"]
+            assert isinstance(value, torch.Tensor), name
+            found[name] = value.numel() * value.element_size()
+    return found
+
+
+def effect_of(partition: Partition, node: str) -> str:
+    """What becomes of the operation `node` of the program: the effect of a finding about it."""
+    homes = [part for part in partition.regions if node in part.nodes]
+    if not homes:
+        return "nothing is computed for it when the program is replayed"
+    if homes[0].kind == "graph":
+        return f"it is part of {homes[0].name}"
+    where = " and ".join(dict.fromkeys(_where(partition, part) for part in homes))
+    part = homes[0]
+    if not part.operations:
+        return f"a value is copied to the host {where}; nothing is computed there"
+    rest = [name for name in part.operations if name != node]
+    place = part.nodes.index(node)
+    before = sum(part.nodes.index(name) < place for name in rest)
+    after = len(rest) - before
+    others = {
+        (True, True): f", the {before} before it and the {after} after it",
+        (True, False): f" and the {before} before it",
+        (False, True): f" and the {after} after it",
+        (False, False): "",
+    }[before > 0, after > 0]
+    return f"this operation{others} {'run' if others else 'runs'} on the host {where}"
+
+
+def _where(partition: Partition, part: Part) -> str:
+    place = partition.regions.index(part)
+    before, after = (
+        any(each.kind == "graph" for each in side) for side in (partition.regions[:place], partition.regions[place + 1 :])
+    )
+    if before and after:
+        return "between two graphs"
+    if before:
+        return "after the last graph"
+    return "before the first graph" if after else "and nothing is left for a graph"

@@ -1,0 +1,171 @@
+"""The cuts: operations of two kinds and their dependencies -> the fewest alternating layers.  Pure Python.
+
+**The minimum.**  Number the layers from 1 and let the kind of the first one be given; the kinds then alternate.  Give every
+operation the smallest number that its kind allows and that is not below the numbers of the operations it depends on (`_earliest`):
+this is the greedy filling, where each layer takes all that it can.  By induction along the order no valid numbering gives an
+operation a smaller number: its dependencies have at least their smallest numbers, and of the numbers that remain the smallest of
+its kind was taken.  So the largest number given is the fewest layers that can be had with this first kind, and the better of the
+two first kinds is the minimum.  (A first layer that stays empty means that no numbering starts with that kind.)
+
+**The choice among minimal ones.**  Within its range an operation may move.  `_settle` goes backwards from the last operation: each
+takes the largest number that is not above those of what depends on it, and not above the layer that the original order had reached
+when the operation came, so that nothing moves without need.  Two exceptions: an operation of kind "either" takes a graph layer
+wherever its range holds one, and one of kind "host" takes its smallest number, because host operations that read the same are best
+in one layer.  This is greedy: where operations of kind "either" compete, another choice may have one fewer of them on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["graph", "host", "either"]
+"""Where an operation can run; "either" costs nothing anywhere."""
+
+Side = Literal["graph", "host"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """Operations of one region, by their positions, in an order that their dependencies allow: the original one."""
+
+    kind: Side
+    operations: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Numbering:
+    """A number for every operation; the layer of number 1 has the kind `first`."""
+
+    first: Side
+    earliest: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return max(self.earliest)
+
+
+def cut(
+    kinds: Sequence[Kind], edges: Sequence[tuple[int, int]], small: int = 0, weights: Sequence[int] | None = None
+) -> tuple[Layer, ...]:
+    """The fewest layers that alternate between graph and host and respect `edges`, pairs (earlier, later) of positions.
+
+    `small`: a graph layer between two host layers whose operations of kind "graph" weigh less than this (each 1, or as `weights`
+    says) is given up: those that can be in no other graph layer run on the host, and the two host layers become one.  A launch and
+    two copies cost more than a few small kernels: a copy to the host and back with its synchronization takes about 20 us, a small
+    kernel 2 to 5 us.  The first and the last graph layer stay, however small: the call's values cross there anyhow, so that only a
+    launch would be saved; and of several small ones the largest stays where else none would be left.
+
+    Raises ValueError for an edge that does not point forward: the operations have to stand in a valid order.
+    """
+    before: list[list[int]] = [[] for _ in kinds]
+    for earlier, later in edges:
+        if not 0 <= earlier < later < len(kinds):
+            raise ValueError(f"edge ({earlier}, {later}) does not point forward among {len(kinds)} operations")
+        before[later].append(earlier)
+    after: list[list[int]] = [[] for _ in kinds]
+    for later, sources in enumerate(before):
+        for earlier in sources:
+            after[earlier].append(later)
+    given = list(kinds)
+    if not given:
+        return ()
+    while True:
+        best = _best(given, before, after)
+        moved = _too_small(best, given, after, small, weights or [1] * len(kinds))
+        if not moved:
+            return _layers(best)
+        for position in moved:
+            given[position] = "host"
+
+
+def _best(kinds: Sequence[Kind], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> _Numbering:
+    """Of both first kinds: fewer layers, then fewer free operations on the host, then nearer to the original order, then graph."""
+    made = []
+    sides: tuple[Side, Side] = ("graph", "host")
+    for first in sides:
+        earliest = _earliest(kinds, before, first)
+        if 1 in earliest:
+            numbers = _settle(kinds, after, first, earliest)
+            made.append(_Numbering(first=first, earliest=tuple(earliest), numbers=tuple(numbers)))
+
+    def cost(numbering: _Numbering) -> tuple[int, int, int]:
+        free = sum(
+            kind == "either" and _side(number, numbering.first) == "host"
+            for kind, number in zip(kinds, numbering.numbers, strict=True)
+        )
+        order = sorted(range(len(kinds)), key=lambda position: (numbering.numbers[position], position))
+        return numbering.count, free, sum(abs(place - position) for place, position in enumerate(order))
+
+    return min(made, key=cost)
+
+
+def _side(number: int, first: Side) -> Side:
+    other: Side = "host" if first == "graph" else "graph"
+    return first if number % 2 else other
+
+
+def _fits(kind: Kind, number: int, first: Side) -> bool:
+    return kind in ("either", _side(number, first))
+
+
+def _earliest(kinds: Sequence[Kind], before: Sequence[Sequence[int]], first: Side) -> list[int]:
+    numbers: list[int] = []
+    for kind, sources in zip(kinds, before, strict=True):
+        lowest = max([numbers[source] for source in sources], default=1)
+        numbers.append(lowest if _fits(kind, lowest, first) else lowest + 1)
+    return numbers
+
+
+def _latest(kinds: Sequence[Kind], after: Sequence[Sequence[int]], first: Side, count: int) -> list[int]:
+    numbers = [count] * len(kinds)
+    for position in reversed(range(len(kinds))):
+        highest = min([numbers[reader] for reader in after[position]], default=count)
+        numbers[position] = highest if _fits(kinds[position], highest, first) else highest - 1
+    return numbers
+
+
+def _settle(kinds: Sequence[Kind], after: Sequence[Sequence[int]], first: Side, earliest: Sequence[int]) -> list[int]:
+    """Numbers between the earliest and what the readers allow.  They are valid: a number is never above its readers', and never
+    below its own earliest, which is not above any reader's earliest."""
+    reached, running = [], 1
+    for number in earliest:
+        running = max(running, number)
+        reached.append(running)
+    numbers = list(earliest)
+    for position in reversed(range(len(kinds))):
+        low, high = earliest[position], min([numbers[reader] for reader in after[position]], default=max(earliest))
+        fitting = [number for number in range(low, high + 1) if _fits(kinds[position], number, first)]
+        in_graphs = [number for number in fitting if _side(number, first) == "graph"]
+        if kinds[position] == "either" and in_graphs:
+            fitting = in_graphs
+        unmoved = [number for number in fitting if number <= reached[position] and kinds[position] != "host"]
+        numbers[position] = unmoved[-1] if unmoved else fitting[0]
+    return numbers
+
+
+def _too_small(
+    best: _Numbering, kinds: Sequence[Kind], after: Sequence[Sequence[int]], small: int, weights: Sequence[int]
+) -> tuple[int, ...]:
+    """The operations of the lightest graph layer between two host layers that can be in no other one, if they weigh too little."""
+    latest = _latest(kinds, after, best.first, best.count)
+    graphs = [number for number in range(1, best.count + 1) if _side(number, best.first) == "graph"]
+    inner = [number for number in graphs if 1 < number < best.count]
+    held = {
+        number: tuple([p for p in range(len(kinds)) if kinds[p] == "graph" and best.earliest[p] == latest[p] == number])
+        for number in inner
+    }
+    light = {number: sum(weights[position] for position in held[number]) for number in inner}
+    if len(graphs) < 2 or not inner:
+        return ()
+    lightest = min(inner, key=lambda number: (light[number], number))
+    return held[lightest] if light[lightest] < small else ()
+
+
+def _layers(best: _Numbering) -> tuple[Layer, ...]:
+    positions: list[list[int]] = [[] for _ in range(best.count)]
+    for position, number in enumerate(best.numbers):
+        positions[number - 1].append(position)
+    return tuple([Layer(kind=_side(number, best.first), operations=tuple(held)) for number, held in enumerate(positions, 1)])

@@ -1,0 +1,191 @@
+"""Regions as modules: for one int_key, one module per region, every size a constant, weights under their names.
+
+Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, for the shapes in the nodes' metadata.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_map
+
+from .roles import TENSOR_CHECKS, Role, Roles, higher_order, marker, roles, unbacked, weight_names
+from .sizing import Bindings, bindings, number
+from .split import Part, Partition, value_of
+from .writes import Ties, ties
+
+KEPT = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "custom")
+"""Metadata that says where a node comes from; the rest speaks of export's symbols."""
+
+DIRECT = ("cond", "wrap_with_set_grad_enabled", "wrap_with_autocast")
+"""Higher-order operators that hand what follows their modules to these as it is."""
+
+
+def region_modules(program: ExportedProgram, parts: Partition, tensors: Sequence[torch.Tensor]) -> tuple[GraphModule, ...]:
+    """One module per region of `parts`, for the int_key whose inputs have the sizes of `tensors` (only shapes and dtypes are read).
+
+    `module(*inputs) -> tuple of outputs`, tensors in the order of the region's `inputs` and `outputs`.  Weights are attributes
+    under their names in the program, the program's own tensors.  A placeholder's `meta["val"]` is a fake tensor of its shape,
+    strides and dtype at this key, and so is every other node's whose size is known.  A region never writes to its inputs: one that
+    it would is cloned first.  A region without operations returns its inputs.
+
+    Raises InputsUnlike.
+    """
+    known = roles(program)
+    sizes = bindings(program, tensors)
+    written = ties(program.graph_module, known)
+    names = {node.name: node for node in program.graph.nodes}
+    return tuple([_Region(program, known, sizes, written, names).module(part) for part in parts.regions])
+
+
+class _Region:
+    """Builds the module of one region."""
+
+    def __init__(self, program: ExportedProgram, known: Roles, sizes: Bindings, written: Ties, names: dict[str, Node]) -> None:
+        self.program = program
+        self.known = known
+        self.sizes = sizes
+        self.written = written
+        self.names = names
+        self.weights = weight_names(program)
+        self.state: dict[str, Any] = {**program.constants, **program.state_dict}
+        self.mode = FakeTensorMode()
+        self.graph = Graph()
+        self.made: dict[Node, Any] = {}
+        self.held: dict[str, Any] = {}
+
+    def module(self, part: Part) -> GraphModule:
+        nodes = [self.names[name] for name in part.nodes]
+        for name in part.inputs:
+            source = self.names[name]
+            self.made[source] = self._described(self.graph.placeholder(name), source)
+        for name in part.inputs:
+            source = self.names[name]
+            if any(source in self.written.written.get(node, ()) for node in nodes):
+                copied = self.graph.call_function(torch.ops.aten.clone.default, (self.made[source],))
+                self.made[source] = self._described(copied, source)
+        for node in nodes:
+            self.made[node] = self._value(node.args[0]) if marker(node) else self._call(node)
+        self.graph.output(tuple([self._value(self.names[name]) for name in part.outputs]))
+        made = GraphModule(self.held, self.graph, class_name=part.name.title().replace("-", ""))
+        made.graph.lint()
+        return made
+
+    def _call(self, node: Node) -> Node:
+        if higher_order(node):
+            return self._call_parts(node)
+        args = torch.fx.map_arg(node.args, self._value)
+        kwargs = torch.fx.map_arg(node.kwargs, self._value)
+        return self._described(self.graph.create_node(node.op, node.target, args, kwargs, name=node.name), node)
+
+    def _value(self, node: Any) -> Any:
+        """What stands for a node of the program in this region."""
+        node = value_of(node)
+        if node not in self.made:
+            if self.known[node] is Role.NUMBER:
+                return number_of(node, self.sizes)
+            self.made[node] = self._weight(node)
+        return self.made[node]
+
+    def _weight(self, node: Node) -> Node:
+        target = self.weights[node.name]
+        self.held[target] = self.state[target]
+        return self._described(self.graph.get_attr(target), node)
+
+    def _call_parts(self, node: Node) -> Node:
+        """A higher-order operator with copies of its modules.  Numbers that it gave them are constants inside: torch cannot export
+        an operator that is given Python numbers."""
+        modules = {
+            source: specialized(getattr(self.program.graph_module, str(source.target)), self.sizes)
+            for source in node.all_input_nodes
+            if self.known[source] is Role.PART
+        }
+        args = list(node.args)
+        if node.target.name() in DIRECT:
+            start = 1 + max(index for index, each in enumerate(args) if each in modules)
+            nested = node.target.name() == "cond"
+            operands = list(args[start] if nested else args[start:])
+            constant = [
+                index for index, each in enumerate(operands) if not isinstance(each, Node) or self.known[each] is Role.NUMBER
+            ]
+            values = {index: torch.fx.map_arg(operands[index], self._value) for index in constant}
+            for module in modules.values():
+                _fill(module, values)
+            left = [each for index, each in enumerate(operands) if index not in values]
+            args[start:] = [tuple(left)] if nested else left
+        for index, (source, module) in enumerate(modules.items()):
+            target = f"{node.name}_part_{index}"
+            self.held[target] = module
+            self.made[source] = self.graph.get_attr(target)
+        mapped = torch.fx.map_arg((tuple(args), node.kwargs), self._value)
+        return self._described(self.graph.create_node(node.op, node.target, *mapped, name=node.name), node)
+
+    def _described(self, made: Node, source: Node) -> Node:
+        made.meta = {name: source.meta[name] for name in KEPT if name in source.meta}
+        value = source.meta.get("val")
+        if value is not None and not unbacked(value):
+            made.meta["val"] = tree_map(self._fake, value)
+        return made
+
+    def _fake(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return number(value, self.sizes)
+        shape = [number(size, self.sizes) for size in value.shape]
+        strides = [number(stride, self.sizes) for stride in value.stride()]
+        with self.mode:
+            return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+def number_of(node: Node, sizes: Bindings) -> Any:
+    """The value of a node that the sizes of the call decide.  Raises InputsUnlike."""
+    if node.op == "placeholder":
+        return None if node.meta.get("val") is None else number(node.meta["val"], sizes)
+    value = node.meta["val"]
+    if isinstance(value, torch.SymInt) or not isinstance(value, torch.SymFloat | torch.SymBool):
+        return number(value, sizes)
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: number_of(each, sizes))
+    return node.target(*args, **kwargs)
+
+
+def specialized(module: GraphModule, sizes: Bindings) -> GraphModule:
+    """A copy of a higher-order operator's module: sizes are constants, markers and assertions about what is known are gone."""
+    made = copy.deepcopy(module)
+    for node in list(made.graph.nodes):
+        value = node.meta.get("val")
+        known = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not unbacked(value)
+        if node.op == "get_attr" and isinstance(getattr(made, str(node.target)), GraphModule):
+            setattr(made, str(node.target), specialized(getattr(made, str(node.target)), sizes))
+        elif node.target in TENSOR_CHECKS:
+            made.graph.erase_node(node)
+            continue
+        elif known:
+            _replace(node, number_of(node, sizes))
+        elif marker(node):
+            _replace(node, node.args[0])
+        node.meta = {name: node.meta[name] for name in KEPT if name in node.meta}
+        if node.op == "call_function" and (known or marker(node)):
+            made.graph.erase_node(node)
+    made.recompile()
+    return made
+
+
+def _fill(module: GraphModule, values: Mapping[int, Any]) -> None:
+    """Takes inputs away from `module`: by their positions, the values that stand for them inside."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for index, value in values.items():
+        _replace(placeholders[index], value)
+        module.graph.erase_node(placeholders[index])
+    module.recompile()
+
+
+def _replace(node: Node, value: Any) -> None:
+    """Every use of `node` becomes `value`, a node or a Python number."""
+    for user in list(node.users):
+        user.args = torch.fx.map_arg(user.args, lambda each: value if each is node else each)
+        user.kwargs = torch.fx.map_arg(user.kwargs, lambda each: value if each is node else each)

@@ -1,0 +1,218 @@
+"""What each node of an exported program is to the partitioner.
+
+Private interfaces (torch 2.11, 2.13): `free_unbacked_symbols` of `torch.fx.experimental.symbolic_shapes`, and the storage's
+`_cdata`, which fake tensors that share memory have in common.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+from cgcompile.source import is_user_file
+
+from .errors import DataDependentOutput, ProgramUnsupported
+
+aten = torch.ops.aten
+
+
+class Role(Enum):
+    """INPUT: a tensor of the call.  WEIGHT: a parameter, buffer or constant.  PART: a module of a higher-order operator.  NUMBER: a
+    Python value that the sizes of the call decide.  LOOSE: what depends on data in its value (a number of the host) or in its size.
+    CHECK: an assertion about loose values.  NOTHING: an assertion about what is known when the bundle is built.  WORK: any other
+    operation.  RESULT: the output node."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    PART = "part"
+    NUMBER = "number"
+    LOOSE = "loose"
+    CHECK = "check"
+    NOTHING = "nothing"
+    WORK = "work"
+    RESULT = "result"
+
+
+WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+SCALAR_CHECKS = (
+    aten._assert_scalar.default,
+    aten.sym_constrain_range_for_size.default,
+    aten.sym_constrain_range.default,
+    torch.sym_constrain_range_for_size if hasattr(torch, "sym_constrain_range_for_size") else None,
+)
+"""Assertions about numbers."""
+
+TENSOR_CHECKS = (aten._assert_tensor_metadata.default,)
+"""Assertions about dtype, layout and device: they hold by the signature, and on another device than export's they would fail."""
+
+CONTROL_FLOW = ("cond", "while_loop", "map_impl", "map", "scan", "associative_scan")
+"""Higher-order operators that run a part of the program or not, or some number of times: a CUDA graph has one order of kernels."""
+
+Roles = dict[Node, Role]
+
+
+def roles(program: ExportedProgram) -> Roles:
+    """The role of every node of `program.graph`.  Raises ProgramUnsupported, DataDependentOutput."""
+    made: Roles = {}
+    kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            spec = kinds[node.name]
+            if spec.kind in WEIGHTS:
+                made[node] = Role.WEIGHT
+            elif spec.kind is InputKind.USER_INPUT:
+                made[node] = Role.INPUT if isinstance(spec.arg, TensorArgument) else Role.NUMBER
+            else:
+                raise ProgramUnsupported(f"input {node.name!r} of the program is of the kind {spec.kind.name}")
+        elif node.op == "get_attr":
+            made[node] = Role.PART
+        elif node.op == "output":
+            made[node] = Role.RESULT
+        else:
+            made[node] = _of_call(node, made)
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is not OutputKind.USER_OUTPUT:
+            raise ProgramUnsupported(f"output {spec.arg.name!r} of the program is of the kind {spec.kind.name}")
+    for node in results(program):
+        if made[node] in (Role.LOOSE, Role.NUMBER):
+            raise DataDependentOutput(
+                f"{_place(node) or 'model'}: the output {node.name!r} of the program is a number or has a size that depends on data"
+            )
+    return made
+
+
+def results(program: ExportedProgram) -> tuple[Node, ...]:
+    """The nodes that the program returns, in order; one may come twice."""
+    (node,) = [node for node in program.graph.nodes if node.op == "output"]
+    return tuple([each for each in tree_leaves(node.args[0]) if isinstance(each, Node)])
+
+
+def _place(node: Node) -> str:
+    """ "model.py:12", the user's line that a node comes from, or ""."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    mine = [f"{file}:{line}" for file, line in found if is_user_file(file)]
+    return mine[-1] if mine else ""
+
+
+def _of_call(node: Node, made: Roles) -> Role:
+    if node.target in TENSOR_CHECKS:
+        return Role.NOTHING
+    if node.target in SCALAR_CHECKS:
+        return Role.CHECK if any(made[source] is Role.LOOSE for source in node.all_input_nodes) else Role.NOTHING
+    value = node.meta.get("val")
+    if value is not None and unbacked(value):
+        return Role.LOOSE
+    if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
+        return Role.NUMBER
+    return Role.WORK
+
+
+def unbacked(value: Any) -> bool:
+    """Whether a value depends on data by itself (a number) or in its sizes (a tensor).  Where in memory a tensor of fixed size
+    begins does not matter (`x[:, i]`, i a number of the host): what crosses is copied."""
+    leaves = tree_leaves(value)
+    sizes = [(*leaf.shape, *leaf.stride()) for leaf in leaves if isinstance(leaf, torch.Tensor) and _strided(leaf)]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
+    return any(bool(free_unbacked_symbols(each)) for each in (*sizes, *numbers))
+
+
+def weight_names(program: ExportedProgram) -> dict[str, str]:
+    """Name of a placeholder -> name of the weight in the program."""
+    specs = program.graph_signature.input_specs
+    return {spec.arg.name: spec.target for spec in specs if spec.kind in WEIGHTS and spec.target is not None}
+
+
+# --- kinds of operations --------------------------------------------------------------------------------------
+
+
+def marker(node: Node) -> str:
+    """ "to_host", "to_device", or "" for what is no marker operator."""
+    name = str(node.target) if node.op == "call_function" else ""
+    found = name.removesuffix(".default").rpartition("cgcompile.")[2]
+    return found if name.startswith("cgcompile.") and found in ("to_host", "to_device") else ""
+
+
+def higher_order(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def parts(node: Node, module: GraphModule) -> Iterator[GraphModule]:
+    """The modules of a higher-order operator, and theirs."""
+    for source in node.all_input_nodes:
+        if source.op == "get_attr":
+            part = getattr(module, str(source.target))
+            if isinstance(part, GraphModule):
+                yield part
+                for inner in part.graph.nodes:
+                    yield from parts(inner, part)
+
+
+def needs_host(node: Node, module: GraphModule) -> str:
+    """Why an operation can be in no CUDA graph whatever the checks say, or ""."""
+    if marker(node) == "to_host":
+        return "a copy to the host"
+    if not higher_order(node):
+        return ""
+    if node.target.name() in CONTROL_FLOW:
+        return "control flow"
+    for part in parts(node, module):
+        for inner in part.graph.nodes:
+            if marker(inner) == "to_host":
+                return "a copy to the host inside it"
+            if higher_order(inner) and inner.target.name() in CONTROL_FLOW:
+                return "control flow inside it"
+            if inner.op == "call_function" and unbacked(inner.meta.get("val")):
+                return "a value inside it depends on data"
+    return ""
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node gives another look at its first input (or, for a few, a copy of it): nothing to compute."""
+    return bool(getattr(node.target, "is_view", False)) and not writes_to(node)
+
+
+def is_free(node: Node) -> bool:
+    """Whether an operation costs nothing anywhere: a look at another tensor, an element of a list, a constant, a marker."""
+    if node.target in (operator.getitem, aten.lift_fresh_copy.default) or marker(node) == "to_device":
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    made_of_tensors = any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
+    random = torch.Tag.nondeterministic_seeded in node.target.tags
+    return is_view(node) or (not made_of_tensors and not random and isinstance(node.meta.get("val"), torch.Tensor))
+
+
+def writes_to(node: Node) -> tuple[Node, ...]:
+    """The inputs that a node writes to, as its schema says."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ()
+    found: list[Node] = []
+    arguments = node.target._schema.arguments
+    positional = [argument for argument in arguments if not argument.kwarg_only]
+    for argument, value in [
+        *zip(positional, node.args, strict=False),
+        *[(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs],
+    ]:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
+    return tuple(found)
+
+
+def storages(value: Any) -> Iterable[int]:
+    """Identities of the memory that the tensors of a fake value lie in."""
+    return [leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if type(leaf).__name__ == "FakeTensor" and _strided(leaf)]
+
+
+def _strided(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided

@@ -1,0 +1,113 @@
+"""Sizes: export's symbols at the tensors of a call, and how much work an operation is at the largest sizes.
+
+Private interfaces (torch 2.11, 2.13): the sympy expression of a SymInt (`size.node.expr`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from .errors import InputsUnlike
+from .roles import is_free
+
+LIGHT = 16384
+"""Elements that an operation may read and write to be as quick on the host as a small kernel: at 4 bytes, about 7 us at the
+10 GB/s that one core moves at the least."""
+
+Bindings = Mapping[Any, int]
+"""A number for each of export's symbols."""
+
+
+def bindings(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
+    """The symbols of the program's inputs at the sizes of `tensors`.  Raises InputsUnlike."""
+    names = program.graph_signature.user_inputs
+    inputs = [
+        node
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in names and isinstance(node.meta.get("val"), torch.Tensor)
+    ]
+    if len(inputs) != len(tensors):
+        raise InputsUnlike(f"the program takes {len(inputs)} tensors, the call has {len(tensors)}")
+    found: dict[Any, int] = {}
+    for node, tensor in zip(inputs, tensors, strict=True):
+        seen = node.meta["val"]
+        if (seen.dtype, seen.dim()) != (tensor.dtype, tensor.dim()):
+            raise InputsUnlike(
+                f"input {node.name!r} is {tensor.dtype} with {tensor.dim()} axes, expected {seen.dtype} with {seen.dim()}"
+            )
+        for axis, (size, actual) in enumerate(zip(seen.shape, tensor.shape, strict=True)):
+            if isinstance(size, torch.SymInt):
+                _bind(f"input {node.name!r}, axis {axis}", size.node.expr, actual, found)
+            elif size != actual:
+                raise InputsUnlike(f"input {node.name!r}, axis {axis}: {actual}, expected {size}")
+    return found
+
+
+def _bind(where: str, expr: Any, actual: int, found: dict[Any, int]) -> None:
+    """`actual` = expr, a multiple of one symbol plus a constant, as the axes of inputs are."""
+    (symbol,) = expr.free_symbols
+    shift = int(expr.subs(symbol, 0))
+    step = int(expr.subs(symbol, 1)) - shift
+    value, rest = divmod(actual - shift, step)
+    if rest or found.setdefault(symbol, value) != value:
+        raise InputsUnlike(f"{where}: {actual} is not {expr}" + ("" if rest else f" with {symbol} = {found[symbol]}"))
+
+
+def number(value: Any, known: Bindings) -> Any:
+    """A size, or number made of sizes, as a Python number.  Raises InputsUnlike for a symbol that no input decides."""
+    if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value
+    made = value.node.expr.subs(known) if hasattr(value.node.expr, "subs") else value.node.expr
+    if getattr(made, "free_symbols", None):
+        raise InputsUnlike(f"the size {value} is not decided by the inputs")
+    if isinstance(value, torch.SymBool):
+        return bool(made)
+    return int(made) if isinstance(value, torch.SymInt) else float(made)
+
+
+def weigh(program: ExportedProgram, node: Node, heavy: int) -> int:
+    """0 for an operation that costs nothing, 1 for a light one, at least `heavy` for what takes the host much longer than a GPU: a
+    large tensor at the largest sizes of the call, or an operation that is not known to pass over its tensors once."""
+    if is_free(node):
+        return 0
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise not in tags and torch.Tag.reduction not in tags and str(node.target) not in ONE_PASS:
+        return max(heavy, 1)
+    values = [node.meta.get("val"), *[source.meta.get("val") for source in node.all_input_nodes]]
+    tensors = [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return 1 if sum(_largest(program, tensor) for tensor in tensors) <= LIGHT else max(heavy, 1)
+
+
+ONE_PASS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add.Tensor", "add_.Tensor", "sub.Tensor", "mul.Tensor", "mul_.Tensor", "div.Tensor", "sum.default", "sum.dim_IntList",
+        "mean.default", "mean.dim", "amax.default", "amin.default", "max.default", "min.default", "max.dim", "min.dim",
+        "argmax.default", "argmin.default", "any.default", "all.default", "any.dim", "all.dim", "cumsum.default", "clone.default",
+        "softmax.int", "log_softmax.int", "cat.default", "stack.default", "copy_.default", "fill_.Scalar", "fill_.Tensor",
+        "zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default", "index.Tensor", "gather.default",
+        "index_select.default", "embedding.default", "where.self", "masked_fill.Scalar", "one_hot.default",
+    )
+)  # fmt: skip
+"""Operations that read each element once or a few times, beside those that torch tags as pointwise or as reductions."""
+
+
+def _largest(program: ExportedProgram, tensor: torch.Tensor) -> float:
+    """Elements of a tensor at the largest sizes that export allows, which are the largest declared ones."""
+    highest = {symbol: bounds.upper for symbol, bounds in program.range_constraints.items()}
+    count = 1.0
+    for size in tensor.shape:
+        if isinstance(size, torch.SymInt):
+            made = size.node.expr.subs(highest)
+            if made.free_symbols or not made.is_finite:
+                return float("inf")
+            count *= float(made)
+        else:
+            count *= size
+    return count

@@ -1,0 +1,86 @@
+"""Units: operations that must stay in one region, made one.  Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def units(count: int, edges: Iterable[tuple[int, int]], together: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """`count` operations as units, each in the original order, the units in an order that `edges` (earlier, later) allow.
+
+    The members of each of `together` are in one unit, and so is everything that depends on one member and that another depends
+    on: a region cannot be left and entered again.  In terms of graphs: the strongly connected components after the members of each
+    of `together` were tied into a circle (Tarjan 1972).
+    """
+    after: list[set[int]] = [set() for _ in range(count)]
+    for earlier, later in edges:
+        after[earlier].add(later)
+    for members in together:
+        for left, right in zip(members, [*members[1:], *members[:1]], strict=True):
+            after[left].add(right)
+    found = [tuple(sorted(component)) for component in _components([sorted(readers) for readers in after])]
+    return _ordered(found, after)
+
+
+def _components(after: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Tarjan's algorithm, without recursion: programs have thousands of operations in a row."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    waiting: set[int] = set()
+    found: list[list[int]] = []
+    for root in range(len(after)):
+        if root in index:
+            continue
+        work = [(root, iter(after[root]))]
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        waiting.add(root)
+        while work:
+            node, readers = work[-1]
+            for reader in readers:
+                if reader not in index:
+                    index[reader] = low[reader] = len(index)
+                    stack.append(reader)
+                    waiting.add(reader)
+                    work.append((reader, iter(after[reader])))
+                    break
+                if reader in waiting:
+                    low[node] = min(low[node], index[reader])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component: list[int] = []
+                    while not component or component[-1] != node:
+                        component.append(stack.pop())
+                        waiting.discard(component[-1])
+                    found.append(component)
+    return found
+
+
+def _ordered(components: Sequence[tuple[int, ...]], after: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
+    """Components in the order that the edges allow which is nearest to the original one: of those that are free, the one whose
+    first operation comes first."""
+    import heapq
+
+    home = {member: number for number, component in enumerate(components) for member in component}
+    readers = [
+        {home[reader] for member in component for reader in after[member]} - {number} for number, component in enumerate(components)
+    ]
+    missing = [0] * len(components)
+    for each in readers:
+        for reader in each:
+            missing[reader] += 1
+    free = [(component[0], number) for number, component in enumerate(components) if not missing[number]]
+    heapq.heapify(free)
+    made = []
+    while free:
+        _, number = heapq.heappop(free)
+        made.append(components[number])
+        for reader in readers[number]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(free, (components[reader][0], reader))
+    return tuple(made)

@@ -1,0 +1,165 @@
+"""Writes to memory: which operations they tie together, and the order that they demand.
+
+An exported program is not functional: `z[:, 1] = y` stands in it as a view of z and a copy into the view.  A value that crosses
+between regions is copied, so a view and what it looks at may be parted only where nothing is written through either any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .roles import Role, Roles, higher_order, parts, storages, writes_to
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ties:
+    """`order`: pairs (earlier, later) beside those of inputs.  `together`: nodes that must be in one region.  `touched`: every
+    node that makes, reads or writes memory that is written to.  `written`: of each writing node, the nodes whose memory it is."""
+
+    order: tuple[tuple[Node, Node], ...]
+    together: tuple[tuple[Node, ...], ...]
+    touched: frozenset[Node]
+    written: dict[Node, frozenset[Node]]
+
+
+def ties(module: GraphModule, known: Roles) -> Ties:
+    """The ties of all writes in `module`'s graph.
+
+    In memory that is written to, every access comes after the writes before it and before those after it.  A write after which
+    nobody uses an older name of the memory makes a new value: it may be in another region than the old one.  Otherwise the maker,
+    the views and the writes up to the last such write stay together; for inputs and weights every other access does, too, because
+    they have no maker that could pass the new value on.
+    """
+    nodes = [node for node in module.graph.nodes if known[node] in (*_ACCESSING, *_GIVEN)]
+    memory = _memories(nodes)
+    targets = {node: [each for each in _targets(node, module) if each in memory] for node in nodes}
+    members: dict[Node, list[Node]] = {memory[target]: [] for found in targets.values() for target in found}
+    accesses: dict[Node, list[Node]] = {home: [] for home in members}
+    for node in nodes:
+        if memory[node] in members:
+            members[memory[node]].append(node)
+        if known[node] in _ACCESSING:
+            for home in dict.fromkeys([memory[node], *[memory[each] for each in node.all_input_nodes if each in memory]]):
+                if home in members:
+                    accesses[home].append(node)
+    order: list[tuple[Node, Node]] = []
+    together: list[tuple[Node, ...]] = []
+    written: dict[Node, set[Node]] = {}
+    place = {node: number for number, node in enumerate(module.graph.nodes)}
+    for home in members:
+        writers = {node for node in accesses[home] if any(memory[target] is home for target in targets.get(node, ()))}
+        for node in writers:
+            written.setdefault(node, set()).update(members[home])
+        order += _order(accesses[home], writers)
+        together += _together(members[home], accesses[home], writers, known, place)
+    return Ties(
+        order=tuple(order),
+        together=tuple(together),
+        touched=frozenset([node for found in accesses.values() for node in found]),
+        written={node: frozenset(found) for node, found in written.items()},
+    )
+
+
+_ACCESSING = (Role.WORK, Role.LOOSE)
+_GIVEN = (Role.INPUT, Role.WEIGHT)
+
+
+def _memories(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """Each node's memory, named by its first node: by the storage that export saw, and by what the schemas say of results."""
+    home: dict[Node, Node] = {}
+
+    def find(node: Node) -> Node:
+        while home[node] is not node:
+            node = home[node]
+        return node
+
+    first: dict[int, Node] = {}
+    for node in nodes:
+        home[node] = node
+        same = [first.setdefault(storage, node) for storage in storages(node.meta.get("val"))]
+        for other in [*same, *_shown(node)]:
+            if other in home and find(other) is not find(node):
+                old, new = find(node), find(other)
+                home[old] = new
+    return {node: find(node) for node in nodes}
+
+
+def _shown(node: Node) -> list[Node]:
+    """The inputs that a node's result is or may be a look at, by the schema and its tags: dropout outside training gives its input
+    itself, where export saw a copy."""
+    if torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ()):
+        return node.all_input_nodes[:1]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(returned.alias_info is not None for returned in schema.returns):
+        return []
+    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | dict(node.kwargs)
+    aliased = [given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None]
+    return [value for value in aliased if isinstance(value, Node)]
+
+
+def _targets(node: Node, module: GraphModule) -> tuple[Node, ...]:
+    """The nodes whose memory a node writes to.  A higher-order operator one of whose modules writes to something that it is given
+    counts as writing to all of it."""
+    if higher_order(node) and any(_writes_outside(part) for part in parts(node, module)):
+        return tuple([source for source in node.all_input_nodes if source.op != "get_attr"])
+    return writes_to(node)
+
+
+def _writes_outside(module: GraphModule) -> bool:
+    memory = _memories([node for node in module.graph.nodes if node.op != "output"])
+    given = {memory[node] for node in memory if node.op == "placeholder"}
+    return any(memory[target] in given for node in memory for target in writes_to(node))
+
+
+def _order(accesses: Sequence[Node], writers: set[Node]) -> list[tuple[Node, Node]]:
+    pairs: list[tuple[Node, Node]] = []
+    since: list[Node] = []
+    last: Node | None = None
+    for node in accesses:
+        if node in writers:
+            pairs += [(earlier, node) for earlier in since]
+            since, last = [], node
+        elif last is not None:
+            pairs.append((last, node))
+        since.append(node)
+    return pairs
+
+
+def _together(
+    members: Sequence[Node], accesses: Sequence[Node], writers: set[Node], known: Roles, place: dict[Node, int]
+) -> list[tuple[Node, ...]]:
+    """The accesses fall into segments, each begun by the maker or by a write that makes a new value; one set per segment that other
+    writes bind."""
+    found: list[tuple[Node, ...]] = []
+    segment: list[Node] = []
+    given = any(known[member] in _GIVEN for member in members)
+    bound = 0
+
+    def close() -> None:
+        if bound:
+            tied = segment if given else [node for node in segment[:bound] if node in members or node in writers]
+            found.append(tuple(tied))
+
+    for node in accesses:
+        if node in writers and _makes_new(node, members, known, place):
+            close()
+            segment, bound, given = [node], 0, False
+            continue
+        segment.append(node)
+        if node in writers:
+            bound = len(segment)
+    close()
+    return found
+
+
+def _makes_new(node: Node, members: Sequence[Node], known: Roles, place: dict[Node, int]) -> bool:
+    """Whether a write leaves no older name of its memory in use, and nothing that outlives the call."""
+    older = [member for member in members if place[member] < place[node]]
+    later = [user for member in older for user in member.users if place[user] > place[node]]
+    return not any(known[user] in (*_ACCESSING, Role.RESULT) for user in later) and not any(
+        known[member] is Role.WEIGHT for member in older
+    )

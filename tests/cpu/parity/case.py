@@ -1,0 +1,107 @@
+"""A case of the corpus: a small model, inputs for it, and the rules that it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Inputs = Callable[..., Any]
+"""As in a model file: the parameters are the declared dimensions."""
+
+RULES = (
+    "host-scalar", "assert-scalar", "data-dependent-branch", "data-dependent-shape", "data-dependent-select",
+    "data-dependent-follower", "cpu-operation", "device-copy", "several-devices", "pinned-memory", "control-flow",
+    "random-operation", "rng-state-operation", "incompatible-operator", "boolean-index-put", "sparse-output",
+    "deterministic-scatter", "cudagraph-unsafe", "custom-operator", "host-op", "mutated-buffer", "mutated-input",
+    "overlapping-input", "non-tensor-input", "aliased-output", "too-many-keys", "small-region", "training-mode",
+)  # fmt: skip
+"""The rules' names, as a user types them at --waive."""
+
+SIZES = (2, 4)
+"""The sizes of every declared dimension."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A model and what we have to say about it.
+
+    `make` gives a new module and the function for its inputs.  `expected`: the names of all rules that it breaks, exactly, or the
+    class of the error with which export refuses it.  `near`: rules that it passes by a little.  `kind`: the room that it stands in.
+    `deterministic`: torch.use_deterministic_algorithms is on.  `host_ops`: operators that the user names with --host-op.
+    """
+
+    name: str
+    make: Callable[[], tuple[nn.Module, Inputs]]
+    expected: frozenset[str]
+    near: frozenset[str]
+    kind: str
+    deterministic: bool = False
+    host_ops: tuple[str, ...] = ()
+
+
+def case(
+    model: type[nn.Module],
+    inputs: Inputs,
+    *expected: str,
+    kind: str,
+    near: tuple[str, ...] = (),
+    training: bool = False,
+    deterministic: bool = False,
+    host_ops: tuple[str, ...] = (),
+) -> Case:
+    """A case named after `model`, a class of modules."""
+
+    def make() -> tuple[nn.Module, Inputs]:
+        return model().train(training), inputs
+
+    return Case(
+        name="".join([f"-{letter.lower()}" if letter.isupper() else letter for letter in model.__name__]).strip("-"),
+        make=make,
+        expected=frozenset(expected),
+        near=frozenset(near),
+        kind=kind,
+        deterministic=deterministic,
+        host_ops=host_ops,
+    )
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------
+
+
+def rows(batch: int) -> tuple[torch.Tensor]:
+    """float32 [batch, 8]."""
+    return (torch.randn(batch, 8),)
+
+
+def two(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [batch, 8] twice."""
+    return torch.randn(batch, 8), torch.randn(batch, 8)
+
+
+def tokens(batch: int) -> tuple[torch.Tensor]:
+    """Token ids: int64 [batch, 6], below 16."""
+    return (torch.randint(0, 16, (batch, 6)),)
+
+
+def sequences(batch: int) -> tuple[torch.Tensor]:
+    """float32 [batch, 6, 8]: 6 tokens of width 8."""
+    return (torch.randn(batch, 6, 8),)
+
+
+def ragged(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [batch, 6, 8] and their lengths, int64 [batch], 1 to 6, falling."""
+    return torch.randn(batch, 6, 8), torch.arange(batch).flip(0) % 6 + 1
+
+
+def images(batch: int) -> tuple[torch.Tensor]:
+    """float32 [batch, 3, 8, 8]."""
+    return (torch.randn(batch, 3, 8, 8),)
+
+
+def boxes(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Boxes, float32 [batch, 5, 4], and their scores, float32 [batch, 5]."""
+    return torch.rand(batch, 5, 4), torch.rand(batch, 5)

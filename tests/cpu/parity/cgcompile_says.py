@@ -1,0 +1,69 @@
+"""Our verdict on a case: the findings of cgcompile.checks and what follows them to the host, or the error with which export refuses
+the model."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from cgbundle.schema import Finding
+from cgcompile.checks import check, place, placements
+from cgcompile.errors import BranchOnData, BuildError
+from cgcompile.export import trace
+from cgcompile.placing import TO_DEVICE
+from cgcompile.source import load_source
+
+from .case import SIZES, Case
+from .settings import settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """`rules`: the names of the rules with findings, those with which operations follow others to the host, and the class of the
+    error that export raised.  `flagged`: something is refused or put on the host.  `lines`: the user's lines, "file.py:line", of
+    what is, and of copies back to the GPU.  `error`: the message of what export raised, "" if nothing."""
+
+    rules: frozenset[str]
+    flagged: bool
+    lines: frozenset[str]
+    findings: tuple[Finding, ...]
+    error: str
+
+
+def cgcompile_says(case: Case) -> Verdict:
+    """What `cgcompile check` says of `case` for the cuda target."""
+    model, inputs = case.make()
+    source = load_source(model, inputs)
+    with settings(case.deterministic):
+        torch.manual_seed(0)
+        try:
+            traced = trace(source, dict.fromkeys(source.dimensions, SIZES))
+        except BuildError as error:
+            return _refused(error)
+        findings = check(traced, target="cuda", host_ops=case.host_ops)
+        moved = placements(findings, traced)
+        nodes = [node for node in traced.program.graph.nodes if node.name in moved or (moved and node.target is TO_DEVICE)]
+    told = [finding for finding in findings if finding.severity != "note"]
+    return Verdict(
+        rules=frozenset([*[finding.rule for finding in findings], *moved.values()]),
+        flagged=bool(told or moved),
+        lines=frozenset([short(where) for where in [*[f.where for f in told], *[place(n)[0] for n in nodes]] if where]),
+        findings=findings,
+        error="",
+    )
+
+
+def _refused(error: BuildError) -> Verdict:
+    """A branch on data that export could not pass is a finding like one that it passed."""
+    rule = "data-dependent-branch" if isinstance(error, BranchOnData) else type(error).__name__
+    found = re.match(r"\S+\.py:\d+", str(error))
+    lines = frozenset([short(found[0])] if found else [])
+    return Verdict(rules=frozenset([rule]), flagged=True, lines=lines, findings=(), error=str(error))
+
+
+def short(where: str) -> str:
+    """A file:line without the file's folder."""
+    return os.path.basename(where)

@@ -1,0 +1,61 @@
+"""The two verdicts on a case side by side, and the table of all cases."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .case import Case
+from .cgcompile_says import Verdict, cgcompile_says
+from .pytorch_says import Flag, pytorch_says
+
+AGREE, STRICTER, LOOSER = "agree", "stricter", "looser"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A case with both verdicts.  `missed`: what PyTorch flags at lines of which we say nothing.
+
+    `outcome`: "looser" when something is missed, "stricter" when we flag what PyTorch passes, "agree" otherwise.
+    """
+
+    case: Case
+    ours: Verdict
+    theirs: tuple[Flag, ...]
+
+    @property
+    def missed(self) -> tuple[Flag, ...]:
+        """A flag without a line is met by any verdict of ours, one with lines by one at one of them; all by an error."""
+        return tuple([flag for flag in self.theirs if not self._met(flag)])
+
+    def _met(self, flag: Flag) -> bool:
+        return bool(self.ours.lines & flag.lines) if flag.lines and not self.ours.error else self.ours.flagged
+
+    @property
+    def outcome(self) -> str:
+        if self.missed:
+            return LOOSER
+        return STRICTER if self.ours.flagged and not self.theirs else AGREE
+
+
+def compare(case: Case) -> Row:
+    """Both verdicts: a trace for each, a second or less."""
+    return Row(case=case, ours=cgcompile_says(case), theirs=pytorch_says(case))
+
+
+def table(rows: Sequence[Row], differences: Mapping[str, str]) -> str:
+    """The numbers of models, agreements and differences, and every difference with its reason; as plain text."""
+    kinds = list(dict.fromkeys([row.case.kind for row in rows]))
+    lines = [f"{'kind':<16}{'models':>8}{'both flag':>11}{'both pass':>11}{'stricter':>10}{'looser':>8}"]
+    for kind in [*kinds, "all"]:
+        chosen = [row for row in rows if kind in (row.case.kind, "all")]
+        count = Counter([row.outcome for row in chosen])
+        both = sum(row.outcome == AGREE and row.ours.flagged for row in chosen)
+        lines.append(f"{kind:<16}{len(chosen):>8}{both:>11}{count[AGREE] - both:>11}{count[STRICTER]:>10}{count[LOOSER]:>8}")
+    differing = [row for row in rows if row.outcome != AGREE]
+    lines += ["", f"{len(rows)} models, {len(rows) - len(differing)} agreements, {len(differing)} differences"]
+    for row in differing:
+        lines += ["", f"{row.case.name}: {row.outcome} than PyTorch", f"    {differences.get(row.case.name, 'NOT LISTED')}"]
+        lines += [f"    PyTorch, {flag.by}: {flag.reason}" for flag in dict.fromkeys(row.missed)]
+    return "\n".join(lines)

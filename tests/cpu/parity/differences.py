@@ -1,0 +1,59 @@
+"""Where our verdict and PyTorch's differ, and why.
+
+For torch 2.13: other versions have other lists.
+"""
+
+from __future__ import annotations
+
+TORCH = "2.13"
+
+STATE = "PyTorch lets a graph write to buffers, whose addresses stay; in a bundle they are weights, which processes share read-only"
+RANDOM = "PyTorch replays random numbers with a generator registered with the graph; a bundle could not be verified"
+LITERAL = (
+    "only the `cudagraphs` backend, which takes a literal for work of the CPU; Inductor makes it a constant of the kernel, "
+    "and we a weight on the GPU"
+)
+DETERMINISTIC = (
+    "earlier versions of PyTorch listed scatters under deterministic algorithms, where they sort and may wait for the GPU; "
+    "2.13 does not"
+)
+
+DIFFERENCES: dict[str, str] = {
+    # we say less
+    "top-p": LITERAL,
+    "literal-on-the-device": LITERAL,
+    "literal-moved": LITERAL,
+    "scalar-of-the-cpu": LITERAL,
+    "table-in-an-attribute": LITERAL,
+    "rotary-complex": LITERAL,
+    "positions-moved": ("only the `cudagraphs` backend; Inductor makes positions where they are used, on the GPU, and so do we"),
+    "write-by-mask": (
+        "PyTorch flags every index_put with a mask; Inductor lowers one mask and one number as a masked fill, and its scheduler "
+        "leaves that in the graph, as we do"
+    ),
+    "inverse": (
+        "only the `cudagraphs` backend, which takes the token of torch.linalg.inv's check of its result for work of the CPU.  The "
+        "check does wait for the GPU, but neither Inductor's lists nor our rules know it"
+    ),
+    # we say more
+    "dropout-in-training": RANDOM,
+    "dropout-of-zero": "dropout with probability 0 draws nothing, but we take it for one that does in training",
+    "noise-of-its-own": RANDOM,
+    "multinomial": RANDOM,
+    "exponential-race": RANDOM,
+    "bernoulli": RANDOM,
+    "custom-operator-on-the-host": "the user asked for it with --host-op",
+    "add-by-index-in-order": DETERMINISTIC,
+    "scatter-add-in-order": DETERMINISTIC,
+    "cache-in-a-buffer": STATE,
+    "step-counter": STATE,
+    "batch-norm-in-training": STATE,
+}
+"""Case -> reason."""
+
+ELSEWHERE: dict[str, str] = {
+    "too-many-keys": "it concerns the sizes that a build is asked for, not the model",
+    "small-region": "it concerns the partition, which comes after the checks",
+    "assert-scalar": "torch.export moves every assertion to the line that made the number, where the number's own finding is",
+}
+"""Rules that no case hits, and why."""

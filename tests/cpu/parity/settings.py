@@ -1,0 +1,32 @@
+"""What holds while a case is asked about: determinism as the case wants it, no gradients, and torch quiet about its own insides."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+
+import torch
+
+LOUD = ("torch.fx.experimental.symbolic_shapes", "torch.fx._symbolic_trace", "torch._inductor", "torch._export", "torch.export")
+"""Loggers that warn of what the corpus provokes."""
+
+
+@contextmanager
+def settings(deterministic: bool) -> Iterator[None]:
+    """Sets them and puts back what was there.  torch.export prints graphs that it cannot finish to stderr: they are dropped."""
+    was = torch.are_deterministic_algorithms_enabled()
+    levels = {name: logging.getLogger(name).level for name in LOUD}
+    torch.use_deterministic_algorithms(deterministic)
+    for name in LOUD:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,0 +1,148 @@
+"""Models of several regions on a GPU: graphs with the host between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from cgbundle import archive, exam  # noqa: E402
+from cgbundle.cuda import memory  # noqa: E402
+from cgbundle.cuda.device import CudaBackend  # noqa: E402
+from cgbundle.extents import span  # noqa: E402
+from cgbundle.safetensors import Mapped  # noqa: E402
+from cgbundle.schema import Program  # noqa: E402
+from tests.gpu.cut_models import KINDS, MODELS, WIDTH  # noqa: E402
+
+SIZES = (1, 8)
+POISON = 0xFF
+"""NaN in every floating dtype."""
+
+Case = tuple[Path, Any]
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    torch.manual_seed(0)
+    network = MODELS[request.param]().eval()
+    path = tmp_path_factory.mktemp("cuts") / f"{request.param}.cgb"
+    cgcompile.build(network, lambda batch: (torch.randn(batch, WIDTH),), sizes=list(SIZES), out=path, target="cuda")
+    yield path, network
+
+
+def draw(size: int, seed: int) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return torch.randn(size, WIDTH)
+
+
+def outputs(made: Any) -> list[torch.Tensor]:
+    return [getattr(each, "tensor", each) for each in (made if isinstance(made, tuple) else (made,))]
+
+
+def test_the_steps_are_as_planned(case: Case) -> None:
+    path, _ = case
+    manifest = archive.read_manifest(str(path))
+    for program in manifest.programs:
+        assert [step.kind for step in program.steps if step.kind != "copy"] == KINDS[path.stem]
+    if path.stem == "table":
+        table = next(weight for weight in manifest.weights if weight.name == "table")
+        assert table.offset == -1 and dict(manifest.memories)["weights"] < 5000 * WIDTH * 4, "the table stays off the GPU"
+
+
+def test_the_exam_passes_in_a_process_without_torch(case: Case) -> None:
+    answer = exam.fresh(str(case[0]))
+    assert [row["passed"] for row in answer["results"]] == [True] * len(SIZES) and not answer["torch_imported"]
+
+
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_fresh_inputs_give_what_eager_gives(case: Case, mode: str, device: str) -> None:
+    path, network = case
+    with cgbundle.load(path, mode=mode) as program, torch.no_grad():
+        for round_ in range(6):
+            value = draw(SIZES[round_ % 2], round_)
+            for got, want in zip(outputs(program(value.to(device))), outputs(network(value)), strict=True):
+                assert got.device.type == device
+                torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_many_calls_without_waiting_keep_their_values(case: Case) -> None:
+    path, network = case
+    values = [draw(8, seed) for seed in range(20)]
+    with cgbundle.load(path) as program, torch.no_grad():
+        made = [outputs(program(value.cuda())) for value in values]
+        for got, value in zip(made, values, strict=True):
+            for one, want in zip(got, outputs(network(value)), strict=True):
+                torch.testing.assert_close(one.cpu(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_dead_memory_may_hold_anything(case: Case) -> None:
+    """After every step the arena is overwritten but for the values that are still to be read."""
+    path, _ = case
+    manifest = archive.read_manifest(str(path))
+    backend = CudaBackend(str(path), manifest)
+    stored = Mapped(str(path / archive.EXAM), archive.EXAM)
+    try:
+        backend.prepare()
+        for number, program in enumerate(manifest.programs):
+            tensors = exam.inputs_of(stored, manifest, program.key)  # held: the addresses are theirs
+            given = [(tensor.address, False, size) for tensor, size in zip(tensors, backend.sizes(number)[0], strict=True)]
+            clean = read(backend, program, number, given, poisoned=False)
+            assert read(backend, program, number, given, poisoned=True) == clean
+    finally:
+        stored.close()
+        backend.close()
+
+
+def read(backend: CudaBackend, program: Program, number: int, given: Any, poisoned: bool) -> list[bytes]:
+    """The outputs' bytes of one replay."""
+    arena = dict(backend._manifest.memories)["arena"]
+    with backend.turn(None) as stream:
+        backend.replay(number, given, stream)  # puts the inputs into their places
+        plan = backend._plans[number]
+        if poisoned:
+            backend._memories.poison(POISON, stream)
+        for place, step in enumerate(plan.steps):
+            step(stream)
+            if poisoned:
+                for start, end in dead(program, place, arena):
+                    memory.fill(backend._memories.address("arena", start), end - start, POISON, stream)
+        made = []
+        for index in program.outputs:
+            value = program.values[index]
+            room = bytearray(max(1, span(value)))
+            held = (memory.ctypes.c_char * len(room)).from_buffer(room)
+            memory.copy(
+                memory.ctypes.addressof(held),
+                backend._memories.address(value.memory, value.offset),
+                span(value),
+                stream,
+                target_on_device=False,
+            )
+            made.append((room, held))
+    backend.synchronize()
+    return [bytes(room) for room, _ in made]
+
+
+def dead(program: Program, place: int, arena: int) -> list[tuple[int, int]]:
+    """The pieces of the arena that hold nothing which a step after `place`, or the caller, reads."""
+    made = {index for step in program.steps[: place + 1] for index in step.outputs}
+    later = made & ({index for step in program.steps[place + 1 :] for index in step.inputs} | set(program.outputs))
+    alive = sorted(
+        (value.offset, value.offset + span(value)) for index in later if (value := program.values[index]).memory == "arena"
+    )
+    pieces, at = [], 0
+    for start, end in alive:
+        if at < start:
+            pieces.append((at, start))
+        at = max(at, end)
+    return [*pieces, (at, arena)] if at < arena else pieces
