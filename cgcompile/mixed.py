@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from cgbundle.errors import LibraryRefused
 from cgbundle.extents import ELSEWHERE
 from cgbundle.schema import Program, Region, Value, Weight
 
 from . import layouts
-from .errors import CompilerFailed
+from .errors import CompilerFailed, OperatorWithoutCode
 from .export import PREFIX
-from .inlining import inline_custom
+from .inlining import inlined
 from .lower_cpu import compile_cpu
 from .partition import Partition, partition
 from .record.memory import align, dense_strides, lay_out, tensor_bytes
@@ -138,7 +139,7 @@ def _compile(
         raise CompilerFailed(
             f"{link.part.name} ({link.part.reason}): torch.export cannot take it alone: {first_line(error)}"
         ) from error
-    program = inline_custom(program)
+    program = inlined(program)
     work = scratch / own
     work.mkdir()
     compiled = compile_cpu(program, work, lambda text: None)
@@ -146,8 +147,15 @@ def _compile(
     region, constants = layouts.bind_constants(
         compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights]
     )
-    strides = layouts.output_strides(region, given, expected)
-    region.close()
+    try:
+        strides = layouts.output_strides(region, given, expected)
+    except LibraryRefused as error:
+        called = ", ".join(sorted({str(node.target) for node in program.graph.nodes if node.op == "call_function"}))
+        raise OperatorWithoutCode(
+            f"{link.part.name} ({link.part.reason}): its compiled code cannot run without Python; it calls {called}: {error}"
+        ) from error
+    finally:
+        region.close()
     for found, tensor in zip(strides, expected, strict=True):
         if found != tensor.stride() and tensor.numel() > 1:
             raise CompilerFailed(

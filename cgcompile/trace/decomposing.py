@@ -48,6 +48,32 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
+def normalized(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """Batch normalization of `x` (n, c, ...) with statistics that are weights: one product and one sum per element.  The two
+    factors (c) depend on weights alone and are computed at build time; two factors are two loads in an epilogue and not four."""
+    if training or mean is None or var is None:
+        return NotImplemented
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    scale = torch.rsqrt(var.to(wide) + eps)
+    if weight is not None:
+        scale = scale * weight.to(wide)
+    shift = -mean.to(wide) * scale
+    if bias is not None:
+        shift = shift + bias.to(wide)
+    axes = [1, -1] + [1] * (x.dim() - 2)
+    return (x.to(wide) * scale.view(axes) + shift.view(axes)).to(x.dtype)
+
+
 # --- products -------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +192,7 @@ def embedding_bag(
 
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: attention,
+    aten.batch_norm.default: normalized,
     aten.embedding_bag.default: embedding_bag,
     aten.embedding_bag.padding_idx: embedding_bag,
     **get_decompositions(

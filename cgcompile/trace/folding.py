@@ -46,8 +46,9 @@ def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retrac
     constants: dict[str, Constant] = {}
     tensors, names = list(retraced.tensors), list(retraced.names)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    for node in _wanted(graph, derived, known):
-        made = _computed(node, derived, known)
+    # all of them first: one may be computed from another, which is a placeholder once it is replaced
+    computed = [(node, _computed(node, derived, known)) for node in _wanted(graph, derived, known)]
+    for node, made in computed:
         if made is None:
             continue
         constant = _constant(made)

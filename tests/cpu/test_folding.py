@@ -48,6 +48,20 @@ def test_the_scale_of_a_normalization_is_a_weight() -> None:
     torch.testing.assert_close(computed(made, constants, model, x), model(x))
 
 
+def test_a_normalization_is_one_product_and_one_sum() -> None:
+    """In an epilogue every further factor is a load per element: four of them made a product of ResNet-50 six times slower."""
+    torch.manual_seed(0)
+    model = nn.BatchNorm2d(6).half()
+    nn.init.uniform_(model.running_var, 0.5, 2.0)
+    nn.init.normal_(model.running_mean)
+    nn.init.normal_(model.weight)
+    nn.init.normal_(model.bias)
+    x = torch.randn(2, 6, 3, 3).half()
+    made, constants, left = folded(model, x)
+    assert len(constants) == 2 and torch.ops.aten.sub.Tensor not in left and torch.ops.aten.rsqrt.default not in left
+    torch.testing.assert_close(computed(made, constants, model, x), model(x), rtol=2e-3, atol=2e-3)
+
+
 def test_a_weight_laid_out_anew_is_kept_and_a_view_is_not() -> None:
     class Turned(nn.Module):
         def __init__(self) -> None:
