@@ -180,9 +180,12 @@ def _regions(parted: Partition, source: Source, traced: Traced) -> tuple[tuple[R
     largest = {name: values[-1] for name, values in traced.sizes.items()}
     modules = region_modules(traced.program, parted, sample(source, largest).tensors)
     nodes = {node.name: node for node in traced.program.graph.nodes}
+    given = {node: name for node, (name, _) in zip(parted.inputs, traced.like.leaves, strict=True)}
+    returned = dict(zip(parted.outputs, traced.flat.names, strict=True))
     reads: dict[str, list[tuple[str, int]]] = {}
     for crossing in crossings(parted, modules):
-        reads.setdefault(crossing.target, []).append((crossing.value, crossing.nbytes))
+        known = returned if crossing.target == "call" else given
+        reads.setdefault(crossing.target, []).append((known.get(crossing.value, crossing.value), crossing.nbytes))
     regions = [
         RegionReport(
             name=part.name, kind=part.kind, reason=part.reason,

@@ -395,7 +395,7 @@ def test_a_report_without_obstacles() -> None:
     report = cgcompile.check(nn.Linear(4, 4), rows)
     assert (report.findings, report.refused, report.assumed) == ((), False, ("batch",))
     assert [region.kind for region in report.regions] == ["graph"]
-    assert report.regions[0].reads == (("tensors_0", 8 * 4 * 4),)
+    assert report.regions[0].reads == (("input", 8 * 4 * 4),), "under the name in the model"
 
 
 def test_a_report_for_the_cpu_has_no_regions() -> None:
