@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import torch
+
 from cgbundle import archive
 from cgbundle.schema import Exam, Proof, Region, Target
 
@@ -30,16 +32,14 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             weights = collect(program)
             region, constants = layouts.bind_constants(compiled.path, program, weights.rows)
             exams = emit.eager_exam(job.source, job.exported, job.sizes)
-            strides = [layouts.output_strides(region, exam.inputs, exam.outputs) for exam in exams]
+            strides = [layouts.output_strides(region, [_own(tensor) for tensor in exam.inputs], exam.outputs) for exam in exams]
             region.close()
             (stage / HOST_FILE).parent.mkdir()
             shutil.copyfile(compiled.path, stage / HOST_FILE)
             emit.write_weights(stage / archive.WEIGHTS, weights)
             emit.write_exam(stage / archive.EXAM, exams)
             tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
-    proofs = [
-        Proof(key=exam.key, method="none", error=0.0, tolerance=max(tolerance(out.dtype) for out in exam.outputs)) for exam in exams
-    ]
+    proofs = [Proof(key=exam.key, method="none", error=0.0, tolerance=_tolerance(exam)) for exam in exams]
     return Parts(
         target=Target(kind="cpu", arch=platform.machine(), features=compiled.features, torch=job.torch_version, driver=0),
         weights=weights.rows,
@@ -49,3 +49,12 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         module_state="",
         exam=Exam(compare="tolerance", proofs=tuple(proofs)),
     )
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides: the compiled code writes to inputs of models that do."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+def _tolerance(exam: emit.KeyExam) -> float:
+    return max(tolerance(tensor.dtype) for tensor in (*exam.outputs, *[tensor for _, tensor in exam.written]))

@@ -69,6 +69,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
                 placements=job.placements,
                 landing=hosted.mixed.landing if hosted else {},
                 elsewhere=elsewhere,
+                written=job.exported.written,
                 # what the first process of max-autotune measured and chose, the second has to find in the cache
                 parallel=job.lower != "max-autotune",
                 tell=tell,
@@ -89,7 +90,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         if recorded.states:
             (stage / STATES_FILE).write_bytes(tables.encode_states(recorded.states))
         regions, programs, pinned = _rows(job, recorded, hosted, files)
-        _write_exam(stage / archive.EXAM, programs, recorded)
+        _write_exam(stage / archive.EXAM, programs, recorded, job.exported.written)
         tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
     exact = hosted is None and all(trial.deterministic for trial in recorded.trials.values())
     return Parts(
@@ -182,13 +183,15 @@ def _lowest_driver(recorded: Recorded) -> int:
     return min(int(toolkit.partition(".")[0]) * 1000, recorded.driver)
 
 
-def _write_exam(path: Path, programs: tuple[Program, ...], recorded: Recorded) -> None:
+def _write_exam(path: Path, programs: tuple[Program, ...], recorded: Recorded, written: tuple[int, ...]) -> None:
     entries: dict[str, safetensors.Tensor] = {}
     for program in programs:
         trial = recorded.trials[program.key]
-        for kind, positions, data in (("input", program.inputs, trial.inputs), ("output", program.outputs, trial.outputs)):
-            for index, (position, stored) in enumerate(zip(positions, data, strict=True)):
-                value = program.values[position]
-                entries[archive.exam_entry(program.key, kind, index)] = (value.dtype, value.shape, partial(bytes, stored))
+        parts = [("input", index, position, trial.inputs[index]) for index, position in enumerate(program.inputs)]
+        parts += [("output", index, position, trial.outputs[index]) for index, position in enumerate(program.outputs)]
+        parts += [("written", index, program.inputs[index], data) for index, data in zip(written, trial.written, strict=True)]
+        for kind, index, position, data in parts:
+            value = program.values[position]
+            entries[archive.exam_entry(program.key, kind, index)] = (value.dtype, value.shape, partial(bytes, data))
     with open(path, "wb") as file:
         safetensors.write(file, entries)

@@ -8,36 +8,40 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from cgbundle import archive
-from cgbundle.schema import CODE, Exam, Program, Proof, Region, Target, Weight
+from cgbundle.extents import ELSEWHERE
+from cgbundle.recording import Recording
+from cgbundle.schema import CODE, Exam, Program, Proof, Region, Target, Value, Weight
 
 from .arch import Arch, arch
 from .cuda_files import program as row
 from .cuda_files import write_kernels, write_tables, write_weights
-from .emit import KeyExam, eager_exam, write_exam
-from .errors import ProofFailed
+from .emit import eager_exam, write_exam
 from .fills import fill_image, has_memsets, without_memsets
 from .job import Job, Parts
+from .mixed import Hosts, Mixed, compile_hosts, plan_mixed, rows_of, weight_rows
 from .progress import Stages
-from .record.memory import PAD, Table, align, lay_out, tensor_bytes
-from .record.tensors import dtype_bound, dtype_name, inputs_bytes, program_tensors, row_major, shapes_of
+from .record.memory import PAD, Table, align, tensor_bytes
+from .record.tensors import dtype_bound, dtype_name, inputs_bytes, program_tensors
 from .source import all_keys, sample
-from .tolerance import largest_error
-from .trace.assembling import Graph, assemble
+from .trace.assembling import Graph, assemble_chain
 from .trace.compiling import Compiled, compile_variants
 from .trace.errors import CacheUnsafe
-from .trace.interpreting import Outcome, Task, interpret
+from .trace.interpreting import interpret
 from .trace.lifetimes import check_plan
-from .trace.lowering_jobs import lower_all
+from .trace.lowering_jobs import Name, lower_all
+from .trace.merging import Piece, merge, whole
 from .trace.planning import plan
+from .trace.proving import kernel_sources, make_task, make_trial, proved
 from .trace.toolkit import lowest_driver
-from .trace.traced import Key, Traced, Variant
+from .trace.traced import Chain, Key, Traced, Variant
 from .trace.tuned import table_file
+from .trace.works import WHOLE, region_works, whole_works
 
 KERNELS = "kernels.json"
 """The file of a bundle that says which configuration each kernel has, and why; for people, the runtime never reads it."""
@@ -49,64 +53,125 @@ BUDGET = 120.0
 """Seconds that interpreting may take: the keys that fit are proved, smallest first, at least one."""
 
 
-def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
-    """Traces every int_key, and writes tables, images, weights and the exam into `stage`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """Where the program's tensors lie in memory `weights`, what lowering computed behind them, and where both end."""
 
-    Raises the refusals of trace/errors.py, and ProofFailed when an interpreted key is further from eager PyTorch than the dtype
-    allows.
+    placed: tuple[Weight, ...]
+    folded: dict[str, Table]
+    end: int
+
+
+def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
+    """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.
+
+    Raises the refusals of trace/errors.py, those of `mixed`, and ProofFailed when an interpreted key is further from eager PyTorch
+    than the dtype allows.
     """
     target, program = arch(job.target), job.exported.program
+    tensors = program_tensors(program)
     calls = {key: sample(job.source, dict(zip(job.sizes, key, strict=True))).tensors for key in all_keys(job.sizes)}
     with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch:
+        mixed = _mixed(job, calls, stages) if job.placements else None
         with stages("lower") as tell:
-            traced = lower_all(
-                program, calls, target.name, Path(scratch), cache=cache_folder(), table=table_file(target.name), tell=tell
-            )
+            works = region_works(mixed) if mixed else whole_works(program, calls)
+            lowered = lower_all(works, target.name, Path(scratch), cache=cache_folder(), table=table_file(target.name), tell=tell)
+            chains = _chains(lowered, mixed)
+            traced = {key: chain.traced for key, chain in chains.items()}
             tell(_summary(traced))
         with stages("compile") as tell:
             compiled = _compile(traced, target, tell)
             tell(f"{len(set(kernel.sha256 for kernel in compiled.values()))} kernel images")
-        placed, end = lay_out(shapes_of(program_tensors(program)))
-        folded, end = folded_tables(traced, end)
+        layout = _lay_out(tensors, mixed, traced)
+        hosts = _hosts(mixed, layout, Path(scratch), stage, stages) if mixed else None
         with stages("plan") as tell:
-            graphs, bound = _assemble(traced, compiled, weight_offsets(placed, folded), calls)
-            graphs, fills = _without_memsets(graphs, target)
-            arena = max(graph.arena for graph in graphs.values())
-            tell(f"arena {arena:,} bytes, {arena / max(bound, 1) - 1:.1%} above the least that the lifetimes allow")
+            graphs, bound = _assemble(chains, compiled, weight_offsets(layout.placed, layout.folded), calls, mixed)
+            recordings, fills = _without_memsets(graphs, target)
+            arena = {key: max([graph.arena for (_, other), graph in graphs.items() if other == key], default=PAD) for key in calls}
+            largest = max(arena.values())
+            above = f", {largest / bound - 1:.1%} above the least that the lifetimes allow" if bound else ""
+            tell(f"arena {largest:,} bytes{above}")
         with stages("emit") as tell:
             images = {kernel.sha256: kernel.image for kernel in compiled.values()} | fills
-            rows = write_weights(stage / archive.WEIGHTS, program_tensors(program), placed, tuple(folded.values()))
+            rows = write_weights(stage / archive.WEIGHTS, tensors, layout.placed, tuple(layout.folded.values()))
             write_kernels(stage, images)
             (stage / KERNELS).write_text(_choices(compiled))
-            files = write_tables(stage, {key: graph.recording for key, graph in graphs.items()})
+            files = write_tables(stage, recordings)
             exams = eager_exam(job.source, job.exported, job.sizes)
             write_exam(stage / archive.EXAM, exams)
+            static = {key: _static(calls[key], mixed, key) for key in calls}
+            regions, programs, pinned = _rows(graphs, files, arena, static, mixed, hosts)
             tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
-        static = {key: inputs_bytes(tensors) + PAD for key, tensors in calls.items()}
         memories = (
-            ("weights", end + PAD),
+            ("weights", layout.end + PAD),
             ("inputs", max(static.values())),
-            ("arena", arena),
+            ("arena", largest),
+            *((("host", pinned),) if pinned else ()),
             (CODE, sum(len(image) for image in images.values())),
         )
         proofs = tuple(Proof(key=exam.key, method="none", error=0.0, tolerance=dtype_bound(program)) for exam in exams)
         if job.prove == "interpret":
-            sources = _sources(traced, compiled)
             with stages("interpret") as tell:
-                tasks = [_task(graphs[e.key], sources, end + PAD, static[e.key], stage / archive.WEIGHTS, rows, e) for e in exams]
+                by_file = {files[name]: recording for name, recording in recordings.items()}
+                trials = [make_trial(each, exam, by_file, mixed) for each, exam in zip(programs, exams, strict=True)]
+                weights = stage / archive.WEIGHTS
+                sources = kernel_sources(compiled)
+                tasks = [make_task(t, p, sources, memories, weights, rows) for t, p in zip(trials, programs, strict=True)]
                 done = interpret(tasks, Path(scratch, "interpret"), budget=BUDGET, cache=cache_folder(), tell=tell)
-                proofs = _proved(proofs, exams, done)
+                proofs = tuple([proved(*each, done) for each in zip(proofs, trials, strict=True)])
                 worst = max(proof.error for proof in proofs)
                 tell(f"{len(done)} of {len(tasks)} int_keys over poisoned memory, largest error {worst:.1e}")
     return Parts(
-        target=Target(kind="cuda", arch=target.name, features=(), torch="", driver=lowest_driver(target.capability)),
+        target=Target(
+            kind="cuda",
+            arch=target.name,
+            features=hosts.features if hosts else (),
+            torch=job.torch_version if hosts and hosts.rows else "",
+            driver=lowest_driver(target.capability),
+        ),
         weights=rows,
         memories=memories,
-        regions=(Region(name="model", kind="graph", reason="", file="", constants=()),),
-        programs=tuple(_program(key, graphs[key], files[key], static[key]) for key in calls),
+        regions=regions,
+        programs=programs,
         module_state="",
         exam=Exam(compare="tolerance", proofs=proofs),
     )
+
+
+def _mixed(job: Job, calls: Mapping[Key, Sequence[torch.Tensor]], stages: Stages) -> Mixed:
+    with stages("partition") as tell:
+        mixed = plan_mixed(job.exported.program, job.placements, calls)
+        tell(" -> ".join(part.name for part in mixed.parts.regions))
+    return mixed
+
+
+def _hosts(mixed: Mixed, layout: _Layout, scratch: Path, stage: Path, stages: Stages) -> Hosts:
+    with stages("host") as tell:
+        hosts = compile_hosts(mixed, layout.placed, scratch, stage, tell)
+        tell(", ".join(region.file for region in dict.fromkeys(hosts.rows.values())) or "copies only")
+    return hosts
+
+
+def _chains(lowered: Mapping[Name, Traced], mixed: Mixed | None) -> dict[Key, Chain]:
+    """What was lowered, as one program per key."""
+    if mixed is None:
+        return {key: whole(traced) for (_, key), traced in lowered.items()}
+    chains = {}
+    for key, landing in mixed.landing.items():
+        pieces = [
+            Piece(name=part.name, inputs=part.inputs, outputs=part.outputs, traced=lowered.get((part.name, key)))
+            for part in mixed.parts.regions
+        ]
+        given = [*mixed.parts.inputs, *[name for name, _, _, _ in landing]]
+        chains[key] = merge(key, pieces, given, mixed.parts.outputs)
+    return chains
+
+
+def _lay_out(tensors: Mapping[str, torch.Tensor], mixed: Mixed | None, traced: Mapping[Key, Traced]) -> _Layout:
+    placed = weight_rows(tensors, mixed.elsewhere if mixed else frozenset())
+    ends = [align(row.offset + tensor_bytes(row.dtype, row.shape)) for row in placed if row.offset != ELSEWHERE]
+    folded, end = folded_tables(traced, max(ends, default=0))
+    return _Layout(placed=placed, folded=folded, end=end)
 
 
 def _summary(traced: Mapping[Key, Traced]) -> str:
@@ -150,84 +215,61 @@ def weight_offsets(placed: Sequence[Weight], folded: Mapping[str, Table]) -> dic
 
 
 def _assemble(
-    traced: Mapping[Key, Traced],
+    chains: Mapping[Key, Chain],
     compiled: Mapping[Variant, Compiled],
     offsets: Mapping[str, int],
     calls: Mapping[Key, Sequence[torch.Tensor]],
-) -> tuple[dict[Key, Graph], int]:
-    """The rows of every key, and the largest lower bound of their arenas."""
+    mixed: Mixed | None,
+) -> tuple[dict[Name, Graph], int]:
+    """The rows of every region and key, and the largest lower bound of their arenas."""
     graphs, bound = {}, 0
-    for key, each in traced.items():
-        planned = plan(each)
-        check_plan(each, planned)
+    for key, chain in chains.items():
+        planned = plan(chain.traced)
+        check_plan(chain.traced, planned)
         starts, end = [], 0
         for tensor in calls[key]:
             starts.append(end)
             end = align(end + tensor_bytes(dtype_name(tensor), tensor.shape))
-        graphs[key] = assemble(each, [compiled[variant] for variant in each.variants], planned, offsets, starts)
+        starts += [offset for _, offset, _, _ in mixed.landing[key]] if mixed else []
+        made = assemble_chain(chain, [compiled[variant] for variant in chain.traced.variants], planned, offsets, starts)
+        graphs.update({(section.name, key): graph for section, graph in zip(chain.sections, made, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound
 
 
-def _without_memsets(graphs: dict[Key, Graph], target: Arch) -> tuple[dict[Key, Graph], dict[str, bytes]]:
-    """The graphs as they are written (see fills.py), and the images that come with that."""
-    if not has_memsets(graph.recording for graph in graphs.values()):
-        return graphs, {}
+def _static(tensors: Sequence[torch.Tensor], mixed: Mixed | None, key: Key) -> int:
+    """Bytes that a key needs of memory `inputs`."""
+    landing = mixed.landing[key] if mixed else ()
+    return max([inputs_bytes(tensors), *[align(offset + tensor_bytes(dtype, shape)) for _, offset, dtype, shape in landing]]) + PAD
+
+
+def _rows(
+    graphs: Mapping[Name, Graph],
+    files: Mapping[Name, str],
+    arena: Mapping[Key, int],
+    static: Mapping[Key, int],
+    mixed: Mixed | None,
+    hosts: Hosts | None,
+) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
+    """Regions and programs of the manifest, and the bytes of memory host."""
+    if mixed is None or hosts is None:
+        region = Region(name=WHOLE, kind="graph", reason="", file="", constants=())
+        programs = [row(key, g.inputs, g.outputs, files[name, key], g.arena, static[key]) for (name, key), g in graphs.items()]
+        return (region,), tuple(programs), 0
+    made: dict[Key, dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]] = {key: {} for key in static}
+    for (name, key), graph in graphs.items():
+        made[key][name] = graph.inputs, graph.outputs
+    return rows_of(mixed, hosts, made, files, arena, static)
+
+
+def _without_memsets(graphs: Mapping[Name, Graph], target: Arch) -> tuple[dict[Name, Recording], dict[str, bytes]]:
+    """The recordings as they are written (see fills.py), and the images that come with that."""
+    recordings = {name: graph.recording for name, graph in graphs.items()}
+    if not has_memsets(recordings.values()):
+        return recordings, {}
     image = fill_image(target.name)
-    changed = {key: replace(graph, recording=without_memsets(graph.recording, image)) for key, graph in graphs.items()}
+    changed = {name: without_memsets(recording, image) for name, recording in recordings.items()}
     return changed, {hashlib.sha256(image).hexdigest(): image}
-
-
-def _sources(traced: Mapping[Key, Traced], compiled: Mapping[Variant, Compiled]) -> tuple[tuple[tuple[str, str], Variant], ...]:
-    variants = dict.fromkeys(variant for each in traced.values() for variant in each.variants)
-    return tuple({(compiled[variant].sha256, compiled[variant].symbol): variant for variant in variants}.items())
-
-
-def _task(
-    graph: Graph,
-    sources: tuple[tuple[tuple[str, str], Variant], ...],
-    weights_bytes: int,
-    static: int,
-    weights: Path,
-    placed: tuple[Weight, ...],
-    exam: KeyExam,
-) -> Task:
-    used = {(function.image, function.symbol) for function in graph.recording.functions}
-    return Task(
-        key=exam.key,
-        recording=graph.recording,
-        variants=tuple([pair for pair in sources if pair[0] in used]),
-        sizes=(("weights", weights_bytes), ("inputs", static), ("arena", graph.arena)),
-        weights=weights,
-        placed=placed,
-        inputs=tuple(zip(graph.inputs, [row_major(tensor) for tensor in exam.inputs], strict=True)),
-        outputs=graph.outputs,
-    )
-
-
-def _proved(proofs: Sequence[Proof], exams: Sequence[KeyExam], done: Sequence[Outcome]) -> tuple[Proof, ...]:
-    outcomes = {outcome.key: outcome for outcome in done}
-    found = []
-    for proof, exam in zip(proofs, exams, strict=True):
-        outcome = outcomes.get(exam.key)
-        if outcome is None:
-            found.append(proof)
-            continue
-        error = max((_error(want, got) for want, got in zip(exam.outputs, outcome.outputs, strict=True)), default=0.0)
-        if not error <= proof.tolerance:
-            raise ProofFailed(
-                f"int_key {exam.key}: the interpreted kernels differ from eager PyTorch by {error:.1e}, "
-                f"allowed {proof.tolerance:.1e}",
-                "nothing was published; please report this model",
-            )
-        found.append(Proof(key=proof.key, method="interpret", error=error, tolerance=proof.tolerance))
-    return tuple(found)
-
-
-def _error(expected: torch.Tensor, got: bytes) -> float:
-    if not expected.numel():
-        return 0.0
-    return largest_error(expected, torch.frombuffer(bytearray(got), dtype=expected.dtype).reshape(expected.shape))
 
 
 def _choices(compiled: Mapping[Variant, Compiled]) -> str:
@@ -243,7 +285,3 @@ def _choices(compiled: Mapping[Variant, Compiled]) -> str:
         {"image": image, "symbol": symbol, "configuration": words, "chosen": how} for (image, symbol), (words, how) in rows.items()
     ]
     return json.dumps(sorted(listed, key=lambda row: (row["symbol"], row["image"])), indent=0) + "\n"
-
-
-def _program(key: Key, graph: Graph, file: str, static: int) -> Program:
-    return row(key, graph.inputs, graph.outputs, file, graph.arena, static)

@@ -19,7 +19,8 @@ from torch.export import ExportedProgram
 from cgbundle import archive, codec, safetensors, schema, verify
 
 from . import __version__
-from .export import Exported, run_eager
+from .export import Exported
+from .flat import run_writing
 from .source import Source, all_keys, sample
 from .trees import dtype_name
 from .weights import Weights
@@ -30,11 +31,13 @@ TRACES = ("stack_trace", "custom", "from_node")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyExam:
-    """Inputs and expected outputs at one int_key."""
+    """Inputs and expected outputs at one int_key; `written` is what inputs that the model writes to hold after the call, by their
+    position."""
 
     key: tuple[int, ...]
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
+    written: tuple[tuple[int, torch.Tensor], ...] = ()
 
 
 def eager_exam(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]]) -> list[KeyExam]:
@@ -42,16 +45,18 @@ def eager_exam(source: Source, exported: Exported, sizes: Mapping[str, tuple[int
     exams = []
     for key in all_keys(sizes):
         inputs = sample(source, dict(zip(sizes, key, strict=True))).tensors
-        exams.append(KeyExam(key=key, inputs=inputs, outputs=run_eager(exported.flat, inputs)))
+        outputs, after = run_writing(exported.flat, inputs)
+        written = tuple([(index, after[index]) for index in exported.written])
+        exams.append(KeyExam(key=key, inputs=inputs, outputs=outputs, written=written))
     return exams
 
 
 def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
-    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..."""
+    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/written/0`."""
     tensors: dict[str, safetensors.Tensor] = {}
     for exam in exams:
-        for kind, values in (("input", exam.inputs), ("output", exam.outputs)):
-            for index, value in enumerate(values):
+        for kind, values in (("input", enumerate(exam.inputs)), ("output", enumerate(exam.outputs)), ("written", exam.written)):
+            for index, value in values:
                 tensors[archive.exam_entry(exam.key, kind, index)] = _stored(value)
     with open(path, "wb") as file:
         safetensors.write(file, tensors)

@@ -60,7 +60,7 @@ class Traced:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
     """The exported program over flat tensors, and the signature.  `flat` runs the user's own module in eager PyTorch the same
-    way."""
+    way.  `written`: positions of the inputs that the program writes to, which the checks find."""
 
     program: ExportedProgram
     flat: Flat
@@ -69,6 +69,7 @@ class Exported:
     call: Tree
     result: Tree
     obstacles: tuple[Obstacle, ...] = ()
+    written: tuple[int, ...] = ()
 
 
 def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
@@ -216,9 +217,23 @@ def _torch_export(flat: Flat, like: Sample, shapes: Sequence[tuple[Size, ...]], 
     dynamic = tuple([{axis: _dim(size, roots) for axis, size in enumerate(shape) if not isinstance(size, int)} for shape in shapes])
     said = io.StringIO()
     with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
-        program = torch.export.export(flat, like.tensors, dynamic_shapes=(dynamic,), strict=False)
+        program = torch.export.export(flat, _apart(like.tensors), dynamic_shapes=(dynamic,), strict=False)
     sys.stderr.write(said.getvalue())
     return program
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors, each in a storage of its own where it shared one: in a bundle no input is a view of another, and torch cannot
+    make a program functional that writes to such.  One whose elements share memory stays as it is."""
+    seen: set[int] = set()
+    made = []
+    for tensor in tensors:
+        home = tensor.untyped_storage().data_ptr()
+        if home in seen and all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        seen.add(home)
+        made.append(tensor)
+    return tuple(made)
 
 
 @contextmanager

@@ -49,6 +49,12 @@ class Flat(torch.nn.Module):
 
 def run_eager(flat: Flat, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The outputs of eager PyTorch.  Inputs are copied first: a model may write to them."""
+    return run_writing(flat, tensors)[0]
+
+
+def run_writing(flat: Flat, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The outputs of eager PyTorch, and what copies of the inputs hold after the call.  An output may be one of these."""
+    given = tuple([tensor.clone() for tensor in tensors])
     with torch.no_grad():
-        outputs: tuple[torch.Tensor, ...] = flat(*[tensor.clone() for tensor in tensors])
-    return outputs
+        outputs: tuple[torch.Tensor, ...] = flat(*given)
+    return outputs, given

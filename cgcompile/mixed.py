@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from cgbundle.errors import LibraryRefused
 from cgbundle.extents import ELSEWHERE
@@ -111,7 +112,8 @@ def compile_hosts(mixed: Mixed, weights: Sequence[Weight], scratch: Path, stage:
         for key, chain in mixed.chains.items():
             (link,) = [link for link in chain if link.part.name == name]
             given = [mixed.values[key][each] for each in link.part.inputs]
-            like = (name, link.module.code, tuple((t.dtype, t.shape, t.stride()) for t in given))
+            code = "".join(module.code for module in link.module.modules() if isinstance(module, GraphModule))
+            like = (name, code, tuple((t.dtype, t.shape, t.stride()) for t in given))
             if like not in made:
                 tell(f"compiling {name} for int_key {key}")
                 own = name if len(mixed.chains) == 1 else f"{name}-{'x'.join(map(str, key))}"

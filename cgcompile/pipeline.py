@@ -80,7 +80,7 @@ def build(
     need_torch()
     import torch
 
-    from .checks import check, placements, refuse
+    from .checks import check, functional, placements, refuse, refuse_written, written_inputs
     from .emit import provenance, seal, write_program
     from .export import export
     from .job import Job
@@ -102,9 +102,11 @@ def build(
         exported = export(source, wanted)
         tell(f"{len(exported.program.graph.nodes)} nodes")
     with stages("check") as tell:
-        findings = check(exported, "cpu" if chosen.target == "cpu" else "cuda", host_ops)
+        signature = functional(exported.program)
+        findings = check(exported, "cpu" if chosen.target == "cpu" else "cuda", host_ops, signature)
         refuse(findings, strict, waive)
         placed = placements(findings, exported) if chosen.target != "cpu" else {}
+        refuse_written(findings, chosen.recorder, len(placed))
         if placed and specialize == "shared":
             raise Refused(
                 f"specialize='shared': {len(placed)} operations run on the host, and their regions are lowered for every size",
@@ -112,6 +114,7 @@ def build(
             )
         if not placed:
             exported = replace(exported, program=without_markers(exported.program))
+        exported = replace(exported, written=written_inputs(signature))
         tell(f"{len(findings)} finding{'s' if len(findings) != 1 else ''}")
     with stages("padding") as tell:
         dimensions = prove_padding(source, exported, wanted, tell)
@@ -165,6 +168,7 @@ def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequ
         target=parts.target,
         dimensions=job.dimensions,
         inputs=job.exported.inputs,
+        written=job.exported.written,
         outputs=job.exported.outputs,
         call=job.exported.call,
         result=job.exported.result,

@@ -177,6 +177,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
         target=Target(kind="cuda", arch=arch, features=(), torch="", driver=driver),
         dimensions=(),
         inputs=(),
+        written=(),
         outputs=(),
         call={},
         result={},

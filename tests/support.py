@@ -77,6 +77,7 @@ def manifest() -> Manifest:
         target=Target(kind="cpu", arch=os.uname().machine, features=("sse", "sse2"), torch="2.11", driver=0),
         dimensions=(Dimension(name="batch", sizes=SIZES, pad="rows", chunk=True, reason="rows do not depend on each other"),),
         inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1)),),
+        written=(),
         outputs=(TensorSpec(name="y", dtype="float32", shape=("batch", 2), order=(0, 1)),),
         call={"call": [["x", {"tensor": 0}]]},
         result={"tensor": 0},

@@ -71,7 +71,8 @@ def check_strangers(path: str, manifest: Manifest, found: Sequence[str] | None =
 
 
 def exam_entry(key: Sequence[int], kind: str, index: int) -> str:
-    """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`."""
+    """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`.  `kind`: input, output, or
+    written, which is what the input of that number holds after the call."""
     return f"{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
 
 

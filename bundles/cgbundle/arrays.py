@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from . import dlpack, tensor
-from .errors import InputDevice, InputKind
+from .errors import InputDevice, InputKind, InputUnwritable
 from .schema import DTYPES
 
 LEGACY_STREAM = 1
@@ -42,6 +42,9 @@ class Library(Protocol):
     def strides(self, value: Any) -> Sequence[int]:
         """Strides in elements."""
 
+    def steps(self, value: Any) -> Sequence[int]:
+        """Strides in bytes."""
+
     def ordered(self, value: Any, order: Sequence[int]) -> Any:
         """A copy whose axes lie in memory in `order`, outermost first, without gaps."""
 
@@ -61,6 +64,10 @@ class Library(Protocol):
 
     def copy(self, value: Any) -> Any:
         """A row-major copy of `value` in memory of its own."""
+
+    def writable(self, value: Any, name: str) -> Any:
+        """An input of the caller's, as a tensor over its memory that may be assigned to.  Raises InputUnwritable, naming the
+        input."""
 
     def finish(self, value: Any, like: Any) -> Any:
         """What the caller gets: for libraries read through DLPack, a tensor of the type of `like`."""
@@ -99,6 +106,10 @@ class Numpy:
         # a stride that is no whole number of elements (a field of a structured array) never looks dense: -1
         return tuple([stride // size if stride % size == 0 else -1 for stride in value.strides])
 
+    def steps(self, value: Any) -> Sequence[int]:
+        found: tuple[int, ...] = value.strides
+        return found
+
     def ordered(self, value: Any, order: Sequence[int]) -> Any:
         back = sorted(range(len(order)), key=lambda axis: order[axis])
         return self.module.ascontiguousarray(value.transpose(order)).transpose(back)
@@ -127,6 +138,11 @@ class Numpy:
 
     def copy(self, value: Any) -> Any:
         return value.copy()
+
+    def writable(self, value: Any, name: str) -> Any:
+        if not (isinstance(value, self.module.ndarray) and value.flags.writeable):
+            raise InputUnwritable(f"input {name!r}: the model writes to it, and the array is read-only", "pass a copy of it")
+        return value
 
     def finish(self, value: Any, like: Any) -> Any:
         return value
@@ -163,6 +179,9 @@ class Cupy(Numpy):
         handle: int = self.module.cuda.get_current_stream().ptr
         return handle
 
+    def writable(self, value: Any, name: str) -> Any:
+        return value
+
 
 class Torch:
     """torch.Tensor, on the CPU or a GPU."""
@@ -198,6 +217,10 @@ class Torch:
     def strides(self, value: Any) -> Sequence[int]:
         found: tuple[int, ...] = value.stride()
         return found
+
+    def steps(self, value: Any) -> Sequence[int]:
+        size = value.element_size()
+        return [stride * size for stride in value.stride()]
 
     def ordered(self, value: Any, order: Sequence[int]) -> Any:
         back = sorted(range(len(order)), key=lambda axis: order[axis])
@@ -239,6 +262,9 @@ class Torch:
     def copy(self, value: Any) -> Any:
         return value.clone(memory_format=self.module.contiguous_format)
 
+    def writable(self, value: Any, name: str) -> Any:
+        return value.detach()
+
     def finish(self, value: Any, like: Any) -> Any:
         return value
 
@@ -263,8 +289,11 @@ class Plain:
     def strides(self, value: tensor.Tensor) -> Sequence[int]:
         return value.strides
 
+    def steps(self, value: tensor.Tensor) -> Sequence[int]:
+        return [stride * DTYPES[value.dtype] for stride in value.strides]
+
     def ordered(self, value: tensor.Tensor, order: Sequence[int]) -> tensor.Tensor:
-        fresh = tensor.empty(value.dtype, value.shape)
+        fresh: tensor.Tensor = self.empty(value.dtype, value.shape, value.device)
         fresh.strides = tensor.dense(value.shape, order)
         tensor.copy(fresh, value)
         return fresh
@@ -290,6 +319,12 @@ class Plain:
 
     def copy(self, value: tensor.Tensor) -> tensor.Tensor:
         return value.clone()
+
+    def writable(self, value: Any, name: str) -> Any:
+        if isinstance(value, tensor.Tensor):
+            return value
+        dlpack.check_writable(value, name)
+        return dlpack.read(value, name)
 
     def finish(self, value: tensor.Tensor, like: Any) -> Any:
         if isinstance(like, tensor.Tensor):

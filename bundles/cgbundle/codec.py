@@ -3,7 +3,7 @@
 Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well.  The extra
 key `sha256` holds the hash of the whole text with that hash's own digits as zeros, so that no byte can change unseen.  Decoding is
 driven by the annotations in `schema.py` and fails with the path of the offending field, such as
-`programs[2].values[0].dtype: expected str, got int`.
+`programs[2].values[0].dtype: expected str, got int`.  An earlier format version lacks the fields that `schema.ADDED` names.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ Decoder = Callable[[Any, str], Any]
 
 
 def encode(manifest: schema.Manifest) -> bytes:
-    """Canonical JSON of `manifest`, UTF-8, ending with a newline."""
-    plain = _plain(manifest) | {SEAL: "0" * 64}
+    """Canonical JSON of `manifest` in its own format version, UTF-8, ending with a newline.  Raises ManifestInvalid for what that
+    version cannot hold."""
+    plain = _plain(manifest, manifest.format) | {SEAL: "0" * 64}
     lines = [f"{json.dumps(name)}:{json.dumps(plain[name], sort_keys=True, separators=(',', ':'))}" for name in sorted(plain)]
     text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     return text.replace(_seal("0" * 64), _seal(hashlib.sha256(text).hexdigest()))
@@ -61,7 +62,7 @@ def decode(data: bytes) -> schema.Manifest:
         raise ManifestInvalid(f"{SEAL}: missing")
     if hashlib.sha256(data.replace(_seal(seal), _seal("0" * 64))).hexdigest() != seal:
         raise ManifestInvalid("manifest.json: its SHA-256 differs from the one it states")
-    manifest: schema.Manifest = _record(schema.Manifest)(plain, "")
+    manifest: schema.Manifest = _record(schema.Manifest, version)(plain, "")
     return manifest
 
 
@@ -78,19 +79,32 @@ def _finite(digits: str) -> float:
     return number if isfinite(number) else _reject(digits[:40])
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, version: int) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        found = {}
+        for field in fields(value):
+            since, before = _added(type(value), field.name)
+            item = getattr(value, field.name)
+            if version >= since:
+                found[field.name] = _plain(item, version)
+            elif item != before:
+                raise ManifestInvalid(f"{field.name}: format version {version} has no such field")
+        return found
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [_plain(item, version) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(item, version) for key, item in value.items()}
     if isinstance(value, float) and not isfinite(value):
         raise ManifestInvalid(f"the manifest cannot hold the number {value}")
     return value
 
 
-# --- decoders, built once per process from the annotations --------------------------------------------------------
+def _added(kind: type, name: str) -> tuple[int, Any]:
+    """The format version from which on a record has a field, and what it is before."""
+    return schema.ADDED.get((kind.__name__, name), (1, None))
+
+
+# --- decoders, built once per process and format version from the annotations -------------------------------------
 
 
 def _fail(where: str, expected: str, got: Any) -> ManifestInvalid:
@@ -145,8 +159,10 @@ def _fixed(items: tuple[Decoder, ...]) -> Decoder:
 
 
 @cache
-def _record(kind: type) -> Decoder:
-    members = {field.name: _annotation(str(field.type)) for field in fields(kind)}
+def _record(kind: type, version: int) -> Decoder:
+    added = {field.name: _added(kind, field.name) for field in fields(kind)}
+    members = {field.name: _annotation(str(field.type), version) for field in fields(kind) if added[field.name][0] <= version}
+    lacking = {name: before for name, (since, before) in added.items() if since > version}
 
     def decoder(value: Any, where: str) -> Any:
         if type(value) is not dict:
@@ -159,20 +175,20 @@ def _record(kind: type) -> Decoder:
                 raise ManifestInvalid(f"{prefix}{missing[0]}: missing")
             name = unknown[0] if unknown[0].isidentifier() else repr(unknown[0][:40])
             raise ManifestInvalid(f"{prefix}{name}: no such field in this format version")
-        return kind(**{name: member(value[name], prefix + name) for name, member in members.items()})
+        return kind(**lacking, **{name: member(value[name], prefix + name) for name, member in members.items()})
 
     return decoder
 
 
-def _annotation(text: str) -> Decoder:
+def _annotation(text: str, version: int) -> Decoder:
     """The decoder for an annotation as it is spelled in schema.py."""
     if text in _SCALARS:
         return _SCALARS[text]
     if text.startswith("tuple[") and text.endswith(", ...]"):
-        return _list(_annotation(text[len("tuple[") : -len(", ...]")]))
+        return _list(_annotation(text[len("tuple[") : -len(", ...]")], version))
     if text.startswith("tuple[") and text.endswith("]"):
-        return _fixed(tuple(_annotation(part) for part in _split(text[len("tuple[") : -1])))
-    return _record(getattr(schema, text))
+        return _fixed(tuple(_annotation(part, version) for part in _split(text[len("tuple[") : -1])))
+    return _record(getattr(schema, text), version)
 
 
 def _split(text: str) -> list[str]:

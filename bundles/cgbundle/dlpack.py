@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputKind
+from .errors import InputKind, InputUnwritable
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -32,11 +32,28 @@ class _Managed(ctypes.Structure):
     _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
+class _Versioned(ctypes.Structure):
+    """DLManagedTensorVersioned of version 1.0, as far as its flags."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+READ_ONLY = 1
+"""DLPACK_FLAG_BITMASK_READ_ONLY."""
+
+IMMUTABLE = ("jax", "jaxlib")
+"""Libraries whose arrays never change, whatever a capsule says."""
+
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 _api = ctypes.pythonapi
 _capsule_pointer = _api.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_capsule_is = _api["PyCapsule_IsValid"]  # of its own: `_destroy` declares others' arguments
+_capsule_is.restype, _capsule_is.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
 _capsule_new = _api.PyCapsule_New
 _capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
@@ -69,6 +86,27 @@ def read(value: Any, name: str) -> Tensor:
     strides = source.strides[: source.ndim] if source.strides else None
     on_host = device_type in (CPU, CUDA_HOST)
     return Tensor((source.data or 0) + source.byte_offset, dtype, shape, strides, capsule, None if on_host else source.device_id)
+
+
+def check_writable(value: Any, name: str) -> None:
+    """Raises InputUnwritable unless an object with `__dlpack__` says that its memory may be written to, which it can from DLPack
+    1.0 on."""
+    library = type(value).__module__.partition(".")[0]
+    if library in IMMUTABLE:
+        raise InputUnwritable(f"input {name!r}: the model writes to it, and arrays of {library} never change", _COPY)
+    try:
+        capsule = value.__dlpack__(max_version=(1, 0))
+    except (TypeError, BufferError, RuntimeError):
+        capsule = None
+    if capsule is None or not _capsule_is(capsule, b"dltensor_versioned"):
+        raise InputUnwritable(
+            f"input {name!r}: the model writes to it, and its library ({library}) does not say whether it may be written to", _COPY
+        )
+    if _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned")).flags & READ_ONLY:
+        raise InputUnwritable(f"input {name!r}: the model writes to it, and its library ({library}) shares it read-only", _COPY)
+
+
+_COPY = "pass a copy of it as a NumPy array, a torch tensor or a cgbundle.Tensor"
 
 
 def export(tensor: Tensor) -> object:

@@ -148,6 +148,10 @@ class InputShape(CallError):
     """An input has another rank, or another size on a fixed axis, or a size that no dimension gives."""
 
 
+class InputUnwritable(CallError):
+    """An input that the model writes to cannot be written to, or shares memory with another input or with itself."""
+
+
 class DimensionDisagrees(CallError):
     """Two inputs give different sizes for one declared dimension."""
 

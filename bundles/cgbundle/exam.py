@@ -1,4 +1,5 @@
-"""The stored exam: inputs and expected outputs of every int_key, replayed and compared with nothing but the standard library.
+"""The stored exam: inputs and expected outputs of every int_key, and what it leaves in inputs that it writes to, replayed and
+compared with nothing but the standard library.
 
 `python -m cgbundle.exam BUNDLE` is the fresh process that a build proves itself in; it prints one JSON object.
 """
@@ -29,7 +30,8 @@ BITS = "bits"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one int_key gave: `error` as in `schema.Proof`; `exact` when every output had the expected bits."""
+    """What one int_key gave: `error` as in `schema.Proof`; `exact` when every output, and every input that the call writes to, had
+    the expected bits."""
 
     key: tuple[int, ...]
     error: float
@@ -82,15 +84,17 @@ def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Te
 
 def _sit(exam: Mapped, program: Program, proof: Proof) -> Result:
     program.poison(POISON)
-    outputs = program.replay(inputs_of(exam, program.manifest, proof.key))
+    inputs = inputs_of(exam, program.manifest, proof.key)
+    outputs = program.replay(inputs)
+    found = [(exam_entry(proof.key, "output", index), output) for index, output in enumerate(outputs)]
+    found += [(exam_entry(proof.key, "written", index), inputs[index]) for index in program.manifest.written]
     worst, exact = 0.0, True
-    for index, output in enumerate(outputs):
-        name = exam_entry(proof.key, "output", index)
-        tensor = output.tensor if isinstance(output, View) else output
+    for name, value in found:
+        tensor = value.tensor if isinstance(value, View) else value
         expected, got = bytes(_data(exam, name)), tensor.tobytes()
         if expected != got:
             exact = False
-            worst = max(worst, relative_error(output.dtype, expected, got))
+            worst = max(worst, relative_error(tensor.dtype, expected, got))
     return Result(key=proof.key, error=worst, tolerance=proof.tolerance, exact=exact)
 
 

@@ -62,7 +62,12 @@ def open_program(
         )
         manifest = read_manifest(folder)
         verify.check_bundle(folder, manifest, check)
-        return Program(manifest, _backend(folder, manifest, device, mode, early, poison, lazy), on_miss, outputs)
+        backend = _backend(folder, manifest, device, mode, early, poison, lazy)
+        if manifest.written:
+            from .writing import WritingProgram
+
+            return WritingProgram(manifest, backend, on_miss, outputs)
+        return Program(manifest, backend, on_miss, outputs)
     finally:
         early.drop()
 
@@ -80,6 +85,10 @@ def _backend(
         from .cpu import CpuBackend
 
         return CpuBackend(folder, manifest)
+    if manifest.written:
+        from .cuda.writing import WritingCalls
+
+        return WritingCalls(folder, manifest, device, mode, early.take(), poison, lazy)
     from .cuda.backend import CudaCalls
 
     return CudaCalls(folder, manifest, device, mode, early.take(), poison, lazy)

@@ -12,8 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT_VERSION = 1
-"""Version log.  1 (2026-11): first version."""
+FORMAT_VERSION = 2
+"""Version log.  1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding."""
+
+ADDED: dict[tuple[str, str], tuple[int, Any]] = {("Manifest", "written"): (2, ()), ("Finding", "node"): (2, "")}
+"""(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
 DTYPES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -200,13 +203,15 @@ class File:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything about a bundle but its bulk."""
+    """Everything about a bundle but its bulk.  `written`: positions in `inputs` of those that a call changes in place, in the
+    caller's own memory."""
 
     format: int
     name: str
     target: Target
     dimensions: tuple[Dimension, ...]
     inputs: tuple[TensorSpec, ...]
+    written: tuple[int, ...]
     outputs: tuple[TensorSpec, ...]
     call: Tree
     result: Tree

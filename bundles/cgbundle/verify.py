@@ -84,6 +84,7 @@ def check_manifest(manifest: Manifest) -> None:
     for dimension in manifest.dimensions:
         require(dimension.name in solved, "dimensions", f"{dimension.name} is the size of no input's axis")
     _check_cuts(manifest)
+    _check_written(manifest)
     structure.check_call(manifest.call, len(manifest.inputs))
     structure.check(manifest.result, "result", len(manifest.outputs))
     _check_target(manifest)
@@ -115,13 +116,16 @@ def check_weights(path: str, manifest: Manifest) -> None:
 
 
 def check_exam(path: str, manifest: Manifest) -> None:
-    """Raises WeightsInvalid unless the exam holds every input and output of every int_key, and nothing else."""
+    """Raises WeightsInvalid unless the exam holds every input and output of every int_key, what the inputs that a call changes hold
+    after it, and nothing else."""
     with open(os.path.join(path, archive.EXAM), "rb") as file:
         entries = safetensors.read_header(file, archive.EXAM)
     expected = set()
     for program in manifest.programs:
-        for kind, positions in (("input", program.inputs), ("output", program.outputs)):
-            for index, position in enumerate(positions):
+        written = [(index, program.inputs[index]) for index in manifest.written]
+        parts = (("input", enumerate(program.inputs)), ("output", enumerate(program.outputs)), ("written", written))
+        for kind, positions in parts:
+            for index, position in positions:
                 name, value = archive.exam_entry(program.key, kind, index), program.values[position]
                 expected.add(name)
                 entry = entries.get(name)
@@ -200,6 +204,17 @@ def _check_cuts(manifest: Manifest) -> None:
                     rules = [linear(size) for size in spec.shape if dimension.name in names(size)]
                     whole = all(rule is not None and rule[2] == 0 for rule in rules) and (len(rules) == 1 or kind == "inputs")
                     require(whole, f"dimensions[{index}].chunk", f"{kind}[{place}] cannot be cut along {dimension.name}")
+
+
+def _check_written(manifest: Manifest) -> None:
+    """The inputs that a call changes: each once, and no call is padded or cut, since a part of the caller's tensor would be left as
+    it was or be changed twice."""
+    written = manifest.written
+    require(list(written) == sorted(set(written)), "written", "not ascending, or a position stands twice")
+    require(all(0 <= place < len(manifest.inputs) for place in written), "written", "no such input")
+    for index, dimension in enumerate(manifest.dimensions):
+        whole = not written or (dimension.pad == "no" and not dimension.chunk)
+        require(whole, f"dimensions[{index}].pad", f"{dimension.name} is padded or cut, and calls write to their inputs")
 
 
 def _check_exam_rows(manifest: Manifest) -> None:

@@ -5,14 +5,17 @@ flow          which operations follow an obstacle to the host
 rules         the table of all rules, and the rules themselves by kind: scalars, shapes, devices, control, randomness, operators,
               writes, sizes
 placements    findings -> which nodes run on the host, and why
-judging       check and refuse
+judging       check and refuse; which inputs the program writes to
 """
 
 from __future__ import annotations
 
-from .judging import check, refuse
+from .judging import check, functional, refuse, refuse_written, written_inputs
 from .placements import placements
 from .rules import RULES, names
 from .subject import HOST, NOTE, REFUSE, Subject, place
 
-__all__ = ["HOST", "NOTE", "REFUSE", "RULES", "Subject", "check", "names", "place", "placements", "refuse"]
+__all__ = [
+    "HOST", "NOTE", "REFUSE", "RULES", "Subject", "check", "functional", "names", "place", "placements", "refuse", "refuse_written",
+    "written_inputs",
+]  # fmt: skip

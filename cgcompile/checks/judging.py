@@ -17,16 +17,23 @@ from .randomness import keeps_rng_state
 from .rules import RULES, names
 from .subject import HOST, REFUSE, Subject
 from .weights import weight_names
+from .writes import CLONE
 
 GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
 """Rules that mean nothing where everything is on the host."""
 
 
-def check(exported: Exported | Traced, target: str = "cuda", host_ops: Sequence[str] = ()) -> tuple[Finding, ...]:
+def check(
+    exported: Exported | Traced,
+    target: str = "cuda",
+    host_ops: Sequence[str] = (),
+    signature: ExportGraphSignature | None = None,
+) -> tuple[Finding, ...]:
     """All findings of all rules, in the order of the rules.
 
     `target`: "cuda" or "cpu".  The cpu target is one host region: what severity host means for a GPU does not exist there.
     `host_ops`: operators that the user keeps on the host, as `aten.topk`, `mylib::op` or `mylib.op.default`.
+    `signature`: what `functional` gives for the program, where the caller has it.
     Raises HostOpUnknown for one that the program does not call, and ExportFailed for a program that torch cannot make
     functional.
     """
@@ -34,7 +41,7 @@ def check(exported: Exported | Traced, target: str = "cuda", host_ops: Sequence[
     check_host_ops(program, host_ops)
     subject = Subject(
         exported=exported,
-        signature=_functional(program),
+        signature=signature or functional(program),
         target=target,
         host_ops=tuple(host_ops),
         moved=flow.moved(program.graph, weight_names(program)),
@@ -46,9 +53,9 @@ def check(exported: Exported | Traced, target: str = "cuda", host_ops: Sequence[
     return tuple(found)
 
 
-def _functional(program: ExportedProgram) -> ExportGraphSignature:
-    """The signature of the functional form, which torch makes of no program that saves states of random generators: the rule
-    rng-state-operation refuses those.  Raises ExportFailed."""
+def functional(program: ExportedProgram) -> ExportGraphSignature:
+    """The signature of the functional form, which names the buffers and inputs that the program writes to, and which torch makes of
+    no program that saves states of random generators: the rule rng-state-operation refuses those.  Raises ExportFailed."""
     if keeps_rng_state(program.graph_module):
         return program.graph_signature
     try:
@@ -58,6 +65,25 @@ def _functional(program: ExportedProgram) -> ExportGraphSignature:
             f"model: torch.export cannot make the program functional: {type(error).__name__}: {first_line(error)}",
             "leave torch.no_grad and torch.set_grad_enabled out of forward(): a bundle computes no gradients",
         ) from error
+
+
+def written_inputs(signature: ExportGraphSignature) -> tuple[int, ...]:
+    """The positions of the inputs that the program writes to, ascending; `signature` is that of its functional form."""
+    user = list(signature.user_inputs)
+    return tuple(sorted({user.index(name) for name in signature.user_inputs_to_mutate.values()}))
+
+
+def refuse_written(findings: Sequence[Finding], recorder: str, placed: int) -> None:
+    """Raises Refused for a program that writes to an input where a build cannot keep that: the recorder `trace`, and a program of
+    which `placed` operations run on the host beside a GPU."""
+    found = next((finding for finding in findings if finding.rule == "mutated-input"), None)
+    if found is None or not (placed or recorder == "trace"):
+        return
+    why = (
+        "such a write is not supported beside operations on the host" if placed
+        else "such a write is recorded by the capture recorder alone, which needs the GPU"
+    )  # fmt: skip
+    raise Refused(f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", CLONE)
 
 
 def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> None:

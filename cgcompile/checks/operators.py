@@ -19,11 +19,22 @@ from .subject import HOST, NOTE, REFUSE, Subject, all_calls, arguments, finding,
 aten = torch.ops.aten
 
 INCOMPATIBLE = frozenset({
+    "aten.fused_moving_avg_obs_fake_quant.default",  # what export leaves of the next two
     "aten._fused_moving_avg_obs_fq_helper.default", "aten._fused_moving_avg_obs_fq_helper_functional.default",
     "fbgemm.dense_to_jagged.default", "fbgemm.jagged_to_padded_dense.default",
 })  # fmt: skip
 """FORBIDDEN_CUDAGRAPH_OPS of torch/_inductor/utils.py (2.13; in 2.11 the list of get_first_incompatible_cudagraph_node), but for
 what other rules know: reading a scalar, assertions, states of random generators."""
+
+WAITING = {
+    "aten.linalg_inv.default": "torch.linalg.inv_ex", "aten.inverse.default": "torch.linalg.inv_ex",
+    "aten.linalg_solve.default": "torch.linalg.solve_ex", "aten.linalg_cholesky.default": "torch.linalg.cholesky_ex",
+    "aten.cholesky.default": "torch.linalg.cholesky_ex", "aten.linalg_lu_factor.default": "torch.linalg.lu_factor_ex",
+    "aten.linalg_eigh.default": "", "aten.linalg_eigvalsh.default": "", "aten.linalg_eig.default": "",
+    "aten.linalg_eigvals.default": "", "aten.linalg_svd.default": "", "aten.linalg_svdvals.default": "",
+}  # fmt: skip
+"""Decompositions that wait for the GPU to say whether they failed (`_linalg_check_errors` in ATen), with the function that does not
+wait, where there is one.  PyTorch's own lists do not have them."""
 
 DETERMINISTIC_SCATTER = frozenset({
     "aten._unsafe_index_put.default", "aten._unsafe_masked_index_put_accumulate.default", "aten.index_put.default",
@@ -80,17 +91,24 @@ def _is_number(value: object) -> bool:
 def incompatible_operator(subject: Subject) -> Iterable[Finding]:
     """An operator that PyTorch knows to break under capture: fused moving average observers of quantization, jagged conversions.
 
-    What it looks for: the list INCOMPATIBLE.
+    What it looks for: the list INCOMPATIBLE; and decompositions of matrices that wait to see whether they failed (WAITING).
 
     Why CUDA forbids it: their kernels wait for the GPU, or allocate by what they find there.
 
-    Effect: it runs on the host.
+    Effect: it runs on the host; a decomposition refuses the build, since the code of a host region cannot call it.
 
-    Fix: convert the quantized model (`convert_fx` or `convert_pt2e`), so that no observer is left; pad instead of jagged tensors.
+    Fix: convert the quantized model (`convert_fx` or `convert_pt2e`), so that no observer is left; pad instead of jagged tensors;
+    `torch.linalg.inv_ex` and its kind, which do not wait.
 
-    Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py.
+    Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py; _linalg_check_errors in ATen's BatchLinearAlgebra.cpp.
     """
     for node, top in subject.calls():
+        if subject.target == "cuda" and (other := WAITING.get(str(node.target))) is not None:
+            yield finding(
+                "incompatible-operator", REFUSE, f"{operator(node)} waits for the GPU to say whether it failed", node,
+                "it cannot be captured, and a region of the host cannot call it",
+                f"{other}(...) gives the same and does not wait" if other else "compute it beforehand, and pass the result in", top,
+            )  # fmt: skip
         if str(node.target) in INCOMPATIBLE:
             yield finding(
                 "incompatible-operator", HOST, f"{operator(node)} cannot be captured: PyTorch lists it", node, subject.effect(top),

@@ -44,7 +44,8 @@ def random_operation(subject: Subject) -> Iterable[Finding]:
 def _switched_off(node: Node) -> bool:
     """Whether a random operation draws nothing: dropout outside training, or with probability 0 (attention takes a dropout_p)."""
     values = arguments(node)
-    return values.get("train") is False or values.get("training") is False or values.get("dropout_p") == 0
+    never = values.get("dropout_p") == 0 or (node.target is torch.ops.aten.dropout.default and values.get("p") == 0)
+    return never or values.get("train") is False or values.get("training") is False
 
 
 def rng_state_operation(subject: Subject) -> Iterable[Finding]:

@@ -8,11 +8,14 @@ import torch
 from torch.fx import Node
 
 from cgbundle.schema import Finding
+from cgbundle.sharing import folds, reach, shared
 
 from ..export import PREFIX
 from .shapes import outputs
 from .subject import NOTE, REFUSE, Subject, finding
 from .weights import weight_names
+
+CLONE = "clone the input before writing, and return the result"
 
 
 def mutated_buffer(subject: Subject) -> Iterable[Finding]:
@@ -43,21 +46,24 @@ def mutated_input(subject: Subject) -> Iterable[Finding]:
 
     What it looks for: the inputs that the functional form of the program gives new values.
 
-    Why CUDA forbids it: a graph writes to its own static copy of the input; the caller's tensor would not change, or a padded copy
-    of it would, depending on the call.
+    Why CUDA cares: a graph writes to its own static copy of the input.  The runtime copies that back to the caller's tensor, so
+    that it changes as in eager PyTorch; a call is neither padded nor cut, since a part of a tensor would be left as it was.
 
-    Effect: no bundle can be built.  PyTorch skips CUDA graphs for the whole function.
+    Effect: every call costs the copy back.  No bundle can be built for an input whose elements share memory, with each other or
+    with another input: there, in eager PyTorch, a write shows elsewhere too.  PyTorch skips CUDA graphs for the whole function.
 
-    Fix: clone the input before writing, and return the result.
+    Fix: none needed; or clone the input before writing, and return the result.
 
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
     for target in sorted(set(subject.signature.user_inputs_to_mutate.values())):
-        yield finding(
-            "mutated-input", REFUSE, f"forward() writes to its input {_named(subject, target)!r}", _writer(subject, target),
-            "the caller's tensor would change in some calls and not in others",
-            "clone the input before writing, and return the result",
-        )  # fmt: skip
+        name, other = _named(subject, target), _shared(subject, target)
+        severity, effect, fix = (
+            (REFUSE, f"it shares memory with {other}, where the write would show in eager PyTorch and not in a bundle", CLONE)
+            if other
+            else (NOTE, "the caller's tensor is updated after the call; no call is padded or cut", f"none needed; or {CLONE}")
+        )
+        yield finding("mutated-input", severity, f"forward() writes to its input {name!r}", _writer(subject, target), effect, fix)
 
 
 def overlapping_input(subject: Subject) -> Iterable[Finding]:
@@ -67,7 +73,7 @@ def overlapping_input(subject: Subject) -> Iterable[Finding]:
 
     Why CUDA cares: a graph reads its inputs from static buffers, each of its own and dense; the sharing is gone.
 
-    Effect: none on results as long as nothing writes to inputs (mutated-input refuses that); an expanded input is copied out.
+    Effect: none on results as long as nothing writes to these inputs (mutated-input refuses that); an expanded input is copied out.
 
     Fix: pass the small tensor, and expand it inside forward().
 
@@ -127,6 +133,19 @@ def _named(subject: Subject, placeholder: str) -> str:
     user = [name for name in subject.program.graph_signature.user_inputs if isinstance(name, str)]
     leaves = subject.exported.flat.like.leaves
     return leaves[user.index(placeholder)][0] if placeholder in user and len(user) == len(leaves) else placeholder
+
+
+def _shared(subject: Subject, placeholder: str) -> str:
+    """What an input shares memory with among the example inputs, in words, or ""."""
+    user = list(subject.signature.user_inputs)
+    leaves = subject.exported.flat.like.leaves
+    found = [
+        reach(t.data_ptr(), t.shape, [stride * t.element_size() for stride in t.stride()], t.element_size()) for _, t in leaves
+    ]
+    own = user.index(placeholder)
+    if folds(found[own]):
+        return "itself (it is expanded)"
+    return next((f"the input {leaves[other][0]!r}" for _, other in shared(found, [own])), "")
 
 
 def _input_of(subject: Subject, buffer: str) -> str:

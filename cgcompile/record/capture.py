@@ -43,13 +43,15 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A replay of one key in the recording process: the bytes of every input and output tensor, row-major, in the call's order.
+    """A replay of one key in the recording process: the bytes of every input and output tensor, row-major, in the call's order, and
+    what the inputs that the program writes to held after it.
 
     `deterministic`: two processes got the same bits.  `error` and `tolerance` are those of schema.Proof, against eager PyTorch.
     """
 
     inputs: tuple[bytes, ...]
     outputs: tuple[bytes, ...]
+    written: tuple[bytes, ...]
     deterministic: bool
     error: float
     tolerance: float
@@ -94,6 +96,7 @@ def record(
     placements: Mapping[str, str] = MappingProxyType({}),
     landing: Mapping[Key, tuple[Landing, ...]] = MappingProxyType({}),
     elsewhere: frozenset[str] = frozenset(),
+    written: tuple[int, ...] = (),
     cache: Path | None = None,
     workers: int | None = None,
     parallel: bool = True,
@@ -104,8 +107,8 @@ def record(
     `fresh` are other inputs of the same shapes for the exam, drawn here when not given.  `code`: as in `Request`.  `placements`
     (see `partition`) are nodes that are on the host, and `landing` by key where in memory `inputs`, behind the call's inputs, what
     the host makes is put; host regions are not part of what is recorded.  `elsewhere`: weights that no graph reads, which get no
-    place.  `folder` takes working files and the processes' logs; `cache` the compile cache (default: inside `folder`, so that
-    nothing leaks between builds).
+    place.  `written`: positions of the inputs, among the call's tensors, that the program writes to.  `folder` takes working files
+    and the processes' logs; `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).
     `workers` processes lower at a time (default: half the processors, 1 for max-autotune, whose benchmarks would disturb
     each other); with `parallel` the two recorders share the GPU, else they run one after the other.
 
@@ -141,6 +144,7 @@ def record(
             inputs_end=max(static.values(), default=0),
             settings=settings(),
             shift=bool(number),
+            written=written,
         )
 
     environment = cache_environment(cache or folder / "cache")
@@ -169,7 +173,8 @@ def _recorded(
         trials[mine.key] = Trial(
             inputs=exams[mine.key],
             outputs=mine.outputs,
-            deterministic=mine.outputs == theirs.outputs,
+            written=mine.written,
+            deterministic=(mine.outputs, mine.written) == (theirs.outputs, theirs.written),
             error=max(mine.error, theirs.error),
             tolerance=tolerance,
         )

@@ -57,9 +57,9 @@ class RandomnessRefused(RecordError):
 
 
 class InputMutated(RecordError):
-    """The program writes into one of its inputs; a bundle could not hand the change back to the caller."""
+    """A replay changed an input that the program is not known to write to; a bundle would not hand the change back."""
 
-    hint = "return the changed tensor as an output"
+    hint = "return the changed tensor as an output, and please report this model"
 
 
 class SharedStorage(RecordError):

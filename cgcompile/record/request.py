@@ -30,6 +30,7 @@ class Request:
     `code` names the model whose code registers operators that the program calls, or is "".  `placements` (node of the program,
     reason) are on the host: where there are any, the program is several regions, and `landing` says by key where in the inputs
     buffer what the host makes is put, as (value, offset, dtype, shape).
+    `written`: positions of the call's tensors that the program writes to.
     `keys` come largest first.  `shift` makes this process's addresses differ from another's.  `result` is the file to write.
     """
 
@@ -48,3 +49,4 @@ class Request:
     inputs_end: int
     settings: dict[str, Any]
     shift: bool
+    written: tuple[int, ...] = ()

@@ -143,11 +143,13 @@ class RawState:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawExam:
     """A replay on fresh inputs: the bytes of every output tensor in row-major order, and how far eager PyTorch is from it
-    (`error`: the worst `tolerance.largest_error` of an output)."""
+    (`error`: the worst `tolerance.largest_error` of an output).  `written`: likewise what the inputs that the program writes to
+    hold after the replay, in their order."""
 
     key: Key
     outputs: tuple[bytes, ...]
     error: float
+    written: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

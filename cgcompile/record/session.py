@@ -87,14 +87,16 @@ def open_session(request: Request) -> Session:
 
 
 def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
-    """Lower the program for a key and run it on a side stream.  Returns the call without arguments, and its static inputs.
+    """Lower the program for a key and run it on a side stream, each time on the example's values, although it may write to its
+    inputs.  Returns the call without arguments, and its static inputs, which hold these values again.
 
     Raises LoweringFailed.
     """
     tell(f"lowering {key}")
     leaves, spec = tree_flatten(session.calls[key][0])
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    static = place_inputs([leaves[i] for i in where], session.inputs)
+    examples = [leaves[i] for i in where]
+    static = place_inputs(examples, session.inputs)
     for i, tensor in zip(where, static, strict=True):
         leaves[i] = tensor
     args, kwargs = tree_unflatten(leaves, spec)
@@ -103,18 +105,23 @@ def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], 
     def call() -> Any:
         return lowered(*args, **kwargs)
 
-    run_warm(call, f"int_key {key}, {session.request.level}")
+    def restore() -> None:
+        for i in session.request.written:
+            static[i].copy_(examples[i])
+
+    run_warm(call, f"int_key {key}, {session.request.level}", restore)
     return call, tuple(static)
 
 
-def run_warm(call: Callable[[], Any], where: str) -> None:
-    """Run a lowered program on a side stream, which compiles it.  Raises LoweringFailed."""
+def run_warm(call: Callable[[], Any], where: str, restore: Callable[[], None] = lambda: None) -> None:
+    """Run a lowered program on a side stream, which compiles it; `restore` comes after every run.  Raises LoweringFailed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.no_grad(), torch.cuda.stream(stream):
             for _ in range(WARMUPS):
                 call()
+                restore()
     except lowering_errors() as error:
         raise LoweringFailed(f"{where}: {_first_line(error)}") from error
     torch.cuda.current_stream().wait_stream(stream)

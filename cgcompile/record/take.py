@@ -154,7 +154,8 @@ def _restore(session: Session, names: Sequence[str]) -> None:
 def _examine(session: Session, key: Key, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
     """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.
 
-    Raises RandomnessRefused when the replay advanced torch's generator, InputMutated when it changed a static input.
+    Raises RandomnessRefused when the replay advanced torch's generator, InputMutated when it changed a static input that the
+    program is not known to write to.
     """
     fresh = session.calls[key][1]
     values = [leaf for leaf in tree_leaves(fresh) if isinstance(leaf, torch.Tensor)]
@@ -170,14 +171,16 @@ def _examine(session: Session, key: Key, items: Sequence[Captured], mutated: Seq
     if not torch.equal(before, torch.cuda.get_rng_state()):
         raise RandomnessRefused(f"int_key {key}: replaying the graph draws random numbers")
     for i, (static, value) in enumerate(zip(inputs, values, strict=True)):
-        if row_major(static) != row_major(value):
+        if i not in session.request.written and row_major(static) != row_major(value):
             raise InputMutated(f"int_key {key}: the program changes tensor {i} of its inputs")
-    outputs = tuple(row_major(t) for t in made)
+    changed = [inputs[i] for i in session.request.written]
+    outputs, written = tuple(row_major(t) for t in made), tuple(row_major(t) for t in changed)
     _restore(session, mutated)
     eager = _eager(session, fresh)
-    error = max((largest_error(want.to(got.device), got) for got, want in zip(made, eager, strict=True)), default=0.0)
+    pairs = zip((*made, *changed), eager, strict=True)
+    error = max((largest_error(want.to(got.device), got) for got, want in pairs), default=0.0)
     _restore(session, mutated)
-    return RawExam(key=key, outputs=outputs, error=error)
+    return RawExam(key=key, outputs=outputs, error=error, written=written)
 
 
 def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
@@ -187,11 +190,16 @@ def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
 
 
 def _eager(session: Session, call: Call) -> list[torch.Tensor]:
-    """The outputs of eager PyTorch: on the GPU, or on the CPU for a program of which a part can only be there."""
-    device, module = ("cpu", session.sides[0].module(check_guards=False)) if session.sides else ("cuda", session.module)
+    """The outputs of eager PyTorch, and then what the inputs that the program writes to hold: on the GPU, or on the CPU for a
+    program of which a part can only be there."""
+    device, module = session.inputs.device, session.module
+    if session.sides:
+        device, module = torch.device("cpu"), session.sides[0].module(check_guards=False)
     args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, copy=True), call)
     with torch.no_grad():
-        return [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+        made = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return [*made, *[given[i] for i in session.request.written]]
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

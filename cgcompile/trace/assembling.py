@@ -16,7 +16,7 @@ from cgcompile.trace.compiling import Compiled
 from cgcompile.trace.errors import ParameterMismatch, PlaceInvalid
 from cgcompile.trace.packing import pack
 from cgcompile.trace.planning import Plan
-from cgcompile.trace.traced import INPUT, TEMPORARY, WEIGHT, Copy, Fill, Launch, Place, Tensor, Traced
+from cgcompile.trace.traced import INPUT, TEMPORARY, WEIGHT, Chain, Copy, Fill, Launch, Place, Section, Tensor, Traced
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14
 """CUfunction_attribute: dynamic shared memory beyond DEFAULT_SHARED, and clusters beyond PORTABLE_CLUSTER, have to be asked for."""
@@ -36,7 +36,8 @@ DIVISOR = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graph:
-    """What one key needs: its recording, the tensors of the call, and the bytes of its arena."""
+    """What one key needs of a graph region: its recording, the tensors that it takes and makes, and the bytes of the key's
+    arena."""
 
     recording: Recording
     inputs: tuple[Value, ...]
@@ -64,16 +65,30 @@ class _Where:
 
 
 def assemble(traced: Traced, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> Graph:
-    """The rows of one key.
+    """The rows of one key whose program is one graph.  Arguments and errors as those of `assemble_chain`."""
+    whole = Section(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
+    (graph,) = assemble_chain(Chain(traced=traced, sections=(whole,)), compiled, plan, weights, inputs)
+    return graph
 
-    `compiled`: one per variant of `traced`.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`; `inputs`:
-    the offset of each input in memory `inputs`.  Launches, copies and fills of nothing are left out.
+
+def assemble_chain(
+    chain: Chain, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+) -> tuple[Graph, ...]:
+    """The rows of one key, a graph per section.
+
+    `compiled`: one per variant of `chain.traced`.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`;
+    `inputs`: the offset of each INPUT buffer, by number, in memory `inputs`.  Launches, copies and fills of nothing are left out.
     Raises ParameterMismatch, and PlaceInvalid for a buffer without a place or bytes outside their buffer.
     """
-    where = _Where(traced=traced, bases=tuple(_bases(traced, plan, weights, inputs)))
+    where = _Where(traced=chain.traced, bases=tuple(_bases(chain.traced, plan, weights, inputs)))
+    return tuple([_assemble(section, compiled, plan.arena, where) for section in chain.sections])
+
+
+def _assemble(section: Section, compiled: Sequence[Compiled], arena: int, where: _Where) -> Graph:
+    traced = where.traced
     functions: dict[Function, int] = {}
     nodes: list[Node] = []
-    for moment, event in enumerate(traced.events):
+    for moment, event in enumerate(traced.events[section.start : section.stop], section.start):
         spot = f"int_key {traced.key}, event {moment}"
         if isinstance(event, Launch) and all(event.grid):
             function = functions.setdefault(_function(compiled[event.variant]), len(functions))
@@ -85,9 +100,9 @@ def assemble(traced: Traced, compiled: Sequence[Compiled], plan: Plan, weights: 
     edges = tuple(Edge(source=a, target=b, from_port=0, to_port=0, type=0) for a, b in pairwise(range(len(nodes))))
     return Graph(
         recording=Recording(key=traced.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges),
-        inputs=tuple(_value(tensor, where, f"int_key {traced.key}, input {i}") for i, tensor in enumerate(traced.inputs)),
-        outputs=tuple(_value(tensor, where, f"int_key {traced.key}, output {i}") for i, tensor in enumerate(traced.outputs)),
-        arena=plan.arena,
+        inputs=tuple(_value(tensor, where, f"int_key {traced.key}, input {i}") for i, tensor in enumerate(section.inputs)),
+        outputs=tuple(_value(tensor, where, f"int_key {traced.key}, output {i}") for i, tensor in enumerate(section.outputs)),
+        arena=arena,
     )
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from cgbundle import safetensors
-from cgbundle.recording import Address, EmptyNode, KernelNode, MemcpyNode, MemsetNode
+from cgbundle.extents import ELSEWHERE
+from cgbundle.recording import Address, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
 from cgbundle.schema import DTYPES, MEMORIES, Value
 from cgcompile.fills import memset_of
 from cgcompile.trace.blocks import arguments, check_order, programs
@@ -25,29 +26,40 @@ from cgcompile.trace.lockstep.values import Array
 
 
 def execute(task: Task) -> Outcome:
-    """Run all rows in order.  Once in a process, which Triton is changed in."""
-    check_order(task.recording)
+    """Run all rows of all stages in order.  Once in a process, which Triton is changed in."""
+    for recording in task.recordings:
+        check_order(recording)
     memory = Memory(task.sizes)
     memory.where = f"int_key {task.key}"
     _fill(memory, task)
     kernels = _Kernels(memory, task)
     began = time.monotonic()
-    for row, node in enumerate(task.recording.nodes):
+    read: list[bytes] = []
+    for stage in task.stages:
+        memory.where = f"int_key {task.key}, what it is given"
+        for value, contents in stage.given:
+            view = _view(memory, value, "writes")
+            view[...] = np.frombuffer(contents, view.dtype).reshape(view.shape)
+        if stage.recording:
+            _run(memory, kernels, stage.recording)
+        memory.where = f"int_key {task.key}, its outputs"
+        read += [_view(memory, value, "reads").tobytes() for value in stage.read]
+    return Outcome(key=task.key, read=tuple(read), seconds=time.monotonic() - began)
+
+
+def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> None:
+    for row, node in enumerate(recording.nodes):
         match node:
-            case KernelNode() if (fill := memset_of(task.recording.functions[node.function], node)) is not None:
+            case KernelNode() if (fill := memset_of(recording.functions[node.function], node)) is not None:
                 _set(memory, fill, f"memset, row {row}")
             case KernelNode():
-                kernels.launch(row, node)
+                kernels.launch(row, recording.functions[node.function], node)
             case MemsetNode():
                 _set(memory, node, f"memset, row {row}")
             case MemcpyNode():
                 _copy(memory, node, f"memcpy, row {row}")
             case EmptyNode():
                 pass
-    seconds = time.monotonic() - began
-    memory.where = f"int_key {task.key}, its outputs"
-    outputs = tuple(_view(memory, value, "reads").tobytes() for value in task.outputs)
-    return Outcome(key=task.key, outputs=outputs, seconds=seconds)
 
 
 class _Kernels:
@@ -65,10 +77,9 @@ class _Kernels:
         self.builder, self.steps = language.install(memory)
         standins.install(self.builder, self.steps.semantic)
 
-    def launch(self, row: int, node: KernelNode) -> None:
+    def launch(self, row: int, function: Function, node: KernelNode) -> None:
         from cgcompile.trace.lockstep.launch import launch
 
-        function = self.task.recording.functions[node.function]
         which = function.image, function.symbol
         where = f"kernel {function.symbol}, row {row} of int_key {self.task.key}"
         if which not in self.variants:
@@ -87,16 +98,13 @@ class _Kernels:
 
 
 def _fill(memory: Memory, task: Task) -> None:
-    """Weights and inputs; everything else stays poison."""
+    """The weights, but for those of the host alone; everything else stays poison."""
     with open(task.weights, "rb") as file:
         entries = safetensors.read_header(file, task.weights.name)
-        for tensor, offset in {(row.tensor, row.offset) for row in task.placed}:
+        for tensor, offset in {(row.tensor, row.offset) for row in task.placed if row.offset != ELSEWHERE}:
             entry = entries[tensor]
             file.seek(entry.begin)
             file.readinto(memoryview(memory.span(MEMORIES.index("weights"), offset, entry.end - entry.begin, "writes")))  # type: ignore[arg-type]
-    for value, contents in task.inputs:
-        view = _view(memory, value, "writes")
-        view[...] = np.frombuffer(contents, view.dtype).reshape(view.shape)
 
 
 def _view(memory: Memory, value: Value, verb: str) -> Array:

@@ -1,7 +1,8 @@
 """The proof without a GPU: the rows of recordings run on the CPU, kernels in Triton's interpreter, over poisoned memory.
 
 What runs is what a bundle holds: grids, parameter blocks and relocations, decoded on their own (`blocks`), over one arena planned
-as in the bundle.  What it does not show is that ptxas compiled the kernels rightly.  Each int_key has a process of its own, because
+as in the bundle.  Where the host works between two graphs, what it takes is read, and what it makes is written, as the program's
+copies would.  What it does not show is that ptxas compiled the kernels rightly.  Each int_key has a process of its own, because
 Triton is told to interpret before it is imported.  Imports neither torch nor Triton.
 """
 
@@ -44,30 +45,42 @@ START = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """One int_key to run.
+class Stage:
+    """A recording, None where nothing runs; tensors that come from outside before it, with their bytes, row-major; and the places
+    that are read when all its rows have run."""
 
-    `variants`: what each (image's sha256, symbol) of the recording was compiled from.  `sizes`: (name, bytes) of each memory.
-    `weights`: the bundle's weights.safetensors, and `placed` where its tensors lie in memory `weights`.  `inputs`: each input's
-    place and its bytes, row-major; `outputs`: the places to read when all rows have run.
+    given: tuple[tuple[Value, bytes], ...] = field(repr=False)
+    recording: Recording | None
+    read: tuple[Value, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One int_key to run, stage by stage over the same memory.
+
+    `variants`: what each (image's sha256, symbol) of the recordings was compiled from.  `sizes`: (name, bytes) of each memory.
+    `weights`: the bundle's weights.safetensors, and `placed` where its tensors lie in memory `weights`.
     """
 
     key: Key
-    recording: Recording
+    stages: tuple[Stage, ...]
     variants: tuple[tuple[tuple[str, str], Variant], ...]
     sizes: tuple[tuple[str, int], ...]
     weights: Path
     placed: tuple[Weight, ...]
-    inputs: tuple[tuple[Value, bytes], ...] = field(repr=False)
-    outputs: tuple[Value, ...]
+
+    @property
+    def recordings(self) -> tuple[Recording, ...]:
+        """Of the stages in which something runs."""
+        return tuple([stage.recording for stage in self.stages if stage.recording])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The outputs' bytes, row-major, in the call's order.  `seconds`: what the rows took, without starting the process."""
+    """What was read, stage after stage: bytes, row-major.  `seconds`: what the rows took, without starting the process."""
 
     key: Key
-    outputs: tuple[bytes, ...] = field(repr=False)
+    read: tuple[bytes, ...] = field(repr=False)
     seconds: float
 
 
@@ -79,12 +92,12 @@ def estimate(task: Task) -> float:
     """
     variants = dict(task.variants)
     total = 0.0
-    for node in task.recording.nodes:
+    for recording, node in [(each, node) for each in task.recordings for node in each.nodes]:
         match node:
-            case KernelNode() if (fill := memset_of(task.recording.functions[node.function], node)) is not None:
+            case KernelNode() if (fill := memset_of(recording.functions[node.function], node)) is not None:
                 total += fill.width
             case KernelNode():
-                function = task.recording.functions[node.function]
+                function = recording.functions[node.function]
                 variant = variants.get((function.image, function.symbol))
                 total += math.prod(node.grid) * (_work(variant, function, node) if variant else 1)
             case MemsetNode():
@@ -111,8 +124,8 @@ def interpret(
 
     Raises OrderBroken, ParameterMismatch, NoStandIn, ReadOutside, WroteOutside, KernelAsserted, KernelUnreadable, InterpreterDied.
     """
-    for task in tasks:
-        check_order(task.recording)
+    for recording in [recording for task in tasks for recording in task.recordings]:
+        check_order(recording)
     files = {path: _hash(path) for path in {task.weights for task in tasks}} if cache else {}  # mostly one, and large
     kept = [cache / "interpreted" / _name(task, files[task.weights]) if cache else None for task in tasks]
     known = {task.key: outcome for task, path in zip(tasks, kept, strict=True) if path and (outcome := recall(path))}
@@ -129,7 +142,8 @@ def interpret(
 
 def _name(task: Task, weights: str) -> str:
     """The hash of all that an outcome depends on; `weights` is that of the file."""
-    rest = (task.key, task.recording, task.variants, task.sizes, task.placed, task.inputs, task.outputs)
+    stages = [(stage.given, stage.recording, stage.read) for stage in task.stages]  # `repr` of a stage leaves the bytes out
+    rest = (task.key, stages, task.variants, task.sizes, task.placed)
     return digest(weights, rest, versions(), sources())
 
 

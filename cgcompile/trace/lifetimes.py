@@ -1,8 +1,9 @@
 """The check of an arena plan, derived again from the order of launches alone.  Pure.
 
 `planning` believes Allocate and Release; this does not look at them, and shares no code with it.  A buffer is needed from the first
-event that names it to the last, and to the end when it is an output.  Two buffers that are needed at one event must not share a
-byte.  So nothing that is still to be read can be written over, and an output stays what its last writer made it.
+event that names it to the last, whichever region either is in, and to the end when it is an output.  Two buffers that are needed at
+one event must not share a byte.  So nothing that is still to be read, by a later region or the host, can be written over, and an
+output stays what its last writer made it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from heapq import heappop, heappush
 
 from cgcompile.trace.errors import ArenaOverlap, PlaceInvalid
 from cgcompile.trace.planning import Plan
-from cgcompile.trace.traced import TEMPORARY, Copy, Fill, Launch, Place, Traced
+from cgcompile.trace.traced import TEMPORARY, Copy, Fill, Launch, Place, Read, Traced
 
 ALIGNMENT = 256
 """What cuMemAlloc promises, and kernels may have been compiled for."""
@@ -82,6 +83,8 @@ def _needed(traced: Traced) -> dict[int, tuple[int, int]]:
             name(event.target, moment)
         elif isinstance(event, Fill):
             name(event.target, moment)
+        elif isinstance(event, Read):
+            name(Place(buffer=event.buffer, offset=0), moment)
     for output in traced.outputs:
         name(output.place, len(traced.events))
     return found

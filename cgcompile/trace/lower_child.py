@@ -1,4 +1,4 @@
-"""A process that lowers one int_key: `python -m cgcompile.trace.lower_child PLACE` (see `children`)."""
+"""A process that lowers regions at int_keys: `python -m cgcompile.trace.lower_child PLACE` (see `children`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cgcompile.trace.lowering_jobs import Request
 from cgcompile.trace.traced import Traced
 
 
-def lower(request: Request) -> Traced:
+def lower(request: Request) -> list[Traced]:
     """What is asked for."""
     import torch
 
@@ -21,10 +21,13 @@ def lower(request: Request) -> Traced:
 
     warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
     apply_settings(request.settings)
-    program = torch.export.load(request.program)
-    tensors = torch.load(request.tensors)[request.key]
     target, table = arch(request.arch), request.table
-    return lower_key(program, request.key, tensors, target, choose=choose_with(table), pieces=pieces_with(table, target))
+    choose, pieces = choose_with(table), pieces_with(table, target)
+    made = []
+    for item in request.items:
+        program, tensors = torch.export.load(item.program), torch.load(item.tensors)
+        made.append(lower_key(program, item.key, tensors, target, layouts=item.layouts, choose=choose, pieces=pieces))
+    return made
 
 
 if __name__ == "__main__":

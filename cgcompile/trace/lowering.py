@@ -1,15 +1,16 @@
 """program + key -> Traced: retrace for cuda at the key's sizes, lower with Inductor, follow what its wrapper does.  No kernel is
 compiled, nothing is measured, and no GPU is needed: everything here runs inside `offline`.
 
-Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the `source_code` of its result, `V.set_choices_handler` with a
-subclass of `InductorChoices`, and the options below.
+Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the `source_code` of its result, `user_visible_output_idxs` in the
+metadata of a graph's output, `V.set_choices_handler` with a subclass of `InductorChoices`, and the options below.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ from cgcompile.trace.errors import LoweringBroken, OperationNeedsGpu
 from cgcompile.trace.folding import fold
 from cgcompile.trace.launches import Followed, direct, follow
 from cgcompile.trace.offline import offline
-from cgcompile.trace.retracing import Retraced, place, retrace
+from cgcompile.trace.retracing import Retraced, host_hint, operator, place, retrace, same_layout
 from cgcompile.trace.splitting import Pieces, split_products
-from cgcompile.trace.traced import Key, Traced
+from cgcompile.trace.traced import Key, Tensor, Traced
 from cgcompile.trace.variants import Configuration, load
 
 Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
@@ -93,12 +94,14 @@ def lower_key(
     tensors: Sequence[torch.Tensor],
     arch: Arch,
     *,
+    layouts: Sequence[tuple[int, ...] | None] = (),
     choose: Choose = choosing.choose,
     pieces: Pieces = lambda problem: 1,
     float32: str = "tf32x3",
 ) -> Traced:
     """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.
 
+    `layouts`: of each output the strides, dense ones, that it must have, None for any; () for any of all.
     `choose` picks the configuration of products and convolutions, `pieces` says what products are cut into; `float32` says how
     float32 is multiplied (`variants.FLOAT32`).  Equal arguments give equal results, in every process.
 
@@ -109,7 +112,7 @@ def lower_key(
         held = {
             name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
         }
-        retraced, constants = fold(retrace(program, tensors), held)
+        retraced, constants = fold(retrace(program, tensors, layouts), held)
         retraced = split_products(retraced, arch.name, pieces)
         chosen: dict[Configuration, str] = {}
         handler = _Choices(arch, choose, chosen)
@@ -117,9 +120,13 @@ def lower_key(
         options = {name: value for name, value in OPTIONS.items() if name in known}
         with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `float32` says how float32 is multiplied
-            followed = _follow(retraced, key, lambda source: load(source, chosen, float32))
+            followed = _follow(retraced, key, layouts, lambda source: load(source, chosen, float32))
     if followed.unknown:
-        raise OperationNeedsGpu(f"int_key {key}: no Triton kernel for {', '.join(_origins(followed.unknown, retraced))}")
+        origins = [_origin(name, retraced) for name in followed.unknown]
+        raise OperationNeedsGpu(
+            f"int_key {key}: no Triton kernel for {', '.join([text for text, _ in origins])}",
+            host_hint([each for _, operators in origins for each in operators]),
+        )
     by_name = {int(name): tensor for (kind, name), tensor in zip(retraced.names, followed.inputs, strict=True) if kind == "input"}
     return Traced(
         key=key,
@@ -127,45 +134,64 @@ def lower_key(
         variants=followed.variants,
         events=followed.events,
         inputs=tuple([by_name[index] for index in range(len(by_name))]),
-        outputs=followed.outputs,
+        outputs=_as_wanted(followed.outputs, layouts, key),
         constants=constants,
     )
 
 
-def _follow(retraced: Retraced, key: Key, load_kernel: Callable[..., Any]) -> Followed:
+def _as_wanted(outputs: tuple[Tensor, ...], layouts: Sequence[tuple[int, ...] | None], key: Key) -> tuple[Tensor, ...]:
+    """The outputs with the strides of `layouts`, which may differ where an axis has one element.  Raises LoweringBroken."""
+    if not layouts:
+        return outputs
+    made = []
+    for number, (tensor, wanted) in enumerate(zip(outputs, layouts, strict=True)):
+        strides = tensor.strides if wanted is None else wanted
+        if not same_layout(tensor.shape, tensor.strides, strides):
+            raise LoweringBroken(
+                f"int_key {key}: Inductor gives output {number} the strides {tensor.strides}, {strides} were asked for"
+            )
+        made.append(replace(tensor, strides=strides))
+    return tuple(made)
+
+
+def _follow(retraced: Retraced, key: Key, layouts: Sequence[tuple[int, ...] | None], load_kernel: Callable[..., Any]) -> Followed:
     placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
     (output,) = [node for node in retraced.graph.graph.nodes if node.op == "output"]
     if not any(node.op == "call_function" for node in retraced.graph.graph.nodes):
         return direct(retraced.tensors, retraced.names, [placeholders.index(node) for node in output.args[0]])
+    fixed = [index for index, strides in enumerate(layouts) if strides is not None]
+    output.meta["user_visible_output_idxs"] = fixed  # Inductor pads others, and lays images out by its own taste
     try:
         compiled = compile_fx_inner(
             retraced.graph, list(retraced.tensors), static_input_idxs=range(len(retraced.tensors)), is_inference=True
         )
     except InductorError as error:
-        raise _explain(error, key) from error
+        raise _explain(error, key, retraced) from error
     return follow(compiled.source_code, retraced.tensors, retraced.names, load_kernel)
 
 
-def _explain(error: InductorError, key: Key) -> BuildError:
+def _explain(error: InductorError, key: Key, retraced: Retraced) -> BuildError:
     """Our own errors as they are; what Inductor has no lowering for by name; the rest as a failure of Inductor."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, BuildError):
             return cause
         if type(cause).__name__ in ("NoValidChoicesError", "MissingOperatorWithoutDecomp", "MissingOperatorWithDecomp"):
-            return OperationNeedsGpu(f"int_key {key}: no Triton kernel: {first_line(cause)}")
+            target = re.search(r"target: ([\w.]+)", str(error))
+            text, operators = _origin(target[1], retraced) if target else ("an operation", [])
+            return OperationNeedsGpu(f"int_key {key}: no Triton kernel for {text}: {first_line(cause)}", host_hint(operators))
         cause = cause.__cause__ or cause.__context__
     return LoweringBroken(f"int_key {key}: Inductor failed: {first_line(error)}")
 
 
-def _origins(unknown: Sequence[str], retraced: Retraced) -> Iterator[str]:
-    """The names of calls with the user's line where an operation of that name came from."""
-    for name in unknown:
-        plain = re.sub(r"^(torch\.ops\.|extern_kernels\.)", "", name)
-        stem = plain.removesuffix(".default").removeprefix("aten.")
-        nodes = [n for n in retraced.graph.graph.nodes if n.op == "call_function" and stem in str(n.target)]
-        where = next((line for node in nodes if (line := place(node))), "")
-        yield f"{plain}{f' ({where})' if where else ''}"
+def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
+    """The name of a call with the user's line where an operation of that name came from, and the operators of the program that such
+    operations came from."""
+    plain = re.sub(r"^(torch\.ops\.|extern_kernels\.)", "", name)
+    stem = plain.removesuffix(".default").removeprefix("aten.")
+    nodes = [n for n in retraced.graph.graph.nodes if n.op == "call_function" and stem in str(n.target)]
+    where = next((line for node in nodes if (line := place(node))), "")
+    return f"{plain}{f' ({where})' if where else ''}", [operator(node) for node in nodes]
 
 
 # --- configurations -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from cgcompile.record.memory import PAD, align
 from cgcompile.trace.errors import LifetimeBroken
-from cgcompile.trace.traced import TEMPORARY, Allocate, Copy, Fill, Launch, Place, Release, Traced
+from cgcompile.trace.traced import TEMPORARY, Allocate, Copy, Fill, Launch, Place, Read, Release, Traced
 
 WORK = 3_000_000
 """Comparisons of two buffers that planning may make before it stops to look for a smaller arena: about a second."""
@@ -87,14 +87,16 @@ def lifetimes(traced: Traced) -> tuple[Life, ...]:
     return tuple(sorted(lives, key=lambda life: (life.first, life.buffer)))
 
 
-def uses(event: Launch | Copy | Fill) -> Iterator[int]:
+def uses(event: Launch | Copy | Fill | Read) -> Iterator[int]:
     """The buffers that an event reads or writes, by position."""
     if isinstance(event, Launch):
         yield from (argument.buffer for argument in event.arguments if isinstance(argument, Place))
     elif isinstance(event, Copy):
         yield from (event.source.buffer, event.target.buffer)
-    else:
+    elif isinstance(event, Fill):
         yield event.target.buffer
+    else:
+        yield event.buffer
 
 
 def largest_sum(lives: Iterable[Life]) -> int:

@@ -1,14 +1,14 @@
 """program + key -> a graph of small operations on fake cuda tensors, every size a constant.
 
-Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, `torch.fx.traceback.preserve_node_meta`,
-`torch.func.functionalize`.
+Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, `torch.fx.traceback.preserve_node_meta` and the `from_node` that
+it leaves in the metadata, `torch.func.functionalize`.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,13 @@ class Retraced:
     mode: FakeTensorMode
 
 
-def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> Retraced:
-    """The program at the sizes of `tensors`, inside `offline`.
+ALIGNED = 16
+"""Kernels are compiled for tensors that begin at a multiple of so many bytes."""
+
+
+def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[int, ...] | None] = ()) -> Retraced:
+    """The program at the sizes of `tensors`, inside `offline`.  `layouts`: of each output of the call the strides that it must
+    have, None for any; () for any of all.
 
     Raises SizesUnlike, InputChanged, StateShared, ConstantUnknown, RandomnessUnsupported, OperationNeedsGpu.
     """
@@ -88,7 +93,8 @@ def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> Retrac
         for position, name in changed:
             (old,) = [given for given, (_, row, _) in zip(arguments, rows, strict=True) if row == name and given is not None]
             old.copy_(results[position])
-        return tuple([result for result, keep in zip(results, wanted, strict=True) if keep])
+        kept = [result for result, keep in zip(results, wanted, strict=True) if keep]
+        return tuple([_settled(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)])
 
     with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
         traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*fakes)
@@ -103,6 +109,18 @@ def place(node: torch.fx.Node) -> str:
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     mine = [f"{file}:{line}" for file, line in found if is_user_file(file)]
     return mine[-1] if mine else ""
+
+
+def operator(node: torch.fx.Node) -> str:
+    """The operator of the exported program that a node of a retraced graph comes from, as --host-op takes it; "" if unknown."""
+    sources = node.meta.get("from_node") or []
+    return str(sources[-1].target).removesuffix(".default") if sources else ""
+
+
+def host_hint(operators: Iterable[str]) -> str:
+    """What to do about operators that have no Triton kernel: the host has one of each, eager PyTorch ran the model there."""
+    options = " ".join([f"--host-op {name}" for name in dict.fromkeys(operators) if name])
+    return f"{OperationNeedsGpu.hint}; or keep it on the host: cgcompile build ... {options}" if options else OperationNeedsGpu.hint
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------
@@ -188,10 +206,15 @@ class _Replacing(torch.fx.Interpreter):
         try:
             result = super().run_node(n)
             return _laid_out(result, n.meta.get("val")) if n.target in REPLACED else result
+        except OperationNeedsGpu as error:
+            raise OperationNeedsGpu(f"{_named(n)}: {error}", host_hint([str(n.target).removesuffix(".default")])) from error
         except BuildError:
             raise
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            raise OperationNeedsGpu(f"{_named(n)}: its result's shape, or what the program does next, depends on data") from error
+            raise OperationNeedsGpu(
+                f"{_named(n)}: its result's shape, or what the program does next, depends on data",
+                host_hint([str(n.target).removesuffix(".default")]),
+            ) from error
         except Exception as error:
             raise LoweringBroken(f"{_named(n)} cannot be traced for cuda: {type(error).__name__}: {first_line(error)}") from error
 
@@ -206,6 +229,23 @@ def _laid_out(result: Any, like: Any) -> Any:
     strides = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in like.stride()]
     order = sorted(range(result.dim()), key=lambda axis: (-strides[axis], axis))
     return result.permute(order).contiguous().permute([order.index(axis) for axis in range(result.dim())])
+
+
+def _settled(result: Any, strides: tuple[int, ...] | None) -> Any:
+    """An output of the call with these strides, beginning where kernels may read it."""
+    if strides is None:
+        return result
+    if same_layout(result.shape, result.stride(), strides) and not result.storage_offset() * result.element_size() % ALIGNED:
+        return result
+    order = sorted(range(result.dim()), key=lambda axis: (-strides[axis], axis))
+    dense = result.permute(order).clone(memory_format=torch.contiguous_format)
+    return dense.permute([order.index(axis) for axis in range(result.dim())])
+
+
+def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether strides mean the same: those of axes with one element, or of empty tensors, say nothing."""
+    pairs = zip(shape, one, other, strict=True)
+    return 0 in shape or all(size == 1 or mine == its for size, mine, its in pairs)
 
 
 def _check(traced: torch.fx.GraphModule, inputs: Sequence[str], rows: Sequence[Row]) -> None:

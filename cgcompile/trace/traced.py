@@ -95,7 +95,14 @@ class Fill:
     count: int
 
 
-Event = Allocate | Release | Launch | Copy | Fill
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """Between two regions: the host reads the buffer here."""
+
+    buffer: int
+
+
+Event = Allocate | Release | Launch | Copy | Fill | Read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,3 +135,23 @@ class Traced:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     constants: tuple[Constant, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A graph region of a traced program that has several: its events are `Traced.events[start:stop]`.  `inputs` and `outputs` are
+    the tensors that it takes and makes."""
+
+    name: str
+    start: int
+    stop: int
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """The graph regions of a program at one int_key, in order, over the buffers of `traced`.  One that is whole has one section."""
+
+    traced: Traced
+    sections: tuple[Section, ...]

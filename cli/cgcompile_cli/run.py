@@ -27,7 +27,7 @@ def run(
         typer.Option("--inputs", metavar="FILE", help="A safetensors file with the inputs by name. Default: the stored exam's."),
     ] = None,
     outputs: Annotated[
-        str | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs to this safetensors file.")
+        str | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs and changed inputs to this safetensors file.")
     ] = None,
     key: Annotated[
         str | None, typer.Option("--size", metavar="KEY", help="Which exam inputs: 8, or batch=8,seq=128. Default: the smallest.")
@@ -36,7 +36,8 @@ def run(
 ) -> None:
     """Replay a bundle once and show its outputs.
 
-    Without --inputs it replays the inputs that the build stored. Inputs of
+    Where the model writes to inputs, what they hold after the call is shown
+    and written, too. Without --inputs it replays the inputs that the build stored. Inputs of
     a size that was not recorded are padded or cut where the build proved
     that this is exact.
     """
@@ -53,13 +54,15 @@ def run(
         loaded = time.perf_counter()
         made: list[Tensor] = program.replay(given)
         replayed = time.perf_counter()
-    rows = [_row(spec.name, value) | {"values": preview(value)} for spec, value in zip(manifest.outputs, made, strict=True)]
+    found = _named(manifest, given, made)
+    rows = [_row(name, value) | {"values": preview(value)} for name, value in found]
     if outputs is not None:
-        _write(outputs, manifest, made)
+        _write(outputs, found)
     if as_json:
         write_json({
             "inputs": [_row(spec.name, value) for spec, value in zip(manifest.inputs, given, strict=True)],
-            "outputs": rows,
+            "outputs": rows[: len(made)],
+            "written": rows[len(made) :],
             "seconds": {"load": loaded - begin, "replay": replayed - loaded},
         })  # fmt: skip
         return
@@ -67,6 +70,18 @@ def run(
     shown = [(row["name"], row["dtype"], row["shape"], listed(row["values"]) + dots) for row, dots in zip(rows, more, strict=True)]
     show(table(("output", "dtype", "shape", "values"), shown))
     say(f"loaded in {duration(loaded - begin)}, replayed in {duration(replayed - loaded)}")
+
+
+def _named(manifest: Manifest, given: list[Tensor], made: list[Tensor]) -> list[tuple[str, Tensor]]:
+    """The outputs, and the inputs that the model writes to, each under a name of its own: an input's name, or `NAME.written` where
+    an output is called that."""
+    found = {spec.name: value for spec, value in zip(manifest.outputs, made, strict=True)}
+    for index in manifest.written:
+        name = manifest.inputs[index].name
+        while name in found:
+            name += ".written"
+        found[name] = given[index]
+    return list(found.items())
 
 
 def _row(name: str, value: Tensor) -> dict[str, Any]:
@@ -130,13 +145,13 @@ def _read(path: str, manifest: Manifest) -> list[Tensor]:
         file.close()
 
 
-def _write(path: str, manifest: Manifest, made: list[Tensor]) -> None:
+def _write(path: str, found: list[tuple[str, Tensor]]) -> None:
     """Raises Usage where the file format has no code for a dtype."""
     from cgbundle.safetensors import CODES, write
 
-    for spec in manifest.outputs:
-        if spec.dtype not in CODES:
-            raise Usage(f"--outputs: output {spec.name!r} is {spec.dtype}, which safetensors cannot hold")
-    tensors = {spec.name: (value.dtype, value.shape, value.tobytes) for spec, value in zip(manifest.outputs, made, strict=True)}
+    for name, value in found:
+        if value.dtype not in CODES:
+            raise Usage(f"--outputs: output {name!r} is {value.dtype}, which safetensors cannot hold")
+    tensors = {name: (value.dtype, value.shape, value.tobytes) for name, value in found}
     with open(path, "wb") as file:
         write(file, tensors)

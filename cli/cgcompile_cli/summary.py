@@ -24,6 +24,9 @@ FEATURES = 4
 TELLING = ("avx", "amx", "fma", "sve", "asimd")
 """How the names of features begin that tell most about a processor: they are named first."""
 
+UPDATED = "(updated by the call)"
+"""What is said of an input that the model writes to."""
+
 PADDING = {"rows": "padded (any filling is exact)", "zeros": "padded with zeros", "no": "never padded"}
 
 
@@ -34,6 +37,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "bytes": total(manifest),
         "int_keys": [list(program.key) for program in manifest.programs],
         "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.inputs],
+        "written": [manifest.inputs[index].name for index in manifest.written],
         "outputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.outputs],
         "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
         "load": load_lines(path, manifest),
@@ -67,10 +71,14 @@ def shape(sizes: Sequence[Any]) -> str:
 
 
 def signature(manifest: Manifest) -> Table:
-    """Inputs and outputs, a row each."""
-    sides = (("in", manifest.inputs), ("out", manifest.outputs))
-    rows = [(side, spec.name, spec.dtype, shape(spec.shape)) for side, specs in sides for spec in specs]
-    return table(("", "", "", ""), rows)
+    """Inputs and outputs, a row each; `(updated by the call)` behind the inputs that the model writes to."""
+    sides = (("in", manifest.inputs, manifest.written), ("out", manifest.outputs, ()))
+    rows = [
+        (side, spec.name, spec.dtype, shape(spec.shape), UPDATED if index in written else "")
+        for side, specs, written in sides
+        for index, spec in enumerate(specs)
+    ]
+    return table(("", "", "", "", ""), rows)
 
 
 def padding(row: Dimension) -> str:

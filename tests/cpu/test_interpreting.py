@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from cgbundle.extents import ELSEWHERE
 from cgbundle.recording import Address, EmptyNode, MemcpyNode, MemsetNode
-from cgbundle.schema import Value
+from cgbundle.schema import Value, Weight
 from cgcompile.trace.errors import (
     KernelAsserted,
     KernelUnreadable,
@@ -18,9 +20,9 @@ from cgcompile.trace.errors import (
     TraceError,
     WroteOutside,
 )
-from cgcompile.trace.interpreting import Outcome, estimate, interpret
+from cgcompile.trace.interpreting import Outcome, Task, estimate, interpret
 
-from .written_rows import Sheet, address, tensor_of
+from .written_rows import Sheet, address, raw, tensor_of
 
 ADD = """
 def kernel(a, b, out, n, XBLOCK: tl.constexpr):
@@ -341,7 +343,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
     folder = tmp_path_factory.mktemp("interpreted")
     (outcome,) = interpret([sheet.task(folder)], folder, budget=1)
-    came = dict(zip(sheet.outputs, outcome.outputs, strict=True))
+    came = dict(zip(sheet.outputs, outcome.read, strict=True))
     return lambda name: (tensor_of(came[expected[name][0]], expected[name][0]), expected[name][1])
 
 
@@ -445,6 +447,47 @@ def test_names_a_kernel_that_cannot_run(tmp_path: Path) -> None:
     _refused("tl.store(out + at, undefined_name)", KernelUnreadable, "undefined_name", tmp_path)
 
 
+def test_stages_share_memory_and_meet_the_host_between_them(tmp_path: Path) -> None:
+    """What a stage left is there for the next, what is given comes before its rows and not earlier, what is read is read then."""
+    sheet = Sheet()
+    draw = torch.Generator().manual_seed(1)
+    a, b, c = [torch.randn(16, generator=draw) for _ in range(3)]
+    x, w = sheet.input(a), sheet.weight(b)
+    kept, first, last = [sheet.place("arena", torch.float32, (16,)) for _ in range(3)]
+    landing = sheet.place("inputs", torch.float32, (16,))
+    sheet.launch(ADD, (1, 1, 1), x, w, kept, 16, XBLOCK=16)
+    sheet.launch(ADD, (1, 1, 1), x, x, first, 16, XBLOCK=16)
+    sheet.cut(first, landing)
+    sheet.inputs.append((landing, raw(c)))
+    sheet.launch(ADD, (1, 1, 1), kept, landing, first, 16, XBLOCK=16)
+    sheet.cut(first)
+    sheet.launch(ADD, (1, 1, 1), kept, kept, last, 16, XBLOCK=16)
+    sheet.outputs += [last, kept, landing]
+    task = sheet.task(tmp_path)
+    elsewhere = Weight(name="host", tensor="host", dtype="float32", shape=(4,), strides=(1,), offset=ELSEWHERE)
+    (outcome,) = interpret([replace(task, placed=(*task.placed, elsewhere))], tmp_path, budget=1)
+    poison = torch.full((16,), torch.nan)
+    wanted = [a + a, poison, a + b + c, (a + b) * 2, a + b, c]
+    found = [tensor_of(contents, kept) for contents in outcome.read]
+    assert len(found) == len(wanted)
+    assert all(torch.equal(got.nan_to_num(7), want.nan_to_num(7)) for got, want in zip(found, wanted, strict=True))
+
+
+def test_what_is_given_between_two_stages_is_part_of_what_an_outcome_is_kept_by(tmp_path: Path) -> None:
+    def doubled(value: float) -> Task:
+        sheet = Sheet()
+        x, out = sheet.place("inputs", torch.float32, (16,)), sheet.output(torch.float32, (16,))
+        sheet.cut()
+        sheet.inputs.append((x, raw(torch.full((16,), value))))
+        sheet.launch(ADD, (1, 1, 1), x, x, out, 16, XBLOCK=16)
+        return sheet.task(tmp_path)
+
+    for value in (1.0, 3.0, 1.0):
+        (outcome,) = interpret([doubled(value)], tmp_path, budget=1, cache=tmp_path / "cache")
+        assert outcome.read == (raw(torch.full((16,), 2 * value)),)
+    assert len(list((tmp_path / "cache" / "interpreted").iterdir())) == 2
+
+
 def test_the_smallest_runs_and_the_budget_decides_on_the_others(tmp_path: Path) -> None:
     tasks = []
     for size in (4000, 50, 300):
@@ -458,4 +501,4 @@ def test_the_smallest_runs_and_the_budget_decides_on_the_others(tmp_path: Path) 
     assert any("not interpreted" in line and "(300,), (4000,)" in line for line in told)
     every = interpret(tasks, tmp_path, budget=600, workers=2)
     assert [outcome.key for outcome in every] == [(4000,), (50,), (300,)]
-    assert all(tensor_of(o.outputs[0], t.outputs[0]).eq(2).all() for o, t in zip(every, tasks, strict=True))
+    assert all(tensor_of(o.read[0], t.stages[0].read[0]).eq(2).all() for o, t in zip(every, tasks, strict=True))

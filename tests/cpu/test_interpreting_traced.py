@@ -23,7 +23,7 @@ from cgcompile.record.tensors import program_tensors, row_major, shapes_of
 from cgcompile.trace.assembling import assemble
 from cgcompile.trace.blocks import FORMATS
 from cgcompile.trace.compiling import Compiled
-from cgcompile.trace.interpreting import Task, interpret
+from cgcompile.trace.interpreting import Stage, Task, interpret
 from cgcompile.trace.lowering import lower_key
 from cgcompile.trace.planning import plan
 from cgcompile.trace.traced import Variant
@@ -104,7 +104,7 @@ def test_rows_compute_what_eager_does(name: str, tmp_path: Path) -> None:
     (outcome,) = interpret([task], tmp_path, budget=1)
     wanted = expected if isinstance(expected, tuple) else (expected,)
     tolerance = 3e-2 if "bf16" in name else 2e-6
-    for contents_, value, want in zip(outcome.outputs, task.outputs, wanted, strict=True):
+    for contents_, value, want in zip(outcome.read, task.stages[0].read, wanted, strict=True):
         got = tensor_of(contents_, value)
         assert got.dtype == want.dtype and got.shape == want.shape
         assert (got.double() - want.double()).abs().max() <= tolerance * want.double().abs().max()
@@ -121,13 +121,11 @@ def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: t
     rows = write_weights(path, tensors, placed, tuple(folded.values()))
     return Task(
         key=(1,),
-        recording=graph.recording,
+        stages=(Stage(given=((graph.inputs[0], row_major(fresh)),), recording=graph.recording, read=graph.outputs),),
         variants=tuple(((image.sha256, image.symbol), variant) for image, variant in zip(compiled, traced.variants, strict=True)),
         sizes=(("weights", end), ("inputs", fresh.numel() * fresh.element_size() + PAD), ("arena", graph.arena)),
         weights=path,
         placed=rows,
-        inputs=((graph.inputs[0], row_major(fresh)),),
-        outputs=graph.outputs,
     )
 
 

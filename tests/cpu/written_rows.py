@@ -14,7 +14,7 @@ import torch
 from cgbundle.recording import Address, Edge, Function, KernelNode, Node, Recording, Relocation
 from cgbundle.safetensors import write
 from cgbundle.schema import MEMORIES, Value, Weight
-from cgcompile.trace.interpreting import Task
+from cgcompile.trace.interpreting import Stage, Task
 from cgcompile.trace.traced import Variant
 
 KINDS = {
@@ -28,7 +28,8 @@ SCALARS = {"i32": "i", "i64": "q", "fp32": "f"}
 
 
 class Sheet:
-    """A recording that grows.  `weight`, `input` and `output` place tensors and return their Values; `launch` adds a row."""
+    """A recording that grows.  `weight`, `input` and `output` place tensors and return their Values; `launch` adds a row, and `cut`
+    begins the next recording."""
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
@@ -37,6 +38,7 @@ class Sheet:
         self.outputs: list[Value] = []
         self.nodes: list[Node] = []
         self.functions: list[Function] = []
+        self.stages: list[Stage] = []
         self.variants: list[tuple[tuple[str, str], Variant]] = []
         self.ends = dict.fromkeys(("weights", "inputs", "arena"), 0)
 
@@ -96,22 +98,27 @@ class Sheet:
             )
         )  # fmt: skip
 
+    def cut(self, *read: Value, key: tuple[int, ...] = (1,)) -> None:
+        """Ends a stage, after which `read` is read."""
+        edges = tuple(Edge(source=i, target=i + 1, from_port=0, to_port=0, type=0) for i in range(len(self.nodes) - 1))
+        recording = Recording(key=key, functions=tuple(self.functions), nodes=tuple(self.nodes), edges=edges)
+        self.stages.append(Stage(given=tuple(self.inputs), recording=recording if self.nodes else None, read=read))
+        self.inputs, self.functions, self.nodes = [], [], []
+
     def task(self, folder: Path, key: tuple[int, ...] = (1,)) -> Task:
-        """The task, its weights written to `folder`, its rows in a chain."""
+        """The task, its weights written to `folder`, the rows of each stage in a chain.  Ends the last stage."""
         path = folder / "weights.safetensors"
         with open(path, "wb") as file:
             named = self.weights.items()
             write(file, {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape), partial(raw, t)) for n, t in named})
-        edges = tuple(Edge(source=i, target=i + 1, from_port=0, to_port=0, type=0) for i in range(len(self.nodes) - 1))
+        self.cut(*self.outputs, key=key)
         return Task(
             key=key,
-            recording=Recording(key=key, functions=tuple(self.functions), nodes=tuple(self.nodes), edges=edges),
+            stages=tuple(self.stages),
             variants=tuple(self.variants),
             sizes=tuple(self.ends.items()),
             weights=path,
             placed=tuple(self.rows),
-            inputs=tuple(self.inputs),
-            outputs=tuple(self.outputs),
         )
 
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
-A machine with a GPU adds `gpt_two` and `mlp` (bf16), one without adds `cpu_mlp`.  All are tiny, because the tests of every later
+A machine with a GPU adds `gpt_two` and `mlp` (bf16), one without adds `cpu_cache`.  All are tiny, because the tests of every later
 version read them.
 """
 
@@ -37,7 +37,7 @@ class Golden:
 GOLDENS = {
     "gpt_two": Golden(sizes=(4,), gpu=True, limit=380_000),
     "mlp": Golden(sizes=(1, 4), gpu=True, limit=120_000, level="max-autotune", environment=TRITON_ONLY),
-    "cpu_mlp": Golden(sizes=(1, 4), gpu=False, limit=500_000),
+    "cpu_cache": Golden(sizes=(1, 4), gpu=False, limit=500_000),
 }
 
 

@@ -70,13 +70,26 @@ def mlp() -> Made:
     return perceptron().bfloat16(), inputs
 
 
-def cpu_mlp() -> Made:
-    """Two layers, fp32."""
+class Cached(nn.Module):
+    """Writes what it made of a row into a cache, an input, and gives the cache's mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = perceptron()
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """(batch, 16), (batch, TOKENS, 4), (1,) -> (batch, 4)."""
+        cache[:, place] = self.network(x).unsqueeze(1)
+        return cache.mean(1)
+
+
+def cpu_cache() -> Made:
+    """Two layers, fp32, and an input that calls change."""
 
     def inputs(batch: int) -> tuple[torch.Tensor, ...]:
-        return (torch.randn(batch, 16),)
+        return torch.randn(batch, 16), torch.randn(batch, TOKENS, 4), torch.randint(0, TOKENS, (1,))
 
-    return perceptron(), inputs
+    return Cached(), inputs
 
 
 def perceptron() -> nn.Module:

@@ -19,7 +19,7 @@ from cgbundle.recording import Address, Edge, KernelNode, MemcpyNode, MemsetNode
 from cgbundle.schema import MEMORIES, Value
 from cgcompile.record.elf import EM_CUDA
 from cgcompile.record.errors import ImageFormat
-from cgcompile.trace.assembling import Graph, assemble
+from cgcompile.trace.assembling import Graph, assemble, assemble_chain
 from cgcompile.trace.compiling import Compiled
 from cgcompile.trace.errors import ParameterMismatch, PlaceInvalid
 from cgcompile.trace.packing import scalar
@@ -31,12 +31,15 @@ from cgcompile.trace.traced import (
     WEIGHT,
     Allocate,
     Buffer,
+    Chain,
     Copy,
     Event,
     Fill,
     Launch,
     Place,
+    Read,
     Release,
+    Section,
     Tensor,
     Traced,
     Variant,
@@ -158,6 +161,35 @@ def test_a_launch_becomes_a_node_with_every_pointer_relocated() -> None:
     assert (function.symbol, function.params, function.attributes) == ("triton_poi_0", LAYOUT, ())
     assert graph.recording.key == (8,)
     verify(graph, [compiled()])
+
+
+def test_every_section_of_a_chain_is_a_recording_over_the_same_memory() -> None:
+    """What one region leaves for the next has one address in both; the host's read between them is no node."""
+    program = traced(
+        launch(place(INPUT_BUFFER), place(FIRST)),
+        Read(buffer=FIRST),
+        launch(place(FIRST, 64), place(SECOND)),
+        launch(place(WEIGHT_BUFFER), place(SECOND)),
+        output=place(SECOND),
+    )
+    sections = (
+        Section(name="graph-1", start=0, stop=1, inputs=program.inputs[1:], outputs=(tensor(place(FIRST, 64), 128),)),
+        Section(name="graph-2", start=2, stop=4, inputs=(tensor(place(FIRST, 64), 128),), outputs=program.outputs),
+    )
+    found = plan(program)
+    first, second = assemble_chain(Chain(traced=program, sections=sections), [compiled()], found, {"layer.weight": 4096}, (0, 256))
+    assert [len(graph.recording.nodes) for graph in (first, second)] == [1, 2]
+    assert [len(graph.recording.edges) for graph in (first, second)] == [0, 1]
+    value = Value(dtype="float32", shape=(128,), strides=(1,), memory="arena", offset=found.offsets[FIRST] + 64)
+    assert first.outputs == second.inputs == (value,)
+    (made,), (taken, _) = first.recording.nodes, second.recording.nodes
+    assert isinstance(made, KernelNode) and isinstance(taken, KernelNode)
+    assert made.relocations[1].target == Address(memory=ARENA_AT, offset=found.offsets[FIRST])
+    assert taken.relocations[0].target == Address(memory=ARENA_AT, offset=found.offsets[FIRST] + 64)
+    assert first.arena == second.arena == found.arena
+    for graph in (first, second):
+        assert len(graph.recording.functions) == 1
+        verify(graph, [compiled()])
 
 
 def test_copies_and_fills_become_nodes() -> None:

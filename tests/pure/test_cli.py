@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from cgbundle import archive
 from cgbundle.errors import CgbundleError, OutOfMemory
-from cgbundle.schema import Finding, Manifest
+from cgbundle.schema import FORMAT_VERSION, Finding, Manifest
 from cgcompile_cli import errors, keys, main, output
 from tests import support
 
@@ -60,7 +60,7 @@ def test_help_lists_every_command() -> None:
 
 def test_version() -> None:
     result = call("--version")
-    assert result.exit_code == 0 and result.stdout == "cgcompile 0.1.0 (bundle format 1)\n"
+    assert result.exit_code == 0 and result.stdout == f"cgcompile 0.1.0 (bundle format {FORMAT_VERSION})\n"
 
 
 @pytest.mark.parametrize(

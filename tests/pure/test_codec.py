@@ -56,7 +56,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     return st.tuples(*map(values_of, parts))
 
 
-manifests = values_of(Manifest).map(lambda made: replace(made, format=1))
+manifests = values_of(Manifest).map(lambda made: replace(made, format=schema.FORMAT_VERSION))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -160,16 +160,38 @@ def test_an_edit_that_changes_nothing_is_accepted() -> None:
     assert decode_edited(lambda plain: None) == manifest()
 
 
-@pytest.mark.parametrize("version", [2, 3, 10**9])
+@pytest.mark.parametrize("version", [schema.FORMAT_VERSION + 1, schema.FORMAT_VERSION + 2, 10**9])
 def test_a_newer_format_version_names_both_versions(version: int) -> None:
-    with pytest.raises(FormatUnsupported, match=f"version {version}, this cgbundle reads versions up to 1") as caught:
+    words = f"version {version}, this cgbundle reads versions up to {schema.FORMAT_VERSION}$"
+    with pytest.raises(FormatUnsupported, match=words) as caught:
         decode_edited(lambda plain: plain.update(format=version))
     assert caught.value.exit_code == 2
 
 
 def test_a_newer_format_is_told_as_such_even_when_its_seal_and_fields_are_unknown_here() -> None:
     with pytest.raises(FormatUnsupported):
-        codec.decode(b'{"format":2,"something":"else"}')
+        codec.decode(b'{"format":%d,"something":"else"}' % (schema.FORMAT_VERSION + 1))
+
+
+def test_an_earlier_version_lacks_the_fields_that_came_later() -> None:
+    finding = schema.Finding(
+        rule="r", severity="note", message="m", node="", where="", source="", effect="e", fix="f"
+    )  # fmt: skip
+    made = replace(manifest(), format=1, findings=(finding,))
+    plain = json.loads(codec.encode(made))
+    assert "written" not in plain and "node" not in plain["findings"][0]
+    assert codec.decode(codec.encode(made)) == made
+    with pytest.raises(ManifestInvalid, match=r"^findings\[0\]\.node: no such field in this format version"):
+        codec.decode(seal_plain({**plain, "findings": [{**plain["findings"][0], "node": ""}]}))
+    with pytest.raises(ManifestInvalid, match="^written: missing"):
+        codec.decode(seal_plain({**plain, "format": schema.FORMAT_VERSION}))
+    with pytest.raises(ManifestInvalid, match="^written: format version 1 has no such field"):
+        codec.encode(replace(made, written=(0,)))
+
+
+def test_the_fields_that_came_later_exist() -> None:
+    for (record, field), (since, _) in schema.ADDED.items():
+        assert field in {each.name for each in fields(getattr(schema, record))} and 1 < since <= schema.FORMAT_VERSION
 
 
 @pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None, [1]])

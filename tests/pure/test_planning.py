@@ -25,6 +25,7 @@ from cgcompile.trace.traced import (
     Fill,
     Launch,
     Place,
+    Read,
     Release,
     Tensor,
     Traced,
@@ -68,18 +69,21 @@ def at(offsets: Mapping[int, int], arena: int = 1 << 20) -> Plan:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Traced:
-    """Launches, copies and fills over some temporaries, with Allocate before the first use of some and Release after the last."""
+    """Launches, copies, fills and the host's reads over some temporaries, with Allocate before the first use of some and Release
+    after the last."""
     sizes = draw(st.lists(st.integers(0, 1500), min_size=1, max_size=9))
     buffers = st.integers(0, len(sizes) + 1)  # the input and the weight too
     uses: list[Event] = []
     for _ in range(draw(st.integers(0, 14))):
-        kind = draw(st.sampled_from(["launch", "launch", "copy", "fill"]))
+        kind = draw(st.sampled_from(["launch", "launch", "copy", "fill", "read"]))
         if kind == "launch":
             uses.append(launch(*draw(st.lists(buffers, max_size=4))))
         elif kind == "copy":
             uses.append(Copy(source=place(draw(buffers)), target=place(draw(buffers)), nbytes=1))
-        else:
+        elif kind == "fill":
             uses.append(Fill(target=place(draw(buffers)), value=0, element=1, count=1))
+        else:
+            uses.append(Read(buffer=draw(buffers)))
     outputs = draw(st.lists(st.integers(0, len(sizes) - 1), unique=True, max_size=3))
     noted = draw(st.sets(st.integers(0, len(sizes) - 1)))
     events: list[Event] = []
@@ -96,7 +100,7 @@ def named(event: Event) -> list[int]:
         return [argument.buffer for argument in event.arguments if isinstance(argument, Place)]
     if isinstance(event, Copy):
         return [event.source.buffer, event.target.buffer]
-    return [event.target.buffer] if isinstance(event, Fill) else []
+    return [event.target.buffer] if isinstance(event, Fill) else [event.buffer] if isinstance(event, Read) else []
 
 
 def spoils(program: Traced, found: Plan) -> bool:
@@ -164,6 +168,14 @@ def test_outputs_live_to_the_end_even_when_released() -> None:
     events: list[Event] = [launch(0), Release(buffer=0), launch(1), launch(1)]
     assert plan(traced([256, 256], events)).arena == 256 + PAD
     assert plan(traced([256, 256], events, outputs=[0])).arena == 512 + PAD
+
+
+def test_what_the_host_reads_lives_until_then() -> None:
+    events: list[Event] = [launch(0), launch(1), Read(buffer=0), launch(2)]
+    found = plan(traced([256, 256, 256], events))
+    assert found.arena == 512 + PAD
+    assert found.offsets[0] != found.offsets[1]
+    assert plan(traced([256, 256, 256], [event for event in events if not isinstance(event, Read)])).arena == 256 + PAD
 
 
 def test_empty_and_unused_temporaries_have_a_place() -> None:
@@ -269,6 +281,13 @@ def test_the_message_names_both_buffers_and_the_launch() -> None:
         "int_key (4,), event 2 (kernel): buffer 1 (buf1, 100 bytes at 512) lies over buffer 0 (buf0, 600 bytes at 0), which is "
         "needed until event 4"
     )
+
+
+def test_a_value_that_the_host_still_reads_is_not_written_over() -> None:
+    program = traced([256, 256], [launch(0), launch(1), Read(buffer=0)])
+    with pytest.raises(ArenaOverlap, match=r"buffer 1 .* lies over buffer 0 .* needed until event 2"):
+        check_plan(program, at({0: 0, 1: 0}))
+    check_plan(traced([256, 256], [launch(0), Read(buffer=0), launch(1)]), at({0: 0, 1: 0}))
 
 
 def test_an_output_that_is_written_over_is_caught() -> None:

@@ -277,7 +277,7 @@ CASES = (
     _case(OperatorWithoutFake, rows, "ExportFailed"),
     _case(OperatorThatWrites, rows, CUSTOM, near=("mutated-input",)),
     _case(FbgemmJagged, ragged, CUSTOM, "incompatible-operator"),
-    _case(MovingAverageObserver, rows, "mutated-buffer"),
+    _case(MovingAverageObserver, rows, "mutated-buffer", "incompatible-operator"),
     _case(StaticQuantize, rows, near=("incompatible-operator",)),
     _case(DynamicQuantize, rows, near=("incompatible-operator",)),
     _case(WriteByMask, two, "boolean-index-put"),
@@ -293,6 +293,6 @@ CASES = (
     _case(SparseInside, one_size, CUSTOM, "sparse-output"),
     _case(Spectrum, rows, near=("incompatible-operator",)),
     _case(ComplexOutput, rows, near=("sparse-output",)),
-    _case(Cholesky, sequences, near=("host-scalar",)),
-    _case(Inverse, sequences),
+    _case(Cholesky, sequences, near=("host-scalar", "incompatible-operator")),
+    _case(Inverse, sequences, "incompatible-operator"),
 )

@@ -112,7 +112,7 @@ class CheckpointedLayer(nn.Module):
 CASES = (
     _case(Dropout, rows, near=("training-mode",)),
     _case(DropoutInTraining, rows, "random-operation", "training-mode", training=True),
-    _case(DropoutOfZero, rows, "random-operation"),
+    _case(DropoutOfZero, rows, near=("random-operation",)),
     _case(AttentionWithoutDropout, sequences, near=("random-operation",)),
     _case(NoiseOfItsOwn, rows, "random-operation"),
     _case(NoiseAsInput, two, near=("random-operation",)),

@@ -1,0 +1,136 @@
+"""Models that write to their inputs, captured: the caller's tensors, of GPU or CPU, hold what eager PyTorch leaves there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from cgbundle import archive, exam  # noqa: E402
+from cgbundle.errors import InputUnwritable  # noqa: E402
+from tests.gpu.recording import record_case  # noqa: E402
+from tests.written_models import MODELS, PLACES, WIDTH, draw, eager  # noqa: E402
+
+SIZES = (1, 4)
+
+BUILDS = [("step", "inductor"), ("step", "eager"), ("both", "inductor"), ("returned", "inductor"), ("kinds", "inductor")]
+
+Case = tuple[Path, Any, Any, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module", params=BUILDS, ids=lambda pair: "-".join(pair))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A bundle, its model on the GPU, the model's inputs, and the inputs that it writes to."""
+    name, level = request.param
+    made, inputs, written = MODELS[name]
+    path = tmp_path_factory.mktemp("written") / f"{name}.cgb"
+    cgcompile.build(made(), inputs, sizes=list(SIZES), out=path, target="cuda", lower=level, recorder="capture")
+    return path, made().cuda(), inputs, written
+
+
+def close(got: Any, want: torch.Tensor) -> None:
+    found = torch.as_tensor(got)
+    assert found.dtype == want.dtype and found.shape == want.shape
+    torch.testing.assert_close(found.cpu(), want.cpu(), rtol=2e-2 if want.dtype is torch.bfloat16 else 1e-4, atol=1e-4)
+
+
+def outputs(made: Any) -> list[Any]:
+    return [getattr(each, "tensor", each) for each in (made if isinstance(made, tuple) else (made,))]
+
+
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers with gaps between them."""
+    return torch.stack([tensor, tensor], -1)[..., 1]
+
+
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+@pytest.mark.parametrize("handed", ["copy", "view"])
+@pytest.mark.parametrize("kind", ["cuda", "cpu", "cuda-spread", "cpu-spread"])
+def test_inputs_and_outputs_equal_eager(case: Case, kind: str, handed: str, mode: str) -> None:
+    path, network, inputs, _ = case
+    device, _, apart = kind.partition("-")
+    with cgbundle.load(path, outputs=handed, mode=mode, lazy=apart == "") as program:
+        for round_ in range(4):
+            fresh = tuple([tensor.cuda() for tensor in draw(inputs, SIZES[round_ % 2], round_)])
+            wanted, after = eager(network, fresh)
+            given = [(spread if apart else torch.clone)(tensor.to(device)) for tensor in fresh]
+            for got, want in zip(outputs(program(*given)), wanted, strict=True):
+                assert got.device.type == device
+                close(got, want)
+            for tensor, want in zip(given, after, strict=True):
+                close(tensor, want)
+
+
+def test_the_exam_names_what_is_written_and_passes_without_torch(case: Case) -> None:
+    path, _, _, written = case
+    assert archive.read_manifest(str(path)).written == written
+    answer = exam.fresh(str(path))
+    assert [row["passed"] for row in answer["results"]] == [True] * len(SIZES) and not answer["torch_imported"]
+
+
+def test_numpy_arrays_are_updated_before_the_call_returns(case: Case) -> None:
+    path, network, inputs, _ = case
+    if path.stem == "kinds":
+        pytest.skip("NumPy has no bfloat16")
+    with cgbundle.load(path) as program:
+        for round_ in range(4):
+            fresh = draw(inputs, SIZES[round_ % 2], round_)
+            wanted, after = eager(network, tuple([tensor.cuda() for tensor in fresh]))
+            given = [tensor.clone().numpy() for tensor in fresh]
+            for got, want in zip(outputs(program(*given)), wanted, strict=True):
+                close(got, want)
+            for array, want in zip(given, after, strict=True):
+                close(array, want)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made, inputs, _ = MODELS["step"]
+    path = tmp_path_factory.mktemp("written") / "decoder.cgb"
+    cgcompile.build(made(), inputs, sizes=list(SIZES), out=path, target="cuda", recorder="capture")
+    return path
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_cache_fills_call_by_call_on_any_stream(decoder: Path, device: str) -> None:
+    """No call waits for the GPU: the order of the stream alone brings the cache from one to the next."""
+    network = MODELS["step"][0]().to(device)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    with cgbundle.load(decoder) as program, torch.no_grad():
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                mine = [torch.zeros(4, PLACES, WIDTH, device=device), torch.zeros(1, dtype=torch.long, device=device)]
+                theirs = [tensor.clone() for tensor in mine]
+                rows = [torch.randn(4, WIDTH, device=device) for _ in range(PLACES)]
+                got = [program(row, *mine) for row in rows]
+                want = [network(row, *theirs) for row in rows]
+            torch.cuda.synchronize()
+            for one, other in zip([*got, *mine], [*want, *theirs], strict=True):
+                close(one, other)
+            assert mine[1].item() == PLACES
+
+
+def test_other_tensors_of_the_caller_stay_as_they_are(decoder: Path) -> None:
+    with cgbundle.load(decoder) as program:
+        whole = torch.zeros(3, 4, PLACES, WIDTH, device="cuda")
+        x = torch.randn(4, WIDTH, device="cuda")
+        before = x.clone()
+        program(x, whole[1], torch.zeros(1, dtype=torch.long, device="cuda"))
+        assert torch.equal(x, before)
+        assert whole[1, :, 0].abs().sum() > 0 and whole.abs().sum() == whole[1, :, 0].abs().sum()
+        with pytest.raises(InputUnwritable, match="it shares memory with input 'x'"):
+            program(whole[1, :, 0], whole[1], torch.zeros(1, dtype=torch.long, device="cuda"))
+
+
+def test_a_recording_of_a_known_write_is_kept(tmp_path: Path) -> None:
+    recorded, _plain = record_case("overwriting", tmp_path, "eager", written=(0,))
+    trial = recorded.trials[2,]
+    assert trial.deterministic and trial.written and trial.written[0] != trial.inputs[0]
