@@ -162,7 +162,7 @@ def _chains(lowered: Mapping[Name, Traced], mixed: Mixed | None) -> dict[Key, Ch
             Piece(name=part.name, inputs=part.inputs, outputs=part.outputs, traced=lowered.get((part.name, key)))
             for part in mixed.parts.regions
         ]
-        given = [*mixed.parts.inputs, *[name for name, _, _, _ in landing]]
+        given = [*mixed.parts.inputs, *[row[0] for row in landing]]
         chains[key] = merge(key, pieces, given, mixed.parts.outputs)
     return chains
 
@@ -230,7 +230,7 @@ def _assemble(
         for tensor in calls[key]:
             starts.append(end)
             end = align(end + tensor_bytes(dtype_name(tensor), tensor.shape))
-        starts += [offset for _, offset, _, _ in mixed.landing[key]] if mixed else []
+        starts += [row[1] for row in mixed.landing[key]] if mixed else []
         made = assemble_chain(chain, [compiled[variant] for variant in chain.traced.variants], planned, offsets, starts)
         graphs.update({(section.name, key): graph for section, graph in zip(chain.sections, made, strict=True)})
         bound = max(bound, planned.bound)
@@ -240,7 +240,9 @@ def _assemble(
 def _static(tensors: Sequence[torch.Tensor], mixed: Mixed | None, key: Key) -> int:
     """Bytes that a key needs of memory `inputs`."""
     landing = mixed.landing[key] if mixed else ()
-    return max([inputs_bytes(tensors), *[align(offset + tensor_bytes(dtype, shape)) for _, offset, dtype, shape in landing]]) + PAD
+    return (
+        max([inputs_bytes(tensors), *[align(offset + tensor_bytes(dtype, shape)) for _, offset, dtype, shape, _ in landing]]) + PAD
+    )
 
 
 def _rows(

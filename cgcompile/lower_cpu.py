@@ -25,6 +25,9 @@ TESTED = "2.13"
 OPTIONS = {
     "aot_inductor.package": False,  # a plain shared object, not a zip
     "aot_inductor.package_constants_in_so": False,  # weights are files of the bundle
+    # its symbols come from the libraries that the runtime has loaded: a dependency on libtorch.so would bring torch's CUDA
+    # libraries in with it, where it is found at all (torch's CUDA builds)
+    "aot_inductor.link_libtorch": False,
     "aot_inductor.precompile_headers": False,  # pays only when many models share one cache
     "aot_inductor.enable_line_tables": False,  # debug information: four fifths of the file
     "cpp.vec_isa_ok": True,  # /proc/cpuinfo decides; compiling a probe per instruction set takes 7 s

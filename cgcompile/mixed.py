@@ -81,7 +81,7 @@ def _landing(parts: Partition, values: Mapping[str, torch.Tensor], given: Sequen
     end = sum(align(tensor_bytes(dtype_name(tensor), tensor.shape)) for tensor in given)
     for name in landings(parts):
         dtype, shape = dtype_name(values[name]), tuple(values[name].shape)
-        rows.append((name, end, dtype, shape))
+        rows.append((name, end, dtype, shape, dense_strides(shape, values[name].stride())))
         end = align(end + tensor_bytes(dtype, shape))
     return tuple(rows)
 
@@ -209,8 +209,8 @@ def rows_of(
             files={name: file for (name, other), file in files.items() if other == key},
             given=_given(mixed.parts, values),
             landing={
-                name: Value(dtype=dtype, shape=shape, strides=_contiguous(shape), memory="inputs", offset=offset)
-                for name, offset, dtype, shape in mixed.landing[key]
+                name: Value(dtype=dtype, shape=shape, strides=strides, memory="inputs", offset=offset)
+                for name, offset, dtype, shape, strides in mixed.landing[key]
             },
             hosts={
                 link.part.name: tuple([_on_host(values[name]) for name in link.part.outputs])

@@ -124,7 +124,7 @@ def record(
     torch.save(both, folder / "calls.pt")
     static = {key: inputs_bytes(_tensors(calls[key])) for key in calls}
     for key, rows in landing.items():
-        static[key] = max([static[key], *(align(offset + tensor_bytes(dtype, shape)) for _, offset, dtype, shape in rows)])
+        static[key] = max([static[key], *(align(offset + tensor_bytes(dtype, shape)) for _, offset, dtype, shape, _ in rows)])
     keys = tuple(sorted(calls, key=lambda key: (static[key], key), reverse=True))
 
     def request(role: str, number: int, some: tuple[Key, ...]) -> Request:

@@ -58,8 +58,7 @@ def open_chain(session: Session, key: Key) -> Chain:
 
 
 def _place(session: Session, row: Landing) -> tuple[str, torch.Tensor]:
-    name, offset, dtype, shape = row
-    strides = dense_strides(shape, tuple(torch.empty(shape, device="meta").stride()))
+    name, offset, dtype, shape, strides = row
     return name, tensor_at(session.inputs, offset, dtype, shape, strides)
 
 

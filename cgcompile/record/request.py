@@ -17,8 +17,8 @@ REFUSED = 3
 """Exit status of a recorder process that wrote a refusal (class name, message, hint) to its result file."""
 
 
-Landing = tuple[str, int, str, tuple[int, ...]]
-"""A value that the host makes and a graph takes: its name, bytes into the inputs buffer, dtype and shape; it is contiguous."""
+Landing = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
+"""A value that the host makes and a graph takes: its name, bytes into the inputs buffer, dtype, shape, and strides in elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Request:
     ExportedProgram, `calls` a file of torch.save with {key: (example call, fresh call)}, a call being (args, kwargs).
     `code` names the model whose code registers operators that the program calls, or is "".  `placements` (node of the program,
     reason) are on the host: where there are any, the program is several regions, and `landing` says by key where in the inputs
-    buffer what the host makes is put, as (value, offset, dtype, shape).
+    buffer what the host makes is put, as (value, offset, dtype, shape, strides).
     `written`: positions of the call's tensors that the program writes to.
     `keys` come largest first.  `shift` makes this process's addresses differ from another's.  `result` is the file to write.
     """

@@ -30,8 +30,7 @@ def region_works(mixed: Mixed) -> dict[Name, Work]:
     read = {name for part in mixed.parts.regions for name in part.inputs}
     works = {}
     for key, chain in mixed.chains.items():
-        landed = {name for name, _, _, _ in mixed.landing[key]}
-        values = {name: _laid_out(value, name in landed) for name, value in mixed.values[key].items()}
+        values = {name: _laid_out(value) for name, value in mixed.values[key].items()}
         for link in chain:
             if link.part.kind == "graph":
                 given = tuple([values[name] for name in link.part.inputs])
@@ -40,11 +39,10 @@ def region_works(mixed: Mixed) -> dict[Name, Work]:
     return works
 
 
-def _laid_out(value: torch.Tensor, landed: bool) -> torch.Tensor:
-    """A tensor like a value, laid out as it is between regions; what comes from the host is contiguous."""
+def _laid_out(value: torch.Tensor) -> torch.Tensor:
+    """A tensor like a value, laid out as it is between regions."""
     shape = tuple(value.shape)
-    strides = torch.empty(shape, device="meta").stride() if landed else dense_strides(shape, value.stride())
-    return torch.empty_strided(shape, strides, dtype=value.dtype)
+    return torch.empty_strided(shape, dense_strides(shape, value.stride()), dtype=value.dtype)
 
 
 def _exported(link: Link, key: Key, given: Sequence[torch.Tensor]) -> ExportedProgram:

@@ -374,7 +374,7 @@ def test_regions_agree_on_the_layout_of_what_crosses() -> None:
         Piece(name=part.name, inputs=part.inputs, outputs=part.outputs, traced=lowered.get((part.name, (3,))))
         for part in mixed.parts.regions
     ]
-    given = [*mixed.parts.inputs, *[name for name, _, _, _ in mixed.landing[3,]]]
+    given = [*mixed.parts.inputs, *[row[0] for row in mixed.landing[3,]]]
     chain = merge((3,), pieces, given, mixed.parts.outputs)
     check_plan(chain.traced, plan(chain.traced))
     first, second = chain.sections

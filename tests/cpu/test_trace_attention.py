@@ -27,7 +27,7 @@ from cgcompile.trace.blocks import FORMATS
 from cgcompile.trace.compile_child import compile_variant
 from cgcompile.trace.compiling import Compiled, finish
 from cgcompile.trace.errors import LoweringBroken, OperationNeedsGpu
-from cgcompile.trace.interpreting import Task, interpret
+from cgcompile.trace.interpreting import Stage, Task, interpret
 from cgcompile.trace.lowering import lower_key
 from cgcompile.trace.planning import plan
 from cgcompile.trace.traced import Launch, Traced, Variant
@@ -281,18 +281,17 @@ def interpreted(traced: Traced, tensors: Sequence[torch.Tensor], folder: Path) -
     graph = assemble(traced, compiled, plan(traced), {}, starts)
     with open(folder / "weights.safetensors", "wb") as file:
         safetensors.write(file, {})
+    given = tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, tensors, strict=True))
     task = Task(
         key=(1,),
-        recording=graph.recording,
+        stages=(Stage(given=given, recording=graph.recording, read=graph.outputs),),
         variants=tuple(((image.sha256, image.symbol), variant) for image, variant in zip(compiled, traced.variants, strict=True)),
         sizes=(("weights", PAD), ("inputs", end + PAD), ("arena", graph.arena)),
         weights=folder / "weights.safetensors",
         placed=(),
-        inputs=tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, tensors, strict=True)),
-        outputs=graph.outputs,
     )
     (outcome,) = interpret([task], folder, budget=1)
-    return [tensor_of(contents, value) for contents, value in zip(outcome.outputs, task.outputs, strict=True)]
+    return [tensor_of(contents, value) for contents, value in zip(outcome.read, graph.outputs, strict=True)]
 
 
 def _laid_out(variant: Variant) -> Compiled:
