@@ -118,7 +118,8 @@ def build(
         tell(f"{len(findings)} finding{'s' if len(findings) != 1 else ''}")
     with stages("padding") as tell:
         dimensions = prove_padding(source, exported, wanted, tell)
-        tell(", ".join(f"{dimension.name} by {dimension.pad}" for dimension in dimensions) or "no dimension")
+        proved = [f"{d.name} by {d.pad}" if d.pad != "no" else f"{d.name} not" for d in dimensions]
+        tell(", ".join(proved) or "no dimension")
     job = Job(
         source=source, exported=exported, sizes=wanted, dimensions=dimensions, placements=placed, target=chosen.target,
         recorder=chosen.recorder,
