@@ -137,7 +137,10 @@ def test_layers_of_one_cache_are_written_each_for_itself(decoder: Path) -> None:
         whole = torch.zeros(4, 4, PLACES, 8)
         with cgbundle.load(decoder) as program:
             program(torch.randn(4, 8), cut(whole, 1), torch.zeros(1, dtype=torch.long))
-        assert cut(whole, 1)[:, 0].abs().sum() > 0 and whole.abs().sum() == cut(whole, 1)[:, 0].abs().sum()
+        row = cut(whole, 1)[:, 0]
+        assert row.any()
+        row.zero_()
+        assert not whole.any(), "nothing else was written"
 
 
 def test_what_cannot_be_written_is_refused(decoder: Path) -> None:
