@@ -129,7 +129,7 @@ _FLAG_NAMES = {"sse3": "pni", "lzcnt": "abm", "pclmul": "pclmulqdq", "sha": "sha
 def _native_features() -> tuple[str, ...]:
     """The processor flags that code compiled with -march=native may use: the macros that the option turns on, as /proc/cpuinfo
     names them."""
-    from cgbundle.cpu import processor_flags
+    from cgbundle.processor import processor_flags
 
     macros = _macros("-march=native") - _macros()
     names = {macro.strip("_").lower() for macro in macros}

@@ -11,7 +11,6 @@ from .archive import WEIGHTS
 from .errors import WrongMachine
 from .host import POINTER_BYTES, HostRegion, layout_of, open_region
 from .processor import check_features
-from .processor import processor_flags as processor_flags  # the compiler asks for it here
 from .running import Running
 from .safetensors import Mapped
 from .schema import Manifest, Target

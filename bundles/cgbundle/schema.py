@@ -28,7 +28,8 @@ DTYPES = {
 """Bytes of one element of every dtype that a bundle may hold."""
 
 MEMORIES = ("weights", "state", "inputs", "arena", "host")
-"""Where a value or an address may lie.  `host` is memory that a host region allocates during the call."""
+"""Where a value or an address may lie.  On the cpu target `host` is memory that a
+host region allocates during the call; beside a GPU it is one pinned buffer, through which values cross."""
 
 CODE = "code"
 """Beside MEMORIES, in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
@@ -73,7 +74,7 @@ class Target:
 
     cpu: `arch` is the machine ("x86_64"), `features` the processor flags that the code uses, `torch` the lowest
     version whose shared libraries it needs.  cuda: `arch` is "sm_90", `driver` the lowest CUDA driver version as
-    the driver reports it (13000 = 13.0).
+    the driver reports it (13000 = 13.0); `features` and `torch` are those of its host regions, empty without any.
     """
 
     kind: str
@@ -87,7 +88,7 @@ class Target:
 class Weight:
     """A parameter, buffer or constant.  `tensor` names it in weights.safetensors (tied weights name the same
     tensor); `offset` is its place in the `weights` memory of a GPU, 256-byte aligned, and 0 on the cpu target, where the file
-    itself is mapped."""
+    itself is mapped; `extents.ELSEWHERE` (-1) for one that only host regions read, which is not put on the GPU."""
 
     name: str
     tensor: str
@@ -99,7 +100,7 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """A tensor of one program: where it lies (bytes into `memory`; 0 in memory `host`) and how (strides in elements)."""
+    """A tensor of one program: where it lies (bytes into `memory`; 0 on the cpu target) and how (strides in elements)."""
 
     dtype: str
     shape: tuple[int, ...]
