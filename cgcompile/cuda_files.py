@@ -39,13 +39,16 @@ def write_weights(
                 dtype=row.dtype,
                 shape=row.shape,
                 strides=row.strides,
+                memory=row.memory,
                 offset=row.offset,
             )
         )
     for index, table in enumerate(constants):
         name, size = f"cgcompile.table.{index}", len(table.contents)
         stored[name] = ("uint8", (size,), partial(bytes, table.contents))
-        rows.append(Weight(name=name, tensor=name, dtype="uint8", shape=(size,), strides=(1,), offset=table.offset))
+        rows.append(
+            Weight(name=name, tensor=name, dtype="uint8", shape=(size,), strides=(1,), memory="weights", offset=table.offset)
+        )
     with open(path, "wb") as file:
         safetensors.write(file, stored)
     return tuple(rows)

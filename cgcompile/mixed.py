@@ -173,7 +173,9 @@ def weight_rows(tensors: Mapping[str, torch.Tensor], elsewhere: frozenset[str]) 
     shapes = shapes_of(tensors)
     placed, _ = lay_out({name: shape for name, shape in shapes.items() if name not in elsewhere})
     rows = [
-        Weight(name=name, tensor=s.same_as or name, dtype=s.dtype, shape=s.shape, strides=s.strides, offset=ELSEWHERE)
+        Weight(
+            name=name, tensor=s.same_as or name, dtype=s.dtype, shape=s.shape, strides=s.strides, memory="weights", offset=ELSEWHERE
+        )
         for name, s in shapes.items()
         if name in elsewhere
     ]

@@ -171,6 +171,8 @@ def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequ
         inputs=job.exported.inputs,
         written=job.exported.written,
         outputs=job.exported.outputs,
+        aliases=(),
+        random=-1,
         call=job.exported.call,
         result=job.exported.result,
         weights=parts.weights,

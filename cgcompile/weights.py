@@ -53,7 +53,17 @@ def collect(program: ExportedProgram) -> Weights:
         if same not in stored or not value.numel():
             stored[same] = name
             tensors[name] = (dtype, tuple(dense.shape), _reader(dense))
-        rows.append(Weight(name=name, tensor=stored[same], dtype=dtype, shape=tuple(value.shape), strides=value.stride(), offset=0))
+        rows.append(
+            Weight(
+                name=name,
+                tensor=stored[same],
+                dtype=dtype,
+                shape=tuple(value.shape),
+                strides=value.stride(),
+                memory="weights",
+                offset=0,
+            )
+        )
     return Weights(rows=tuple(rows), tensors=tensors)
 
 

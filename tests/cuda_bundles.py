@@ -179,12 +179,18 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
         inputs=(),
         written=(),
         outputs=(),
+        aliases=(),
+        random=-1,
         call={},
         result={},
         weights=(
-            Weight(name="small", tensor="small", dtype="uint8", shape=(3,), strides=(1,), offset=0),
-            Weight(name="offsets", tensor="offsets", dtype="float32", shape=(len(offsets),), strides=(1,), offset=256),
-            Weight(name="tied", tensor="offsets", dtype="float32", shape=(len(offsets),), strides=(1,), offset=256),
+            Weight(name="small", tensor="small", dtype="uint8", shape=(3,), strides=(1,), memory="weights", offset=0),
+            Weight(
+                name="offsets", tensor="offsets", dtype="float32", shape=(len(offsets),), strides=(1,), memory="weights", offset=256
+            ),
+            Weight(
+                name="tied", tensor="offsets", dtype="float32", shape=(len(offsets),), strides=(1,), memory="weights", offset=256
+            ),
         ),
         memories=(("weights", 1024), ("state", 0), ("inputs", STATIC), ("arena", ARENA)),
         regions=(Region(name="g0", kind="graph", reason="", file="", constants=()),),

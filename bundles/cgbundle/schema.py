@@ -12,10 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT_VERSION = 2
-"""Version log.  1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding."""
+FORMAT_VERSION = 3
+"""Version log.  1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state,
+random numbers, outputs that share memory with something else."""
 
-ADDED: dict[tuple[str, str], tuple[int, Any]] = {("Manifest", "written"): (2, ()), ("Finding", "node"): (2, "")}
+ADDED: dict[tuple[str, str], tuple[int, Any]] = {
+    ("Manifest", "written"): (2, ()),
+    ("Finding", "node"): (2, ""),
+    ("Weight", "memory"): (3, "weights"),
+    ("Manifest", "aliases"): (3, ()),
+    ("Manifest", "random"): (3, -1),
+}
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
 DTYPES = {
@@ -86,15 +93,17 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """A parameter, buffer or constant.  `tensor` names it in weights.safetensors (tied weights name the same
-    tensor); `offset` is its place in the `weights` memory of a GPU, 256-byte aligned, and 0 on the cpu target, where the file
-    itself is mapped; `extents.ELSEWHERE` (-1) for one that only host regions read, which is not put on the GPU."""
+    """A parameter, buffer or constant.  `tensor` names it in weights.safetensors (tied weights name the same tensor).  `memory` is
+    "weights", or "state" for a buffer that calls change: the file holds what it starts with, and every session has its own.
+    `offset` is its place in that memory, 256-byte aligned.  In memory weights of the cpu target it is 0, because the file itself is
+    mapped; and `extents.ELSEWHERE` (-1) beside a GPU for one that only host regions read, which is not put there."""
 
     name: str
     tensor: str
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    memory: str
     offset: int
 
 
@@ -145,6 +154,18 @@ class Program:
     steps: tuple[Step, ...]
     arena: int
     static: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alias:
+    """An output that shares memory with something else, as in eager PyTorch: number `output` of the signature is a look at number
+    `index` of the `inputs` (the caller's own tensor), of the `outputs` (one that is no alias itself), or of the manifest's weights
+    (`memory` "weights" or "state").  Its Values say where: in a GPU's bundle at the place of the other one; on the cpu target
+    `offset` is in bytes from the other one's first element."""
+
+    output: int
+    memory: str
+    index: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +226,8 @@ class File:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Everything about a bundle but its bulk.  `written`: positions in `inputs` of those that a call changes in place, in the
-    caller's own memory."""
+    caller's own memory.  `aliases`: outputs that share memory, by output.  `random`: the position in `weights` of the state of the
+    random numbers, int64 [seed, calls so far], or -1 for a model that draws none."""
 
     format: int
     name: str
@@ -214,6 +236,8 @@ class Manifest:
     inputs: tuple[TensorSpec, ...]
     written: tuple[int, ...]
     outputs: tuple[TensorSpec, ...]
+    aliases: tuple[Alias, ...]
+    random: int
     call: Tree
     result: Tree
     weights: tuple[Weight, ...]

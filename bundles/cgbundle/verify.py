@@ -16,6 +16,7 @@ from .lifetimecheck import check_recording
 from .programcheck import check_programs, checked_extent
 from .schema import CODE, DTYPES, MEMORIES, Dimension, Manifest, TensorSpec
 from .sizes import linear, names
+from .statecheck import STATE, check_aliases, check_state, check_state_exam
 from .stepcheck import require
 from .tensor import memory_order
 
@@ -90,6 +91,8 @@ def check_manifest(manifest: Manifest) -> None:
     _check_target(manifest)
     _check_memories(manifest)
     _check_weights(manifest)
+    check_state(manifest)
+    check_aliases(manifest)
     _check_regions(manifest)
     check_programs(manifest)
     _check_files(manifest)
@@ -123,6 +126,7 @@ def check_exam(path: str, manifest: Manifest) -> None:
     expected = set()
     for program in manifest.programs:
         written = [(index, program.inputs[index]) for index in manifest.written]
+        expected |= check_state_exam(manifest, program.key, entries)
         parts = (("input", enumerate(program.inputs)), ("output", enumerate(program.outputs)), ("written", written))
         for kind, positions in parts:
             for index, position in positions:
@@ -251,6 +255,9 @@ def _check_weights(manifest: Manifest) -> None:
         require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
         extent = checked_extent(where, weight.dtype, weight.shape, weight.strides)
         require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
+        if weight.memory == STATE:
+            continue  # check_state does
+        require(weight.memory == "weights", f"{where}.memory", f"a weight in memory {weight.memory!r}")
         if manifest.target.kind == CUDA and weight.offset == ELSEWHERE:
             require(index in used, f"{where}.offset", "is not on the GPU, and no host region uses it")
         elif manifest.target.kind == CUDA:

@@ -98,7 +98,11 @@ def lay_out(shapes: Mapping[str, Shape]) -> tuple[tuple[Weight, ...], int]:
         if tensor not in offsets:
             offsets[tensor] = end
             end = align(end + tensor_bytes(s.dtype, s.shape))
-        rows.append(Weight(name=name, tensor=tensor, dtype=s.dtype, shape=s.shape, strides=s.strides, offset=offsets[tensor]))
+        rows.append(
+            Weight(
+                name=name, tensor=tensor, dtype=s.dtype, shape=s.shape, strides=s.strides, memory="weights", offset=offsets[tensor]
+            )
+        )
     return tuple(rows), end
 
 

@@ -122,8 +122,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ),
             result={"tuple": [{"tensor": 0}, {"tensor": 1}]},
             weights=(
-                Weight(name="other", tensor="other", dtype="float32", shape=(7,), strides=(1,), offset=0),
-                Weight(name="scale", tensor="scale", dtype="float32", shape=(16,), strides=(1,), offset=ELSEWHERE),
+                Weight(name="other", tensor="other", dtype="float32", shape=(7,), strides=(1,), memory="weights", offset=0),
+                Weight(
+                    name="scale", tensor="scale", dtype="float32", shape=(16,), strides=(1,), memory="weights", offset=ELSEWHERE
+                ),
             ),
             memories=(("weights", 256), ("inputs", 256), ("arena", 512), ("host", 1024)),
             regions=(Region(name="pick", kind="host", reason="data-dependent-shape", file=FILE, constants=((own, 1),)),),

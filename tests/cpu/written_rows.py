@@ -55,7 +55,15 @@ class Sheet:
         value = self.place("weights", tensor.dtype, tensor.shape)
         name = f"w{len(self.rows)}"
         self.weights[name] = tensor
-        row = Weight(name=name, tensor=name, dtype=value.dtype, shape=value.shape, strides=value.strides, offset=value.offset)
+        row = Weight(
+            name=name,
+            tensor=name,
+            dtype=value.dtype,
+            shape=value.shape,
+            strides=value.strides,
+            memory="weights",
+            offset=value.offset,
+        )
         self.rows.append(row)
         return value
 

@@ -330,7 +330,7 @@ def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path],
 
 
 def weight(name: str, tensor: str, offset: int) -> Weight:
-    return Weight(name=name, tensor=tensor, dtype="uint8", shape=(), strides=(), offset=offset)
+    return Weight(name=name, tensor=tensor, dtype="uint8", shape=(), strides=(), memory="weights", offset=offset)
 
 
 ENTRIES = {

@@ -1,0 +1,79 @@
+"""Invariants of what lasts from call to call: state, the state of the random numbers, and outputs that share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from . import archive
+from .errors import WeightsInvalid
+from .extents import extent
+from .safetensors import ALIGNMENT, Entry
+from .schema import Manifest
+from .stepcheck import require
+
+STATE = "state"
+SHARED = ("inputs", "outputs", "weights", STATE)
+
+
+def check_state(manifest: Manifest) -> None:
+    """Raises ManifestInvalid unless every buffer that calls change has bytes of memory state of its own and a tensor of its own in
+    the file, no call of such a model is padded or cut, and the state of the random numbers is two integers there."""
+    total = dict(manifest.memories).get(STATE, 0)
+    rows = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
+    places = []
+    for index, weight in rows:
+        where = f"weights[{index}]"
+        size = extent(weight.dtype, weight.shape, weight.strides)
+        require(weight.offset >= 0 and weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
+        require(weight.offset + size <= total, f"{where}.offset", f"outside memory {STATE}")
+        places.append((weight.offset, weight.offset + size, where))
+        users = [other for other in manifest.weights if other.tensor == weight.tensor]
+        require(users == [weight], f"{where}.tensor", f"{weight.tensor!r} is another weight's, too, and calls change it")
+    for (_, end, _), (begin, _, where) in zip(sorted(places), sorted(places)[1:], strict=False):
+        require(end <= begin, f"{where}.offset", f"overlaps another row of memory {STATE}")
+    if manifest.random != -1:
+        known = 0 <= manifest.random < len(manifest.weights)
+        require(known, "random", f"no weight {manifest.random}")
+        row = manifest.weights[manifest.random]
+        fits = (row.memory, row.dtype, row.shape) == (STATE, "int64", (2,))
+        require(fits, "random", f"weight {row.name!r} is not two integers of memory {STATE}")
+    if any(index != manifest.random for index, _ in rows):
+        for index, dimension in enumerate(manifest.dimensions):
+            whole = dimension.pad == "no" and not dimension.chunk
+            require(whole, f"dimensions[{index}].pad", f"{dimension.name} is padded or cut, and calls change state")
+
+
+def check_aliases(manifest: Manifest) -> None:
+    """Raises ManifestInvalid unless every alias names an output, once, and something that is no alias itself."""
+    outputs = [alias.output for alias in manifest.aliases]
+    require(outputs == sorted(set(outputs)), "aliases", "not ascending, or an output stands twice")
+    counts = {"inputs": len(manifest.inputs), "outputs": len(manifest.outputs)}
+    for place, alias in enumerate(manifest.aliases):
+        where = f"aliases[{place}]"
+        require(alias.memory in SHARED, f"{where}.memory", f"unknown memory {alias.memory!r}")
+        require(0 <= alias.output < len(manifest.outputs), f"{where}.output", f"no output {alias.output}")
+        known = 0 <= alias.index < counts.get(alias.memory, len(manifest.weights))
+        require(known, f"{where}.index", f"no number {alias.index} of the {alias.memory}")
+        if alias.memory in ("weights", STATE):
+            require(manifest.weights[alias.index].memory == alias.memory, f"{where}.index", "that weight lies elsewhere")
+        loose = alias.memory != "outputs" or (alias.index not in outputs and alias.index != alias.output)
+        require(loose, f"{where}.index", "an output that is an alias itself")
+
+
+def check_state_exam(manifest: Manifest, key: tuple[int, ...], entries: Mapping[str, Entry]) -> set[str]:
+    """The names of the exam's entries about the state after a call with `key`.  Raises WeightsInvalid where one is missing or of
+    another kind: `state-at` are pairs [first element, number of elements] of what changed, in memory order, `state` these elements
+    one after the other."""
+    names = set()
+    for index, weight in enumerate(manifest.weights):
+        if weight.memory != STATE:
+            continue
+        for kind, dtype, rank in (("state", weight.dtype, 1), ("state-at", "int64", 2)):
+            name = archive.exam_entry(key, kind, index)
+            names.add(name)
+            entry = entries.get(name)
+            if entry is None:
+                raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} is missing")
+            if entry.dtype != dtype or len(entry.shape) != rank or (rank == 2 and entry.shape[1] != 2):
+                raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}")
+    return names
