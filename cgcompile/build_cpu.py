@@ -13,6 +13,7 @@ from cgbundle import archive
 from cgbundle.schema import Exam, Proof, Region, Target
 
 from . import emit, layouts, lower_cpu
+from .aliases import with_aliases
 from .job import Job, Parts
 from .progress import Stages
 from .tolerance import tolerance
@@ -26,14 +27,16 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     program = job.exported.program
     with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch:
         with stages("lower") as tell:
-            compiled = lower_cpu.compile_cpu(program, Path(scratch), tell)
+            shared = job.exported.aliases
+            changing = bool(job.exported.state) or any(each.name for each in shared)
+            compiled = lower_cpu.compile_cpu(program, Path(scratch), tell, [each.output for each in shared], changing)
             tell(f"{HOST_FILE}, {compiled.path.stat().st_size >> 10} KB")
         with stages("emit") as tell:
-            weights = collect(program)
-            region, constants = layouts.bind_constants(compiled.path, program, weights.rows)
-            exams = emit.eager_exam(job.source, job.exported, job.sizes)
-            strides = [layouts.output_strides(region, [_own(tensor) for tensor in exam.inputs], exam.outputs) for exam in exams]
-            region.close()
+            weights = collect(program, job.exported.state)
+            bound = layouts.bind_constants(compiled.path, program, weights.rows)
+            exams = emit.eager_exam(job.source, job.exported, job.sizes, weights.rows)
+            strides = [layouts.output_strides(bound, [_own(tensor) for tensor in exam.inputs], exam.outputs) for exam in exams]
+            bound.region.close()
             (stage / HOST_FILE).parent.mkdir()
             shutil.copyfile(compiled.path, stage / HOST_FILE)
             emit.write_weights(stage / archive.WEIGHTS, weights)
@@ -43,11 +46,13 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     return Parts(
         target=Target(kind="cpu", arch=platform.machine(), features=compiled.features, torch=job.torch_version, driver=0),
         weights=weights.rows,
-        memories=(("weights", weights.bytes),),
-        regions=(Region(name="model", kind="host", reason="the cpu target has no graphs", file=HOST_FILE, constants=constants),),
-        programs=emit.cpu_programs(exams, strides),
+        memories=weights.memories,
+        regions=(
+            Region(name="model", kind="host", reason="the cpu target has no graphs", file=HOST_FILE, constants=bound.constants),
+        ),
+        programs=with_aliases(emit.cpu_programs(exams, strides), job.exported, weights.rows),
         module_state="",
-        exam=Exam(compare="tolerance", proofs=tuple(proofs)),
+        exam=Exam(compare="tolerance", calls=job.exported.calls, proofs=tuple(proofs)),
     )
 
 
@@ -57,4 +62,5 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tolerance(exam: emit.KeyExam) -> float:
-    return max(tolerance(tensor.dtype) for tensor in (*exam.outputs, *[tensor for _, tensor in exam.written]))
+    compared = (*exam.outputs, *[tensor for _, tensor in exam.written], *[elements for _, _, elements in exam.state])
+    return max(tolerance(tensor.dtype) for tensor in compared)

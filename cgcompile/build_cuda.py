@@ -13,11 +13,14 @@ import torch
 
 from cgbundle import archive, safetensors, tables
 from cgbundle.recording import Recording
-from cgbundle.schema import CODE, Exam, Program, Proof, Region, Target, Value
+from cgbundle.schema import CODE, Exam, Program, Proof, Region, Target, Value, Weight
 
+from . import state_exam
+from .aliases import with_aliases
 from .cuda_files import program as row
 from .cuda_files import write_kernels, write_tables, write_weights
 from .errors import ProofFailed
+from .export import PREFIX, Exported
 from .fills import fill_image, has_memsets, without_memsets
 from .inlining import code_of
 from .job import Job, Parts
@@ -70,6 +73,8 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
                 landing=hosted.mixed.landing if hosted else {},
                 elsewhere=elsewhere,
                 written=job.exported.written,
+                state=job.exported.state,
+                exam_calls=job.exported.calls,
                 # what the first process of max-autotune measured and chose, the second has to find in the cache
                 parallel=job.lower != "max-autotune",
                 tell=tell,
@@ -83,14 +88,17 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
                     f"int_key {key}: the graph differs from eager PyTorch by {trial.error:.1e}, allowed {trial.tolerance:.1e}",
                     "try --lower eager; if that differs too, please report this model",
                 )
-        weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, elsewhere), recorded.tables)
+        weights = write_weights(
+            stage / archive.WEIGHTS, tensors, weight_rows(tensors, elsewhere, job.exported.state), recorded.tables
+        )
         found, images, driver = _without_memsets(_tables(recorded, hosted), recorded)
         write_kernels(stage, images)
         files = write_tables(stage, found)
         if recorded.states:
             (stage / STATES_FILE).write_bytes(tables.encode_states(recorded.states))
         regions, programs, pinned = _rows(job, recorded, hosted, files)
-        _write_exam(stage / archive.EXAM, programs, recorded, job.exported.written)
+        programs = with_aliases(programs, job.exported, weights)
+        _write_exam(stage / archive.EXAM, programs, recorded, job.exported, weights)
         tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
     exact = hosted is None and all(trial.deterministic for trial in recorded.trials.values())
     return Parts(
@@ -104,6 +112,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         weights=weights,
         memories=(
             ("weights", recorded.weights_bytes),
+            *((("state", recorded.state_bytes),) if recorded.state_bytes else ()),
             ("inputs", max(recorded.static.values())),
             ("arena", max(graph.arena for graphs in recorded.graphs.values() for graph in graphs)),
             *((("host", pinned),) if pinned else ()),
@@ -114,6 +123,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         module_state=STATES_FILE if recorded.states else "",
         exam=Exam(
             compare="bits" if exact else "tolerance",
+            calls=job.exported.calls,
             proofs=tuple(_proof(recorded, key) for key in all_keys(job.sizes)),
         ),
     )
@@ -183,15 +193,23 @@ def _lowest_driver(recorded: Recorded) -> int:
     return min(int(toolkit.partition(".")[0]) * 1000, recorded.driver)
 
 
-def _write_exam(path: Path, programs: tuple[Program, ...], recorded: Recorded, written: tuple[int, ...]) -> None:
+def _write_exam(
+    path: Path, programs: tuple[Program, ...], recorded: Recorded, exported: Exported, weights: tuple[Weight, ...]
+) -> None:
     entries: dict[str, safetensors.Tensor] = {}
+    before = {name.removeprefix(PREFIX): value for name, value in program_tensors(exported.program).items()}
     for program in programs:
         trial = recorded.trials[program.key]
         parts = [("input", index, position, trial.inputs[index]) for index, position in enumerate(program.inputs)]
         parts += [("output", index, position, trial.outputs[index]) for index, position in enumerate(program.outputs)]
-        parts += [("written", index, program.inputs[index], data) for index, data in zip(written, trial.written, strict=True)]
+        parts += [
+            ("written", index, program.inputs[index], data) for index, data in zip(exported.written, trial.written, strict=True)
+        ]
         for kind, index, position, data in parts:
             value = program.values[position]
             entries[archive.exam_entry(program.key, kind, index)] = (value.dtype, value.shape, partial(bytes, data))
+        after = {name.removeprefix(PREFIX): data for name, data in trial.state}
+        for kind, index, tensor in state_exam.entries(state_exam.changed(weights, before, after)):
+            entries[archive.exam_entry(program.key, kind, index)] = tensor
     with open(path, "wb") as file:
         safetensors.write(file, entries)

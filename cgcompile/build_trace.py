@@ -18,6 +18,7 @@ from cgbundle.extents import ELSEWHERE
 from cgbundle.recording import Recording
 from cgbundle.schema import CODE, Exam, Program, Proof, Region, Target, Value, Weight
 
+from .aliases import with_aliases
 from .arch import Arch, arch
 from .cuda_files import program as row
 from .cuda_files import write_kernels, write_tables, write_weights
@@ -97,7 +98,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             write_kernels(stage, images)
             (stage / KERNELS).write_text(_choices(compiled))
             files = write_tables(stage, recordings)
-            exams = eager_exam(job.source, job.exported, job.sizes)
+            exams = eager_exam(job.source, job.exported, job.sizes, layout.placed)
             write_exam(stage / archive.EXAM, exams)
             static = {key: _static(calls[key], mixed, key) for key in calls}
             regions, programs, pinned = _rows(graphs, files, arena, static, mixed, hosts)
@@ -132,9 +133,9 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         weights=rows,
         memories=memories,
         regions=regions,
-        programs=programs,
+        programs=with_aliases(programs, job.exported, rows),
         module_state="",
-        exam=Exam(compare="tolerance", proofs=proofs),
+        exam=Exam(compare="tolerance", calls=1, proofs=proofs),
     )
 
 

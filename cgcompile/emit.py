@@ -18,12 +18,13 @@ from torch.export import ExportedProgram
 
 from cgbundle import archive, codec, safetensors, schema, verify
 
-from . import __version__
-from .export import Exported
+from . import __version__, state_exam
+from .export import PREFIX, Exported
 from .flat import run_writing
+from .rawbytes import raw
 from .source import Source, all_keys, sample
 from .trees import dtype_name
-from .weights import Weights
+from .weights import Weights, weight_tensors
 
 TRACES = ("stack_trace", "custom", "from_node")
 """What a node's metadata says of the source."""
@@ -32,32 +33,41 @@ TRACES = ("stack_trace", "custom", "from_node")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyExam:
     """Inputs and expected outputs at one int_key; `written` is what inputs that the model writes to hold after the call, by their
-    position."""
+    position, `state` what the call changes in buffers."""
 
     key: tuple[int, ...]
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     written: tuple[tuple[int, torch.Tensor], ...] = ()
+    state: tuple[state_exam.Changed, ...] = ()
 
 
-def eager_exam(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]]) -> list[KeyExam]:
-    """What eager PyTorch gives at every int_key, on the inputs that the source draws."""
+def eager_exam(
+    source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[schema.Weight]
+) -> list[KeyExam]:
+    """What eager PyTorch gives at every int_key, on the inputs that the source draws, from the model's first state."""
     exams = []
+    before = {name.removeprefix(PREFIX): value for name, value in weight_tensors(exported.program).items()}
+    rows = [row for row in weights if row.memory == "state"]
     for key in all_keys(sizes):
         inputs = sample(source, dict(zip(sizes, key, strict=True))).tensors
-        outputs, after = run_writing(exported.flat, inputs)
-        written = tuple([(index, after[index]) for index in exported.written])
-        exams.append(KeyExam(key=key, inputs=inputs, outputs=outputs, written=written))
+        ran = run_writing(exported.eager, inputs, exported.calls)
+        written = tuple([(index, ran.given[index]) for index in exported.written])
+        after = {row.name: state_exam.in_memory(ran.state[row.name], row) for row in rows}
+        state = state_exam.changed(weights, before, after)
+        exams.append(KeyExam(key=key, inputs=inputs, outputs=ran.outputs, written=written, state=state))
     return exams
 
 
 def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
-    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/written/0`."""
+    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/written/0`, `8x128/state/3`."""
     tensors: dict[str, safetensors.Tensor] = {}
     for exam in exams:
         for kind, values in (("input", enumerate(exam.inputs)), ("output", enumerate(exam.outputs)), ("written", exam.written)):
             for index, value in values:
                 tensors[archive.exam_entry(exam.key, kind, index)] = _stored(value)
+        for kind, index, entry in state_exam.entries(exam.state):
+            tensors[archive.exam_entry(exam.key, kind, index)] = entry
     with open(path, "wb") as file:
         safetensors.write(file, tensors)
 
@@ -96,12 +106,7 @@ def _hollow(value: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(value: torch.Tensor) -> safetensors.Tensor:
-    dense = value.detach().contiguous()
-    return (
-        dtype_name(dense.dtype),
-        tuple(dense.shape),
-        lambda: dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b"",
-    )
+    return dtype_name(value.dtype), tuple(value.shape), lambda: raw(value).numpy()
 
 
 def cpu_programs(exams: Sequence[KeyExam], strides: Sequence[Sequence[tuple[int, ...]]]) -> tuple[schema.Program, ...]:

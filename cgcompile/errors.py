@@ -68,6 +68,14 @@ class StructureUnsupported(BuildError):
 class OutputSizeUnknown(StructureUnsupported):
     """An output has a size that depends on data."""
 
+    hint = "return a tensor of a fixed size, padded where it is shorter, and the length as a tensor"
+
+
+class StateChanged(BuildError):
+    """forward() gives a buffer another dtype or shape: state has a fixed place."""
+
+    hint = "keep its dtype and shape from call to call"
+
 
 class DtypeUnsupported(BuildError):
     """A tensor has a dtype, layout or device that a bundle cannot hold."""
@@ -76,13 +84,48 @@ class DtypeUnsupported(BuildError):
 class ConstantUnsaved(BuildError):
     """The compiled code wants a constant that is not among the model's weights."""
 
+    hint = "register the tensor as a buffer of the model"
+
 
 class Refused(BuildError):
     """A check with severity `refuse` fired and was not waived, or --strict turned a host region into an error."""
 
 
+class OutputsShared(BuildError):
+    """Outputs share memory with something else in eager PyTorch, in a way that a bundle cannot keep."""
+
+    hint = "clone the output in forward()"
+
+
 class HostOpUnknown(BuildError):
     """An operator that is to be kept on the host is none that the model calls."""
+
+    exit_code = 2
+
+
+# --- a trace of request sizes -----------------------------------------------------------------------------------
+
+
+class TraceMissing(BuildError):
+    """There is no such trace file."""
+
+    exit_code = 2
+
+
+class TraceInvalid(BuildError):
+    """A trace holds no sizes, or something else than positive whole numbers; the message gives the line."""
+
+    exit_code = 2
+
+
+class TraceColumnUnknown(BuildError):
+    """A trace has no column of that name, or several; the message lists the columns."""
+
+    exit_code = 2
+
+
+class LimitInvalid(BuildError):
+    """The number of capture sizes to propose, or what they are to be multiples of, is below 1."""
 
     exit_code = 2
 
@@ -111,6 +154,8 @@ class TargetUnavailable(BuildError):
 class CompilerFailed(BuildError):
     """The C++ compiler, Inductor or Triton failed on the model."""
 
+    hint = "please report the model"
+
 
 class OperatorWithoutCode(BuildError):
     """A custom operator would have to be called through Python at run time, which a bundle does without."""
@@ -132,3 +177,28 @@ class OutputUnwritable(BuildError):
 
 class ProofFailed(BuildError):
     """The fresh process that verifies the bundle failed, or got other results than eager PyTorch: nothing was published."""
+
+
+# --- a benchmark ------------------------------------------------------------------------------------------------
+
+
+class PeerUnknown(BuildError):
+    """A benchmark is asked to compare with something that it does not know; the message lists what it knows."""
+
+    exit_code = 2
+
+
+class PeerUnwritable(BuildError):
+    """The bundle's program cannot be written as Python for PyTorch to run it beside the bundle."""
+
+    hint = "give --model with your own model file"
+
+
+class PeerFailed(BuildError):
+    """The process of a peer, or what prepares it, ended with an error: the benchmark goes on without it."""
+
+
+class BenchFailed(BuildError):
+    """The bundle itself could not be measured here: its process ended with an error."""
+
+    exit_code = 2

@@ -23,8 +23,10 @@ from cgbundle.schema import Size, TensorSpec, Tree
 from cgbundle.sizes import evaluate, linear
 
 from . import axes
-from .errors import BranchOnData, ExportFailed, OutputSizeUnknown, SizeExcluded, StructureUnsupported
-from .flat import Flat, nobody, run_eager
+from .aliases import Shared
+from .attributes import ATTRIBUTE_FIX, changed, marks, place
+from .errors import BranchOnData, ExportFailed, OutputSizeUnknown, SizeExcluded, StateChanged, StructureUnsupported
+from .flat import Computed, Eager, Flat, nobody, run_eager
 from .obstacles import BRANCH, BRANCH_FIX, Obstacle, Run, user_place
 from .source import Sample, Source, first_line, sample, user_line
 from .trees import dtype_name
@@ -60,7 +62,10 @@ class Traced:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
     """The exported program over flat tensors, and the signature.  `flat` runs the user's own module in eager PyTorch the same
-    way.  `written`: positions of the inputs that the program writes to, which the checks find."""
+    way.  `written`: positions of the inputs that the program writes to; `state`: its buffers that it writes to, by their names
+    in the program, which are the user's behind PREFIX: the checks find both.
+    `aliases`: outputs that share memory (see aliases.py).  `calls`: how often the exam calls each int_key.
+    `computed`: the program itself, where it computes its random numbers, which eager PyTorch would draw otherwise."""
 
     program: ExportedProgram
     flat: Flat
@@ -70,6 +75,16 @@ class Exported:
     result: Tree
     obstacles: tuple[Obstacle, ...] = ()
     written: tuple[int, ...] = ()
+    state: tuple[str, ...] = ()
+    calls: int = 1
+    computed: Computed | None = None
+
+    @property
+    def eager(self) -> Eager:
+        """What eager PyTorch runs to know what a call has to give."""
+        return self.computed or self.flat
+
+    aliases: tuple[Shared, ...] = ()
 
 
 def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
@@ -96,11 +111,19 @@ def trace(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Traced:
     flat.watch = runs.append
     seen = _try_eager(source, flat, sizes)
     flat.run = runs[0]
-    program, obstacles = _past_branches(source, flat, shapes, sizes, runs)
+    left = _left_behind(source, flat, sizes)
+    try:
+        program, obstacles = _past_branches(source, flat, shapes, sizes, runs)
+    except (ExportFailed, SizeExcluded) as error:
+        if left:  # the likelier cause, and one that has to go anyway
+            raise StateChanged(
+                f"{left[0].where or source.label}: {left[0].message}, which is no buffer: {error}", ATTRIBUTE_FIX
+            ) from error
+        raise
     flat.watch = nobody
     return Traced(
         source=source, sizes=sizes, program=program, flat=flat, like=like, shapes=tuple(shapes), seen=tuple(seen),
-        obstacles=obstacles,
+        obstacles=(*left, *obstacles),
     )  # fmt: skip
 
 
@@ -181,7 +204,7 @@ def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]])
         at = ", ".join(f"{name}={size}" for name, size in chosen.items())
         try:
             outputs = run_eager(flat, sample(source, chosen).tensors)
-        except StructureUnsupported:
+        except (StructureUnsupported, StateChanged):
             raise
         except Exception as error:
             place = user_line(error, source.label) or source.label
@@ -194,6 +217,24 @@ def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]])
             "return tensors, and numbers that do not depend on a declared dimension",
         )
     return shapes
+
+
+def _left_behind(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Obstacle, ...]:
+    """The attributes that a call changes, at every call: the first ones may fill caches."""
+    tensors = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
+    watch, flat.watch = flat.watch, nobody
+    run_eager(flat, tensors)
+    before = marks(source.model)
+    run_eager(flat, tensors)
+    flat.watch = watch
+    names = changed(before, marks(source.model))
+    places = {name: place(source.model, name) for name in names}
+    return tuple(
+        [
+            Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
+            for name, (where, line) in places.items()
+        ]
+    )
 
 
 def _export(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,22 +16,34 @@ from cgbundle.schema import Weight
 from .errors import CompilerFailed, ConstantUnsaved
 from .export import PREFIX
 from .trees import dtype_name
-from .weights import tensor_constants
+from .weights import weight_tensors
 
 
-def bind_constants(
-    path: Path, program: ExportedProgram, weights: Sequence[Weight]
-) -> tuple[HostRegion, tuple[tuple[str, int], ...]]:
-    """Loads the shared object of `program` here, with the model's own tensors as constants.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """A loaded shared object and, for the manifest, (its name of a constant, position of the weight).  `state`: what it writes to,
+    with what that held at first."""
 
-    Returns it and (its name of a constant, position of the weight) for the manifest.  Raises ConstantUnsaved for a constant
-    that is no weight.
+    region: HostRegion
+    constants: tuple[tuple[str, int], ...]
+    state: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    def restore(self) -> None:
+        """Puts the state back."""
+        for now, first in self.state:
+            now.copy_(first)
+
+
+def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weight]) -> Bound:
+    """Loads the shared object of `program` here, with the model's own tensors as constants, and copies of those that it writes to.
+
+    Raises ConstantUnsaved for a constant that is no weight.
     """
     torch_library = libtorch.load(torch.__version__)
     region = HostRegion(str(path), torch_library, path.name)
-    tensors = {**program.state_dict, **tensor_constants(program)}
+    tensors = weight_tensors(program)
     positions = {row.name: index for index, row in enumerate(weights)}
-    pairs, bound = [], {}
+    pairs, bound, state = [], {}, []
     for own, model in region.constants():
         name = model.removeprefix(PREFIX)
         if model not in tensors or name not in positions:
@@ -38,18 +51,22 @@ def bind_constants(
                 f"the compiled code wants the constant {own!r} ({model or 'made by Inductor'}), which is no weight of the model"
             )
         pairs.append((own, positions[name]))
-        value = tensors[model]
+        value = tensors[model].detach()
+        if weights[positions[name]].memory == "state":
+            state.append((value.clone(), value))
+            value = state[-1][0]
         bound[own] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))
     region.bind(bound)
-    return region, tuple(pairs)
+    return Bound(region=region, constants=tuple(pairs), state=tuple(state))
 
 
-def output_strides(region: HostRegion, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Runs the region once and returns the strides of its outputs.  Raises CompilerFailed when their number, dtype or shape is
-    not eager PyTorch's."""
+def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Runs the region once, from its first state, and returns the strides of its outputs.  Raises CompilerFailed when their number,
+    dtype or shape is not eager PyTorch's."""
     torch_library = libtorch.load(torch.__version__)
     layouts = [Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()) for value in inputs]
-    handles = region.run([value.data_ptr() for value in inputs], layouts, len(outputs))
+    bound.restore()
+    handles = bound.region.run([value.data_ptr() for value in inputs], layouts, len(outputs))
     found = []
     try:
         for index, (handle, expected) in enumerate(zip(handles, outputs, strict=True)):

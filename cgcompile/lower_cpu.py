@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,10 @@ OPTIONS = {
 }
 """Options of Inductor; those that a version of torch does not know are left out."""
 
+UNFOLDED = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
+"""More of them for a program whose weights may change.  Inductor takes small constants, and constants whose elements are all equal,
+for numbers of the code, also buffers that are written to: every call would begin where the build did (seen with 2.13)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
@@ -43,19 +47,34 @@ class Compiled:
     features: tuple[str, ...]
 
 
-def compile_cpu(program: ExportedProgram, work: Path, tell: Callable[[str], None]) -> Compiled:
-    """Compiles `program` to a shared object in the folder `work`.  Raises CompilerFailed, TorchUnsupported."""
+def compile_cpu(
+    program: ExportedProgram, work: Path, tell: Callable[[str], None], shared: Collection[int] = (), changing: bool = False
+) -> Compiled:
+    """Compiles `program` to a shared object in the folder `work`.
+
+    `shared`: outputs that share memory with something else; of these it gives copies, because compiled code hands out one tensor
+    under two names, or a constant, which the caller would free twice (seen with torch 2.13).  `changing`: its weights may change,
+    because it writes to its buffers or hands weights out.
+    Raises CompilerFailed, TorchUnsupported.
+    """
     if not hasattr(torch._inductor, "aot_compile"):
         raise TorchUnsupported(f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}")
     if shutil.which(_compiler()) is None:
         raise CompilerFailed(f"no C++ compiler: {_compiler()!r} is not on the PATH", "install g++, or set CXX")
     target = work / "model.so"
     known = torch._inductor.config.get_config_copy()
-    options = {name: value for name, value in OPTIONS.items() if name in known}
+    wanted = OPTIONS | (UNFOLDED if changing else {})
+    if changing and (missing := sorted(UNFOLDED.keys() - known.keys())):
+        raise TorchUnsupported(
+            f"torch {torch.__version__}: Inductor has no option {missing[0]}; cgcompile was tested with {TESTED}"
+        )
+    options = {name: value for name, value in wanted.items() if name in known}
     with _private_cache(work / "cache"), _watched(work, tell), torch.no_grad():
         try:
             made = torch._inductor.aot_compile(
-                program.module(), program.example_inputs[0], options={**options, "aot_inductor.output_path": str(target)}
+                _apart(program.module(), shared),
+                program.example_inputs[0],
+                options={**options, "aot_inductor.output_path": str(target)},
             )
         except Exception as error:
             raise CompilerFailed(f"Inductor failed: {type(error).__name__}: {first_line(error)}") from error
@@ -63,6 +82,19 @@ def compile_cpu(program: ExportedProgram, work: Path, tell: Callable[[str], None
         raise TorchUnsupported(f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}")
     _make_reproducible(target, work)
     return Compiled(path=target, features=_native_features())
+
+
+def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.GraphModule:
+    """The module with a copy for each of these outputs."""
+    if shared:
+        output = module.graph.output_node()
+        results = list(output.args[0])
+        with module.graph.inserting_before(output):
+            for index in shared:
+                results[index] = module.graph.call_function(torch.ops.aten.clone.default, (results[index],))
+        output.args = (tuple(results),)
+        module.recompile()
+    return module
 
 
 def _make_reproducible(target: Path, work: Path) -> None:

@@ -4,7 +4,7 @@ compiled for the CPU, and the manifest's rows of it all."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -146,18 +146,16 @@ def _compile(
     work.mkdir()
     compiled = compile_cpu(program, work, lambda text: None)
     file = f"host/{own}.so"
-    region, constants = layouts.bind_constants(
-        compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights]
-    )
+    bound = layouts.bind_constants(compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights])
     try:
-        strides = layouts.output_strides(region, given, expected)
+        strides = layouts.output_strides(bound, given, expected)
     except LibraryRefused as error:
         called = ", ".join(sorted({str(node.target) for node in program.graph.nodes if node.op == "call_function"}))
         raise OperatorWithoutCode(
             f"{link.part.name} ({link.part.reason}): its compiled code cannot run without Python; it calls {called}: {error}"
         ) from error
     finally:
-        region.close()
+        bound.region.close()
     for found, tensor in zip(strides, expected, strict=True):
         if found != tensor.stride() and tensor.numel() > 1:
             raise CompilerFailed(
@@ -165,13 +163,13 @@ def _compile(
             )
     (stage / file).parent.mkdir(exist_ok=True)
     shutil.copyfile(compiled.path, stage / file)
-    return Region(name=own, kind="host", reason=link.part.reason, file=file, constants=constants), compiled.features
+    return Region(name=own, kind="host", reason=link.part.reason, file=file, constants=bound.constants), compiled.features
 
 
-def weight_rows(tensors: Mapping[str, torch.Tensor], elsewhere: frozenset[str]) -> tuple[Weight, ...]:
+def weight_rows(tensors: Mapping[str, torch.Tensor], elsewhere: frozenset[str], state: Collection[str] = ()) -> tuple[Weight, ...]:
     """The rows of all weights under the program's names: first those with a place on the GPU, then those without."""
     shapes = shapes_of(tensors)
-    placed, _ = lay_out({name: shape for name, shape in shapes.items() if name not in elsewhere})
+    placed, _ = lay_out({name: shape for name, shape in shapes.items() if name not in elsewhere}, state)
     rows = [
         Weight(
             name=name, tensor=s.same_as or name, dtype=s.dtype, shape=s.shape, strides=s.strides, memory="weights", offset=ELSEWHERE

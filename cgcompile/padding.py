@@ -16,7 +16,7 @@ import torch
 from cgbundle.schema import Dimension
 from cgbundle.sizes import linear, names
 
-from .export import Exported
+from .export import PREFIX, Exported
 from .flat import run_eager
 from .mixing import joined
 from .source import Source, sample
@@ -44,6 +44,8 @@ def prove_padding(
         tell(name)
         pad, reason = _prove_pad(source, exported, sizes, name)
         chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, exported, sizes, name)
+        if shared := _partial(exported, "outputs"):
+            chunk, cut_reason = False, f"output {shared!r} is a part of another output, and parts of a call are joined one by one"
         proved.append(
             Dimension(name=name, sizes=values, pad=pad, chunk=chunk, reason=reason if pad == "no" or chunk else cut_reason)
         )
@@ -53,6 +55,12 @@ def prove_padding(
 def _prove_pad(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[str, str]:
     if exported.written:
         return "no", f"forward() writes to its input {exported.inputs[exported.written[0]].name!r}"
+    if exported.computed:
+        return "no", "forward() draws random numbers, and others for other sizes"
+    if exported.state:
+        return "no", f"forward() writes to its buffer {exported.state[0].removeprefix(PREFIX)!r}"
+    if shared := _partial(exported, "inputs"):
+        return "no", f"output {shared!r} is a part of an input, and the caller's own would not be padded"
     pad, reason = "rows", f"rows along {name} do not depend on each other"
     for trial in _trials(sizes, name):
         short, long = sample(source, trial.small).tensors, sample(source, trial.large).tensors
@@ -68,6 +76,17 @@ def _prove_pad(source: Source, exported: Exported, sizes: Mapping[str, tuple[int
     if pad == "rows" and (why := joined(exported, name)):
         return "zeros", f"{why}; zeros were seen to change nothing"
     return pad, reason
+
+
+def _partial(exported: Exported, memory: str) -> str:
+    """The name of an output that is a look at an input or output, but not the whole of it, or ""."""
+    specs = {"inputs": exported.inputs, "outputs": exported.outputs}[memory]
+    for each in exported.aliases:
+        own = exported.outputs[each.output]
+        moved = any(look.offset or look.strides != look.base for look in each.looks.values())
+        if each.memory == memory and (moved or own.shape != specs[each.index].shape):
+            return own.name
+    return ""
 
 
 def _trials(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:

@@ -80,14 +80,18 @@ def build(
     need_torch()
     import torch
 
-    from .checks import check, functional, placements, refuse, refuse_written, written_inputs
+    from .aliases import find_aliases
+    from .checks import check, functional, placements, refuse, refuse_written, state_buffers, written_inputs
+    from .drawing import draws, generator_buffer, with_generator
     from .emit import provenance, seal, write_program
-    from .export import export
+    from .export import PREFIX, export
+    from .flat import Computed
     from .job import Job
     from .padding import prove_padding
     from .partition import without_markers
     from .prove import replay
     from .source import load_source
+    from .state_exam import exam_calls
     from .targets import choose
 
     stages = Stages(progress or silent)
@@ -114,7 +118,13 @@ def build(
             )
         if not placed:
             exported = replace(exported, program=without_markers(exported.program))
-        exported = replace(exported, written=written_inputs(signature))
+        if draws(exported.program):
+            exported = with_generator(exported)
+            signature = functional(exported.program)
+        if generator_buffer(exported.program):
+            exported = replace(exported, computed=Computed(exported.program, PREFIX))
+        exported = replace(exported, written=written_inputs(signature), state=state_buffers(signature))
+        exported = replace(exported, aliases=find_aliases(source, exported, wanted), calls=exam_calls(source, exported, wanted))
         tell(f"{len(findings)} finding{'s' if len(findings) != 1 else ''}")
     with stages("padding") as tell:
         dimensions = prove_padding(source, exported, wanted, tell)
@@ -163,6 +173,12 @@ def _parts(job: Job, stage: Path, stages: Stages) -> Parts:
 
 
 def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequence[str], origin: Any) -> Manifest:
+    from .aliases import manifest_aliases
+    from .drawing import generator_buffer
+    from .export import PREFIX
+
+    generator = generator_buffer(job.exported.program).removeprefix(PREFIX)
+    names = [row.name for row in parts.weights]
     return Manifest(
         format=FORMAT_VERSION,
         name=job.source.name,
@@ -171,8 +187,8 @@ def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequ
         inputs=job.exported.inputs,
         written=job.exported.written,
         outputs=job.exported.outputs,
-        aliases=(),
-        random=-1,
+        aliases=manifest_aliases(job.exported, parts.weights),
+        random=names.index(generator) if generator else -1,
         call=job.exported.call,
         result=job.exported.result,
         weights=parts.weights,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +25,25 @@ class Weights:
     tensors: dict[str, safetensors.Tensor]
 
     @property
-    def bytes(self) -> int:
-        """Of the stored tensors."""
-        return sum(safetensors.nbytes(dtype, shape) for dtype, shape, _ in self.tensors.values())
+    def memories(self) -> tuple[tuple[str, int], ...]:
+        """The bytes of memory weights, and of memory state where there is any."""
+        sizes = {name: safetensors.nbytes(dtype, shape) for name, (dtype, shape, _) in self.tensors.items()}
+        state = {row.tensor: row.offset + sizes[row.tensor] for row in self.rows if row.memory == "state"}
+        kept = sum(size for name, size in sizes.items() if name not in state)
+        return (("weights", kept), *((("state", max(state.values())),) if state else ()))
 
 
-def collect(program: ExportedProgram) -> Weights:
+def collect(program: ExportedProgram, state: Collection[str] = ()) -> Weights:
     """Names are the model's own.  A weight that is dense but not row-major is stored with its axes in memory order, as its
-    row's strides say.
+    row's strides say.  `state`: buffers that the program writes to, by their names in it, which share memory with no other.
 
     Raises DtypeUnsupported for dtypes without a safetensors code and for constants with gaps or overlaps.
     """
     rows: list[Weight] = []
     tensors: dict[str, safetensors.Tensor] = {}
     stored: dict[tuple[Any, ...], str] = {}
-    for full, value in sorted({**program.state_dict, **tensor_constants(program)}.items()):
+    end = 0
+    for full, value in sorted(weight_tensors(program).items()):
         name = full.removeprefix(PREFIX)
         dtype = dtype_name(value.dtype)
         if dtype not in safetensors.CODES:
@@ -53,6 +57,7 @@ def collect(program: ExportedProgram) -> Weights:
         if same not in stored or not value.numel():
             stored[same] = name
             tensors[name] = (dtype, tuple(dense.shape), _reader(dense))
+        changes = full in state
         rows.append(
             Weight(
                 name=name,
@@ -60,11 +65,18 @@ def collect(program: ExportedProgram) -> Weights:
                 dtype=dtype,
                 shape=tuple(value.shape),
                 strides=value.stride(),
-                memory="weights",
-                offset=0,
+                memory="state" if changes else "weights",
+                offset=end if changes else 0,
             )
         )
+        if changes:
+            end += -(-safetensors.nbytes(dtype, value.shape) // safetensors.ALIGNMENT) * safetensors.ALIGNMENT
     return Weights(rows=tuple(rows), tensors=tensors)
+
+
+def weight_tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and constants by their names in the program."""
+    return {**program.state_dict, **tensor_constants(program)}
 
 
 def tensor_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:

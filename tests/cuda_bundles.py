@@ -198,7 +198,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
         module_state="graphs/modules.bin",
         findings=(),
         waivers=(),
-        exam=Exam(compare="bits", proofs=()),
+        exam=Exam(compare="bits", calls=1, proofs=()),
         provenance=Provenance(source="", created="", versions=(), machine="", options=()),
         files=describe_files(str(folder)),
     )

@@ -16,10 +16,12 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import device, driver, executors, hoststeps, memory, modules, order, steps, turn, weights
+from cgbundle.cuda import copies, device, driver, executors, hoststeps, memory, modules, order, state, steps, turn, weights
 from tests.cuda_bundles import ADD, COMBINE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pytest
 
 SYMBOLS = {"bias": 4, "table": 8}
@@ -28,7 +30,7 @@ FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | None) -> None:
     """Puts the driver, or none, under the backend."""
-    for module in (device, driver, executors, hoststeps, memory, modules, order, steps, turn, weights):
+    for module in (copies, device, driver, executors, hoststeps, memory, modules, order, state, steps, turn, weights):
         monkeypatch.setattr(module, "cu", fake)
 
 
@@ -53,6 +55,8 @@ class FakeDriver:
     CUstream = CUdeviceptr = Handle
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    CUstreamUpdateCaptureDependencies_flags = SimpleNamespace(CU_STREAM_SET_CAPTURE_DEPENDENCIES=1)
     CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)
     CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
     CUdevice_attribute = SimpleNamespace(
@@ -65,6 +69,8 @@ class FakeDriver:
         self.calls: list[str] = []
         self.live: dict[int, Any] = {}
         self.pinned: dict[int, int] = {}  # bytes of host memory by address
+        self.capturing: set[int] = set()  # streams
+        self.captured: list[Callable[[], object]] = []  # what was enqueued on them
         self.retained = 0
         self.freed = 0
         self._numbers = itertools.count(0x1000)
@@ -167,8 +173,15 @@ class FakeDriver:
     def do_cuMemGetInfo(self) -> tuple[int, int, int]:
         return (0, 1 << 30, 2 << 30)
 
+    def _enqueue(self, stream: int, run: Callable[[], object]) -> None:
+        if int(stream) in self.capturing:
+            self.captured.append(run)
+        else:
+            run()
+
     def _memset(self, name: str, address: int, value: int, count: int, stream: int) -> None:
-        ctypes.memmove(address, value.to_bytes(FLAT[name], "little") * count, FLAT[name] * count)
+        data = value.to_bytes(FLAT[name], "little") * count
+        self._enqueue(stream, lambda: ctypes.memmove(address, data, len(data)))
 
     def on_device(self, address: int) -> bool:
         """Whether an address lies in memory of the GPU that is alive."""
@@ -184,17 +197,20 @@ class FakeDriver:
 
     def do_cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
         assert not self.is_pinned(target) and not self.is_pinned(source)
-        ctypes.memmove(target, source, size)
+        self._enqueue(stream, lambda: ctypes.memmove(target, source, size))
 
     def do_cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
-        assert self.on_device(target) and not self.on_device(source)
+        assert self.on_device(target) and not self.on_device(source) and stream not in self.capturing
         ctypes.memmove(target, source, size)
 
     def do_cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> None:
-        assert self.on_device(source) and not self.on_device(target)
+        assert self.on_device(source) and not self.on_device(target) and stream not in self.capturing
         ctypes.memmove(target, source, size)
 
     def do_cuMemcpy3DAsync(self, params: Any, stream: int) -> None:
+        self._enqueue(stream, lambda: self._copy_block(params))
+
+    def _copy_block(self, params: Any) -> None:
         for z, y in itertools.product(range(params.Depth), range(params.Height)):
             target = params.dstDevice + (z * params.dstHeight + y) * params.dstPitch
             ctypes.memmove(target, params.srcDevice + (z * params.srcHeight + y) * params.srcPitch, params.WidthInBytes)
@@ -215,16 +231,31 @@ class FakeDriver:
         self._drop(stream)
 
     def do_cuStreamSynchronize(self, stream: int) -> None:
-        pass
+        assert stream not in self.capturing, "a stream that is being captured cannot be waited for"
 
     def do_cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
         assert event in self.live
+        assert stream not in self.capturing, "an event of outside the capture"
+
+    def do_cuStreamIsCapturing(self, stream: int) -> int:
+        assert stream not in (0, 1)
+        return int(stream in self.capturing)
+
+    def do_cuThreadExchangeStreamCaptureMode(self, mode: int) -> int:
+        before = self.mode()
+        self._current.mode = mode
+        return before
+
+    def mode(self) -> int:
+        """The calling thread's capture mode: 0 global, 2 relaxed."""
+        return int(getattr(self._current, "mode", 0))
 
     def do_cuEventCreate(self, flags: int) -> Handle:
         return self._make("event")
 
     def do_cuEventRecord(self, event: int, stream: int) -> None:
         assert event in self.live
+        assert stream not in self.capturing, "who waits for this event joins the capture"
 
     def do_cuEventSynchronize(self, event: int) -> None:
         assert event in self.live
@@ -265,7 +296,7 @@ class FakeDriver:
 
     def do_cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> None:
         assert config.numAttrs == len(config.attrs)
-        self._kernel(function, params)()
+        self._enqueue(config.hStream, self._kernel(function, params))
 
     def do_cuGraphCreate(self, flags: int) -> Handle:
         return self._make(SimpleNamespace(nodes=[], edges=[]))
@@ -299,20 +330,38 @@ class FakeDriver:
     def do_cuGraphAddDependencies(self, graph: int, sources: Any, targets: Any, data: Any, count: int) -> None:
         self.live[graph].edges += zip(sources, targets, strict=True)
 
-    def do_cuGraphInstantiate(self, graph: int, flags: int) -> Handle:
+    def _in_order(self, graph: int) -> list[Callable[[], object]]:
         drawn = self.live[graph]
         left, done = list(drawn.nodes), []
         while left:  # the last node that may run, so that only edges can explain the order
             ready = [n for n in left if not any(target is n and source in left for source, target in drawn.edges)]
             done.append(ready[-1])
             left.remove(ready[-1])
-        return self._make([node.run for node in done])
+        return [node.run for node in done]
+
+    def do_cuGraphInstantiate(self, graph: int, flags: int) -> Handle:
+        return self._make(self._in_order(graph))
+
+    def do_cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        assert int(stream) in self.capturing
+        return 0, 1, 7, stream, [], [], 0
+
+    def do_cuGraphAddChildGraphNode(self, graph: int, dependencies: list[Any], count: int, child: int) -> Any:
+        assert int(graph) in self.capturing and count == len(dependencies)
+        runs = self._in_order(child)
+        return SimpleNamespace(stream=int(graph), run=lambda: [run() for run in runs])
+
+    def do_cuStreamUpdateCaptureDependencies(self, stream: int, nodes: list[Any], data: None, count: int, flags: int) -> None:
+        (node,) = nodes
+        assert (node.stream, count, flags) == (int(stream), 1, 1)
+        self.captured.append(node.run)
 
     def do_cuGraphUpload(self, graph: int, stream: int) -> None:
         assert graph in self.live
 
     def do_cuGraphLaunch(self, graph: int, stream: int) -> None:
-        for run in self.live[graph]:
+        assert int(stream) not in self.capturing, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+        for run in list(self.live[graph]):
             run()
 
     def do_cuGraphExecDestroy(self, graph: int) -> None:

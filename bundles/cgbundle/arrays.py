@@ -1,76 +1,23 @@
 """Tensors of the caller's library, without importing it: NumPy, torch, or our own `Tensor` (which DLPack producers are read into).
 
 A library is found by the type of the first input, among the modules that the caller has imported already.  All its operations
-are the same four: `read` a tensor's place, `ordered` it in memory, make one `alias` over memory of ours, `empty` one of its own;
-slicing and assignment are the library's `x[slices]` and `x[slices] = y`.
+are the same few: `read` a tensor's place, `ordered` it in memory, make one `alias` over memory of ours, a look at a `part` of one,
+`empty` one of its own; slicing and assignment are the library's `x[slices]` and `x[slices] = y`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from . import dlpack, tensor
 from .errors import InputDevice, InputKind, InputUnwritable
+from .library import Aliaser, Library, Place, array_type, kind_of, span_bytes
 from .schema import DTYPES
 
 LEGACY_STREAM = 1
 """CU_STREAM_LEGACY: the stream that DLPack producers are asked to make their data ready on."""
-
-Place = tuple[int, Sequence[int], str, Sequence[int] | None, int | None]
-"""address, shape, dtype, strides in elements (None: row-major), CUDA device (None: CPU)."""
-
-
-Aliaser = Callable[[int, object], Any]
-"""(address, owner) -> a tensor over CPU memory that the owner keeps alive."""
-
-
-class Library(Protocol):
-    """What the runtime needs of a tensor library."""
-
-    name: str
-
-    def take(self, value: Any, name: str) -> tuple[Any, Place]:
-        """`value` as this library's tensor, and where and what it is.  Raises InputKind, naming the input."""
-
-    def read(self, value: Any) -> Place:
-        """Where and what a tensor of this library is."""
-
-    def strides(self, value: Any) -> Sequence[int]:
-        """Strides in elements."""
-
-    def steps(self, value: Any) -> Sequence[int]:
-        """Strides in bytes."""
-
-    def ordered(self, value: Any, order: Sequence[int]) -> Any:
-        """A copy whose axes lie in memory in `order`, outermost first, without gaps."""
-
-    def aliaser(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Aliaser:
-        """`alias` for one layout on the CPU, worked out ahead: calls make many."""
-
-    def alias(
-        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
-    ) -> Any:
-        """A tensor over memory that `owner` keeps alive, on the CPU (None) or a CUDA device."""
-
-    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
-        """A tensor of zeros in memory of its own, row-major."""
-
-    def stream(self, device: int) -> int | None:
-        """The caller's current stream on a CUDA device, as the driver's handle; None: the library has no such thing."""
-
-    def copy(self, value: Any) -> Any:
-        """A row-major copy of `value` in memory of its own."""
-
-    def writable(self, value: Any, name: str) -> Any:
-        """An input of the caller's, as a tensor over its memory that may be assigned to.  Raises InputUnwritable, naming the
-        input."""
-
-    def finish(self, value: Any, like: Any) -> Any:
-        """What the caller gets: for libraries read through DLPack, a tensor of the type of `like`."""
 
 
 class Numpy:
@@ -85,10 +32,10 @@ class Numpy:
     def take(self, value: Any, name: str) -> tuple[Any, Place]:
         if type(value) is not self.module.ndarray and not isinstance(value, self.module.ndarray):
             if not isinstance(value, self.module.generic):
-                raise InputKind(f"input {name!r}: expected a NumPy array like the first input, got {_kind(value)}")
+                raise InputKind(f"input {name!r}: expected a NumPy array like the first input, got {kind_of(value)}")
             value = self.module.asarray(value)
         elif type(value) is not self.module.ndarray and hasattr(value, "mask"):
-            raise InputKind(f"input {name!r}: expected an array without a mask, got {_kind(value)}")
+            raise InputKind(f"input {name!r}: expected an array without a mask, got {kind_of(value)}")
         if not value.dtype.isnative:
             raise InputKind(f"input {name!r}: expected native byte order, got dtype {value.dtype.str}")
         return value, self.read(value)
@@ -116,7 +63,7 @@ class Numpy:
 
     def aliaser(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Aliaser:
         size, array, kind = DTYPES[dtype], self.module.ndarray, self._dtype(dtype)
-        memory, steps = _array_type(_span(shape, strides, size)), [stride * size for stride in strides]
+        memory, steps = array_type(span_bytes(shape, strides, size)), [stride * size for stride in strides]
 
         def alias(address: int, owner: object) -> Any:
             made = memory.from_address(address)
@@ -132,6 +79,13 @@ class Numpy:
 
     def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
         return self.module.zeros(shape, self._dtype(dtype))
+
+    def part(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
+        size, at = DTYPES[dtype], value.__array_interface__["data"][0] + offset
+        steps = tuple([stride * size for stride in strides])
+        # as elements without a type: those of `ml_dtypes` have no name in this interface
+        borrowed = _Borrowed(at, not value.flags.writeable, f"|V{size}", tuple(shape), steps, value)
+        return self.module.asarray(borrowed).view(self._dtype(dtype))
 
     def stream(self, device: int) -> int | None:
         return None
@@ -155,6 +109,17 @@ class Numpy:
         return getattr(self.module, name if name != "bool" else "bool_")
 
 
+class _Borrowed:
+    """NumPy's array interface over memory of `owner`, which the array keeps."""
+
+    def __init__(
+        self, address: int, read_only: bool, kind: str, shape: tuple[int, ...], steps: tuple[int, ...], owner: object
+    ) -> None:
+        place = (address, read_only)
+        self.__array_interface__ = {"version": 3, "data": place, "typestr": kind, "shape": shape, "strides": steps}
+        self.owner = owner
+
+
 class Cupy(Numpy):
     """cupy.ndarray: NumPy's interface over GPU memory."""
 
@@ -162,7 +127,7 @@ class Cupy(Numpy):
 
     def take(self, value: Any, name: str) -> tuple[Any, Place]:
         if not isinstance(value, self.module.ndarray):
-            raise InputKind(f"input {name!r}: expected a CuPy array like the first input, got {_kind(value)}")
+            raise InputKind(f"input {name!r}: expected a CuPy array like the first input, got {kind_of(value)}")
         return value, self.read(value)
 
     def read(self, value: Any) -> Place:
@@ -174,6 +139,9 @@ class Cupy(Numpy):
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
     ) -> Any:
         return self.module.from_dlpack(tensor.Tensor(address, dtype, shape, strides, owner, device))
+
+    def part(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
+        return self.alias(value.data.ptr + offset, dtype, shape, strides, value, value.device.id)
 
     def stream(self, device: int) -> int | None:
         handle: int = self.module.cuda.get_current_stream().ptr
@@ -197,7 +165,7 @@ class Torch:
 
     def take(self, value: Any, name: str) -> tuple[Any, Place]:
         if not isinstance(value, self._tensor):
-            raise InputKind(f"input {name!r}: expected a torch tensor like the first input, got {_kind(value)}")
+            raise InputKind(f"input {name!r}: expected a torch tensor like the first input, got {kind_of(value)}")
         if value.layout is not self._strided:
             raise InputKind(f"input {name!r}: expected a dense tensor, got layout {value.layout}")
         if value.is_neg() or value.is_conj():
@@ -229,7 +197,7 @@ class Torch:
     def aliaser(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Aliaser:
         if not tensor.count(shape):
             return lambda address, owner: self.empty(dtype, shape)
-        memory, kind = _array_type(_span(shape, strides, DTYPES[dtype])), getattr(self.module, dtype)
+        memory, kind = array_type(span_bytes(shape, strides, DTYPES[dtype])), getattr(self.module, dtype)
         frombuffer, size, steps = self.module.frombuffer, tuple(shape), tuple(strides)
 
         def alias(address: int, owner: object) -> Any:
@@ -250,6 +218,14 @@ class Torch:
         return self.module.zeros(
             tuple(shape), dtype=getattr(self.module, dtype), device="cpu" if device is None else f"cuda:{device}"
         )
+
+    def part(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
+        kind, value = getattr(self.module, dtype), value.detach()
+        if kind is value.dtype:
+            return value.as_strided(tuple(shape), tuple(strides), value.storage_offset() + offset // value.element_size())
+        begin = value.storage_offset() * value.element_size() + offset
+        fresh = self.module.empty(0, dtype=kind, device=value.device)
+        return fresh.set_(value.untyped_storage(), begin // fresh.element_size(), tuple(shape), tuple(strides))
 
     def stream(self, device: int) -> int | None:
         handle: int = self._raw_stream(device)
@@ -281,7 +257,7 @@ class Plain:
         if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
             taken = dlpack.read(value, name)
             return taken, self.read(taken)
-        raise InputKind(f"input {name!r}: expected a NumPy array, a torch tensor or a DLPack tensor, got {_kind(value)}")
+        raise InputKind(f"input {name!r}: expected a NumPy array, a torch tensor or a DLPack tensor, got {kind_of(value)}")
 
     def read(self, value: tensor.Tensor) -> Place:
         return value.address, value.shape, value.dtype, None if value.contiguous else value.strides, value.device
@@ -314,11 +290,18 @@ class Plain:
             )
         return tensor.empty(dtype, shape)
 
+    def part(self, value: tensor.Tensor, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> tensor.Tensor:
+        return tensor.Tensor(value.address + offset, dtype, shape, strides, value.owner, value.device)
+
     def stream(self, device: int) -> int | None:
         return LEGACY_STREAM
 
     def copy(self, value: tensor.Tensor) -> tensor.Tensor:
-        return value.clone()
+        if value.device is None:
+            return value.clone()
+        size = span_bytes(value.shape, value.strides, DTYPES[value.dtype])
+        made = value.owner.copy_out(value.address, size, LEGACY_STREAM)  # of the runtime's own: no library copies it for us
+        return tensor.Tensor(made.address, value.dtype, value.shape, value.strides, made, value.device)
 
     def writable(self, value: Any, name: str) -> Any:
         if isinstance(value, tensor.Tensor):
@@ -348,17 +331,10 @@ def library_of(value: Any) -> Library:
     return Plain()
 
 
-def _span(shape: Sequence[int], strides: Sequence[int], size: int) -> int:
-    """Bytes from the first to behind the last element, at least 1."""
-    elements = 0 if 0 in shape else sum((axis - 1) * stride for axis, stride in zip(shape, strides, strict=True)) + 1
-    return max(1, elements * size)
-
-
-@lru_cache(maxsize=1024)
-def _array_type(length: int) -> Any:
-    """A ctypes array of bytes with room for an owner, which plain ctypes arrays do not have."""
-    return type("Memory", (ctypes.c_char * length,), {})
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+def caller_captures() -> bool:
+    """Whether the caller's current stream, as far as a library of the caller's knows one, is being captured into a CUDA graph."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return True
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and hasattr(cupy, "cuda") and bool(cupy.cuda.get_current_stream().is_capturing())

@@ -126,7 +126,7 @@ def export(tensor: Tensor) -> object:
         ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)), ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64)), 0,
     )  # fmt: skip
     managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
-    kept = (managed, shape, strides, tensor._owner)  # not the tensor: it holds the capsule
+    kept = (managed, shape, strides, tensor.owner)  # not the tensor: it holds the capsule
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     managed.context = id(kept)
     return _capsule_new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destroy, ctypes.c_void_p).value)

@@ -26,6 +26,7 @@ class BundleMissing(CgbundleError):
     """There is nothing at the path."""
 
     exit_code = 2
+    hint = "check the path; `cgcompile build MODEL -o PATH` writes a bundle"
 
 
 class NotABundle(CgbundleError):
@@ -77,6 +78,8 @@ class RelocationInvalid(TableInvalid):
 class ExamFailed(CgbundleError):
     """A replay of the stored exam gave another result than the bundle promises."""
 
+    hint = "build the bundle again on this kind of machine"
+
 
 # --- the machine ----------------------------------------------------------------------------------------------
 
@@ -85,6 +88,7 @@ class WrongMachine(CgbundleError):
     """This machine's processor, GPU or driver cannot run the bundle's code."""
 
     exit_code = 2
+    hint = "`cgcompile inspect` shows what the bundle was built for; build it for this machine with --target"
 
 
 class WrongArchitecture(WrongMachine):
@@ -111,12 +115,14 @@ class DriverFailed(CgbundleError):
     """A CUDA driver call failed; the message names the call and the driver's error."""
 
     exit_code = 2
+    hint = "nvidia-smi and the system's log may say what is wrong with the GPU"
 
 
 class OutOfMemory(CgbundleError):
     """The device has too little free memory; the message gives needed and free bytes."""
 
     exit_code = 2
+    hint = "give memory back first (nvidia-smi shows who has it), or build with smaller sizes"
 
 
 # --- the call -------------------------------------------------------------------------------------------------
@@ -148,6 +154,12 @@ class InputShape(CallError):
     """An input has another rank, or another size on a fixed axis, or a size that no dimension gives."""
 
 
+class InputLayout(CallError):
+    """An output shares memory with a part of an input, which is laid out otherwise than recorded and has no such part."""
+
+    hint = "pass .contiguous() of it"
+
+
 class InputUnwritable(CallError):
     """An input that the model writes to cannot be written to, or shares memory with another input or with itself."""
 
@@ -168,3 +180,25 @@ class StaleView(CallError):
 
 class ProgramClosed(CallError):
     """The program was closed."""
+
+    hint = "load the bundle again"
+
+
+class SessionBusy(CallError):
+    """Two threads used one session at once."""
+
+    hint = "give every thread a session of its own: program.session()"
+
+
+class StateMissing(CallError, KeyError):
+    """The model has no state of that name, or none at all."""
+
+    __str__ = Exception.__str__  # KeyError's shows the message in quotes
+
+
+class StateInvalid(CallError):
+    """A value for a state is of another dtype or shape, lies elsewhere, or is no tensor at all."""
+
+
+class CaptureRefused(CallError):
+    """The caller's stream is being captured into a CUDA graph, and the call cannot become part of one."""

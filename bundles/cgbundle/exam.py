@@ -1,5 +1,5 @@
-"""The stored exam: inputs and expected outputs of every int_key, and what it leaves in inputs that it writes to, replayed and
-compared with nothing but the standard library.
+"""The stored exam: inputs and expected outputs of every int_key, and what it leaves in inputs that it writes to and in state,
+replayed from the first state and compared with nothing but the standard library.
 
 `python -m cgbundle.exam BUNDLE` is the fresh process that a build proves itself in; it prints one JSON object.
 """
@@ -18,7 +18,8 @@ from .errors import CgbundleError, ExamFailed, WeightsInvalid
 from .loader import open_program
 from .program import Program
 from .safetensors import Mapped
-from .schema import Manifest, Proof
+from .schema import DTYPES, Manifest, Proof
+from .statecheck import STATE
 from .tensor import Tensor, decode, from_bytes
 from .views import View
 
@@ -83,9 +84,17 @@ def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Te
 
 
 def _sit(exam: Mapped, program: Program, proof: Proof) -> Result:
-    program.poison(POISON)
-    inputs = inputs_of(exam, program.manifest, proof.key)
-    outputs = program.replay(inputs)
+    manifest = program.manifest
+    state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
+    if state:
+        program.reset()
+    if manifest.random >= 0:
+        program.seed(0)
+    first = {index: program.state_bytes(index) for index in state}
+    for _ in range(manifest.exam.calls):
+        program.poison(POISON)
+        inputs = inputs_of(exam, manifest, proof.key)
+        outputs = program.replay(inputs)
     found = [(exam_entry(proof.key, "output", index), output) for index, output in enumerate(outputs)]
     found += [(exam_entry(proof.key, "written", index), inputs[index]) for index in program.manifest.written]
     worst, exact = 0.0, True
@@ -95,7 +104,25 @@ def _sit(exam: Mapped, program: Program, proof: Proof) -> Result:
         if expected != got:
             exact = False
             worst = max(worst, relative_error(tensor.dtype, expected, got))
+    for index, before in first.items():
+        expected, got = _changed(exam, proof.key, index, before), program.state_bytes(index)
+        if expected != got:
+            exact = False
+            worst = max(worst, relative_error(manifest.weights[index].dtype, expected, got))
     return Result(key=proof.key, error=worst, tolerance=proof.tolerance, exact=exact)
+
+
+def _changed(exam: Mapped, key: tuple[int, ...], index: int, first: bytes) -> bytes:
+    """What a row of state has to hold after the call: its `first` bytes, but for the runs of elements that the exam names."""
+    made, runs = bytearray(first), memoryview(_data(exam, exam_entry(key, "state-at", index))).cast("q")
+    name = exam_entry(key, "state", index)
+    elements, width, taken = _data(exam, name), DTYPES[exam.entries[name].dtype], 0
+    for begin, count in zip(runs[::2], runs[1::2], strict=True):
+        if begin < 0 or count < 0 or (begin + count) * width > len(made) or (taken + count) * width > len(elements):
+            raise WeightsInvalid(f"{EXAM}: tensor {name!r}: {count} elements from {begin} on do not fit")
+        made[begin * width : (begin + count) * width] = elements[taken * width : (taken + count) * width]
+        taken += count
+    return bytes(made)
 
 
 def _data(exam: Mapped, name: str) -> memoryview:

@@ -19,6 +19,8 @@ CPU_DEVICE = 0
 
 POINTER_BYTES = ctypes.sizeof(c_void_p)
 
+STATE = "state"
+
 INSTANCES = 4
 """Replays of one region that may run at the same time; a further one waits.  An instance shares the constants and costs a few
 KB."""
@@ -45,15 +47,29 @@ def layout_of(row: Value | Weight, torch: LibTorch) -> Layout:
     return Layout(torch.dtype(row.dtype), row.shape, row.strides)
 
 
-def open_region(folder: str, region: Region, weights: Sequence[Weight], mapped: Mapped | None, torch: LibTorch) -> HostRegion:
-    """A host region of the bundle in `folder`, ready to run: its constants are used in place in the mapped weights, which must
-    stay mapped until it is closed (None for a region without constants).  Raises LibraryRefused."""
-    opened = HostRegion(os.path.join(folder, region.file), torch, region.file)
+def open_region(
+    folder: str,
+    region: Region,
+    weights: Sequence[Weight],
+    mapped: Mapped | None,
+    torch: LibTorch,
+    state: int = 0,
+    instances: int = INSTANCES,
+) -> HostRegion:
+    """A host region of the bundle in `folder`, ready to run: its constants are used in place in the mapped weights (None for a
+    region without constants) or in memory state at `state`; both must stay until it is closed.  `instances`: see INSTANCES.  Raises
+    LibraryRefused."""
+    opened = HostRegion(os.path.join(folder, region.file), torch, region.file, instances)
     try:
         constants = {}
         for name, index in region.constants:
-            assert mapped is not None
-            constants[name] = (mapped.address(weights[index].tensor), layout_of(weights[index], torch))
+            weight = weights[index]
+            if weight.memory == STATE:
+                address = state + weight.offset
+            else:
+                assert mapped is not None
+                address = mapped.address(weight.tensor)
+            constants[name] = (address, layout_of(weight, torch))
         opened.bind(constants)
     except BaseException:
         opened.close()
@@ -67,12 +83,13 @@ def _handles(count: int) -> type[ctypes.Array[c_void_p]]:
 
 
 class HostRegion:
-    """One loaded shared object.  Thread-safe: up to `INSTANCES` runs at a time, the rest wait.
+    """One loaded shared object.  Thread-safe: up to `instances` runs at a time, the rest wait.  Several of one file share its code
+    alone.
 
     Raises LibraryRefused, with the library's own message, when it cannot be loaded or a run fails.
     """
 
-    def __init__(self, path: str, torch: LibTorch, where: str) -> None:
+    def __init__(self, path: str, torch: LibTorch, where: str, instances: int = INSTANCES) -> None:
         self._torch, self._where = torch, where
         try:
             self._library = ctypes.CDLL(path)
@@ -82,7 +99,7 @@ class HostRegion:
         self._run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
         self._container = c_void_p()
         create = self._library.AOTInductorModelContainerCreateWithDevice
-        self._check(create(byref(self._container), c_size_t(INSTANCES), b"cpu", None))
+        self._check(create(byref(self._container), c_size_t(instances), b"cpu", None))
         self._handles: list[c_void_p] = []
 
     def constants(self) -> list[tuple[str, str]]:

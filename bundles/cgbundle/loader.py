@@ -56,6 +56,7 @@ def open_program(
         from . import dispatch, verify  # while the context is made
         from .archive import read_manifest
         from .program import Program
+        from .sessions import begin
 
         _check_options(
             mode=(mode, MODES), on_miss=(on_miss, dispatch.POLICIES), outputs=(outputs, OUTPUTS), check=(check, verify.LEVELS)
@@ -63,11 +64,18 @@ def open_program(
         manifest = read_manifest(folder)
         verify.check_bundle(folder, manifest, check)
         backend = _backend(folder, manifest, device, mode, early, poison, lazy)
+        kind = Program
         if manifest.written:
-            from .writing import WritingProgram
-
-            return WritingProgram(manifest, backend, on_miss, outputs)
-        return Program(manifest, backend, on_miss, outputs)
+            from .writing import WritingProgram as kind
+        if manifest.aliases:
+            from .aliases import AliasingProgram as kind
+        program = kind(manifest, backend, on_miss, outputs)
+        try:
+            begin(program)
+        except BaseException:
+            program.close()
+            raise
+        return program
     finally:
         early.drop()
 

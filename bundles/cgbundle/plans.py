@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from . import dispatch
+from .errors import KeyMissing
 from .guards import call_sizes, place_of
 from .schema import Manifest, Size
 from .sizes import evaluate, linear
@@ -60,6 +61,15 @@ def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> P
         parts.append(Part(keys[tuple(recorded.values())], inputs, outputs))
     exact = len(parts) == 1 and sizes in keys
     return Plan(exact, tuple([tuple([evaluate(size, named) for size in spec.shape]) for spec in manifest.outputs]), tuple(parts))
+
+
+def place_of_key(manifest: Manifest, key: tuple[int, ...]) -> int:
+    """The position of the program of an int_key.  Raises KeyMissing, with the keys that there are."""
+    keys = [program.key for program in manifest.programs]
+    if key not in keys:
+        listed = ", ".join(map(str, keys[:12])) + (", ..." if len(keys) > 12 else "")
+        raise KeyMissing(f"expected a recorded int_key ({listed}), got {key!r}")
+    return keys.index(key)
 
 
 def _ranges(shape: Sequence[Size], starts: dict[str, int], lengths: dict[str, int]) -> Slices:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
-from .arrays import Aliaser, Library, Place, Plain, library_of
+from .arrays import Plain, library_of
 from .errors import InputDevice, InputStructure
 from .guards import check_dtype
-from .plans import Part, Plan, Slices, plan
+from .library import Aliaser, Library, Place
+from .plans import Part, Plan, Slices, place_of_key, plan
 from .schema import Manifest
+from .sessions import OWN, Family
+from .state import Keeper, State, fetch, reset, seed
 from .structure import builder, flattener
-from .tensor import is_dense
-from .views import Epoch, View
+from .tensor import Tensor, is_dense
+from .views import CLOSED, Epoch, View
 
 _Run = tuple[Library, int | None, Any]
 """How one call runs: the caller's library, the device that its tensors lie on, and what the backend's turn gave.  A plain tuple:
@@ -39,15 +41,17 @@ class Results(Protocol):
     def static(self) -> bool: ...
 
 
-class Backend(Protocol):
+class Backend(Keeper, Protocol):
     """What runs programs.  `device`: the CUDA device whose tensors it takes beside those of the CPU, or None.  `turn(stream)` is
     held from the first use of the program's memory to the last, since replays that share memory take turns; what it gives is handed
-    to `run`.  It raises ProgramClosed after `close`, which waits for the turns that are held and may be called twice."""
+    to `run`.  It raises ProgramClosed after `close`, which waits for the turns that are held and may be called twice; in a session,
+    SessionBusy while another thread holds one."""
 
-    @property
-    def device(self) -> int | None: ...
+    def session(self) -> Backend:
+        """The same programs with memory of their own, over the same weights and code."""
 
-    def turn(self, stream: int | None) -> AbstractContextManager[Any]: ...
+    def buffers(self, program: int) -> tuple[list[int], object]:
+        """The addresses of a program's static input buffers on the device, and what keeps them alive."""
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, turn: Any) -> Results:
         """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie on the same
@@ -59,10 +63,12 @@ class Backend(Protocol):
 
 
 class Program:
-    """A model, ready to be called.  Made by `cgbundle.load`; safe to call from several threads; a context manager that closes.
+    """A model, ready to be called.  Made by `cgbundle.load`, when several threads may call it and take turns where they have to, or
+    by `session`, when one thread at a time may; a context manager that closes.
 
     `int_keys` are the recorded sizes, as tuples in the order of the declared dimensions; `inputs` and `outputs` the signature
-    (`TensorSpec`s); `memory` the bytes of each memory; `manifest` everything else.
+    (`TensorSpec`s); `memory` the bytes of each memory; `state` what the model keeps from call to call (see `state.State`);
+    `manifest` everything else.
     """
 
     def __init__(self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str) -> None:
@@ -80,6 +86,8 @@ class Program:
         self._aliases: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._aliasers: dict[tuple[str, int], list[Aliaser]] = {}  # likewise, of outputs that do not
         self._epoch = Epoch()
+        self.state = State(manifest, backend)
+        self._family = Family()
         self._finalizer = weakref.finalize(self, backend.close)
         self._finalizer.atexit = False
 
@@ -117,13 +125,60 @@ class Program:
             made = [library.finish(value, tensors[0]) for value in made]
         return made
 
+    # --- sessions and what lasts from call to call ------------------------------------------------------------
+
+    def session(self) -> Program:
+        """A further session of the model: state, static inputs, arena and stream of its own, over the same weights and kernels.
+
+        Sessions run side by side, each in one thread at a time: a second thread raises SessionBusy.  Its state begins as it was
+        when the bundle was made, its random numbers from a seed of its own.  Closed as a program is, or with the one that was
+        loaded; collected when it is forgotten.  Raises ProgramClosed, OutOfMemory.
+        """
+        return self._family.open(self)
+
+    @property
+    def session_memory(self) -> dict[str, int]:
+        """Bytes of each memory that one more session takes: on a GPU in steps of 2 MiB, and the driver's graphs beside them; on a
+        CPU besides what the code needs during a call, and the `buffers` that are asked for."""
+        return {name: size for name, size in self.memory.items() if name in OWN}
+
+    def reset(self) -> None:
+        """Brings back what all state held at first, in order with the calls; random numbers go on."""
+        reset(self._backend)
+
+    def seed(self, number: int) -> None:
+        """Begins the random numbers anew: equal seeds give equal numbers, call by call.  Raises ValueError unless
+        0 <= number < 2**63, StateMissing for a model that draws none."""
+        seed(self._backend, self.manifest, number)
+
+    def state_bytes(self, weight: int) -> bytes:
+        """The bytes of number `weight` of the manifest's weights in the order of memory, when the calls before are done."""
+        return fetch(self._backend, weight)
+
+    def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
+        """The static input buffers of a recorded key, in the order of the signature, on the program's device, without gaps: a call
+        with these tensors, or with other libraries' over them (`torch.from_dlpack`), copies nothing in.
+
+        On a GPU those of all keys lie over each other: a call of another key overwrites them.  They are good until the session is
+        closed.  Raises KeyMissing.
+        """
+        number = place_of_key(self.manifest, int_key)
+        addresses, owner = self._backend.buffers(number)
+        program = self.manifest.programs[number]
+        rows = [program.values[index] for index in program.inputs]
+        device = self._backend.device
+        return [Tensor(at, row.dtype, row.shape, row.strides, owner, device) for at, row in zip(addresses, rows, strict=True)]
+
     def poison(self, byte: int) -> None:
         """Overwrites with `byte` what no replay may rely on: results must not change.  For verification."""
         self._backend.poison(byte)
 
     def close(self) -> None:
-        """Waits for running calls, then frees everything.  Calling a closed program raises ProgramClosed; closing twice does
-        nothing."""
+        """Waits for running calls, then frees everything; closing the program that was loaded closes its sessions.  Calling a
+        closed program raises ProgramClosed; closing twice does nothing."""
+        if self._backend.device is not None:
+            self._epoch.number = CLOSED  # views of the GPU's memory end here
+        self._family.close(self)
         self._backend.close()
         self._aliases.clear()
         self._finalizer.detach()

@@ -122,15 +122,17 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
 
 
 class Mapped:
-    """A safetensors file mapped read-only: processes that map the same file share its pages.
+    """A safetensors file mapped read-only: processes that map the same file share its pages.  `writable`: this process may write
+    there, which the file and other processes never see: a page that is written to becomes its own.
 
-    `address(name)` is valid until `close`.  Raises WeightsInvalid as `read_header` does.
+    `address(name)` is valid until `close`, or the end of this object.  Raises WeightsInvalid as `read_header` does.
     """
 
-    def __init__(self, path: str, where: str) -> None:
+    def __init__(self, path: str, where: str, *, writable: bool = False) -> None:
         with open(path, "rb") as file:
             self.entries = read_header(file, where)
-            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+            access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
+            self._map = mmap.mmap(file.fileno(), 0, access=access)
         self._view = memoryview(self._map)
         self._base = _address(self._view)
 

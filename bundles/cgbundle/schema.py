@@ -22,6 +22,7 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Weight", "memory"): (3, "weights"),
     ("Manifest", "aliases"): (3, ()),
     ("Manifest", "random"): (3, -1),
+    ("Exam", "calls"): (3, 1),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
@@ -196,9 +197,11 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exam:
-    """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (the proof's bound)."""
+    """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (the proof's bound).  Every int_key begins from the first
+    state and is called `calls` times with its inputs; what the last call gives is compared, and what it leaves behind."""
 
     compare: str
+    calls: int
     proofs: tuple[Proof, ...]
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from . import archive
 from .errors import WeightsInvalid
-from .extents import extent
+from .extents import ELSEWHERE, extent, span
 from .safetensors import ALIGNMENT, Entry
-from .schema import Manifest
-from .stepcheck import require
+from .schema import Alias, Manifest, Program, Value
+from .stepcheck import KEPT, require
 
 STATE = "state"
 SHARED = ("inputs", "outputs", "weights", STATE)
@@ -29,6 +29,10 @@ def check_state(manifest: Manifest) -> None:
         places.append((weight.offset, weight.offset + size, where))
         users = [other for other in manifest.weights if other.tensor == weight.tensor]
         require(users == [weight], f"{where}.tensor", f"{weight.tensor!r} is another weight's, too, and calls change it")
+    for index, region in enumerate(manifest.regions):
+        there = [weight for _, weight in region.constants if manifest.weights[weight].memory == STATE]
+        here = manifest.target.kind == "cpu" or not there
+        require(here, f"regions[{index}].constants", "a host region over state, which lies on the GPU")
     for (_, end, _), (begin, _, where) in zip(sorted(places), sorted(places)[1:], strict=False):
         require(end <= begin, f"{where}.offset", f"overlaps another row of memory {STATE}")
     if manifest.random != -1:
@@ -58,6 +62,32 @@ def check_aliases(manifest: Manifest) -> None:
             require(manifest.weights[alias.index].memory == alias.memory, f"{where}.index", "that weight lies elsewhere")
         loose = alias.memory != "outputs" or (alias.index not in outputs and alias.index != alias.output)
         require(loose, f"{where}.index", "an output that is an alias itself")
+
+
+def check_looks(manifest: Manifest) -> None:
+    """Raises ManifestInvalid unless at every int_key every alias lies inside of what it shares memory with.  The manifest's
+    aliases, programs and weights are sound, each in itself."""
+    for alias in manifest.aliases:
+        on_gpu = alias.memory in KEPT and manifest.target.kind == "cuda"
+        there = not on_gpu or manifest.weights[alias.index].offset != ELSEWHERE
+        require(there, "aliases", f"output {alias.output} shares memory with a weight that is not on the GPU")
+        for index, program in enumerate(manifest.programs):
+            value, base = program.values[program.outputs[alias.output]], base_of(manifest, program, alias)
+            where = f"programs[{index}].outputs[{alias.output}]"
+            begin = value.offset
+            if manifest.target.kind == "cuda":
+                require(value.memory == base.memory, where, f"an alias in memory {value.memory}, of something in {base.memory}")
+                begin -= base.offset
+            inside = begin >= 0 and begin + span(value) <= span(base)
+            require(inside, where, "lies outside of what it shares memory with")
+
+
+def base_of(manifest: Manifest, program: Program, alias: Alias) -> Value:
+    """What an alias shares memory with in a program, as a value."""
+    if alias.memory in KEPT:
+        row = manifest.weights[alias.index]
+        return Value(dtype=row.dtype, shape=row.shape, strides=row.strides, memory=row.memory, offset=row.offset)
+    return program.values[(program.inputs if alias.memory == "inputs" else program.outputs)[alias.index]]
 
 
 def check_state_exam(manifest: Manifest, key: tuple[int, ...], entries: Mapping[str, Entry]) -> set[str]:

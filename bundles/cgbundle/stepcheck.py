@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from .errors import ManifestInvalid
 from .extents import overlap
 from .lifetimecheck import check_lifetimes
-from .schema import Manifest, Program, Region, Step
+from .schema import Alias, Manifest, Program, Region, Step
 
 HOST = "host"
 KEPT = ("weights", "state")
@@ -36,7 +39,7 @@ def check_steps(manifest: Manifest, program: Program, where: str) -> None:
         require(whole, f"{where}.steps", "a cpu program is one host step over the call's values")
     else:
         _check_sides(program, where)
-        check_order(program, where)
+        check_order(program, where, {alias.output: alias for alias in manifest.aliases})
         check_lifetimes(program, where)
 
 
@@ -71,10 +74,10 @@ def _check_sides(program: Program, where: str) -> None:
                 require(memory != HOST, at, f"a graph step over {name}, which lies in memory host")
 
 
-def check_order(program: Program, where: str) -> None:
+def check_order(program: Program, where: str, aliases: Mapping[int, Alias] = MappingProxyType({})) -> None:
     """Raises ManifestInvalid unless every step, and the call in the end, reads what was written before: inputs of the call, weights
     and state, outputs of earlier steps.  Every value is written once, and by no step the call's inputs; a copy leaves weights and
-    the call's inputs as they are."""
+    the call's inputs as they are.  Of the `aliases`, by output, what they lie in is written."""
     given = set(program.inputs)
     written = given | {index for index, value in enumerate(program.values) if value.memory in KEPT}
     made: dict[int, int] = {}
@@ -93,4 +96,9 @@ def check_order(program: Program, where: str) -> None:
             for index in program.inputs:
                 require(not overlap(target, program.values[index]), at, f"copies over value {index}, an input of the call")
     for place, index in enumerate(program.outputs):
+        alias = aliases.get(place)
+        if alias is not None and alias.memory == "outputs":
+            index = program.outputs[alias.index]
+        elif alias is not None:
+            continue
         require(index in written, f"{where}.outputs[{place}]", f"value {index}, which nothing has written")

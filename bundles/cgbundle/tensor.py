@@ -15,12 +15,13 @@ from .schema import DTYPES
 
 
 class Tensor:
-    """`shape` and `strides` in elements, `address` in bytes, in CPU memory unless `device` is a CUDA device number.
+    """`shape` and `strides` in elements, `address` in bytes, in CPU memory unless `device` is a CUDA device number; `owner` keeps
+    the memory alive.
 
     Speaks DLPack and, on the CPU, the buffer protocol through `tobytes` and NumPy's `__array_interface__`.
     """
 
-    __slots__ = ("_capsule", "_owner", "address", "device", "dtype", "shape", "strides")
+    __slots__ = ("_capsule", "address", "device", "dtype", "owner", "shape", "strides")
 
     def __init__(
         self,
@@ -28,7 +29,7 @@ class Tensor:
         dtype: str,
         shape: Sequence[int],
         strides: Sequence[int] | None,
-        owner: object,
+        owner: Any,
         device: int | None = None,
     ) -> None:
         self.address = address
@@ -36,7 +37,7 @@ class Tensor:
         self.shape = tuple(shape)
         self.strides = dense(shape) if strides is None else tuple(strides)
         self.device = device
-        self._owner = owner
+        self.owner = owner
         self._capsule: object = None
 
     def __del__(self) -> None:
@@ -54,20 +55,21 @@ class Tensor:
             start, stop, _ = part.indices(size)
             offset += start * stride
             shape.append(max(0, stop - start))
-        return Tensor(self.address + offset * DTYPES[self.dtype], self.dtype, shape, self.strides, self._owner, self.device)
+        return Tensor(self.address + offset * DTYPES[self.dtype], self.dtype, shape, self.strides, self.owner, self.device)
 
     def __setitem__(self, slices: tuple[slice, ...], value: Tensor) -> None:
         """Copies `value`, of the same shape and dtype as the range, into it."""
         copy(self[slices], value)
 
     def clone(self) -> Tensor:
-        """A row-major copy in memory of its own."""
+        """A row-major copy in memory of its own.  Raises BufferError on a GPU, as `tobytes` does."""
         fresh = empty(self.dtype, self.shape)
         copy(fresh, self)
         return fresh
 
     def tobytes(self) -> bytes:
         """The elements row-major."""
+        _check_near(self)
         source = self if self.contiguous else self.clone()
         return ctypes.string_at(source.address, count(self.shape) * DTYPES[self.dtype])
 
@@ -125,6 +127,8 @@ def copy(target: Tensor, source: Tensor) -> None:
     """Copies elements between tensors of one shape and dtype in CPU memory, in runs as long as both layouts allow."""
     if target.shape != source.shape or target.dtype != source.dtype:
         raise ValueError(f"cannot copy {source!r} into {target!r}")
+    _check_near(target)
+    _check_near(source)
     size = DTYPES[target.dtype]
     if not count(target.shape):
         return
@@ -133,6 +137,11 @@ def copy(target: Tensor, source: Tensor) -> None:
     while axes and axes[-1][1] * size == run and axes[-1][2] * size == run:
         run *= axes.pop()[0]
     _copy(target.address, source.address, axes, run, size)
+
+
+def _check_near(tensor: Tensor) -> None:
+    if tensor.device is not None:
+        raise BufferError(f"{tensor!r} lies on CUDA device {tensor.device}: read and write it with torch.from_dlpack or the like")
 
 
 def _copy(target: int, source: int, axes: list[tuple[int, int, int]], run: int, size: int) -> None:

@@ -16,7 +16,7 @@ from .lifetimecheck import check_recording
 from .programcheck import check_programs, checked_extent
 from .schema import CODE, DTYPES, MEMORIES, Dimension, Manifest, TensorSpec
 from .sizes import linear, names
-from .statecheck import STATE, check_aliases, check_state, check_state_exam
+from .statecheck import STATE, check_aliases, check_looks, check_state, check_state_exam
 from .stepcheck import require
 from .tensor import memory_order
 
@@ -91,10 +91,11 @@ def check_manifest(manifest: Manifest) -> None:
     _check_target(manifest)
     _check_memories(manifest)
     _check_weights(manifest)
+    _check_regions(manifest)
     check_state(manifest)
     check_aliases(manifest)
-    _check_regions(manifest)
     check_programs(manifest)
+    check_looks(manifest)
     _check_files(manifest)
     _check_exam_rows(manifest)
     for index, finding in enumerate(manifest.findings):
@@ -224,6 +225,7 @@ def _check_written(manifest: Manifest) -> None:
 def _check_exam_rows(manifest: Manifest) -> None:
     keys = [program.key for program in manifest.programs]
     require([proof.key for proof in manifest.exam.proofs] == keys, "exam.proofs", "do not match the programs")
+    require(1 <= manifest.exam.calls <= 16, "exam.calls", f"{manifest.exam.calls} calls")
     require(manifest.exam.compare in ("bits", "tolerance"), "exam.compare", f"unknown comparison {manifest.exam.compare!r}")
     for index, proof in enumerate(manifest.exam.proofs):
         where = f"exam.proofs[{index}]"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arrays import Library
 from .errors import StaleView
+from .library import Library
 from .schema import TensorSpec
+
+CLOSED = 0
+"""The number of no call: of a program that was closed."""
 
 
 class Epoch:
-    """Counts the replays of a program."""
+    """Counts the replays of a session."""
 
     __slots__ = ("number",)
 
@@ -22,7 +25,7 @@ class View:
     """An output of call number `call`.  `tensor` is the caller's kind of tensor over the runtime's memory; `clone()` a copy that
     stays.
 
-    Shape and dtype may be read at any time; everything else raises StaleView once the program has been called again.
+    Shape and dtype may be read at any time; everything else raises StaleView once the session has been called again.
     """
 
     __slots__ = ("_epoch", "_library", "_spec", "_value", "call")
@@ -48,8 +51,10 @@ class View:
     @property
     def tensor(self) -> Any:
         """The output itself, valid until the next call."""
-        if self._epoch.number != self.call:
-            raise StaleView(f"output {self.name!r} of call {self.call} was read after call {self._epoch.number}")
+        now = self._epoch.number
+        if now != self.call:
+            after = "the program was closed" if now == CLOSED else f"call {now}"
+            raise StaleView(f"output {self.name!r} of call {self.call} was read after {after}")
         return self._value
 
     def clone(self) -> Any:

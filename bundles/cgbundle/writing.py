@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .arrays import Library, Place
 from .errors import InputUnwritable
+from .library import Library, Place
 from .program import Backend, Program
 from .schema import DTYPES, Manifest
 from .sharing import folds, reach, shared
@@ -26,8 +26,8 @@ class WritingProgram(Program):
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """As `Program.replay`; raises InputUnwritable, before anything runs, for a tensor that cannot be written to."""
-        if len(tensors) != len(self.inputs):
-            return super().replay(tensors)  # which refuses
+        if not self.manifest.written or len(tensors) != len(self.inputs):
+            return super().replay(tensors)  # which refuses another number
         library = self._library(tensors)
         taken = [library.take(tensor, spec.name) for tensor, spec in zip(tensors, self.inputs, strict=True)]
         self._check_apart(library, taken)

@@ -10,12 +10,12 @@ judging       check and refuse; which inputs the program writes to
 
 from __future__ import annotations
 
-from .judging import check, functional, refuse, refuse_written, written_inputs
+from .judging import check, functional, refuse, refuse_written, state_buffers, written_inputs
 from .placements import placements
 from .rules import RULES, names
 from .subject import HOST, NOTE, REFUSE, Subject, place
 
 __all__ = [
     "HOST", "NOTE", "REFUSE", "RULES", "Subject", "check", "functional", "names", "place", "placements", "refuse", "refuse_written",
-    "written_inputs",
+    "state_buffers", "written_inputs",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from torch.export import ExportedProgram, ExportGraphSignature
 
 from cgbundle.schema import Finding
 
+from ..attributes import ATTRIBUTE_FIX
 from ..errors import ExportFailed, Refused
 from ..export import Exported, Traced
 from ..source import first_line
@@ -17,7 +18,10 @@ from .randomness import keeps_rng_state
 from .rules import RULES, names
 from .subject import HOST, REFUSE, Subject
 from .weights import weight_names
-from .writes import CLONE
+from .writes import CLONE, RETURN, sharing
+
+WRITES = frozenset({"mutated-input", "mutated-buffer", "random-operation"})
+"""Rules about what a program changes: random numbers count their calls in a buffer."""
 
 GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
 """Rules that mean nothing where everything is on the host."""
@@ -61,6 +65,13 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     try:
         return program.run_decompositions({}).graph_signature
     except Exception as error:
+        if "register it as buffer" in str(error):  # torch's words for an attribute that is written to in place
+            raise ExportFailed(f"model: {first_line(error).rstrip('.')}", ATTRIBUTE_FIX) from error
+        if shared := sharing(program):
+            raise ExportFailed(
+                f"model: the buffers {shared[0]!r} and {shared[1]!r} share memory, and torch.export cannot follow writes to them",
+                "give each a tensor of its own",
+            ) from error
         raise ExportFailed(
             f"model: torch.export cannot make the program functional: {type(error).__name__}: {first_line(error)}",
             "leave torch.no_grad and torch.set_grad_enabled out of forward(): a bundle computes no gradients",
@@ -73,17 +84,23 @@ def written_inputs(signature: ExportGraphSignature) -> tuple[int, ...]:
     return tuple(sorted({user.index(name) for name in signature.user_inputs_to_mutate.values()}))
 
 
+def state_buffers(signature: ExportGraphSignature) -> tuple[str, ...]:
+    """The names of the buffers that the program writes to, sorted; `signature` is that of its functional form."""
+    return tuple(sorted(set(signature.buffers_to_mutate.values())))
+
+
 def refuse_written(findings: Sequence[Finding], recorder: str, placed: int) -> None:
-    """Raises Refused for a program that writes to an input where a build cannot keep that: the recorder `trace`, and a program of
-    which `placed` operations run on the host beside a GPU."""
-    found = next((finding for finding in findings if finding.rule == "mutated-input"), None)
+    """Raises Refused for a program that writes to an input or a buffer where a build cannot keep that: the recorder `trace`, and a
+    program of which `placed` operations run on the host beside a GPU."""
+    found = next((finding for finding in findings if finding.rule in WRITES), None)
     if found is None or not (placed or recorder == "trace"):
         return
     why = (
         "such a write is not supported beside operations on the host" if placed
         else "such a write is recorded by the capture recorder alone, which needs the GPU"
     )  # fmt: skip
-    raise Refused(f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", CLONE)
+    fix = CLONE if found.rule == "mutated-input" else RETURN
+    raise Refused(f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", fix)
 
 
 def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> None:

@@ -9,7 +9,11 @@ from torch.fx import Node
 
 from cgbundle.schema import Finding
 
-from .subject import NOTE, REFUSE, Subject, all_calls, arguments, finding, operator
+from ..drawing import can_rewrite, is_random, supported
+from .subject import NOTE, REFUSE, Subject, all_calls, finding, operator
+
+DRAWN_TOKEN = "draw with (p / torch.empty_like(p).exponential_()).argmax(-1), or pass the random tensor as an input"
+"""What to write for multinomial."""
 
 RNG_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
 """Higher-order operators that save and restore the state of a random generator."""
@@ -19,33 +23,44 @@ def random_operation(subject: Subject) -> Iterable[Finding]:
     """An operation that draws random numbers: dropout in training, rand, randn, bernoulli, multinomial, and attention with a
     dropout probability.
 
-    What it looks for: operators tagged `nondeterministic_seeded`, but for those that draw nothing (dropout outside training, a
-    probability of 0).
+    What it looks for: operators tagged `nondeterministic_seeded`, and attention, but for those that draw nothing (dropout outside
+    training, a probability of 0).
 
     Why CUDA cares: a graph can hold random kernels if the generator is registered with it and its seed and offset lie in device
     memory that is updated before each replay; a bundle without torch has no such generator, and would draw the same numbers each
-    time.
+    time.  So a build lets the program compute its numbers itself, from a seed and a count of its calls that lie in its state.
 
-    Effect: no bundle can be built: the exam could not tell a right result from a wrong one.
+    Effect: fresh numbers at every call, not those of PyTorch's generator; `program.seed(n)` repeats them.  No bundle can be built
+    for an operator that is not among them (multinomial, poisson, binomial, gamma), for one with a generator of its own, and for one
+    inside torch.cond or another operator with a graph of its own.
 
-    Fix: `model.eval()` if this is dropout; or pass the random tensor as an input.
+    Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input; a token is
+    drawn without multinomial by `(probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)`.
 
-    Source: torch.Tag.nondeterministic_seeded; CUDAGeneratorImpl and torch.cuda.CUDAGraph.register_generator_state in PyTorch.
+    Source: torch.Tag.nondeterministic_seeded; CUDAGeneratorImpl and torch.cuda.CUDAGraph.register_generator_state in PyTorch;
+    drawing.py.
     """
     for node, top in subject.calls():
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _switched_off(node):
-            yield finding(
-                "random-operation", REFUSE, f"{operator(node)} draws random numbers", node,
-                "results differ from call to call and cannot be verified",
-                "call model.eval() if this is dropout, or pass the random tensor as an input", top,
-            )  # fmt: skip
+        if is_random(node):
+            name = operator(node)
+            if top == node.name and can_rewrite(node):
+                severity, effect, fix = NOTE, "fresh numbers at every call; program.seed(n) repeats them", "none needed"
+            else:
+                severity, effect, fix = REFUSE, _obstacle(node, top), "pass the random tensor as an input"
+            if name == "multinomial":
+                fix = DRAWN_TOKEN
+            elif "dropout" in name:
+                fix += "; call model.eval() if the dropout was not meant"
+            yield finding("random-operation", severity, f"{name} draws random numbers", node, effect, fix, top)
 
 
-def _switched_off(node: Node) -> bool:
-    """Whether a random operation draws nothing: dropout outside training, or with probability 0 (attention takes a dropout_p)."""
-    values = arguments(node)
-    never = values.get("dropout_p") == 0 or (node.target is torch.ops.aten.dropout.default and values.get("p") == 0)
-    return never or values.get("train") is False or values.get("training") is False
+def _obstacle(node: Node, top: str) -> str:
+    """Why a random operator cannot be rewritten."""
+    if top != node.name:
+        return "inside a branch or a loop it has no place in the count of what is drawn"
+    if node.target in supported():
+        return "a bundle has no generator but its own"
+    return "a bundle has no generator for it, and would repeat the same numbers"
 
 
 def rng_state_operation(subject: Subject) -> Iterable[Finding]:
@@ -85,9 +100,9 @@ def training_mode(subject: Subject) -> Iterable[Finding]:
     What it looks for: `module.training` and modules of these kinds.
 
     Why it matters: dropout draws random numbers (random-operation), batch normalization takes the statistics of the batch and
-    writes them to its buffers (mutated-buffer): neither is what inference means.
+    writes them to its buffers (mutated-buffer): both are built as they are, and neither is what inference usually means.
 
-    Effect: information; the other rules refuse what cannot be replayed.
+    Effect: information; the other rules say what follows.
 
     Fix: `model.eval()`.
 

@@ -13,6 +13,7 @@ from .subject import Subject
 Rule = Callable[[Subject], Iterable[Finding]]
 
 RULES: tuple[Rule, ...] = (
+    writes.mutated_attribute,
     writes.mutated_buffer,
     writes.mutated_input,
     randomness.random_operation,

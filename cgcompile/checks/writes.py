@@ -5,39 +5,78 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import Node
 
 from cgbundle.schema import Finding
 from cgbundle.sharing import folds, reach, shared
 
+from ..attributes import ATTRIBUTE_FIX
 from ..export import PREFIX
+from ..weights import weight_tensors
 from .shapes import outputs
 from .subject import NOTE, REFUSE, Subject, finding
 from .weights import weight_names
 
 CLONE = "clone the input before writing, and return the result"
+RETURN = "return the new value as an output, and pass it in as an input"
 
 
 def mutated_buffer(subject: Subject) -> Iterable[Finding]:
-    """A buffer that forward() writes to: running statistics, a cache.
+    """A buffer that forward() writes to: a cache, running statistics, a counter.
 
     What it looks for: the buffers that the functional form of the program gives new values.
 
-    Why CUDA cares: PyTorch allows it in a graph, whose replay writes to the same address each time.  In a bundle a buffer is a
-    weight: mapped read-only, and shared by all processes that serve it.
+    Why CUDA cares: a graph's replay writes to the same address each time, which is what a cache wants.  Such a buffer is state: it
+    lies in memory of its own that every session has for itself and all int_keys share, starts with what the model's buffer held at
+    the build, and is read, written and reset by `program.state` and `program.reset()`.
 
-    Effect: no bundle can be built.
+    Effect: a call is neither padded nor cut, since padding would be written, too.  (Buffers that share memory are refused:
+    torch.export cannot follow writes to them.)
 
-    Fix: return the new value as an output, and pass it in as an input.
+    Fix: none needed; or return the new value as an output, and pass it in as an input.
 
     Source: check_for_mutation in torch/_inductor/cudagraph_utils.py excepts static inputs (buffers); ExportGraphSignature.
     """
     for target in sorted(set(subject.signature.buffers_to_mutate.values())):
-        name = _input_of(subject, target)
         yield finding(
-            "mutated-buffer", REFUSE, f"forward() writes to the buffer {target.removeprefix(PREFIX)!r}", _writer(subject, name),
-            "the replay would write to weights that processes share",
-            "return the new value as an output and pass it in as an input",
+            "mutated-buffer", NOTE, f"forward() writes to the buffer {target.removeprefix(PREFIX)!r}",
+            _writer(subject, _input_of(subject, target)), "it is state of a session; no call is padded or cut",
+            f"none needed; or {RETURN}",
+        )  # fmt: skip
+
+
+def sharing(program: ExportedProgram) -> tuple[str, str] | None:
+    """Two buffers of a program that share memory, by the user's names."""
+    homes: dict[int, str] = {}
+    for name in program.graph_signature.inputs_to_buffers.values():
+        value = weight_tensors(program)[name]
+        home = value.untyped_storage().data_ptr()
+        if value.numel() and home in homes:
+            return homes[home].removeprefix(PREFIX), name.removeprefix(PREFIX)
+        homes[home] = name
+    return None
+
+
+def mutated_attribute(subject: Subject) -> Iterable[Finding]:
+    """An attribute that forward() changes and that is no buffer: a counter in Python, a tensor kept for the next call.
+
+    What it looks for: attributes of modules that are others after a call than before, at the second call with the same inputs, too
+    (attributes.py).
+
+    Why CUDA cares: a replay runs kernels and no Python; the attribute would stay what it was when the model was traced.
+
+    Effect: no bundle can be built: its results would be those of the first call for ever.
+
+    Fix: `self.register_buffer(name, torch.zeros(()))`, and write to it: that is state, and kept from call to call.
+
+    Source: torch.export traces Python once ("attributes assigned during export"); torch.compile guards on such attributes and
+    compiles again.
+    """
+    for obstacle in subject.obstacles("mutated-attribute"):
+        yield finding(
+            "mutated-attribute", REFUSE, obstacle.message, obstacle,
+            "a replay runs no Python: it would stay what it was at the build", ATTRIBUTE_FIX,
         )  # fmt: skip
 
 
@@ -104,9 +143,10 @@ def aliased_output(subject: Subject) -> Iterable[Finding]:
     Why CUDA cares: a graph's inputs lie in static buffers that the next call overwrites; PyTorch tracks such aliases with weak
     references and rebuilds the views from the caller's tensors.
 
-    Effect: the output is a tensor of its own: a write to it does not reach the input or the weight, as it would in eager PyTorch.
+    Effect: a bundle keeps that: the output is the caller's own tensor or a look at it, or at the weight or state in the runtime's
+    memory, also where others are copied; what is written to one shows in the other, as in eager PyTorch.
 
-    Fix: none needed, unless the caller relies on the alias.
+    Fix: none needed; clone it in forward() for a tensor that nothing else changes.
 
     Source: OutputAliasInfo in torch/_inductor/cudagraph_trees.py.
     """
@@ -115,10 +155,11 @@ def aliased_output(subject: Subject) -> Iterable[Finding]:
     for node, name in outputs(subject):
         for home in _storages(node):
             if home in homes:
-                kind = "a weight" if homes[home].name in weights else f"the input {_named(subject, homes[home].name)!r}"
+                kind = _kind(subject, homes[home].name, homes[home].name in weights)
                 yield finding(
                     "aliased-output", NOTE, f"the output {name!r} shares memory with {kind}", node,
-                    "a bundle gives it memory of its own: writes to it do not reach the other", "clone it to make this plain",
+                    "it is handed out as a look at it, as in eager PyTorch, never as a copy",
+                    "none needed; or clone it in forward() for a tensor that nothing else changes",
                 )  # fmt: skip
 
 
@@ -126,6 +167,18 @@ def _storages(node: Node) -> Iterator[int]:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         yield value.untyped_storage()._cdata
+
+
+def _kind(subject: Subject, placeholder: str, weight: bool) -> str:
+    """What an output shares memory with, in words."""
+    if not weight:
+        return f"the input {_named(subject, placeholder)!r}"
+    signature = subject.program.graph_signature
+    target = {**signature.inputs_to_buffers, **signature.inputs_to_parameters, **signature.inputs_to_lifted_tensor_constants}[
+        placeholder
+    ]
+    what = "buffer" if target in subject.signature.buffers_to_mutate.values() else "weight"
+    return f"the {what} {target.removeprefix(PREFIX)!r}"
 
 
 def _named(subject: Subject, placeholder: str) -> str:

@@ -8,7 +8,7 @@ names every address (assemble.py); replaying the same fresh inputs in both shows
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from cgbundle.recording import ModuleState
 from cgbundle.schema import Weight
 from cgcompile.lower import cache_environment
 from cgcompile.record.assemble import Assembled, Graph, assemble
-from cgcompile.record.errors import SharedStorage, SizesDiffer
+from cgcompile.record.errors import SharedStorage, SizesDiffer, WeightMutated
 from cgcompile.record.memory import PAD, Table, align, lay_out, tensor_bytes
 from cgcompile.record.processes import run_all
 from cgcompile.record.request import Landing, Request
@@ -44,7 +44,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """A replay of one key in the recording process: the bytes of every input and output tensor, row-major, in the call's order, and
-    what the inputs that the program writes to held after it.
+    what the inputs that the program writes to held after it; `state`: what its state held, by the weights' names, in memory order.
 
     `deterministic`: two processes got the same bits.  `error` and `tolerance` are those of schema.Proof, against eager PyTorch.
     """
@@ -52,6 +52,7 @@ class Trial:
     inputs: tuple[bytes, ...]
     outputs: tuple[bytes, ...]
     written: tuple[bytes, ...]
+    state: tuple[tuple[str, bytes], ...]
     deterministic: bool
     error: float
     tolerance: float
@@ -63,8 +64,8 @@ class Recorded:
 
     `graphs`: one for a program that is one graph, whose inputs and outputs are those of the call, else one per graph region.
     `weights` are the program's tensors with their offsets; `tables` follow them in the same memory, which takes
-    `weights_bytes` in all. `static` are the bytes that each key needs of memory `inputs`.
-    `mutated` names the weights that a replay changes in place: their memory has to start with the original values.
+    `weights_bytes` in all, those that the program writes to in memory `state`, which takes `state_bytes`.  `static` are the bytes
+    that each key needs of memory `inputs`.
     `images` are cubins by sha256.  `driver` is the CUDA version of the recording machine's driver (13000 = 13.0).
     """
 
@@ -74,7 +75,7 @@ class Recorded:
     weights: tuple[Weight, ...]
     tables: tuple[Table, ...]
     weights_bytes: int
-    mutated: tuple[str, ...]
+    state_bytes: int
     states: tuple[ModuleState, ...]
     images: dict[str, bytes] = field(repr=False)
     arch: str
@@ -97,6 +98,8 @@ def record(
     landing: Mapping[Key, tuple[Landing, ...]] = MappingProxyType({}),
     elsewhere: frozenset[str] = frozenset(),
     written: tuple[int, ...] = (),
+    state: Collection[str] = (),
+    exam_calls: int = 1,
     cache: Path | None = None,
     workers: int | None = None,
     parallel: bool = True,
@@ -107,7 +110,8 @@ def record(
     `fresh` are other inputs of the same shapes for the exam, drawn here when not given.  `code`: as in `Request`.  `placements`
     (see `partition`) are nodes that are on the host, and `landing` by key where in memory `inputs`, behind the call's inputs, what
     the host makes is put; host regions are not part of what is recorded.  `elsewhere`: weights that no graph reads, which get no
-    place.  `written`: positions of the inputs, among the call's tensors, that the program writes to.  `folder` takes working files
+    place.  `written`: positions of the inputs, among the call's tensors, that the program writes to; `state`: buffers that it does,
+    by name.  `exam_calls`: how often the exam replays a key, from the first state on.  `folder` takes working files
     and the processes' logs; `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).
     `workers` processes lower at a time (default: half the processors, 1 for max-autotune, whose benchmarks would disturb
     each other); with `parallel` the two recorders share the GPU, else they run one after the other.
@@ -118,7 +122,8 @@ def record(
     exam = fresh if fresh is not None else _fresh_calls(calls)
     _check_calls(calls, exam)
     tensors = program_tensors(program)
-    weights, weights_end = lay_out({name: shape for name, shape in shapes_of(tensors).items() if name not in elsewhere})
+    _check_apart(state, tensors)
+    weights, ends = lay_out({name: shape for name, shape in shapes_of(tensors).items() if name not in elsewhere}, state)
     torch.export.save(program, folder / "program.pt2")
     both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], exam[key])) for key in calls}
     torch.save(both, folder / "calls.pt")
@@ -140,11 +145,13 @@ def record(
             placements=tuple(placements.items()),
             landing=dict(landing),
             weights=weights,
-            weights_end=weights_end,
+            weights_end=ends.weights,
+            state_end=ends.state,
             inputs_end=max(static.values(), default=0),
             settings=settings(),
             shift=bool(number),
             written=written,
+            exam_calls=exam_calls,
         )
 
     environment = cache_environment(cache or folder / "cache")
@@ -154,9 +161,10 @@ def record(
         run_all([request("prime", i, share) for i, share in enumerate(shares)], folder, environment, at_once, tell)
     a, b = run_all([request("record", i, keys) for i in range(2)], folder, environment, 2 if parallel else 1, tell)
     tell("comparing the recordings")
-    _check_mutations(a, tensors)
+    if a.mutated:
+        raise WeightMutated(f"a replay changes {', '.join(a.mutated)}")
     exams = {key: tuple(row_major(t) for t in _tensors(call)) for key, call in exam.items()}
-    return _recorded(a, b, assemble(a, b, weights_end), weights, static, exams, tolerance_of(program))
+    return _recorded(a, b, assemble(a, b, ends.weights), weights, ends.state, static, exams, tolerance_of(program))
 
 
 def _recorded(
@@ -164,6 +172,7 @@ def _recorded(
     b: Take,
     assembled: Assembled,
     weights: tuple[Weight, ...],
+    state_end: int,
     static: Mapping[Key, int],
     exams: Mapping[Key, tuple[bytes, ...]],
     tolerance: float,
@@ -174,7 +183,8 @@ def _recorded(
             inputs=exams[mine.key],
             outputs=mine.outputs,
             written=mine.written,
-            deterministic=(mine.outputs, mine.written) == (theirs.outputs, theirs.written),
+            state=mine.state,
+            deterministic=(mine.outputs, mine.written, mine.state) == (theirs.outputs, theirs.written, theirs.state),
             error=max(mine.error, theirs.error),
             tolerance=tolerance,
         )
@@ -185,7 +195,7 @@ def _recorded(
         weights=weights,
         tables=assembled.tables,
         weights_bytes=assembled.weights_end + PAD,
-        mutated=a.mutated,
+        state_bytes=state_end + PAD if state_end else 0,
         states=assembled.states,
         images=a.images,
         arch=a.arch,
@@ -217,7 +227,8 @@ def _check_calls(calls: Mapping[Key, Call], exam: Mapping[Key, Call]) -> None:
             raise SizesDiffer(f"int_key {key}: the fresh inputs have other shapes than the example's")
 
 
-def _check_mutations(take: Take, tensors: Mapping[str, torch.Tensor]) -> None:
-    broken = sorted(set(take.mutated) & entangled(tensors))
+def _check_apart(state: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    tied = [name for name, shape in shapes_of(tensors).items() if shape.same_as in state or (shape.same_as and name in state)]
+    broken = sorted((set(state) & entangled(tensors)) | set(tied))
     if broken:
         raise SharedStorage(f"the program changes {', '.join(broken)}, which shares memory with another weight")

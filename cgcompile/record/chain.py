@@ -50,7 +50,9 @@ def open_chain(session: Session, key: Key) -> Chain:
     regions = tuple([cpu if cpu.part.kind == "host" else gpu for cpu, gpu in zip(on_cpu, on_gpu, strict=True)])
     for link in regions:
         if link.part.kind == "graph":
-            place_weights(link.module, session.request.weights, session.originals, session.weights)
+            place_weights(
+                link.module, session.request.weights, session.originals, {"weights": session.weights, "state": session.state}
+            )
             repair(link.module)
     return Chain(
         parts=parts, regions=regions, static=static, landing=dict(_place(session, row) for row in session.request.landing[key])

@@ -14,6 +14,8 @@ from cgcompile.errors import BuildError
 class RecordError(BuildError):
     """Base of every refusal of the recorder."""
 
+    hint = "other kernels may do: try --lower eager, or --record trace; and please report the model"
+
 
 # --- the environment ------------------------------------------------------------------------------------------
 
@@ -29,10 +31,13 @@ class DriverCallFailed(RecordError):
     """A CUDA driver call that the recorder needs failed."""
 
     exit_code = 2
+    hint = "nvidia-smi and the system's log may say what is wrong with the GPU"
 
 
 class RecorderFailed(RecordError):
     """A recorder process died without naming a reason; the message gives the last line it wrote and the log's path."""
+
+    hint = "the log has all that the process wrote; please report the model"
 
 
 # --- lowering and capture -------------------------------------------------------------------------------------
@@ -62,14 +67,23 @@ class InputMutated(RecordError):
     hint = "return the changed tensor as an output, and please report this model"
 
 
+class WeightMutated(RecordError):
+    """A replay changed a weight that the program is not known to write to; sessions share weights."""
+
+    hint = "register it as a buffer of the module, and please report this model"
+
+
 class SharedStorage(RecordError):
     """A buffer that the program changes overlaps another weight, so that placing the two apart would break the link."""
+
+    hint = "give the buffer a tensor of its own"
 
 
 class SizesDiffer(RecordError):
     """The inputs of one int_key do not fit the program's signature, or two sets of inputs for one key differ in shape."""
 
     exit_code = 2
+    hint = "inputs() has to give the same shapes for the same sizes"
 
 
 # --- what a captured graph may hold ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Where everything lies: weights, tables, static inputs and the arena.  Pure; offsets and sizes in bytes.
 
-*weights*: every parameter, buffer and constant of the program at 256-byte aligned offsets, tied ones once; behind them
+*weights*: every parameter, buffer and constant of the program at 256-byte aligned offsets, tied ones once, but for the buffers
+that the program writes to, which lie in *state*; behind them
 the tables that kernels read but no tensor of the program holds (cuFFT's twiddle factors, constants that Inductor folded).
 *inputs*: the tensors of the call, each key from offset 0: keys overlay each other.
 *arena*: the segments of a key's private pool that its graph refers to, and scratch that libraries allocated elsewhere; keys
@@ -11,7 +12,7 @@ Each memory ends with PAD bytes that belong to nobody: an address one past the e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from cgbundle.recording import Address
@@ -88,22 +89,29 @@ def dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
     return tuple(contiguous)
 
 
-def lay_out(shapes: Mapping[str, Shape]) -> tuple[tuple[Weight, ...], int]:
-    """Offsets of the program's tensors in memory `weights`, in their order, and the bytes up to the end of the last."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ends:
+    """Bytes up to the end of the last tensor of memory `weights` and of memory `state`."""
+
+    weights: int
+    state: int
+
+
+def lay_out(shapes: Mapping[str, Shape], state: Collection[str] = ()) -> tuple[tuple[Weight, ...], Ends]:
+    """Offsets of the program's tensors, in their order: those named in `state` in memory `state`, the others in `weights`."""
     rows: list[Weight] = []
     offsets: dict[str, int] = {}
-    end = 0
+    ends = {"weights": 0, "state": 0}
     for name, s in shapes.items():
         tensor = s.same_as or name
+        memory = "state" if name in state else "weights"
         if tensor not in offsets:
-            offsets[tensor] = end
-            end = align(end + tensor_bytes(s.dtype, s.shape))
+            offsets[tensor] = ends[memory]
+            ends[memory] = align(ends[memory] + tensor_bytes(s.dtype, s.shape))
         rows.append(
-            Weight(
-                name=name, tensor=tensor, dtype=s.dtype, shape=s.shape, strides=s.strides, memory="weights", offset=offsets[tensor]
-            )
+            Weight(name=name, tensor=tensor, dtype=s.dtype, shape=s.shape, strides=s.strides, memory=memory, offset=offsets[tensor])
         )
-    return tuple(rows), end
+    return tuple(rows), Ends(**ends)
 
 
 def place_tables(
@@ -150,6 +158,8 @@ def place(take: Take, used: Iterable[int], tables: Mapping[int, int], key: Key) 
             continue
         if i in tables:
             bases[i] = (MEMORIES.index("weights"), tables[i])
+        elif piece.kind == "state":
+            bases[i] = (MEMORIES.index("state"), 0)
         elif piece.kind in ("pool", "torch", "device"):
             arena = align(arena, SEGMENT_ALIGN if piece.size >= SEGMENT_ALIGN else ALIGN)
             bases[i] = (MEMORIES.index("arena"), arena)

@@ -74,6 +74,7 @@ def pair_ranges(a: Take, b: Take) -> Pairing:
                 if x.offset == y.offset and alike(a.ranges[x.range], b.ranges[y.range]):
                     votes[x.range, y.range] += 1
     pairing: Pairing = {WEIGHTS: WEIGHTS, INPUTS: INPUTS}
+    pairing |= {i: i for i, (x, y) in enumerate(zip(a.ranges, b.ranges, strict=False)) if (x.kind, y.kind) == ("state", "state")}
     taken = set(pairing.values())
     for (one, other), _count in sorted(votes.items(), key=lambda item: (-item[1], item[0])):
         if one not in pairing and other not in taken:

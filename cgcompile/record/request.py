@@ -30,7 +30,7 @@ class Request:
     `code` names the model whose code registers operators that the program calls, or is "".  `placements` (node of the program,
     reason) are on the host: where there are any, the program is several regions, and `landing` says by key where in the inputs
     buffer what the host makes is put, as (value, offset, dtype, shape, strides).
-    `written`: positions of the call's tensors that the program writes to.
+    `written`: positions of the call's tensors that the program writes to.  `exam_calls`: how often the exam replays a key.
     `keys` come largest first.  `shift` makes this process's addresses differ from another's.  `result` is the file to write.
     """
 
@@ -46,7 +46,9 @@ class Request:
     landing: dict[Key, tuple[Landing, ...]]
     weights: tuple[Weight, ...]
     weights_end: int
+    state_end: int
     inputs_end: int
     settings: dict[str, Any]
     shift: bool
     written: tuple[int, ...] = ()
+    exam_calls: int = 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 Key = tuple[int, ...]
 
 WEIGHTS, INPUTS = 0, 1
-"""The first two ranges of every process: its weights buffer and its static inputs."""
+"""The first two ranges of every process: its weights buffer and its static inputs.  Its state buffer, where it has one, is next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Word:
 class Range:
     """A piece of device memory that an address may lie in.
 
-    `kind`: "weights" and "inputs" (ours, the same in both processes), "pool" (a segment of the private pool of `key`),
+    `kind`: "weights", "inputs" and "state" (ours, the same in both processes), "pool" (a segment of the private pool of `key`),
     "torch" (a live block of torch's ordinary pool), "device" (an allocation that torch did not make), "host" (pinned
     host memory).  `contents` is what a "torch" or "device" range held when the graphs had been captured and none had
     run, for ranges that something refers to; `words` are the live addresses in it.
@@ -144,18 +144,20 @@ class RawState:
 class RawExam:
     """A replay on fresh inputs: the bytes of every output tensor in row-major order, and how far eager PyTorch is from it
     (`error`: the worst `tolerance.largest_error` of an output).  `written`: likewise what the inputs that the program writes to
-    hold after the replay, in their order."""
+    hold after the replay, in their order; `state` what the buffers that it writes to hold, in the order of their memory and by the
+    weights' names."""
 
     key: Key
     outputs: tuple[bytes, ...]
     error: float
     written: tuple[bytes, ...] = ()
+    state: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Take:
-    """Everything that one recorder process saw.  `mutated` names the weights that a replay changes; `notes` are remarks
-    for people."""
+    """Everything that one recorder process saw.  `mutated` names the weights outside state that a replay changes; `notes` are
+    remarks for people."""
 
     ranges: tuple[Range, ...]
     graphs: tuple[RawGraph, ...]

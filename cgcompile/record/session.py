@@ -15,13 +15,14 @@ import torch
 from torch.export.passes import move_to_device_pass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from cgbundle.schema import Weight
 from cgcompile.lower import lower, lowering_errors, repair
 from cgcompile.record.driver import check, driver
 from cgcompile.record.errors import LoweringFailed, NotCapturable
 from cgcompile.record.memory import PAD
 from cgcompile.record.request import Request
 from cgcompile.record.rows import Key
-from cgcompile.record.tensors import Spot, apply_settings, place_inputs, place_weights, program_tensors, spot_of
+from cgcompile.record.tensors import Spot, apply_settings, place_inputs, place_weights, program_tensors, spot_of, tensor_at
 from cgcompile.source import load_code
 
 WARMUPS = 3
@@ -34,16 +35,29 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """A loaded program: `module` computes with weights in the buffer `weights`, `originals` are their values before
-    anything ran.  `sides` are the program on the CPU and on the GPU where parts of it stay on the host, else None."""
+    """A loaded program: `module` computes with weights in the buffer `weights` and, those that it writes to, in the buffer `state`;
+    `originals` are their values before anything ran.  `sides` are the program on the CPU and on the GPU where parts of it stay on
+    the host, else None."""
 
     request: Request
     sides: tuple[torch.export.ExportedProgram, torch.export.ExportedProgram] | None
     module: torch.nn.Module
     originals: Mapping[str, torch.Tensor]
     weights: torch.Tensor
+    state: torch.Tensor
     inputs: torch.Tensor
     calls: Mapping[Key, tuple[Call, Call]]
+
+    def tensor_of(self, row: Weight) -> torch.Tensor:
+        """Where a weight lies."""
+        buffer = self.state if row.memory == "state" else self.weights
+        return tensor_at(buffer, row.offset, row.dtype, row.shape, row.strides)
+
+    def restore_state(self) -> None:
+        """Puts back what the buffers that the program writes to held at first."""
+        for row in self.request.weights:
+            if row.memory == "state":
+                self.tensor_of(row).copy_(self.originals[row.name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,19 +90,22 @@ def open_session(request: Request) -> Session:
     moved = move_to_device_pass(program, "cuda")
     module = repair(moved.module(check_guards=False))  # the signature's checks run before a replay, not inside it
     weights = torch.zeros(request.weights_end + PAD, dtype=torch.uint8, device="cuda")
+    state = torch.zeros(request.state_end + PAD, dtype=torch.uint8, device="cuda")
     inputs = torch.zeros(request.inputs_end + PAD, dtype=torch.uint8, device="cuda")
-    place_weights(module, request.weights, originals, weights)
+    place_weights(module, request.weights, originals, {"weights": weights, "state": state})
     calls = torch.load(request.calls, weights_only=False)
     sides = (torch.export.load(request.program), moved) if request.placements else None  # moving changes the program itself
     del program, moved, anchor
     gc.collect()
     torch.cuda.empty_cache()
-    return Session(request=request, sides=sides, module=module, originals=originals, weights=weights, inputs=inputs, calls=calls)
+    return Session(
+        request=request, sides=sides, module=module, originals=originals, weights=weights, state=state, inputs=inputs, calls=calls
+    )  # fmt: skip
 
 
 def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
     """Lower the program for a key and run it on a side stream, each time on the example's values, although it may write to its
-    inputs.  Returns the call without arguments, and its static inputs, which hold these values again.
+    inputs and buffers.  Returns the call without arguments, and its static inputs, which hold these values again.
 
     Raises LoweringFailed.
     """
@@ -108,6 +125,7 @@ def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], 
     def restore() -> None:
         for i in session.request.written:
             static[i].copy_(examples[i])
+        session.restore_state()
 
     run_warm(call, f"int_key {key}, {session.request.level}", restore)
     return call, tuple(static)

@@ -14,6 +14,7 @@ from importlib.metadata import version
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cgcompile.rawbytes import raw
 from cgcompile.record.addresses import AddressMap
 from cgcompile.record.chain import capture_chain, open_chain, replay_chain, warm_up_chain
 from cgcompile.record.cupti import ImageLog
@@ -25,7 +26,7 @@ from cgcompile.record.request import Request
 from cgcompile.record.rows import Key, Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawState, RawValue, Take, Word
 from cgcompile.record.session import Call, Captured, Session, Tell, capture, open_session, warm_up
 from cgcompile.record.state import changed_variables
-from cgcompile.record.tensors import Spot, place_inputs, row_major, tensor_at
+from cgcompile.record.tensors import Spot, contents, place_inputs, row_major
 from cgcompile.record.walk import walk
 from cgcompile.tolerance import largest_error
 
@@ -92,6 +93,7 @@ def _memory(session: Session, captured: Sequence[Captured]) -> tuple[list[Range]
     ranges = [
         Range(kind="weights", start=session.weights.data_ptr(), size=session.weights.numel()),
         Range(kind="inputs", start=session.inputs.data_ptr(), size=session.inputs.numel()),
+        Range(kind="state", start=session.state.data_ptr(), size=session.state.numel()),
     ]
     ours = {piece.start for piece in ranges}
     segments = torch.cuda.memory_snapshot()
@@ -137,9 +139,9 @@ def _mutated(session: Session) -> tuple[str, ...]:
     for row in session.request.weights:
         if row.tensor != row.name:
             continue
-        now = tensor_at(session.weights, row.offset, row.dtype, row.shape, row.strides)
+        now = session.tensor_of(row)
         original = session.originals[row.name].to(now.device)
-        if not torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (now, original))):
+        if not torch.equal(raw(now), raw(original)):
             changed.append(row.name)
             now.copy_(original)
     return tuple(changed)
@@ -148,7 +150,7 @@ def _mutated(session: Session) -> tuple[str, ...]:
 def _restore(session: Session, names: Sequence[str]) -> None:
     for row in session.request.weights:
         if row.name in names:
-            tensor_at(session.weights, row.offset, row.dtype, row.shape, row.strides).copy_(session.originals[row.name])
+            session.tensor_of(row).copy_(session.originals[row.name])
 
 
 def _examine(session: Session, key: Key, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
@@ -163,11 +165,15 @@ def _examine(session: Session, key: Key, items: Sequence[Captured], mutated: Seq
     examples = [leaf for leaf in tree_leaves(session.calls[key][0]) if isinstance(leaf, torch.Tensor)]
     inputs = [static.copy_(value) for static, value in zip(place_inputs(examples, session.inputs), values, strict=True)]
     _restore(session, mutated)
+    session.restore_state()
     for item in items:
         item.graph.instantiate()
     torch.cuda.synchronize()
     before = torch.cuda.get_rng_state()
-    made = replay_chain(session, chain, items) if chain else _replay(items[0])
+    for call in range(session.request.exam_calls):
+        for static, value in zip(inputs, values, strict=True) if call else ():
+            static.copy_(value)
+        made = replay_chain(session, chain, items) if chain else _replay(items[0])
     if not torch.equal(before, torch.cuda.get_rng_state()):
         raise RandomnessRefused(f"int_key {key}: replaying the graph draws random numbers")
     for i, (static, value) in enumerate(zip(inputs, values, strict=True)):
@@ -175,12 +181,16 @@ def _examine(session: Session, key: Key, items: Sequence[Captured], mutated: Seq
             raise InputMutated(f"int_key {key}: the program changes tensor {i} of its inputs")
     changed = [inputs[i] for i in session.request.written]
     outputs, written = tuple(row_major(t) for t in made), tuple(row_major(t) for t in changed)
+    rows = [row for row in session.request.weights if row.memory == "state"]
+    state = tuple([(row.name, contents(session.tensor_of(row), row.strides)) for row in rows])
+    kept = [t.clone() for t in (*made, *changed, *map(session.tensor_of, rows))]  # an output may be state itself
     _restore(session, mutated)
-    eager = _eager(session, fresh)
-    pairs = zip((*made, *changed), eager, strict=True)
-    error = max((largest_error(want.to(got.device), got) for got, want in pairs), default=0.0)
+    session.restore_state()
+    eager = [t.clone() for t in (*_eager(session, fresh), *map(session.tensor_of, rows))]
+    error = max((largest_error(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)), default=0.0)
     _restore(session, mutated)
-    return RawExam(key=key, outputs=outputs, error=error, written=written)
+    session.restore_state()
+    return RawExam(key=key, outputs=outputs, error=error, written=written, state=state)
 
 
 def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
@@ -195,9 +205,10 @@ def _eager(session: Session, call: Call) -> list[torch.Tensor]:
     device, module = session.inputs.device, session.module
     if session.sides:
         device, module = torch.device("cpu"), session.sides[0].module(check_guards=False)
-    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, copy=True), call)
-    with torch.no_grad():
-        made = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+    for _ in range(session.request.exam_calls):
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, copy=True), call)
+        with torch.no_grad():
+            made = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return [*made, *[given[i] for i in session.request.written]]
 

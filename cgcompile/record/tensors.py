@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.schema import DTYPES, Weight
 from cgcompile.errors import DtypeUnsupported
+from cgcompile.rawbytes import raw
 from cgcompile.record.memory import Shape, align, dense_strides, tensor_bytes
 from cgcompile.tolerance import tolerance
 
@@ -60,7 +61,7 @@ def contents(tensor: torch.Tensor, strides: Iterable[int]) -> bytes:
     """The bytes of a tensor in the order of memory that `strides` (dense, in elements) describe."""
     order = sorted(range(tensor.dim()), key=lambda axis: -tuple(strides)[axis])
     dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous().cpu()
-    return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return raw(dense).numpy().tobytes()
 
 
 def row_major(tensor: torch.Tensor) -> bytes:
@@ -117,14 +118,14 @@ def spot_of(tensor: torch.Tensor) -> Spot:
 
 
 def place_weights(
-    module: torch.nn.Module, rows: Iterable[Weight], tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor
+    module: torch.nn.Module, rows: Iterable[Weight], tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Copy every tensor to its offset in `buffer` and point the module's parameter, buffer or attribute of that name there, if it
-    has one."""
+    """Copy every tensor to its offset in the buffer of its memory and point the module's parameter, buffer or attribute of that
+    name there, if it has one."""
     placed: dict[str, torch.Tensor] = {}
     for row in rows:
         if row.tensor not in placed:
-            placed[row.tensor] = tensor_at(buffer, row.offset, row.dtype, row.shape, row.strides)
+            placed[row.tensor] = tensor_at(buffers[row.memory], row.offset, row.dtype, row.shape, row.strides)
             placed[row.tensor].copy_(tensors[row.tensor])
         owner_name, _, leaf = row.name.rpartition(".")
         owner: Any = module

@@ -11,6 +11,8 @@ from cgcompile.errors import BuildError
 class TraceError(BuildError):
     """Base of every refusal of the trace recorder."""
 
+    hint = "this is a defect of cgcompile: please report the model"
+
 
 class CacheUnsafe(TraceError):
     """The folder where results are kept belongs to someone else, or others can write to it."""
@@ -92,6 +94,8 @@ class WroteOutside(TraceError):
 class KernelAsserted(TraceError):
     """An assertion in a kernel failed when it was interpreted: an index out of range, or a promise to the compiler that does not
     hold."""
+
+    hint = "an index of the example inputs may be out of range: look at inputs()"
 
 
 class OrderBroken(TraceError):

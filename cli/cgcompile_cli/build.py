@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from .errors import Usage
 from .output import console, duration, listed, record, safe, say, shortened, show, write_json
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def build(
     waive: Annotated[
         list[str] | None,
         typer.Option(
-            "--waive", metavar="RULE", help="Accept a rule's findings; may be repeated. What is refused now cannot be waived."
+            "--waive", metavar="RULE", help="Accept a rule's findings; may be repeated. What is refused cannot be waived."
         ),
     ] = None,
     host_ops: Annotated[
@@ -80,6 +81,7 @@ def build(
     ] = 64,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also a line for every step of a stage.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the bundle's path.")] = False,
 ) -> None:
     """Turn a PyTorch model into a bundle.
@@ -95,8 +97,10 @@ def build(
     """
     import cgcompile
 
+    if quiet and verbose:
+        raise Usage("--quiet and --verbose cannot be used together", "leave one of them out")
     begin = time.perf_counter()
-    with _watching(quiet) as progress:
+    with _watching(quiet, verbose) as progress:
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
             specialize=specialize, recorder=recorder, prove=prove, host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys,
@@ -113,42 +117,48 @@ def build(
 
 
 @contextmanager
-def _watching(quiet: bool) -> Iterator[Watcher | None]:
+def _watching(quiet: bool, verbose: bool = False) -> Iterator[Watcher | None]:
     if quiet:
         yield None
         return
     target = console(sys.stderr)
     if not target.is_terminal or target.is_dumb_terminal:
-        yield Progress()
+        yield Progress(verbose)
         return
     from rich.live import Live
 
-    shown = Progress()
+    shown = Progress(verbose)
     with Live(console=target, get_renderable=shown.running, refresh_per_second=8, transient=True):
         shown.console = target  # above the live line
         yield shown
 
 
 class Progress:
-    """Watches a build: prints a line for every finished stage, and gives a live one for the stage that runs."""
+    """Watches a build: prints a line for every finished stage, with `verbose` also for what happens inside one, and gives a live
+    line for the stage that runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, verbose: bool = False) -> None:
         from rich.spinner import Spinner
 
         self.console: Console | None = None
+        self._verbose = verbose
         self._spinner = Spinner("line")
         self._stage, self._detail, self._begin = "", "", 0.0
 
     def __call__(self, event: Event) -> None:
         if event.state == "done":
-            line = f"{event.stage:<{NAMES}} {duration(event.seconds):>10}  {event.text}".rstrip()
-            if self.console is None:
-                say(line)
-            else:
-                self.console.print(safe(line), no_wrap=True, overflow="ellipsis")
+            self._print(f"{event.stage:<{NAMES}} {duration(event.seconds):>10}  {event.text}")
             self._stage = ""
+            return
+        if self._verbose and event.state == "detail" and event.text:
+            self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {event.text}")
+        self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
+
+    def _print(self, line: str) -> None:
+        if self.console is None:
+            say(line.rstrip())
         else:
-            self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
+            self.console.print(safe(line.rstrip()), no_wrap=True, overflow="ellipsis")
 
     def running(self) -> Table:
         """The live line: a spinner, the stage, how long it has run, the latest detail."""

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import typer
 
 from cgbundle.errors import CgbundleError
-from cgcompile.errors import OutputExists
+from cgcompile.errors import OutputExists, TooManyKeys
+from cgcompile.record.errors import LoweringFailed, NotCapturable
 
 from .output import complain
 
@@ -55,10 +56,18 @@ def as_text(arguments: Sequence[str]) -> Iterator[None]:
         raise typer.Exit(ENVIRONMENT) from None
 
 
+COMMAND = "cgcompile build ..."
+"""What a library's hint says where the user's own command belongs."""
+
+KEPT = ("--sizes", "--target", "--host-op")
+"""Options of a build that a check of the same model takes, too."""
+
+
 def hint(error: CgbundleError, arguments: Sequence[str]) -> str:
-    """What to do about `error`, as something to type where the library's own hint speaks of Python."""
+    """What to do about `error`, as something to type where the library's own hint speaks of Python, or of the user's command."""
     spell = _SPELLED.get(type(error))
-    return spell(error, arguments) if spell else error.hint
+    told = spell(error, arguments) if spell else error.hint
+    return told.replace(COMMAND, again(arguments)) if arguments else told
 
 
 def again(arguments: Sequence[str], *more: str) -> str:
@@ -70,4 +79,40 @@ def _exists(error: CgbundleError, arguments: Sequence[str]) -> str:
     return error.hint if "--force" in arguments else f"to replace it: {again(arguments, '--force')}"
 
 
-_SPELLED: dict[type, Callable[[CgbundleError, Sequence[str]], str]] = {OutputExists: _exists}
+def _more_keys(error: CgbundleError, arguments: Sequence[str]) -> str:
+    limit = error.hint.rpartition(" ")[2]  # "... --max-keys 100"
+    return f"give fewer sizes, or: {again(arguments, '--max-keys', limit)}"
+
+
+def _easier(error: CgbundleError, arguments: Sequence[str]) -> str:
+    return (
+        error.hint if "eager" in arguments else f"{again(arguments, '--lower', 'eager')}, or what to cut out: {_check(arguments)}"
+    )
+
+
+def _cut(error: CgbundleError, arguments: Sequence[str]) -> str:
+    return f"it has to run in a host region; which operation it is: {_check(arguments)}"
+
+
+def _check(arguments: Sequence[str]) -> str:
+    """`cgcompile check` for the model and the sizes of a build."""
+    kept = [word for place, word in enumerate(arguments[1:], 1) if _is_kept(arguments, place)]
+    return shlex.join(["cgcompile", "check", *kept])
+
+
+def _is_kept(arguments: Sequence[str], place: int) -> bool:
+    word, before = arguments[place], arguments[place - 1]
+    if word.startswith("-"):
+        return word.partition("=")[0] in KEPT
+    return before in KEPT or not (before.startswith("-") and before not in FLAGS and "=" not in before)
+
+
+FLAGS = ("--strict", "--force", "--quiet", "-q", "--verbose", "-v", "--json")
+"""Options of a build that take no value."""
+
+_SPELLED: dict[type, Callable[[CgbundleError, Sequence[str]], str]] = {
+    OutputExists: _exists,
+    TooManyKeys: _more_keys,
+    LoweringFailed: _easier,
+    NotCapturable: _cut,
+}

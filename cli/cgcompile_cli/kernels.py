@@ -6,6 +6,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .nodes import read_table
 from .output import size, table
 
 if TYPE_CHECKING:
@@ -30,14 +31,12 @@ class Kernel(NamedTuple):
 
 def kernels(path: str, manifest: Manifest) -> list[Kernel]:
     """All kernels, those launched most first, then those with the larger images.  Raises FileDamaged, TableInvalid."""
-    from cgbundle import archive, tableview
     from cgbundle.errors import TableInvalid
 
     files = {file.path: file for file in manifest.files}
     launches: dict[tuple[str, str], int] = {}
     for step in [step for program in manifest.programs for step in program.steps if step.kind == "graph"]:
-        archive.check_hash(path, files[step.file])
-        found = tableview.Table(_read(path, step.file), step.file)
+        found = read_table(path, files, step.file)
         for function in found.function:
             key = (found.images[function], found.symbols[function])
             if f"kernels/{key[0]}" not in files:
@@ -65,12 +64,8 @@ def _choices(path: str, files: dict[str, Any]) -> dict[tuple[str, str], tuple[st
         return {}
     archive.check_hash(path, files[CHOICES])
     try:
-        rows = json.loads(_read(path, CHOICES))
+        with open(os.path.join(path, CHOICES), "rb") as file:
+            rows = json.loads(file.read())
         return {(str(row["image"]), str(row["symbol"])): (str(row["configuration"]), str(row["chosen"])) for row in rows}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileDamaged(f"{CHOICES}: not a list of kernels and their configurations") from error
-
-
-def _read(path: str, name: str) -> bytes:
-    with open(os.path.join(path, name), "rb") as file:
-        return file.read()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import build, check, errors, inspect, run, verify
+from . import bench, build, check, diff, errors, inspect, run, sizes, verify
 
 
 class Commands(TyperGroup):
@@ -24,7 +24,7 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Commands, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True, add_completion=False,
+    cls=Commands, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 
@@ -47,7 +47,7 @@ def cgcompile(
 
     Data goes to stdout, progress and messages to stderr. Exit status: 0 ok;
     1 the model or bundle has findings or fails verification; 2 usage or
-    environment.
+    environment. Colours only on a terminal, and none where NO_COLOR is set.
     """
 
 
@@ -56,6 +56,9 @@ app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("run")(run.run)
+app.command("bench")(bench.bench)
+app.command("diff")(diff.diff)
+app.command("sizes")(sizes.sizes)
 
 
 def main() -> None:

@@ -32,14 +32,18 @@ def run(
     key: Annotated[
         str | None, typer.Option("--size", metavar="KEY", help="Which exam inputs: 8, or batch=8,seq=128. Default: the smallest.")
     ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say how long it took.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Replay a bundle once and show its outputs.
 
-    Where the model writes to inputs, what they hold after the call is shown
-    and written, too. Without --inputs it replays the inputs that the build stored. Inputs of
+    Without --inputs it replays the inputs that the build stored. Inputs of
     a size that was not recorded are padded or cut where the build proved
-    that this is exact.
+    that this is exact. What the model writes into its inputs is shown, too.
+
+    \b
+    cgcompile run gpt.cgb --size 8
+    cgcompile run gpt.cgb --inputs in.safetensors --outputs out.safetensors
     """
     import cgbundle
     from cgbundle import archive, verify
@@ -69,7 +73,8 @@ def run(
     more = [", ..." if math.prod(row["shape"]) > len(row["values"]) else "" for row in rows]
     shown = [(row["name"], row["dtype"], row["shape"], listed(row["values"]) + dots) for row, dots in zip(rows, more, strict=True)]
     show(table(("output", "dtype", "shape", "values"), shown))
-    say(f"loaded in {duration(loaded - begin)}, replayed in {duration(replayed - loaded)}")
+    if not quiet:
+        say(f"loaded in {duration(loaded - begin)}, replayed in {duration(replayed - loaded)}")
 
 
 def _named(manifest: Manifest, given: list[Tensor], made: list[Tensor]) -> list[tuple[str, Tensor]]:

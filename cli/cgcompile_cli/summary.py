@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgbundle import archive, codec
 from cgbundle.safetensors import nbytes
-from cgbundle.schema import Dimension, Manifest, Program, Target, Tree
+from cgbundle.schema import Alias, Dimension, Manifest, Program, Target, Tree, Weight
 from cgbundle.sizes import text
 
 from .keys import spell
@@ -27,6 +27,9 @@ TELLING = ("avx", "amx", "fma", "sve", "asimd")
 UPDATED = "(updated by the call)"
 """What is said of an input that the model writes to."""
 
+RANDOM = "the seed of the random numbers, and how many calls there were"
+"""What the row of state is called that the manifest names as `random`."""
+
 PADDING = {"rows": "padded (any filling is exact)", "zeros": "padded with zeros", "no": "never padded"}
 
 
@@ -40,6 +43,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "written": [manifest.inputs[index].name for index in manifest.written],
         "outputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.outputs],
         "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
+        "state": [weight.name for weight in stateful(manifest)],
         "load": load_lines(path, manifest),
         "manifest": json.loads(codec.encode(manifest)),
     }
@@ -71,14 +75,28 @@ def shape(sizes: Sequence[Any]) -> str:
 
 
 def signature(manifest: Manifest) -> Table:
-    """Inputs and outputs, a row each; `(updated by the call)` behind the inputs that the model writes to."""
-    sides = (("in", manifest.inputs, manifest.written), ("out", manifest.outputs, ()))
-    rows = [
-        (side, spec.name, spec.dtype, shape(spec.shape), UPDATED if index in written else "")
-        for side, specs, written in sides
+    """Inputs and outputs, a row each, with what `remark` says of them."""
+    return table(("", "", "", "", ""), signature_rows(manifest))
+
+
+def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
+    """(in or out, name, dtype, shape, remark) of every input and output; the remark is `(updated by the call)` for an input that
+    the model writes to, and `(shares memory with input x)` for an output that does."""
+    shared = {alias.output: f"(shares memory with {alias_of(manifest, alias)})" for alias in manifest.aliases}
+    updated = dict.fromkeys(manifest.written, UPDATED)
+    return [
+        (side, spec.name, spec.dtype, shape(spec.shape), remarks.get(index, ""))
+        for side, specs, remarks in (("in", manifest.inputs, updated), ("out", manifest.outputs, shared))
         for index, spec in enumerate(specs)
     ]
-    return table(("", "", "", "", ""), rows)
+
+
+def alias_of(manifest: Manifest, alias: Alias) -> str:
+    """`input x`, `output y`, `weight table`, `state cache`: what an output shares memory with."""
+    if alias.memory in ("inputs", "outputs"):
+        specs = manifest.inputs if alias.memory == "inputs" else manifest.outputs
+        return f"{alias.memory.removesuffix('s')} {specs[alias.index].name}"
+    return f"{alias.memory.removesuffix('s')} {manifest.weights[alias.index].name}"
 
 
 def padding(row: Dimension) -> str:
@@ -95,7 +113,7 @@ def sizes(manifest: Manifest) -> str:
 
 def memory(manifest: Manifest) -> str:
     """`weights 1.2 MiB, arena 80.0 KiB`."""
-    return ", ".join([f"{name} {size(number)}" for name, number in manifest.memories]) or "none of its own"
+    return ", ".join([f"{name} {size(number)}" for name, number in manifest.memories if number]) or "none of its own"
 
 
 def weight_bytes(manifest: Manifest) -> int:
@@ -114,8 +132,28 @@ def ties(manifest: Manifest) -> list[list[str]]:
 def weights(manifest: Manifest) -> list[str]:
     """`6 weights, 1.2 MiB` and a line per tie."""
     tied, hidden = shortened(ties(manifest), 3)
-    lines = [count(len(manifest.weights), "weight") + f", {size(weight_bytes(manifest))}", *(" = ".join(names) for names in tied)]
+    changed = stateful(manifest)
+    own = weight_bytes(manifest) - sum(nbytes(weight.dtype, weight.shape) for weight in changed)
+    lines = [f"{count(len(manifest.weights) - len(changed), 'weight')}, {size(own)}", *(" = ".join(names) for names in tied)]
     return [*lines, *([f"and {hidden} more ties"] if hidden else [])]
+
+
+def stateful(manifest: Manifest) -> list[Weight]:
+    """The buffers that calls change, the state of the random numbers among them."""
+    return [weight for weight in manifest.weights if weight.memory == "state"]
+
+
+def state(manifest: Manifest) -> list[str]:
+    """`2 buffers that calls change, 1.2 MiB in every session` and a line for the first of them; no line without any."""
+    buffers = [weight for index, weight in enumerate(manifest.weights) if weight.memory == "state" and index != manifest.random]
+    shown, hidden = shortened(buffers, 4)
+    total = sum(nbytes(weight.dtype, weight.shape) for weight in buffers)
+    lines = [f"{count(len(buffers), 'buffer')} that calls change, {size(total)} in every session"] if buffers else []
+    lines += [
+        f"{weight.name}  {weight.dtype} {shape(weight.shape)}  {size(nbytes(weight.dtype, weight.shape))}" for weight in shown
+    ]
+    lines += [f"and {hidden} more"] if hidden else []
+    return lines + ([f"{manifest.weights[manifest.random].name}: {RANDOM}"] if manifest.random >= 0 else [])
 
 
 def steps(program: Program) -> str:
@@ -125,16 +163,22 @@ def steps(program: Program) -> str:
 
 
 def programs(manifest: Manifest) -> Table:
-    """A row per int_key: what it does, what memory it needs, how it was proved."""
+    """A row per int_key: what it does, what memory it needs, how it was proved.  Of many, the first and the last are shown."""
     names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
     heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound")
-    rows = []
+    rows = program_rows(manifest)
+    shown, hidden = shortened(rows[:-1])
+    return table(heads, [*shown, *([(f"{hidden} more", *[""] * 6)] if hidden else []), *rows[-1:]])
+
+
+def program_rows(manifest: Manifest) -> list[tuple[str, ...]]:
+    """(int_key, steps, arena, inputs, method of the proof, error, bound) of every program."""
+    rows: list[tuple[str, ...]] = []
     for each, proof in zip(manifest.programs, manifest.exam.proofs, strict=True):
         bound = "same bits" if manifest.exam.compare == "bits" else f"{proof.tolerance:.1e}"
         proved = (proof.method, "" if proof.method == "none" else f"{proof.error:.1e}", bound)
         rows.append((spell(each.key), steps(each), size(each.arena), size(each.static), *proved))
-    shown, hidden = shortened(rows)
-    return table(heads, [*shown, *([(f"and {hidden} more", *[""] * 6)] if hidden else [])])
+    return rows
 
 
 def files(manifest: Manifest) -> Table:

@@ -19,12 +19,14 @@ FAILED = 1
 def verify(
     bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
     run: Annotated[bool, typer.Option("--run", help="Also replay the stored exam in a fresh process.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing where the bundle is sound.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Check every file and invariant of a bundle.
 
     --run replays the inputs that the build stored and compares the outputs
-    with the ones it recorded, for every int_key.
+    with the ones it recorded, for every int_key. Exit status 1 where the
+    bundle is damaged or the exam fails.
     """
     manifest, damage = _examine(bundle)
     answer = _sit(bundle) if run and manifest and not damage else {}
@@ -36,7 +38,7 @@ def verify(
             "damage": [{"kind": type(error).__name__, "message": str(error), "hint": error.hint} for error in damage],
             "exam": answer or None,
         })  # fmt: skip
-    else:
+    elif not (ok and quiet):
         _report(bundle, manifest, damage, answer)
     if not ok:
         raise typer.Exit(answer.get("exit_code") or FAILED)

@@ -94,6 +94,24 @@ def write_buffer(m: Model, x: torch.Tensor) -> torch.Tensor:
     return x + m.table[0]
 
 
+class Tied(nn.Module):
+    """A buffer that calls change and that is also seen under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(4))
+        self.register_buffer("again", self.table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table.add_(1)
+        return x + self.table + self.again[0]
+
+
+def count(m: Model, x: torch.Tensor) -> torch.Tensor:
+    m.calls = getattr(m, "calls", 0) + 1
+    return x + 1
+
+
 def on_the_cpu(m: Model, x: torch.Tensor) -> torch.Tensor:
     host = x.cpu()
     return host * 2
@@ -118,7 +136,8 @@ def checkpointed(m: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
-    ("refuse mutated-buffer", "add_", write_buffer),
+    ("note mutated-buffer", "add_", write_buffer),
+    ("refuse mutated-attribute", "", count),
     ("note mutated-input", "add_", lambda m, x: x.add_(1) * 2),
     ("refuse random-operation", "rand_like", lambda m, x: x + torch.rand_like(x)),
     ("refuse random-operation", "dropout", nn.Dropout()),
@@ -313,6 +332,11 @@ def test_obstacles_inside_control_flow_place_the_whole_operator() -> None:
     findings = check(made)
     assert {finding.node for finding in findings if finding.severity == "host"} == {"cond"}
     assert placements(findings, made).keys() == {"cond"}
+
+
+def test_writes_to_a_buffer_of_two_names_are_refused() -> None:
+    with pytest.raises(errors.ExportFailed, match="the buffers 'table' and 'again' share memory"):
+        check(traced(Tied()))
 
 
 def test_nothing_is_placed_for_the_cpu() -> None:

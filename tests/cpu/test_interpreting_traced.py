@@ -114,8 +114,8 @@ def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: t
     traced = lower_key(program, (1,), [example], arch("sm_90"))
     compiled = [_laid_out(variant) for variant in traced.variants]
     tensors = program_tensors(program)
-    placed, end = lay_out(shapes_of(tensors))
-    folded, end = folded_tables({(1,): traced}, end)
+    placed, ends = lay_out(shapes_of(tensors))
+    folded, end = folded_tables({(1,): traced}, ends.weights)
     graph = assemble(traced, compiled, plan(traced), weight_offsets(placed, folded), [0])
     path = folder / "weights.safetensors"
     rows = write_weights(path, tensors, placed, tuple(folded.values()))

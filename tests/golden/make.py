@@ -38,6 +38,8 @@ GOLDENS = {
     "gpt_two": Golden(sizes=(4,), gpu=True, limit=380_000),
     "mlp": Golden(sizes=(1, 4), gpu=True, limit=120_000, level="max-autotune", environment=TRITON_ONLY),
     "cpu_cache": Golden(sizes=(1, 4), gpu=False, limit=500_000),
+    "cpu_state": Golden(sizes=(1, 4), gpu=False, limit=500_000),
+    "state": Golden(sizes=(1, 4), gpu=True, limit=250_000),
 }
 
 

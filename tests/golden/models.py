@@ -92,6 +92,38 @@ def cpu_cache() -> Made:
     return Cached(), inputs
 
 
+class Stateful(nn.Module):
+    """Writes what it made of a row into a cache, a buffer, under dropout, and hands the counter out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = perceptron()
+        self.register_buffer("cache", torch.zeros(4, TOKENS, 4))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(batch, 16) -> (batch, 4), its first column, the counter, x itself."""
+        rows = torch.arange(x.shape[0], device=x.device)
+        self.cache[rows, self.place] = nn.functional.dropout(self.network(x), 0.5, training=True)
+        self.place.add_(1).remainder_(TOKENS)
+        made = self.cache[: x.shape[0]].sum(1)
+        return made, made[:, 0], self.place, x
+
+
+def state() -> Made:
+    """fp32, with state, random numbers, and outputs that share memory."""
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 16),)
+
+    return Stateful(), inputs
+
+
+def cpu_state() -> Made:
+    """The same."""
+    return state()
+
+
 def perceptron() -> nn.Module:
     """16 -> 32 -> 4."""
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))

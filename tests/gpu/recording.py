@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from cgcompile.checks import functional, state_buffers
 from cgcompile.record.capture import Recorded, record
 from cgcompile.record.tensors import contents, program_tensors
 from tests.gpu.models import CASES
@@ -30,7 +31,7 @@ def export(name: str, device: str = "cpu") -> tuple[torch.export.ExportedProgram
 def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorded, dict]:
     """Record a case; returns it with the plain data of `replay.py`."""
     program, calls = export(name)
-    recorded = record(program, calls, folder=folder, level=level, **options)
+    recorded = record(program, calls, folder=folder, level=level, state=state_buffers(functional(program)), **options)
     tensors = program_tensors(program)
     plain = {
         "recordings": {key: graph.recording for key, (graph,) in recorded.graphs.items()},
@@ -45,7 +46,7 @@ def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorde
         "weights_bytes": recorded.weights_bytes,
         "states": recorded.states,
         "images": recorded.images,
-        "mutated": recorded.mutated,
+        "state_bytes": recorded.state_bytes,
     }
     (folder / "plain.pkl").write_bytes(pickle.dumps(plain))
     return recorded, plain

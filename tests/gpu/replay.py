@@ -159,15 +159,16 @@ def main(path: str) -> str:
     for shift in (3 << 20, 77 << 20):
         check(driver.cuMemAlloc(shift))
     sizes = {"weights": plain["weights_bytes"], "inputs": plain["static"], "arena": plain["arena"]}
+    sizes["state"] = plain["state_bytes"] or 256
     base = {name: int(check(driver.cuMemAlloc(size))) for name, size in sizes.items()}
     check((*driver.cuMemsetD8(base["inputs"], POISON, sizes["inputs"]), 0))
 
-    def load(names=None) -> None:
+    def load(memory: str) -> None:
         for w in plain["weights"]:
-            if w.tensor == w.name and (names is None or w.name in names):
-                upload(base["weights"] + w.offset, plain["weight_contents"][w.tensor])
+            if w.tensor == w.name and w.memory == memory:
+                upload(base[memory] + w.offset, plain["weight_contents"][w.tensor])
 
-    load()
+    load("weights")
     for offset, contents in plain["tables"]:
         upload(base["weights"] + offset, contents)
     modules = {image: check(driver.cuModuleLoadData(data)) for image, data in plain["images"].items()}
@@ -189,7 +190,7 @@ def main(path: str) -> str:
         for key in keys:
             if turn == 0:
                 check((*driver.cuMemsetD8(base["arena"], POISON, sizes["arena"]), 0))
-            load(plain["mutated"])
+            load("state")
             for value, data in zip(plain["inputs"][key], plain["trials"][key][0], strict=True):
                 write(base, value, data)
             # the fills and small copies above are not waited for, and the graph's stream does not wait for theirs

@@ -18,7 +18,8 @@ from cgbundle.schema import FORMAT_VERSION, Finding, Manifest
 from cgcompile_cli import errors, keys, main, output
 from tests import support
 
-COMMANDS = ("build", "check", "inspect", "verify", "run")
+COMMANDS = ("build", "check", "inspect", "verify", "run", "bench", "diff", "sizes")
+ON_A_BUNDLE = ("inspect", "verify", "run", "bench")
 ROOT = Path(__file__).parents[2]
 
 
@@ -79,7 +80,7 @@ def test_usage_errors_exit_2(arguments: tuple[str, ...]) -> None:
 # --- no bundle, or not one we read --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS[2:])
+@pytest.mark.parametrize("command", ON_A_BUNDLE)
 def test_path_is_no_bundle(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
@@ -88,7 +89,7 @@ def test_path_is_no_bundle(command: str, tmp_path: Path) -> None:
     assert "a directory without manifest.json" in refused(call(command, tmp_path / "folder"), 2)
 
 
-@pytest.mark.parametrize("command", COMMANDS[2:])
+@pytest.mark.parametrize("command", ON_A_BUNDLE)
 def test_newer_format(command: str, tmp_path: Path) -> None:
     path = support.write_bundle(tmp_path / "new.cgb", lambda manifest: replace(manifest, format=99))
     assert "format version 99" in refused(call(command, path), 2)

@@ -365,8 +365,17 @@ def test_every_byte_is_relocation_constant_or_undefined(words: list[tuple[str, i
 
 def test_weights_are_aligned_and_tied_ones_lie_once() -> None:
     one = Shape(dtype="float32", shape=(3, 5), strides=(5, 1), same_as="")
-    rows, end = lay_out({"a": one, "b": replace(one, same_as="a"), "c": one})
-    assert [(r.tensor, r.offset) for r in rows] == [("a", 0), ("a", 0), ("c", 256)] and end == 512
+    rows, ends = lay_out({"a": one, "b": replace(one, same_as="a"), "c": one})
+    assert [(r.tensor, r.offset) for r in rows] == [("a", 0), ("a", 0), ("c", 256)] and (ends.weights, ends.state) == (512, 0)
+
+
+def test_what_calls_change_lies_in_a_memory_of_its_own() -> None:
+    one = Shape(dtype="float32", shape=(3, 5), strides=(5, 1), same_as="")
+    rows, ends = lay_out({"a": one, "cache": one, "b": one, "count": one}, state=("count", "cache"))
+    assert [(r.name, r.memory, r.offset) for r in rows] == [
+        ("a", "weights", 0), ("cache", "state", 0), ("b", "weights", 256), ("count", "state", 256)
+    ]  # fmt: skip
+    assert (ends.weights, ends.state) == (512, 512)
 
 
 @pytest.mark.parametrize(

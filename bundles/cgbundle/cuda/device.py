@@ -26,26 +26,30 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..archive import WEIGHTS
-from ..errors import ProgramClosed
-from ..extents import span
-from ..processor import check_features
-from ..schema import Manifest, Value
-from . import driver, memory, weights
-from .driver import Context, cu
+from ..errors import CaptureRefused, ProgramClosed
+from ..extents import extent, span
+from ..running import Exclusive
+from ..schema import CODE, Manifest, Value, Weight
+from . import driver, memory, state
+from .copies import Copies
+from .driver import Context, Relaxed, cu
 from .executors import MODES
-from .machine import check_device, check_driver
-from .memory import Input, Memories, Output
-from .modules import Modules, states
+from .memory import WEIGHTS, Input, Memories
 from .order import StreamOrder
+from .shared import Shared
 from .steps import Executors, Plan, make_plan
 from .turn import Turn
 
 if TYPE_CHECKING:
     from .hoststeps import HostSteps
+
+
+SHARED = (WEIGHTS, CODE)
+"""Memories that belong to no session alone."""
+
+HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
 
 
 class Usage(NamedTuple):
@@ -64,7 +68,7 @@ def open(
     return CudaBackend(os.fspath(directory), manifest, device, mode, poison=poison)
 
 
-class CudaBackend:
+class CudaBackend(Copies):
     """Runs the programs of a cuda bundle: see the top of this file.
 
     `mode`: "graph" replays each recording as one CUDA graph, "stream" launches its rows one by one.  `poison`: a byte that
@@ -87,54 +91,66 @@ class CudaBackend:
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
-        self.lock = RLock()
-        self._folder, self._manifest, self._mode, self._poison = folder, manifest, mode, poison
+        self._attach(Shared(folder, manifest, device, mode, poison, context), alone=False)
+
+    def session(self) -> CudaBackend:
+        """A further session: memories, stream and graphs of its own, the same weights and kernels.  One thread at a time may use
+        it, another one raises SessionBusy.  Whichever is closed last gives back what they share."""
+        with self._gate:
+            self._current()
+            self._shared.retain()
+        made = object.__new__(CudaBackend)
+        made._attach(self._shared, alone=True)
+        return made
+
+    def _attach(self, shared: Shared, *, alone: bool) -> None:
+        """Begins with one share of what sessions share, which is given back where this fails."""
+        exclusive = Exclusive(shared.manifest.name)
+        self._gate = exclusive.inner
+        self.lock = exclusive if alone else exclusive.inner
+        self._shared, self._context, self._manifest = shared, shared.context, shared.manifest
         self._plans: dict[int, Plan] = {}
+        self._cleanup = ExitStack()
         with ExitStack() as undo:
-            if context is not None:
-                undo.callback(context.release)
-            check_features(manifest.target.features)
-            pieces = weights.listed(folder, manifest)
-            check_driver(manifest.target)
-            if context is None:
-                context = Context(device)
-                undo.callback(context.release)
-            check_device(manifest.target, context)
-            self._context = context
-            self._cleanup = ExitStack()
+            undo.callback(shared.release)
             undo.callback(self._give_back)
-            with context:
-                self._open(self._cleanup, pieces)
+            with self._context, Relaxed():
+                self._open(self._cleanup, alone=alone)
             undo.pop_all()
         self._closed = False
 
-    def _open(self, cleanup: ExitStack, pieces: list[weights.Piece]) -> None:
-        self._free_before = driver.free_bytes()
-        self._order = StreamOrder(self._context, cleanup)
-        self._memories = Memories(dict(self._manifest.memories), cleanup, self._order.default)
-        base = self._memories.address("weights", 0)
-        # From here on the weights travel in other threads while this one loads modules and builds graphs.
-        self._upload: weights.Upload | None = weights.Upload(self._context, f"{self._folder}/{WEIGHTS}", pieces, base)
-        cleanup.callback(self._upload.stop)
-        self._modules = Modules(f"{self._folder}/kernels", states(self._folder, self._manifest), self._memories)
-        cleanup.callback(self._modules.close)
-        stream, bases = self._order.default, self._memories.bases
-        self._executors = Executors(self._folder, self._mode, self._context, self._modules, bases, stream, self._poison)
+    def _open(self, cleanup: ExitStack, *, alone: bool) -> None:
+        shared, context = self._shared, self._context
+        self._free_before = driver.free_bytes() if alone else shared.free_before
+        own = {name: size for name, size in shared.sizes.items() if name not in SHARED}
+        self._sizes = own if alone else shared.sizes
+        stream = context.lend() if alone else context.stream
+        if alone:
+            cleanup.callback(context.back, stream)
+        hosted = any(region.kind == "host" for region in self._manifest.regions)
+        self._order = StreamOrder(stream, cleanup, HOSTED if hosted else "")
+        self._memories = Memories(own, shared.base, cleanup, stream)
+        state.fill(self._memories, shared.initial, stream)
+        with shared.lock:
+            modules = shared.modules(self._memories, cleanup)
+        self._executors = Executors(shared, modules, self._memories.bases, stream)
         cleanup.callback(self._executors.close)
         self._host: HostSteps | None = None
-        if any(region.kind == "host" for region in self._manifest.regions):
+        if hosted:
             from .hoststeps import HostSteps  # few bundles have any, and torch's libraries with them
 
-            self._host = HostSteps(self._folder, self._manifest, self._memories)
+            self._host = HostSteps(shared.folder, self._manifest, self._memories)
             cleanup.callback(self._host.close)
-        if self._poison is not None:
-            self._memories.poison(self._poison, stream)
+        if shared.poison is not None:
+            self._memories.poison(shared.poison, stream)
+        self._unsettled = True
+        cleanup.callback(self._order.wait)
 
     # --- running ----------------------------------------------------------------------------------------------
 
     def prepare(self, programs: Iterable[int] | None = None) -> None:
         """Builds the recordings of these programs (all when None) and waits for the weights: later runs only launch."""
-        with self.lock, self._current():
+        with self.lock, self._current(), Relaxed():
             for number in range(len(self._manifest.programs)) if programs is None else programs:
                 self._plan(number)
             self._settle()
@@ -151,28 +167,25 @@ class CudaBackend:
 
     def replay(self, program: int, inputs: Sequence[Input | None], handle: Any) -> list[int]:
         """`run`, inside a turn whose handle is `handle`."""
-        plan = self._plans.get(program) or self._plan(program)
-        if self._upload is not None:
+        plan = self._plans.get(program) or self._built(program, handle)
+        if self._unsettled:
             self._settle()
         for (target, size), item in zip(plan.inputs, inputs, strict=True):
             if item is not None:
                 memory.fill_input(target, size, item, handle)
-        for step in plan.steps:
+        for step in plan.joins if self._order.captured else plan.steps:
             step(handle)
         return plan.addresses
 
     def replay_on_device(self, program: int, addresses: Sequence[int], handle: Any) -> None:
         """`replay` of whole inputs that lie on the GPU: the path that every microsecond of is measured."""
-        plan = self._plans.get(program)
-        if plan is None:
-            self.prepare((program,))
-            plan = self._plans[program]
+        plan = self._plans.get(program) or self._built(program, handle)
         for address, (target, size), pointer in zip(addresses, plan.inputs, plan.pointers, strict=True):
             if address != target and size:
                 error = cu.cuMemcpyDtoDAsync(pointer, address, size, handle)[0]
                 if error:
                     driver.check("cuMemcpyDtoDAsync", (error,))
-        for step in plan.steps:
+        for step in plan.joins if self._order.captured else plan.steps:
             step(handle)
 
     def sizes(self, program: int) -> tuple[list[int], list[int]]:
@@ -198,82 +211,49 @@ class CudaBackend:
             self._memories.poison(byte, handle)
             self._order.end(handle)
 
-    # --- outputs ----------------------------------------------------------------------------------------------
+    # --- what lasts from call to call -------------------------------------------------------------------------
 
-    def allocate(self, size: int, stream: int | None = None) -> Output:
-        """Fresh GPU memory that outlives the backend, ready in the order of the stream."""
-        with self.lock, self._current():
-            return Output(self._context, size, self._order.handle(stream))
+    def place(self, weight: int) -> int:
+        """Where a weight lies on the GPU, of memory weights or state."""
+        row = self._manifest.weights[weight]
+        return self._memories.address(row.memory, row.offset)
 
-    def copy_out(self, address: int, size: int, stream: int | None = None) -> Output:
-        """A copy of GPU memory that the next run leaves alone."""
-        with self.lock, self._current():
-            handle = self._order.begin(stream)
-            output = Output(self._context, size, handle)
-            memory.copy(output.address, address, size, handle)
-            self._order.end(handle)
-            return output
+    def fetch(self, weight: int, handle: Any) -> bytes:
+        """A weight's bytes, in the order of memory, inside a turn; waits for them."""
+        return state.fetch(self.place(weight), _size(self._manifest.weights[weight]), handle)
 
-    def copy(
-        self,
-        target: int,
-        source: int,
-        size: int,
-        stream: int | None = None,
-        *,
-        target_on_device: bool = True,
-        source_on_device: bool = True,
-    ) -> None:
-        """Copies bytes in the order of the stream: see `memory.copy`."""
-        with self.lock, self._current():
-            handle = self._order.begin(stream)
-            memory.copy(target, source, size, handle, target_on_device=target_on_device, source_on_device=source_on_device)
-            self._order.end(handle)
+    def store(self, weight: int, address: int, device: int | None, handle: Any) -> None:
+        """Copies to a weight as many bytes as it has, inside a turn; from the CPU (None) it is done when this returns."""
+        state.store(self.place(weight), address, _size(self._manifest.weights[weight]), device, handle)
 
-    def copy_rows(self, target: int, source: int, width: int, rows: int, stream: int | None = None, **places: Any) -> None:
-        """Copies rows in the order of the stream: see `memory.copy_rows`."""
-        with self.lock, self._current():
-            handle = self._order.begin(stream)
-            memory.copy_rows(target, source, width, rows, handle, **places)
-            self._order.end(handle)
-
-    def to_host(self, target: int, source: int, size: int, stream: int | None = None) -> None:
-        """Copies GPU memory to the host address `target` and waits for it."""
-        with self.lock:
-            self.copy(target, source, size, stream, target_on_device=False)
-            self.synchronize(stream)
-
-    def synchronize(self, stream: int | None = None) -> None:
-        """Waits for all work on the stream; a fault of a kernel shows here as DriverFailed."""
-        with self.lock, self._current():
-            handle = self._order.handle(stream)
-            driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
+    def reset(self, handle: Any) -> None:
+        """Brings back what state held at first, inside a turn."""
+        state.reset(self._memories, self._shared.initial, handle)
 
     # --- memory -----------------------------------------------------------------------------------------------
 
     def used_bytes(self) -> Usage:
         """What the bundle takes of the GPU, as planned and as the driver sees it."""
         with self.lock, self._current():
-            return Usage(dict(self._memories.sizes), self._memories.planned(), self._free_before - driver.free_bytes())
+            return Usage(dict(self._sizes), memory.planned(self._sizes), self._free_before - driver.free_bytes())
 
     def close(self) -> None:
-        """Waits for what runs and gives everything back but Outputs not freed yet; they keep the context.  Closing twice does
-        nothing."""
-        with self.lock:
+        """Waits for what runs and gives back what is the session's own, and with the last session the rest, but Outputs not freed
+        yet; they keep the context.  Closing twice does nothing."""
+        with self._gate:
             if self._closed:
                 return
             self._closed = True
             try:
                 self._give_back()
             finally:
-                self._context.release()
+                self._shared.release()
 
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _give_back(self) -> None:
-        with self._context, self._cleanup:
-            cu.cuCtxSynchronize()  # unchecked: a fault of a kernel was reported, or shows in the frees, which are all tried
-        self._plans.clear()
+        with self._context, Relaxed(), self._cleanup:
+            self._plans.clear()
 
     def _current(self) -> Context:
         if self._closed:
@@ -281,18 +261,31 @@ class CudaBackend:
         return self._context
 
     def _settle(self) -> None:
-        """Waits until weights and zeroed memories are in place."""
-        if self._upload is not None:
-            self._upload.wait()
+        """Waits until weights, zeroed memories and state are in place."""
+        if self._unsettled:
+            self._shared.settle()
             driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
-            self._upload = None
+            self._unsettled = False
 
     def _address(self, value: Value) -> int:
         return self._memories.address(value.memory, value.offset)
 
-    def _plan(self, number: int) -> Plan:
-        plan = self._plans.get(number)
-        if plan is None:
-            program = self._manifest.programs[number]
-            plan = self._plans[number] = make_plan(program, self._memories, self._executors, self._host)
-        return plan
+    def _built(self, number: int, handle: Any) -> Plan:
+        """The plan of a program that no call has used yet.  Raises CaptureRefused inside a capture."""
+        if self._order.capturing(handle):
+            raise CaptureRefused(
+                f"int_key {self._manifest.programs[number].key} is not built yet, and cannot be while a CUDA graph is captured",
+                "call it once before the capture, or load the bundle with lazy=False",
+            )
+        self.prepare((number,))
+        return self._plans[number]
+
+    def _plan(self, number: int) -> None:
+        if number not in self._plans:
+            with self._shared.lock:
+                program = self._manifest.programs[number]
+                self._plans[number] = make_plan(program, self._memories, self._executors, self._host)
+
+
+def _size(row: Weight) -> int:
+    return extent(row.dtype, row.shape, row.strides)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -69,13 +70,14 @@ class Context:
     """A share in the primary context of one GPU: torch, CuPy and the like in this process use the same one.
 
     `with context:` makes it current in the calling thread and restores what was current before.  `stream` is a non-blocking
-    stream that lives as long.  Whoever hands the context on takes a further share with `retain`; with the last share the
-    driver's own count is released, and with it everything left in the context unless another library uses it too.
+    stream that lives as long; so do those of `lend`, which gives one that nobody else uses until it is given `back`.  Whoever hands
+    the context on takes a further share with `retain`; with the last share the driver's own count is released, and with it
+    everything left in the context unless another library uses it too.
 
     Raises LibraryMissing, WrongMachine, DriverFailed.
     """
 
-    __slots__ = ("_lock", "_shares", "device", "handle", "index", "stream")
+    __slots__ = ("_lock", "_shares", "_spare", "_streams", "device", "handle", "index", "stream")
 
     def __init__(self, index: int) -> None:
         require()
@@ -87,9 +89,11 @@ class Context:
         self.handle = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self.device))
         self._shares = 1
         self._lock = threading.RLock()  # an Output may be collected, and release its share, at any point of this thread
+        self._streams: list[Any] = []
+        self._spare: list[Any] = []
         try:
             with self:
-                self.stream = check("cuStreamCreate", cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+                self.stream = self.lend()
         except BaseException:
             check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self.device))
             raise
@@ -113,10 +117,24 @@ class Context:
             last = self._shares == 0
         if last:
             try:
-                with self:
-                    check("cuStreamDestroy", cu.cuStreamDestroy(self.stream))
+                with self, ExitStack() as each:
+                    for stream in self._streams:
+                        each.callback(_destroy, stream)
             finally:
                 check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self.device))
+
+    def lend(self) -> Any:
+        """A non-blocking stream; the context must be current."""
+        with self._lock:
+            if self._spare:
+                return self._spare.pop()
+            self._streams.append(check("cuStreamCreate", cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+            return self._streams[-1]
+
+    def back(self, stream: Any) -> None:
+        """Takes a stream of `lend` back."""
+        with self._lock:
+            self._spare.append(stream)
 
     def attribute(self, name: str) -> int:
         """A device attribute by the end of its name, such as COMPUTE_CAPABILITY_MAJOR."""
@@ -132,6 +150,24 @@ class Context:
     def name(self) -> str:
         """The GPU's name."""
         return str(check("cuDeviceGetName", cu.cuDeviceGetName(100, self.device)).split(b"\0")[0].decode())
+
+
+class Relaxed:
+    """While it is held, another thread may capture a graph and is not disturbed by what this one allocates and frees: without it
+    the driver forbids that, and the other thread's capture is lost (cuThreadExchangeStreamCaptureMode)."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._before = check("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(relaxed))
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        check("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(self._before))
+
+
+def _destroy(stream: Any) -> None:
+    check("cuStreamDestroy", cu.cuStreamDestroy(stream))
 
 
 def free_bytes() -> int:

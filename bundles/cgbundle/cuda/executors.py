@@ -32,6 +32,9 @@ class Executor(Protocol):
     def launch(self, stream: Any) -> None:
         """Runs the recording in the order of the stream; returns before it is done."""
 
+    def join(self, stream: Any) -> None:
+        """Makes the recording a part of what is being captured on the stream."""
+
     def close(self) -> None:
         """Gives the driver's objects back."""
 
@@ -110,7 +113,7 @@ def copy_params(table: Table, row: int, bases: Sequence[int]) -> Any:
 class GraphExecutor:
     """A recording as one executable CUDA graph of the context.  Raises TableInvalid, DriverFailed, OutOfMemory."""
 
-    __slots__ = ("_exec",)
+    __slots__ = ("_exec", "_graph")
 
     def __init__(
         self, context: Context, table: Table, modules: Modules, bases: Sequence[int], stream: Any, poison: int | None = None
@@ -121,8 +124,10 @@ class GraphExecutor:
             priorities = PRIORITY in table.attribute_id.tolist()
             flags = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY if priorities else 0
             self._exec = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, int(flags)), table.where)
-        finally:
-            check("cuGraphDestroy", cu.cuGraphDestroy(graph))  # the executable graph holds copies of everything
+        except BaseException:
+            cu.cuGraphDestroy(graph)
+            raise
+        self._graph = graph  # the executable one holds copies of everything; this one is for `join`
         try:
             check("cuGraphUpload", cu.cuGraphUpload(self._exec, stream), table.where)
         except BaseException:
@@ -135,8 +140,19 @@ class GraphExecutor:
         if error:
             check("cuGraphLaunch", (error,))
 
+    def join(self, stream: Any) -> None:
+        """Adds the recording as a child graph to the graph that is being captured on the stream, behind what is there.  (An
+        executable graph cannot be launched into a capture: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.)"""
+        answer = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream))
+        _, _, graph, nodes, _, count = answer
+        child = check("cuGraphAddChildGraphNode", cu.cuGraphAddChildGraphNode(graph, nodes, count, self._graph))
+        flag = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+        answer = cu.cuStreamUpdateCaptureDependencies(stream, [child], None, 1, int(flag))
+        check("cuStreamUpdateCaptureDependencies", answer)
+
     def close(self) -> None:
-        """Destroys the executable graph; a run in flight finishes first."""
+        """Destroys the graphs; a run in flight finishes first."""
+        cu.cuGraphDestroy(self._graph)
         check("cuGraphExecDestroy", cu.cuGraphExecDestroy(self._exec))
 
 
@@ -250,6 +266,9 @@ class StreamExecutor:
         """Runs the recording in the order of the stream; returns before it is done."""
         for step in self._steps:
             step(stream)
+
+    join = launch
+    """Launches on a stream that is being captured are captured."""
 
     def close(self) -> None:
         """Drops the parameter blocks."""

@@ -1,4 +1,4 @@
-"""Memory on the GPU: one allocation for each of weights, state, inputs and arena, and outputs that outlive the program; and one
+"""Memory on the GPU: one allocation for each of a session's state, inputs and arena, and outputs that outlive the program; and one
 pinned buffer of the host."""
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ GRANULARITY = 2 << 20
 FILLED = ("state", "inputs")
 """Memories that start as zeros: `state` by definition, `inputs` so that padding never holds another process's data."""
 
+WEIGHTS = "weights"
+"""The memory that all sessions share."""
+
 HOST = "host"
 """The memory that is pinned and the host's: what crosses between host and graph steps lies there on the host's side."""
 
@@ -30,20 +33,21 @@ Input = tuple[int, bool, int]
 
 
 class Memories:
-    """The bundle's memories on the current context's GPU; `bases` holds their addresses in the order of MEMORIES, 0 where there
+    """A session's memories on the current context's GPU; `bases` holds their addresses in the order of MEMORIES, 0 where there
     is none, and 0 for memory `host`, to which no graph refers; that one's address is `host`.
 
-    `cleanup` frees them.  Raises OutOfMemory with the needed and free bytes.
+    `sizes` are those of all but memory weights, which lies at `weights`.  `cleanup` frees the others.  Raises OutOfMemory with the
+    needed and free bytes.
     """
 
     __slots__ = ("bases", "host", "sizes")
 
-    def __init__(self, sizes: Mapping[str, int], cleanup: ExitStack, stream: Any) -> None:
+    def __init__(self, sizes: Mapping[str, int], weights: int, cleanup: ExitStack, stream: Any) -> None:
         self.sizes = dict(sizes)
         found = []
         for name in MEMORIES:
             if name not in sizes or name == HOST:
-                found.append(0)
+                found.append(weights if name == WEIGHTS else 0)
                 continue
             size = max(sizes[name], SMALLEST)
             base = allocate(size, f"memory {name}")
@@ -57,12 +61,6 @@ class Memories:
             self.host = allocate_pinned(max(sizes[HOST], SMALLEST), f"memory {HOST}")
             cleanup.callback(free_pinned, self.host)
 
-    def planned(self) -> int:
-        """Bytes that the allocations take from the GPU."""
-        return sum(
-            -(-max(size, SMALLEST) // GRANULARITY) * GRANULARITY for name, size in self.sizes.items() if name not in (HOST, CODE)
-        )
-
     def address(self, memory: str, offset: int) -> int:
         """Where byte `offset` of a memory lies: on the GPU, or for memory `host` on the host."""
         return (self.host if memory == HOST else self.bases[MEMORIES.index(memory)]) + offset
@@ -74,6 +72,11 @@ class Memories:
         if self.host:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))  # copies of the last replay may still read there
             ctypes.memset(self.host, byte, self.sizes[HOST])
+
+
+def planned(sizes: Mapping[str, int]) -> int:
+    """Bytes that allocations for memories of these sizes take from the GPU."""
+    return sum(-(-max(size, SMALLEST) // GRANULARITY) * GRANULARITY for name, size in sizes.items() if name not in (HOST, CODE))
 
 
 def allocate(size: int, what: str) -> int:

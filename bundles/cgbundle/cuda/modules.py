@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import FileDamaged, TableInvalid
 from ..extents import graph_memories
 from ..schema import MEMORIES, Manifest
 from .driver import check, cu
-from .memory import Memories
 
 if TYPE_CHECKING:
     from ..recording import ModuleState
@@ -20,15 +19,22 @@ GROWING = (8, 14)
 largest value serves all."""
 
 
+class Addresses(Protocol):
+    """Where memories lie."""
+
+    def address(self, memory: str, offset: int) -> int: ...
+
+
 class Modules:
     """The images of a bundle that its recordings use, loaded into the current context on first use.
 
-    `folder` holds an image per file, named by its SHA-256.  Raises FileDamaged, TableInvalid, DriverFailed, OutOfMemory.
+    `folder` holds an image per file, named by its SHA-256; `memories` are those that `states` refer to.  Raises FileDamaged,
+    TableInvalid, DriverFailed, OutOfMemory.
     """
 
     __slots__ = ("_folder", "_functions", "_memories", "_modules", "_settings", "_states")
 
-    def __init__(self, folder: str, states: Iterable[ModuleState], memories: Memories) -> None:
+    def __init__(self, folder: str, states: Iterable[ModuleState], memories: Addresses) -> None:
         self._folder, self._memories = folder, memories
         self._states: dict[str, list[ModuleState]] = {}
         for state in states:

@@ -1,14 +1,26 @@
-"""The order of calls that share one arena but come on different streams."""
+"""The order of calls that share one arena but come on different streams, and calls that join a caller's stream capture.
+
+What is enqueued on a stream that is being captured becomes part of a graph that the caller launches later, as often as it likes.
+Such a stream must not wait for an event that was recorded outside the capture (CUDA_ERROR_STREAM_CAPTURE_ISOLATION), and whoever
+waits for an event that was recorded inside joins the capture: so calls inside take no part in the order at all.
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any
 
-from .driver import Context, check, cu
+from ..errors import CaptureRefused
+from .driver import check, cu
 
 LASTING = (0, 1)
-"""Handles of the legacy default stream, which no one can destroy: NULL and CU_STREAM_LEGACY."""
+"""Handles of the legacy default stream, which no one can destroy, nor capture: NULL and CU_STREAM_LEGACY."""
+
+PER_THREAD = 2
+"""CU_STREAM_PER_THREAD: one handle, and another stream in every thread."""
+
+NONE = -1
+"""No stream's handle."""
 
 
 class StreamOrder:
@@ -17,42 +29,70 @@ class StreamOrder:
     Calls that stay on one stream need no event.  The end of the work is marked when another stream comes, if the last one is sure
     to exist then (ours, or the legacy default stream, which is torch's); else at every `end`.
 
-    `default` is the stream of callers who name none.  The context must be current; `cleanup` gives the event back.
+    `captured`: the turn that was begun last is part of a caller's capture.  `default` is the stream of callers who name none.
+    `refusal` says why no call can be captured, "" where it can.  The context must be current; `cleanup` gives the event back.
     """
 
-    __slots__ = ("_default_key", "_done", "_handle", "_last", "_lasting", "default")
+    __slots__ = ("_default_key", "_done", "_handle", "_last", "_lasting", "_passing", "_refusal", "captured", "default")
 
-    def __init__(self, context: Context, cleanup: ExitStack) -> None:
+    def __init__(self, stream: Any, cleanup: ExitStack, refusal: str = "") -> None:
         self._done = check("cuEventCreate", cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         cleanup.callback(_destroy, self._done)
-        self.default = context.stream
-        self._default_key = self._last = int(self.default)
-        self._handle = self.default
-        self._lasting = True
+        self.default, self._refusal = stream, refusal
+        self._default_key = int(stream)
+        self._last, self._passing, self._lasting = self._default_key, NONE, True  # a stream that lasts, or may go; one of them
+        self._handle = stream
+        self.captured = False
 
     def handle(self, stream: int | None) -> Any:
         """The driver's handle of a stream."""
         return self.default if stream is None else cu.CUstream(stream)
 
     def begin(self, stream: int | None) -> Any:
-        """The stream's handle; what is enqueued on it now runs after the work before the last `end`."""
+        """The stream's handle; what is enqueued on it now runs after the work before the last `end`.  Raises CaptureRefused."""
         key = self._default_key if stream is None else stream
         if key == self._last:
             return self._handle
-        handle = self.handle(stream)
-        if self._lasting:
-            check("cuEventRecord", cu.cuEventRecord(self._done, self._handle))
-        check("cuStreamWaitEvent", cu.cuStreamWaitEvent(handle, self._done, 0))
-        self._last, self._handle = key, handle
-        self._lasting = key == self._default_key or key in LASTING
-        return handle
+        if key == self._passing:
+            answer = cu.cuStreamIsCapturing(self._handle)
+            if not answer[0] and not answer[1]:
+                self.captured = False
+                return self._handle
+        return self._changed(key, self.handle(stream))
 
     def end(self, handle: Any) -> None:
         """Marks the end of the work.  A caller's stream is marked now, because it may be gone by the next call."""
-        if not self._lasting:
+        if not self._lasting and not self.captured:
             error = cu.cuEventRecord(self._done, handle)[0]
             if error:
                 check("cuEventRecord", (error,))
+
+    def wait(self) -> None:
+        """Waits for the work before the last `end`, as far as the driver still can: what went wrong was reported or shows later."""
+        if self._lasting:
+            cu.cuEventRecord(self._done, self._handle)
+        cu.cuEventSynchronize(self._done)
+
+    def capturing(self, handle: Any) -> bool:
+        """Whether the stream of a turn is being captured."""
+        lasts = int(handle) == self._default_key or int(handle) in LASTING
+        return not lasts and bool(check("cuStreamIsCapturing", cu.cuStreamIsCapturing(handle)))
+
+    def _changed(self, key: int, handle: Any) -> Any:
+        lasting = key == self._default_key or key in LASTING
+        if self.capturing(handle):
+            if self._refusal:
+                raise CaptureRefused(self._refusal, "call it outside the capture")
+            self.captured = True
+            self._last = self._passing = NONE  # whoever comes next is asked
+            return handle
+        self.captured = False
+        if self._lasting:
+            check("cuEventRecord", cu.cuEventRecord(self._done, self._handle))
+        check("cuStreamWaitEvent", cu.cuStreamWaitEvent(handle, self._done, 0))
+        self._last, self._passing = (key, NONE) if lasting else (NONE, NONE if key == PER_THREAD else key)
+        self._handle, self._lasting = handle, lasting
+        return handle
 
 
 def _destroy(event: Any) -> None:

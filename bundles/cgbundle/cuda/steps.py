@@ -10,13 +10,14 @@ from ..extents import span
 from ..schema import Program, Step, Value
 from ..tableview import Table
 from . import memory
-from .driver import Context, cu
+from .driver import cu
 from .executors import Executor, GraphExecutor, StreamExecutor
 from .memory import HOST, Memories
 from .modules import Modules, read
 
 if TYPE_CHECKING:
     from .hoststeps import HostSteps
+    from .shared import Shared
 
 
 class Plan(NamedTuple):
@@ -27,29 +28,28 @@ class Plan(NamedTuple):
     pointers: list[Any]  # of the inputs' static buffers, as the driver's own type
     addresses: list[int]
     steps: list[Callable[[Any], None]]
+    joins: list[Callable[[Any], None]]  # the same, on a stream that is being captured
 
 
 class Executors(dict[str, Executor]):
-    """The recordings by the file of their table in `folder`, each made ready at its first use, which must be inside the context.
+    """The recordings by the file of their table, each made ready at its first use, which must be inside the context.
 
-    `mode` and `poison` as for `CudaBackend`; `bases` are the memories' addresses, `stream` is for what making one needs.  Raises
-    TableInvalid, FileDamaged, DriverFailed, OutOfMemory.
+    `bases` are the addresses of a session's memories, `stream` is for what making one needs.  Raises TableInvalid, FileDamaged,
+    DriverFailed, OutOfMemory.
     """
 
-    def __init__(
-        self, folder: str, mode: str, context: Context, modules: Modules, bases: Sequence[int], stream: Any, poison: int | None
-    ) -> None:
+    def __init__(self, shared: Shared, modules: Modules, bases: Sequence[int], stream: Any) -> None:
         super().__init__()
-        self._folder, self._mode, self._context, self._modules = folder, mode, context, modules
-        self._bases, self._stream, self._poison = bases, stream, poison
+        self._shared, self._modules, self._bases, self._stream = shared, modules, bases, stream
 
     def __missing__(self, file: str) -> Executor:
-        table = Table(read(f"{self._folder}/{file}"), file)
+        shared, bases = self._shared, self._bases
+        table = Table(read(f"{shared.folder}/{file}"), file)
         executor: Executor
-        if self._mode == "graph":
-            executor = GraphExecutor(self._context, table, self._modules, self._bases, self._stream, self._poison)
+        if shared.mode == "graph":
+            executor = GraphExecutor(shared.context, table, self._modules, bases, self._stream, shared.poison)
         else:
-            executor = StreamExecutor(table, self._modules, self._bases, self._poison)
+            executor = StreamExecutor(table, self._modules, bases, shared.poison)
         self[file] = executor
         return executor
 
@@ -67,9 +67,9 @@ def make_plan(program: Program, memories: Memories, executors: Executors, host: 
     def place(value: Value) -> tuple[int, int]:
         return memories.address(value.memory, value.offset), span(value)
 
-    def made(step: Step) -> Callable[[Any], None]:
+    def made(step: Step, join: bool) -> Callable[[Any], None]:
         if step.kind == "graph":
-            return executors[step.file].launch
+            return executors[step.file].join if join else executors[step.file].launch
         if step.kind == "copy":
             return _copy_step(program, step, memories)
         assert host is not None  # a host step's region is of kind host, and so there are host regions
@@ -77,7 +77,9 @@ def make_plan(program: Program, memories: Memories, executors: Executors, host: 
 
     inputs = [place(program.values[index]) for index in program.inputs]
     outputs = [place(program.values[index])[0] for index in program.outputs]
-    return Plan(inputs, [cu.CUdeviceptr(address) for address, _ in inputs], outputs, [made(step) for step in program.steps])
+    pointers = [cu.CUdeviceptr(address) for address, _ in inputs]
+    steps, joins = ([made(step, join) for step in program.steps] for join in (False, True))
+    return Plan(inputs, pointers, outputs, steps, joins)
 
 
 def _copy_step(program: Program, step: Step, memories: Memories) -> Callable[[Any], None]:

@@ -20,7 +20,7 @@ from ..errors import CgbundleError, WeightsInvalid
 from ..extents import ELSEWHERE
 from ..safetensors import Entry, read_header
 from ..schema import Manifest, Weight
-from .driver import Context, check, cu
+from .driver import Context, Relaxed, check, cu
 
 THREADS = 4
 BUFFERS = 2
@@ -40,12 +40,13 @@ class Piece(NamedTuple):
 
 def listed(folder: str, manifest: Manifest) -> list[Piece]:
     """What of the bundle's weights belongs on the GPU; the disk begins to read.  Raises WeightsInvalid."""
-    if not manifest.weights:
+    rows = [weight for weight in manifest.weights if weight.memory == "weights"]
+    if not rows:
         return []
     with os.fdopen(os.open(f"{folder}/{WEIGHTS}", os.O_RDONLY), "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # while the driver starts
         entries = read_header(file, WEIGHTS)
-    return pieces(manifest.weights, entries, dict(manifest.memories).get("weights", 0))
+    return pieces(rows, entries, dict(manifest.memories).get("weights", 0))
 
 
 def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: int) -> list[Piece]:
@@ -132,7 +133,7 @@ class Upload:
 
     def _run(self) -> None:
         try:
-            with self._context, ExitStack() as cleanup:
+            with self._context, Relaxed(), ExitStack() as cleanup:
                 self._copy(cleanup)
         except (CgbundleError, OSError) as failure:  # for whoever waits
             self._failure = failure

@@ -9,27 +9,18 @@ from typing import Any
 from ..schema import Manifest
 from . import driver
 from .backend import CudaCalls, DeviceOutputs, HostOutputs
-from .driver import Context
+from .device import CudaBackend
 from .memory import copy
 
 
 class WritingCalls(CudaCalls):
     """`CudaCalls` that leave in the caller's memory what the model wrote to the inputs that `manifest.written` lists."""
 
-    def __init__(
-        self,
-        folder: str,
-        manifest: Manifest,
-        device: int,
-        mode: str,
-        context: Context | None = None,
-        poison: int | None = None,
-        lazy: bool = False,
-    ) -> None:
-        super().__init__(folder, manifest, device, mode, context, poison, lazy)
+    def _attach(self, backend: CudaBackend, manifest: Manifest, device: int, *, lazy: bool) -> None:
+        super()._attach(backend, manifest, device, lazy=lazy)
         self._written: list[list[tuple[int, int, int]]] = []
         for number in range(len(manifest.programs)):
-            places, (sizes, _) = self._backend.input_addresses(number), self._backend.sizes(number)
+            places, (sizes, _) = backend.input_addresses(number), backend.sizes(number)
             self._written.append([(index, places[index], sizes[index]) for index in manifest.written])
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, turn: Any) -> DeviceOutputs | HostOutputs:

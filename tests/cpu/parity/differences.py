@@ -7,7 +7,6 @@ from __future__ import annotations
 
 TORCH = "2.13"
 
-STATE = "PyTorch lets a graph write to buffers, whose addresses stay; in a bundle they are weights, which processes share read-only"
 RANDOM = "PyTorch replays random numbers with a generator registered with the graph; a bundle could not be verified"
 COPIED = "supported: the recording changes its static buffer, and the runtime copies that back to the caller's tensor"
 LITERAL = (
@@ -44,9 +43,6 @@ DIFFERENCES: dict[str, str] = {
     "custom-operator-on-the-host": "the user asked for it with --host-op",
     "add-by-index-in-order": DETERMINISTIC,
     "scatter-add-in-order": DETERMINISTIC,
-    "cache-in-a-buffer": STATE,
-    "step-counter": STATE,
-    "batch-norm-in-training": STATE,
 }
 """Case -> reason."""
 

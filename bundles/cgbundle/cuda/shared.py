@@ -1,0 +1,116 @@
+"""What the sessions of a bundle have in common on one GPU: the context, memory weights, kernel images."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from ..archive import WEIGHTS as FILE
+from ..initial import STATE, Initial
+from ..processor import check_features
+from ..schema import MEMORIES, Manifest
+from . import driver, weights
+from .driver import Context, Relaxed
+from .machine import check_device, check_driver
+from .memory import SMALLEST, WEIGHTS, Memories, allocate, free
+from .modules import Modules, states
+
+if TYPE_CHECKING:
+    from ..recording import ModuleState
+
+
+class Shared:
+    """The bundle in `folder` on GPU number `device`; `context`, `mode` and `poison` as for `CudaBackend`, as is what it raises.
+
+    It has one share when it is made, and every session takes a further one with `retain`; with the last `release` everything is
+    given back.  Whoever makes graphs or loads modules holds `lock`.
+    """
+
+    def __init__(
+        self, folder: str, manifest: Manifest, device: int, mode: str, poison: int | None, context: Context | None
+    ) -> None:
+        self.folder, self.manifest, self.mode, self.poison = folder, manifest, mode, poison
+        self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
+        self._shares = 1
+        self._upload: weights.Upload | None = None
+        with ExitStack() as undo:
+            if context is not None:
+                undo.callback(context.release)
+            check_features(manifest.target.features)
+            pieces = weights.listed(folder, manifest)
+            self.sizes = dict(manifest.memories)
+            self.initial = Initial(folder, manifest) if self.sizes.get(STATE) else None
+            check_driver(manifest.target)
+            if context is None:
+                context = Context(device)
+                undo.callback(context.release)
+            check_device(manifest.target, context)
+            self.context = context
+            self._cleanup = ExitStack()
+            undo.callback(self._give_back)
+            with context, Relaxed():
+                self._open(self._cleanup, pieces)
+            undo.pop_all()
+
+    def _open(self, cleanup: ExitStack, pieces: list[weights.Piece]) -> None:
+        self.free_before = driver.free_bytes()
+        self.base = 0
+        if WEIGHTS in self.sizes:
+            self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")
+            cleanup.callback(free, self.base)
+        # From here on the weights travel in other threads while this one loads modules and builds graphs.
+        self._upload = weights.Upload(self.context, f"{self.folder}/{FILE}", pieces, self.base)
+        cleanup.callback(self._upload.stop)
+        self._states = states(self.folder, self.manifest)
+        self._modules = self._loaded(self)
+        cleanup.callback(self._modules.close)
+
+    def address(self, memory: str, offset: int) -> int:
+        """Where byte `offset` of memory weights lies."""
+        assert memory == WEIGHTS
+        return self.base + offset
+
+    def modules(self, memories: Memories, cleanup: ExitStack) -> Modules:
+        """The kernel images for a session: the same for all, unless a variable of an image points into memory of the session's.
+
+        What kernels keep in variables of their images, all sessions share."""
+        if all(_of_weights(state) for state in self._states):
+            return self._modules
+        made = self._loaded(memories)
+        cleanup.callback(made.close)
+        return made
+
+    def settle(self) -> None:
+        """Waits until the weights are in place."""
+        upload = self._upload
+        if upload is not None:
+            upload.wait()
+            self._upload = None
+
+    def retain(self) -> None:
+        """One more share."""
+        with self.lock:
+            self._shares += 1
+
+    def release(self) -> None:
+        """One share less."""
+        with self.lock:
+            self._shares -= 1
+            last = self._shares == 0
+        if last:
+            try:
+                self._give_back()
+            finally:
+                self.context.release()
+
+    def _give_back(self) -> None:
+        with self.context, Relaxed(), self._cleanup:
+            pass
+
+    def _loaded(self, memories: Any) -> Modules:
+        return Modules(f"{self.folder}/kernels", self._states, memories)
+
+
+def _of_weights(state: ModuleState) -> bool:
+    return all(MEMORIES[item.target.memory] == WEIGHTS for item in state.relocations)

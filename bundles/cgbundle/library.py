@@ -1,0 +1,80 @@
+"""What the runtime needs of a tensor library: its operations, and what those that `arrays.py` knows have in common."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+Place = tuple[int, Sequence[int], str, Sequence[int] | None, int | None]
+"""address, shape, dtype, strides in elements (None: row-major), CUDA device (None: CPU)."""
+
+
+Aliaser = Callable[[int, object], Any]
+"""(address, owner) -> a tensor over CPU memory that the owner keeps alive."""
+
+
+class Library(Protocol):
+    """What the runtime needs of a tensor library."""
+
+    name: str
+
+    def take(self, value: Any, name: str) -> tuple[Any, Place]:
+        """`value` as this library's tensor, and where and what it is.  Raises InputKind, naming the input."""
+
+    def read(self, value: Any) -> Place:
+        """Where and what a tensor of this library is."""
+
+    def strides(self, value: Any) -> Sequence[int]:
+        """Strides in elements."""
+
+    def steps(self, value: Any) -> Sequence[int]:
+        """Strides in bytes."""
+
+    def ordered(self, value: Any, order: Sequence[int]) -> Any:
+        """A copy whose axes lie in memory in `order`, outermost first, without gaps."""
+
+    def aliaser(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Aliaser:
+        """`alias` for one layout on the CPU, worked out ahead: calls make many."""
+
+    def alias(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Any:
+        """A tensor over memory that `owner` keeps alive, on the CPU (None) or a CUDA device."""
+
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
+        """A tensor of zeros in memory of its own, row-major."""
+
+    def part(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
+        """A look at the memory of `value`, of which nothing is copied: `offset` in bytes from its first element, `strides` in
+        elements of `dtype`."""
+
+    def stream(self, device: int) -> int | None:
+        """The caller's current stream on a CUDA device, as the driver's handle; None: the library has no such thing."""
+
+    def copy(self, value: Any) -> Any:
+        """A row-major copy of `value` in memory of its own."""
+
+    def writable(self, value: Any, name: str) -> Any:
+        """An input of the caller's, as a tensor over its memory that may be assigned to.  Raises InputUnwritable, naming the
+        input."""
+
+    def finish(self, value: Any, like: Any) -> Any:
+        """What the caller gets: for libraries read through DLPack, a tensor of the type of `like`."""
+
+
+def span_bytes(shape: Sequence[int], strides: Sequence[int], size: int) -> int:
+    """Bytes from the first to behind the last element, at least 1."""
+    elements = 0 if 0 in shape else sum((axis - 1) * stride for axis, stride in zip(shape, strides, strict=True)) + 1
+    return max(1, elements * size)
+
+
+@lru_cache(maxsize=1024)
+def array_type(length: int) -> Any:
+    """A ctypes array of bytes with room for an owner, which plain ctypes arrays do not have."""
+    return type("Memory", (ctypes.c_char * length,), {})
+
+
+def kind_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -1,0 +1,160 @@
+"""A benchmark as a picture: one self-contained SVG, light or dark as its reader is.  Pure.
+
+Bars are medians, whiskers the smallest and the largest value.  Cold starts and memory have a linear axis; calls, whose int_keys may
+lie far apart, are drawn on an axis of their own per int_key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import median
+
+from .clock import PHASES
+from .report import Peer, Report
+
+WIDTH, LEFT, RIGHT = 800, 130, 120
+"""Pixels: of the picture, before the bars, behind them."""
+
+ROW, BAR, GAP = 22, 14, 34
+"""Pixels: from bar to bar, of a bar, above a panel."""
+
+CHARACTER = 6.5
+"""Pixels of a character of the font, about."""
+
+STYLE = """
+  svg { font: 12px system-ui, sans-serif; background: #fff; } text { fill: #222; } .dim { fill: #666; } .title { font-weight: 600; }
+  .whisker { stroke: #222; } .start { fill: #8a8f98; } .import { fill: #e0a13c; } .load { fill: #4c8dd6; } .call { fill: #3fa66b; }
+  .ready { fill: #b58bd8; } .bundle { fill: #3fa66b; } .peer { fill: #4c8dd6; }
+  @media (prefers-color-scheme: dark) {
+    svg { background: #16181c; } text { fill: #e6e6e6; } .dim { fill: #9aa0a8; } .whisker { stroke: #e6e6e6; }
+  }
+"""
+
+MEANINGS = {
+    "start": "interpreter", "import": "imports", "load": "load", "call": "first call", "ready": "until all int_keys are ready",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """A bar of pieces (class, length), with whiskers from `low` to `high`, all in the panel's unit, and what stands behind it."""
+
+    name: str
+    pieces: tuple[tuple[str, float], ...]
+    low: float
+    high: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """Bars under a title; `legend`: (class, meaning) of their pieces."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    legend: tuple[tuple[str, str], ...] = ()
+
+
+def svg(report: Report) -> str:
+    """The picture's text."""
+    found = [panel for panel in panels(report) if panel.bars]
+    body: list[str] = []
+    top = 46.0
+    for panel in found:
+        top = _draw(panel, top, body)
+    machine = report.machine
+    where = machine.gpu or f"{machine.processor}, {machine.cores} cores"
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions if name == "torch")
+    head = [
+        _text(10, 20, f"{report.name}, {report.target}: bundle beside its peers", "title"),
+        _text(10, 38, ", ".join(filter(None, [where, versions, machine.date])), "dim"),
+    ]
+    lines = "\n".join([*head, *body])
+    height = int(top) + 12
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">\n'
+        f"<title>{_safe(report.name)}: benchmark</title>\n<style>{STYLE}</style>\n{lines}\n</svg>\n"
+    )
+
+
+def panels(report: Report) -> list[Panel]:
+    """Cold starts, calls per kind and int_key, memory."""
+    found = [
+        Panel(
+            title="cold start: seconds from process start",
+            bars=tuple([_start(peer) for peer in report.peers if peer.starts]),
+            legend=tuple(MEANINGS.items()),
+        )
+    ]
+    titles = {"call": "time of a call", "device": "GPU time of a call", "dispatch": "CPU time of a call"}
+    for what in report.whats():
+        for key, name in zip(report.keys, report.names, strict=True):
+            timings = [(peer, timing) for peer in report.peers if (timing := peer.timing(what, key))]
+            bars = [_bar(peer, [second * 1e6 for second in timing.seconds], "us") for peer, timing in timings]
+            found.append(Panel(title=f"{titles[what]}, {name}: microseconds", bars=tuple(bars)))
+    used = [(peer, peer.memory) for peer in report.peers if peer.memory]
+    if any(memory.device >= 0 for _, memory in used):
+        bars = [_bar(peer, [memory.device / 2**20], "MiB") for peer, memory in used if memory.device >= 0]
+        found.append(Panel(title="memory on the GPU beside the context: MiB", bars=tuple(bars)))
+    bars = [_bar(peer, [memory.resident / 2**20], "MiB") for peer, memory in used]
+    return [*found, Panel(title="resident memory of the process: MiB", bars=tuple(bars))]
+
+
+def _start(peer: Peer) -> Bar:
+    pieces = tuple([(phase, peer.phase(index)) for index, phase in enumerate(PHASES)])
+    firsts = peer.firsts()
+    return Bar(
+        name=peer.name, pieces=pieces, low=min(firsts), high=max(firsts),
+        text=f"{_digits(median(firsts))} s, all {_digits(median(peer.readies()))} s",
+    )  # fmt: skip
+
+
+def _bar(peer: Peer, values: Sequence[float], unit: str) -> Bar:
+    middle = median(values)
+    kind = "bundle" if peer.name == "bundle" else "peer"
+    return Bar(name=peer.name, pieces=((kind, middle),), low=min(values), high=max(values), text=f"{_digits(middle)} {unit}")
+
+
+def _draw(panel: Panel, top: float, body: list[str]) -> float:
+    """Adds the panel's elements below `top`; returns where it ends."""
+    top += GAP - 10
+    body.append(_text(10, top, panel.title, "title"))
+    left = float(LEFT)
+    if panel.legend:
+        top += 18
+        for kind, meaning in panel.legend:
+            body.append(f'<rect class="{kind}" x="{left:.0f}" y="{top - 9:.0f}" width="10" height="10"/>')
+            body.append(_text(left + 14, top, meaning, "dim"))
+            left += 30 + CHARACTER * len(meaning)
+    longest = max([max(bar.high, sum(length for _, length in bar.pieces)) for bar in panel.bars])
+    scale = (WIDTH - LEFT - RIGHT) / (longest or 1.0)
+    top += 8
+    for bar in panel.bars:
+        body.append(_text(10, top + BAR - 2, bar.name))
+        at = float(LEFT)
+        for kind, length in bar.pieces:
+            width = length * scale
+            body.append(f'<rect class="{kind}" x="{at:.1f}" y="{top:.0f}" width="{width:.1f}" height="{BAR}"/>')
+            at += width
+        low, high, middle = LEFT + bar.low * scale, LEFT + bar.high * scale, top + BAR / 2
+        if high - low >= 1:
+            body.append(f'<path class="whisker" d="M{low:.1f} {middle - 3:.0f}v6M{low:.1f} {middle:.0f}H{high:.1f}m0 -3v6"/>')
+        body.append(_text(max(at, high) + 6, top + BAR - 2, bar.text, "dim"))
+        top += ROW
+    return top
+
+
+def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    of = f' class="{kind}"' if kind else ""
+    return f'<text{of} x="{x:.0f}" y="{y:.0f}">{_safe(text)}</text>'
+
+
+def _safe(text: str) -> str:
+    """`text` for XML, with what is not printable left out: names come from a bundle."""
+    return escape("".join([c for c in text if c.isprintable()]))
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -1,0 +1,160 @@
+"""What a benchmark found: values, their medians, and ratios to the bundle's.  Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from .clock import PHASES
+
+BUNDLE = "bundle"
+
+FIRST = PHASES[:-1]
+"""The phases up to the first output."""
+
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Seconds of one call at an int_key, a value per round.  `what`: "call" is the whole call on the CPU; "dispatch" the CPU's part
+    of it on a GPU; "device" its time by the GPU's clock, calls back to back."""
+
+    what: str
+    key: Key
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes that a process takes when every int_key is ready: `resident` in main memory, `own` those of it that no other process
+    shares and no file backs, `device` on the GPU beside the CUDA context (-1: no GPU, or not known)."""
+
+    resident: int
+    own: int
+    device: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Error:
+    """The largest difference of a peer's outputs to the exam's, divided by the largest element, and what is allowed; `exact`: all
+    bits were the same."""
+
+    key: Key
+    error: float
+    allowed: float
+    exact: bool
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the outputs are not the model's."""
+        return not (self.exact or (self.error <= self.allowed and self.allowed > 0.0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """One way to serve the model.  `starts`: seconds of each phase (`clock.PHASES`), a row per fresh process.  `why` says in one
+    line why there is nothing, or nothing more, about it ("" where all was measured)."""
+
+    name: str
+    starts: tuple[tuple[float, ...], ...]
+    timings: tuple[Timing, ...]
+    memory: Memory | None
+    errors: tuple[Error, ...]
+    why: str
+
+    def firsts(self) -> list[float]:
+        """Seconds from process start to the first output, per start."""
+        return [sum(start[: len(FIRST)]) for start in self.starts]
+
+    def readies(self) -> list[float]:
+        """Seconds from process start until every measured int_key is ready, per start."""
+        return [sum(start) for start in self.starts]
+
+    def phase(self, index: int) -> float:
+        """The median of one phase, seconds."""
+        return median([start[index] for start in self.starts])
+
+    def timing(self, what: str, key: Key) -> Timing | None:
+        """The calls of one kind at an int_key, where they were measured."""
+        return next((each for each in self.timings if (each.what, each.key) == (what, key)), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Where it was measured: the processor and its cores, the GPU and its driver's CUDA version ("" and 0: the bundle is for the
+    CPU), versions of what took part, load average before measuring, date and time (UTC, ISO 8601)."""
+
+    processor: str
+    cores: int
+    gpu: str
+    driver: int
+    versions: tuple[tuple[str, str], ...]
+    load: float
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A benchmark of the bundle at `path`: `keys` are the int_keys that were measured, named in `names`, of `recorded` in all.
+    `peers` begins with the bundle.  `notes` (topic, text) say what one must know to read it.  `interrupted`: not everything was
+    measured."""
+
+    path: str
+    name: str
+    target: str
+    machine: Machine
+    keys: tuple[Key, ...]
+    names: tuple[str, ...]
+    recorded: int
+    rounds: int
+    peers: tuple[Peer, ...]
+    notes: tuple[tuple[str, str], ...]
+    interrupted: bool
+
+    @property
+    def bundle(self) -> Peer:
+        """The bundle's own row."""
+        return self.peers[0]
+
+    def wrong(self) -> list[str]:
+        """A sentence for every peer and int_key whose outputs are not the model's."""
+        names = dict(zip(self.keys, self.names, strict=True))
+        return [
+            f"{peer.name}: outputs at {names[each.key]} differ by {each.error:.1e}, "
+            + (f"allowed {each.allowed:.1e}" if each.allowed else "expected the recorded bits")
+            for peer in self.peers
+            for each in peer.errors
+            if each.wrong
+        ]
+
+    def whats(self) -> tuple[str, ...]:
+        """The kinds of timings that this target has."""
+        return ("call",) if self.target == "cpu" else ("device", "dispatch")
+
+    def plain(self) -> dict[str, Any]:
+        """All numbers, for JSON, and ratios of medians to the bundle's.  Infinities are text."""
+        found = _finite(asdict(self))
+        for peer, row in zip(self.peers, found["peers"], strict=True):
+            row["starts"] = [dict(zip(PHASES, start, strict=True)) for start in peer.starts]
+            row["ratio"] = ratio(peer.firsts(), self.bundle.firsts())
+            for timing, each in zip(peer.timings, row["timings"], strict=True):
+                base = self.bundle.timing(timing.what, timing.key)
+                each["ratio"] = ratio(timing.seconds, base.seconds if base else ())
+        return {**found, "wrong": self.wrong()}
+
+
+def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
+    """How many times as long as the bundle a peer takes, by medians; None where one of them was not measured."""
+    return median(theirs) / median(ours) if theirs and ours and median(ours) > 0 else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

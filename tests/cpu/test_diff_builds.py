@@ -1,0 +1,43 @@
+"""`cgcompile diff` over real builds: the same thing built twice does not differ, and one changed weight is all that differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+import cgcompile
+from cgcompile.diff import compare, open_bundle
+from cgcompile_cli import main
+from tests.cpu.conftest import MODEL
+
+EDIT = """
+        made[0].weight.data[3, 2] += 1
+        return made
+"""
+"""One of 96 weights of the first layer: Inductor writes constants of up to 8 elements, such as the last bias, into its code."""
+
+
+def build(folder: Path, source: str) -> Path:
+    """The model of that source, for batch 1 and 4, from a file of its own."""
+    folder.mkdir()
+    (folder / "tiny.py").write_text(source)
+    return cgcompile.build(str(folder / "tiny.py"), sizes=[1, 4], out=folder / "tiny.cgb", target="cpu").path
+
+
+def test_two_builds_of_one_model_do_not_differ(bundle: Path, tmp_path: Path) -> None:
+    again = build(tmp_path / "again", MODEL)
+    result = CliRunner().invoke(main.app, ["diff", str(bundle), str(again)], prog_name="cgcompile")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "no difference\n", "")
+
+
+def test_one_changed_weight_is_what_differs(bundle: Path, tmp_path: Path) -> None:
+    changed = MODEL.replace("        return nn.Sequential(", "        made = nn.Sequential(").replace(
+        ".eval()\n", ".eval()\n" + EDIT
+    )
+    rows = compare(open_bundle(str(bundle)), open_bundle(str(build(tmp_path / "changed", changed))))
+    first, *others = rows
+    assert (first.part, first.name, first.note) == ("weights", "0.weight", "1 of 96 elements differ (float32)")
+    assert {row.part for row in others} == {"exam"}, "and what the model gives with it"
+    tensors = {row.name for row in others if "/" in row.name}
+    assert tensors and tensors <= {"1/output/0", "4/output/0"}, "the same inputs; a unit that is 0 may hide the change"

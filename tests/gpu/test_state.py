@@ -1,0 +1,84 @@
+"""Bundles for a GPU whose models keep state, or hand out what they share: captured, and driven beside eager PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from cgbundle import exam  # noqa: E402
+from tests import state_checks as checks  # noqa: E402
+from tests.state_models import SIZES, draw, draws, looks, pairs, rows, running, singles  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=["inductor", "eager"])
+def stateful(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("state") / "running.cgb"
+    return cgcompile.build(
+        running(), rows, sizes=list(SIZES), out=path, target="cuda", lower=request.param, recorder="capture"
+    ).path  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("looks") / "looks.cgb"
+    return cgcompile.build(looks(), pairs, sizes=list(SIZES), out=path, target="cuda", recorder="capture").path
+
+
+@pytest.fixture(scope="module")
+def random(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("random") / "draws.cgb"
+    return cgcompile.build(draws(), singles, sizes=list(SIZES), out=path, target="cuda", recorder="capture").path
+
+
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+def test_calls_share_state_and_sessions_do_not(stateful: Path, outputs: str, mode: str) -> None:
+    checks.check_state(stateful, "cuda", mode, outputs)
+
+
+def test_callers_on_the_cpu_share_the_same_state(stateful: Path) -> None:
+    network = running()
+    with cgbundle.load(stateful) as program, torch.no_grad():
+        for round_, batch in enumerate(checks.ORDER):
+            (x,) = draw(rows, batch, round_, "cpu")
+            for got, want in zip(program(x), network(x), strict=True):
+                checks.near(got, want)
+        checks.state_near(program, network)
+
+
+def test_state_is_guarded(stateful: Path) -> None:
+    checks.check_state_is_guarded(stateful, "cuda")
+
+
+def test_a_buffer_that_is_handed_out_is_live(stateful: Path) -> None:
+    checks.check_a_buffer_that_is_handed_out_is_live(stateful, "cuda")
+
+
+def test_outputs_that_share_memory_share_it(shared: Path) -> None:
+    checks.check_looks(shared, "cuda")
+
+
+def test_views_of_shared_memory_go_stale_together(shared: Path) -> None:
+    checks.check_looks_as_views(shared, "cuda")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_random_numbers_are_fresh_and_repeatable(random: Path, device: str) -> None:
+    checks.check_random(random, device)
+
+
+def test_dead_memory_may_hold_anything(stateful: Path) -> None:
+    network = running().cuda()
+    with cgbundle.load(stateful) as program, torch.no_grad():
+        for round_, batch in enumerate(checks.ORDER):
+            (x,) = draw(rows, batch, round_, "cuda")
+            program.poison(exam.POISON)
+            for got, want in zip(program(x), network(x), strict=True):
+                checks.near(got, want)

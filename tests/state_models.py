@@ -1,0 +1,121 @@
+"""Models with state, models whose outputs share memory, and what eager PyTorch does with them call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, PLACES, ROWS = 8, 6, 4
+SIZES = (1, 4)
+
+
+class Statistics(nn.Module):
+    """A module below the outermost one, which assigns a buffer where others write to theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class Running(nn.Module):
+    """A cache that is written at a place, a batch normalization in training, a running mean, a counter, and a buffer that is handed
+    out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.key = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.statistics = Statistics()
+        self.register_buffer("cache", torch.zeros(ROWS, PLACES, WIDTH))
+        self.register_buffer("place", torch.full((1,), 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, 2, WIDTH) -> (2 * batch, WIDTH); what the cache holds of the rows, summed; the place: the buffer itself."""
+        rows = torch.arange(x.shape[0], device=x.device)
+        self.cache[rows, self.place] = self.key(x[:, 0])
+        self.place.add_(1).remainder_(PLACES)
+        flat = x.flatten(0, 1)
+        return self.norm(flat) + self.statistics(flat), self.cache[: x.shape[0]].sum(1), self.place
+
+
+class Looks(nn.Module):
+    """Outputs that are the input, a part of it, a weight, each other, a part of each other; and a number, and nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        """Two of (batch, WIDTH)."""
+        made = self.linear(x) + y
+        return {
+            "made": made, "again": made, "first": made[:, 0], "turned": made.t(),
+            "x": x, "row": y[0], "weight": self.linear.bias, "three": 3, "none": None,
+        }  # fmt: skip
+
+
+class Draws(nn.Module):
+    """Numbers of four distributions, and a counter beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(batch, WIDTH): four of the same shape, and the counter."""
+        self.calls.add_(1)
+        ones = torch.ones_like(x)
+        return (
+            torch.rand_like(x), torch.randn_like(x) + 0 * x, nn.functional.dropout(ones, 0.25, training=True),
+            torch.bernoulli(0.3 * ones), self.calls + 0,
+        )  # fmt: skip
+
+
+def singles(batch: int) -> tuple[Tensor, ...]:
+    """For `Draws`."""
+    return (torch.randn(batch, WIDTH),)
+
+
+def rows(batch: int) -> tuple[Tensor, ...]:
+    """For `Running`."""
+    return (torch.randn(batch, 2, WIDTH),)
+
+
+def pairs(batch: int) -> tuple[Tensor, ...]:
+    """For `Looks`."""
+    return torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
+
+
+def draw(inputs: Callable[[int], tuple[Tensor, ...]], batch: int, seed: int, device: str) -> tuple[Tensor, ...]:
+    """Inputs on a device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return tuple([tensor.to(device) for tensor in inputs(batch)])
+
+
+def draws() -> Draws:
+    """In eval mode, where dropout that is asked for still drops."""
+    return Draws().eval()
+
+
+def running() -> Running:
+    """In training mode: its batch normalization keeps statistics."""
+    return Running().train()
+
+
+def looks() -> Looks:
+    """In eval mode."""
+    return Looks().eval()
