@@ -186,7 +186,7 @@ def _value(value: Value) -> str:
 
 
 def _proofs(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    yield from fields_beside("exam", "", {"compare": a.exam.compare}, {"compare": b.exam.compare})
+    yield from fields_beside("exam", "", row(a.exam, "proofs"), row(b.exam, "proofs"))
     proofs = [{each.key: each for each in found.exam.proofs} for found in (a, b)]
     for key, mine, _ in common(a, b):
         yield from fields_beside("exam", f"proof {key}", *[row(each[mine.key], "key") for each in proofs])

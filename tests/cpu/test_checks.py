@@ -23,6 +23,8 @@ from tests.cpu.models import rows
 
 aten = torch.ops.aten
 
+attention = nn.functional.scaled_dot_product_attention
+
 
 @torch.library.custom_op("cgchecks::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def unsafe(x: torch.Tensor) -> torch.Tensor:
@@ -139,9 +141,13 @@ CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
     ("note mutated-buffer", "add_", write_buffer),
     ("refuse mutated-attribute", "", count),
     ("note mutated-input", "add_", lambda m, x: x.add_(1) * 2),
-    ("refuse random-operation", "rand_like", lambda m, x: x + torch.rand_like(x)),
-    ("refuse random-operation", "dropout", nn.Dropout()),
+    ("note random-operation", "rand_like", lambda m, x: x + torch.rand_like(x)),
+    ("note random-operation", "dropout", nn.Dropout()),
+    ("note random-operation", "rrelu", nn.RReLU()),
+    ("note random-operation", "scaled_dot_product_attention", lambda m, x: attention(x[None], x[None], x[None], dropout_p=0.1)),
     ("refuse random-operation", "multinomial", lambda m, x: torch.multinomial(x, 1)),
+    ("refuse random-operation", "poisson", lambda m, x: torch.poisson(x)),
+    ("refuse random-operation", "cond", lambda m, x: torch.cond(x.sum() > 0, torch.rand_like, torch.clone, (x,))),
     ("refuse rng-state-operation", "run_and_save_rng_state", checkpointed),
     ("refuse data-dependent-branch", "", lambda m, x: x + 1 if x.sum() > 0 else x),
     ("host host-scalar", "item", lambda m, x: x * x.max().item()),
@@ -181,7 +187,8 @@ PASSED: list[tuple[str, Callable[..., Any] | nn.Module]] = [
     ("a write to a new tensor", lambda m, x: torch.zeros_like(x).copy_(x)),
     ("a maximum that stays a tensor", lambda m, x: x * x.max()),
     ("dropout outside training", nn.Dropout().eval()),
-    ("attention without dropout", lambda m, x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])),
+    ("attention without dropout", lambda m, x: attention(x[None], x[None], x[None])),
+    ("random slopes outside training", nn.RReLU().eval()),
     ("a choice by where", lambda m, x: torch.where(x.sum() > 0, x + 1, x - 1)),
     ("a mask that stays", lambda m, x: x + torch.where(x > 0.5, x, 0).sum()),
     ("a masked fill", lambda m, x: x.masked_fill(x > 0.5, 0.0)),

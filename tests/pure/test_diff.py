@@ -284,7 +284,9 @@ def finding(rule: str, **changes: str) -> Finding:
         ),
         (lambda m: replace(m, waivers=("cpu-sync",)), ["findings: waivers: only in B: cpu-sync"]),
         (
-            lambda m: replace(m, exam=Exam(compare="bits", calls=1, proofs=(replace(m.exam.proofs[0], error=0.0), m.exam.proofs[1]))),
+            lambda m: replace(
+                m, exam=Exam(compare="bits", calls=1, proofs=(replace(m.exam.proofs[0], error=0.0), m.exam.proofs[1]))
+            ),
             ["exam: compare: tolerance -> bits", "exam: proof batch=1: error 1e-07 -> 0.0"],
         ),
         (

@@ -35,6 +35,7 @@ BY_MESSAGE = {
     "SourceInvalid": "tests/cpu/test_bad_input.py::test_model_file",
     "TooManyKeys": "tests/cpu/test_bad_input.py::test_ten_thousand_keys",
     "Usage": "tests/pure/test_help.py::test_quiet_and_verbose_exclude_each_other",
+    "BenchFailed": "tests/cpu/test_bench_command.py::test_a_bundle_that_this_machine_cannot_run_is_the_environments_fault",
     "OutputUnwritable": "tests/cpu/test_bad_input.py::test_unwritable_directory",
 }
 """Tests that provoke an error through a command, where its text is all that is seen: they do not name the class."""

@@ -37,6 +37,11 @@ class AttentionWithoutDropout(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.0, is_causal=True)
 
 
+class AttentionWithDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1, is_causal=True)
+
+
 class NoiseOfItsOwn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.1 * torch.randn_like(x)
@@ -84,6 +89,10 @@ class LeakyInTraining(nn.Module):
         return self.leaky(x)
 
 
+class LeakyAtRandom(LeakyInTraining):
+    """The same with model.eval() forgotten."""
+
+
 class RestoreGeneratorState(nn.Module):
     """What activation checkpointing leaves in a graph: an operation run with the generator in a state that was kept.
 
@@ -114,6 +123,7 @@ CASES = (
     _case(DropoutInTraining, rows, "random-operation", "training-mode", training=True),
     _case(DropoutOfZero, rows, near=("random-operation",)),
     _case(AttentionWithoutDropout, sequences, near=("random-operation",)),
+    _case(AttentionWithDropout, sequences, "random-operation"),
     _case(NoiseOfItsOwn, rows, "random-operation"),
     _case(NoiseAsInput, two, near=("random-operation",)),
     _case(Multinomial, rows, "random-operation"),
@@ -121,6 +131,7 @@ CASES = (
     _case(GumbelOfInput, two, near=("random-operation",)),
     _case(Bernoulli, rows, "random-operation"),
     _case(LeakyInTraining, rows, near=("random-operation",)),
+    _case(LeakyAtRandom, rows, "random-operation", training=True),
     _case(RestoreGeneratorState, rows, "rng-state-operation"),
     _case(CheckpointedLayer, rows, near=("rng-state-operation",)),
 )
