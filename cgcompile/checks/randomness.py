@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from cgbundle.schema import Finding
 
-from ..drawing import can_rewrite, is_random, supported
+from ..drawing import can_rewrite, draws, generator_buffers, is_random, supported
 from .subject import NOTE, REFUSE, Subject, all_calls, finding, operator
 
 DRAWN_TOKEN = "draw with (p / torch.empty_like(p).exponential_()).argmax(-1), or pass the random tensor as an input"
@@ -32,7 +32,7 @@ def random_operation(subject: Subject) -> Iterable[Finding]:
 
     Effect: fresh numbers at every call, not those of PyTorch's generator; `program.seed(n)` repeats them.  No bundle can be built
     for an operator that is not among them (multinomial, poisson, binomial, gamma), for one with a generator of its own, and for one
-    inside torch.cond or another operator with a graph of its own.
+    inside torch.cond or another operator with a graph of its own; nor beside a saved program that computes random numbers already.
 
     Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input; a token is
     drawn without multinomial by `(probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)`.
@@ -40,6 +40,12 @@ def random_operation(subject: Subject) -> Iterable[Finding]:
     Source: torch.Tag.nondeterministic_seeded; CUDAGeneratorImpl and torch.cuda.CUDAGraph.register_generator_state in PyTorch;
     drawing.py.
     """
+    saved = generator_buffers(subject.program)
+    if len(saved) + draws(subject.program) > 1:
+        yield finding(
+            "random-operation", REFUSE, "the model draws random numbers beside a saved program that computes its own", None,
+            "a bundle has one generator, and would leave the other without a seed", "build from the model that was saved",
+        )  # fmt: skip
     for node, top in subject.calls():
         if is_random(node):
             name = operator(node)

@@ -147,7 +147,6 @@ CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
     ("note random-operation", "scaled_dot_product_attention", lambda m, x: attention(x[None], x[None], x[None], dropout_p=0.1)),
     ("refuse random-operation", "multinomial", lambda m, x: torch.multinomial(x, 1)),
     ("refuse random-operation", "poisson", lambda m, x: torch.poisson(x)),
-    ("refuse random-operation", "cond", lambda m, x: torch.cond(x.sum() > 0, torch.rand_like, torch.clone, (x,))),
     ("refuse rng-state-operation", "run_and_save_rng_state", checkpointed),
     ("refuse data-dependent-branch", "", lambda m, x: x + 1 if x.sum() > 0 else x),
     ("host host-scalar", "item", lambda m, x: x * x.max().item()),

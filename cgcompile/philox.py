@@ -1,0 +1,76 @@
+"""Philox 4x32-10, a counter-based random generator, in ordinary operations on tensors.
+
+Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC11 (2011); the reference is their library
+Random123.  A block of four 32-bit words is a function of a counter (four words) and a key (two words): there is no state to keep
+in order, so every element computes its own numbers, and a program gives the same bits eager and compiled, on a CPU and on a GPU.
+
+A word is an int64 tensor with values in [0, 2^32).  No operation overflows: in C++, which Inductor writes, the overflow of a
+signed integer is undefined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A counter or a block: four words, of shapes that broadcast."""
+
+Key = tuple[Tensor, Tensor]
+
+MASK = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+"""PHILOX_M4x32_0 and _1 of Random123."""
+
+BUMPS = (0x9E3779B9, 0xBB67AE85)
+"""PHILOX_W32_0 and _1 of Random123: what a round adds to the words of the key (the golden ratio, and the square root of 3)."""
+
+ROUNDS = 10
+
+
+def schedule(state: Tensor) -> Tensor:
+    """What all draws of a call share: int64 [2 * ROUNDS + 2], the left and the right keys of the rounds, and the two words of the
+    calls.  `state`: int64 [seed, calls so far].
+
+    Where indices are multiplied, they are masked first: Inductor would take the product with an index for a larger index, and 32
+    bits for that.  as_strided changes nothing: it is what Inductor stores in memory, where it would compute the keys once more in
+    each place that takes one, and take minutes.
+    """
+    lane, turn = [torch.arange(count, dtype=torch.int64, device=state.device) & MASK for count in (2, ROUNDS)]
+    words = (state.unsqueeze(1) >> (lane * 32)) & MASK
+    bump = (lane * (BUMPS[1] - BUMPS[0]) + BUMPS[0]).unsqueeze(1)
+    keys = (words.select(0, 0).unsqueeze(1) + bump * turn) & MASK
+    return torch.cat([keys.reshape(-1), words.select(0, 1)]).as_strided((2 * ROUNDS + 2,), (1,))
+
+
+def block(element: Tensor, shared: Tensor, number: int) -> Words:
+    """The four words of every element in one draw.  `element`: int64, whose low word counts; `shared`: what `schedule` gives, on
+    the same device; `number`: that of the draw in its program, below 2^32.
+
+    key = seed, counter = (element, number, calls low, calls high): no block occurs twice in 2^64 calls.
+    """
+    keys = [(shared.select(0, turn), shared.select(0, ROUNDS + turn)) for turn in range(ROUNDS)]
+    which = torch.full((), number, dtype=torch.int64, device=element.device)
+    return philox((element & MASK, which, shared.select(0, 2 * ROUNDS), shared.select(0, 2 * ROUNDS + 1)), keys)
+
+
+def philox(counter: Words, keys: Sequence[Key]) -> Words:
+    """The block of four words that belongs to a counter, with the keys of the rounds."""
+    first, second, third, fourth = counter
+    for left, right in keys:
+        high_a, low_a = _multiply(first, MULTIPLIERS[0])
+        high_b, low_b = _multiply(third, MULTIPLIERS[1])
+        first, second, third, fourth = high_b ^ second ^ left, low_b, high_a ^ fourth ^ right, low_a
+    return first, second, third, fourth
+
+
+def _multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of word * constant.
+
+    The product may reach 2^64.  With constant - 2^32 in its place, which is above -2^30, it stays above -2^62; 2^32 * word, which
+    that leaves out, is `word` more in the high word and nothing in the low one.
+    """
+    product = word * (constant - (1 << 32))
+    return (product >> 32) + word, product & MASK
