@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -105,6 +106,7 @@ def rewritten(program: ExportedProgram) -> ExportedProgram:
     (output,) = graph.find_nodes(op="output")
     _insert(output, [state], lambda value: value.select(0, 1).add_(1))
     _expand(graph)
+    _spell_counts(graph)
     graph.lint()
     root.recompile()
     specs = [replace(spec, arg=_renamed(spec.arg, renamed)) for spec in signature.output_specs]
@@ -244,6 +246,34 @@ def _expand(graph: Graph) -> None:
         for each in reversed(operations):
             if not known[each].users and each not in looks:
                 graph.erase_node(known[each])
+
+
+def _spell_counts(graph: Graph) -> None:
+    """Numbers of elements as products of sizes: torch.compile of 2.11 takes no operator that gives a number but `sym_size`."""
+    for node in graph.find_nodes(op="call_function", target=aten.sym_numel.default):
+        (tensor,) = node.args
+        value = tensor.meta["val"]
+        with graph.inserting_before(node):
+            total: Any = 1
+            for axis, size in enumerate(value.shape):
+                factor: Any = size
+                if isinstance(size, torch.SymInt):
+                    factor = graph.call_function(aten.sym_size.int, (tensor, axis))
+                    factor.meta = {**node.meta, "val": size}
+                if isinstance(total, int) and isinstance(factor, int):
+                    total *= factor
+                elif isinstance(total, int) and total == 1:
+                    total = factor
+                else:
+                    made = graph.call_function(operator.mul, (total, factor))
+                    made.meta = {**node.meta, "val": _value_of(total) * _value_of(factor)}
+                    total = made
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+
+
+def _value_of(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, Node) else argument
 
 
 def _renamed(argument: Any, renamed: Mapping[str, str]) -> Any:
