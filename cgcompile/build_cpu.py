@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from . import emit, layouts, lower_cpu
 from .aliases import with_aliases
 from .job import Job, Parts
 from .progress import Stages
+from .scratch import scratch_folder
 from .tolerance import tolerance
 from .weights import collect
 
@@ -25,11 +25,11 @@ HOST_FILE = "host/model.so"
 def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     """Compiles the model, and writes the shared object, the weights and the exam into `stage`."""
     program = job.exported.program
-    with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch:
+    with scratch_folder() as scratch:
         with stages("lower") as tell:
             shared = job.exported.aliases
             changing = bool(job.exported.state) or any(each.name for each in shared)
-            compiled = lower_cpu.compile_cpu(program, Path(scratch), tell, [each.output for each in shared], changing)
+            compiled = lower_cpu.compile_cpu(program, scratch, tell, [each.output for each in shared], changing)
             tell(f"{HOST_FILE}, {compiled.path.stat().st_size >> 10} KB")
         with stages("emit") as tell:
             weights = collect(program, job.exported.state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from .progress import Stages
 from .record.capture import Call, Recorded, record
 from .record.rows import Key
 from .record.tensors import program_tensors
+from .scratch import scratch_folder
 from .source import SEED, all_keys, sample
 from .trace.toolkit import lowest_driver
 
@@ -57,14 +57,14 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     program = job.exported.program
     calls = _calls(job, SEED)
     tensors = program_tensors(program)
-    with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch:
-        hosted = _hosted(job, calls, Path(scratch), stage, stages) if job.placements else None
+    with scratch_folder() as scratch:
+        hosted = _hosted(job, calls, scratch, stage, stages) if job.placements else None
         elsewhere = hosted.mixed.elsewhere if hosted else frozenset()
         with stages("record") as tell:
             recorded = record(
                 program,
                 calls,
-                folder=Path(scratch, "record"),
+                folder=scratch / "record",
                 level=job.lower,
                 specialize=job.specialize,
                 fresh=_calls(job, FRESH),

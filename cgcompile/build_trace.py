@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from .mixed import Hosts, Mixed, compile_hosts, plan_mixed, rows_of, weight_rows
 from .progress import Stages
 from .record.memory import PAD, Table, align, tensor_bytes
 from .record.tensors import dtype_bound, dtype_name, inputs_bytes, program_tensors
+from .scratch import scratch_folder
 from .source import all_keys, sample
 from .trace.assembling import Graph, assemble_chain
 from .trace.compiling import Compiled, compile_variants
@@ -72,11 +72,11 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     target, program = arch(job.target), job.exported.program
     tensors = program_tensors(program)
     calls = {key: sample(job.source, dict(zip(job.sizes, key, strict=True))).tensors for key in all_keys(job.sizes)}
-    with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch:
+    with scratch_folder() as scratch:
         mixed = _mixed(job, calls, stages) if job.placements else None
         with stages("lower") as tell:
             works = region_works(mixed) if mixed else whole_works(program, calls)
-            lowered = lower_all(works, target.name, Path(scratch), cache=cache_folder(), table=table_file(target.name), tell=tell)
+            lowered = lower_all(works, target.name, scratch, cache=cache_folder(), table=table_file(target.name), tell=tell)
             chains = _chains(lowered, mixed)
             traced = {key: chain.traced for key, chain in chains.items()}
             tell(_summary(traced))
@@ -84,7 +84,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             compiled = _compile(traced, target, tell)
             tell(f"{len(set(kernel.sha256 for kernel in compiled.values()))} kernel images")
         layout = _lay_out(tensors, mixed, traced)
-        hosts = _hosts(mixed, layout, Path(scratch), stage, stages) if mixed else None
+        hosts = _hosts(mixed, layout, scratch, stage, stages) if mixed else None
         with stages("plan") as tell:
             graphs, bound = _assemble(chains, compiled, weight_offsets(layout.placed, layout.folded), calls, mixed)
             recordings, fills = _without_memsets(graphs, target)
@@ -118,7 +118,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
                 weights = stage / archive.WEIGHTS
                 sources = kernel_sources(compiled)
                 tasks = [make_task(t, p, sources, memories, weights, rows) for t, p in zip(trials, programs, strict=True)]
-                done = interpret(tasks, Path(scratch, "interpret"), budget=BUDGET, cache=cache_folder(), tell=tell)
+                done = interpret(tasks, scratch / "interpret", budget=BUDGET, cache=cache_folder(), tell=tell)
                 proofs = tuple([proved(*each, done) for each in zip(proofs, trials, strict=True)])
                 worst = max(proof.error for proof in proofs)
                 tell(f"{len(done)} of {len(tasks)} int_keys over poisoned memory, largest error {worst:.1e}")

@@ -140,6 +140,38 @@ def check_looks_as_views(path: Path, device: str) -> None:
         near(first["weight"], looks().linear.bias)
 
 
+def kinds_of_inputs(device: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of (4, WIDTH) that are laid out in every way: by name."""
+    x = torch.randn(4, WIDTH, device=device)
+    row = torch.randn(WIDTH, device=device)
+    long = torch.randn(4 + WIDTH, device=device)
+    return {
+        "twice the same tensor": (x, x),
+        "expanded along the rows": (row.expand(4, WIDTH), x),
+        "expanded along the columns": (row[:4, None].expand(4, WIDTH), x),
+        "strided": (torch.randn(4, 2 * WIDTH, device=device)[:, ::2], torch.randn(8, WIDTH, device=device)[::2]),
+        "transposed": (torch.randn(WIDTH, 4, device=device).t(), x),
+        "overlapping": (long.as_strided((4, WIDTH), (1, 1)), x),
+        "two parts of one tensor": (torch.randn(5, WIDTH, device=device)[:4], torch.randn(5, WIDTH, device=device)[1:]),
+        "not at the start of its storage": (torch.randn(5, WIDTH, device=device)[1:], x),
+        "a lazy negative": (torch.view_as_complex(torch.randn(4, WIDTH, 2, device=device)).conj().imag, x),
+    }
+
+
+def check_inputs(path: Path, device: str) -> None:
+    """PyTorch copies each into its static input, or skips graphs ("expanded dimensions", overlapping memory); here none is special,
+    and no caller's tensor changes."""
+    with cgbundle.load(path) as program:
+        for name, (x, y) in kinds_of_inputs(device).items():
+            before = x.clone(), y.clone()
+            for batch in (4, 1, 3):
+                given = x[:batch], y[:batch], torch.empty(batch, 0, device=device)
+                got, nothing = program(*given)
+                near(got, (given[0] + given[1]) * 2)
+                assert nothing.shape == (batch, 0), name
+            assert torch.equal(x, before[0]) and torch.equal(y, before[1]), name
+
+
 CALLS = 10_000
 MOMENTS = ((0.5, 1 / 12), (0.0, 1.0), (1.0, 1 / 3), (0.3, 0.21))
 """Mean and variance of uniform numbers, normal ones, ones under dropout of 0.25 scaled by 1 / 0.75, and Bernoulli's at 0.3."""

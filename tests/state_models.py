@@ -94,6 +94,19 @@ def rows(batch: int) -> tuple[Tensor, ...]:
     return (torch.randn(batch, 2, WIDTH),)
 
 
+class Sum(nn.Module):
+    """Two inputs and one without elements."""
+
+    def forward(self, x: Tensor, y: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of (batch, WIDTH) and (batch, 0): their sum times two, and what has no elements, plus one."""
+        return torch.cat([x + y, nothing], 1) * 2, nothing + 1
+
+
+def triples(batch: int) -> tuple[Tensor, ...]:
+    """For `Sum`."""
+    return torch.randn(batch, WIDTH), torch.randn(batch, WIDTH), torch.empty(batch, 0)
+
+
 def pairs(batch: int) -> tuple[Tensor, ...]:
     """For `Looks`."""
     return torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)

@@ -16,7 +16,7 @@ from cgcompile.errors import OutputsShared, StateChanged  # noqa: E402
 from cgcompile.export import export  # noqa: E402
 from cgcompile.source import load_source  # noqa: E402
 from tests import state_checks as checks  # noqa: E402
-from tests.state_models import SIZES, draws, looks, pairs, rows, running, singles  # noqa: E402
+from tests.state_models import SIZES, Sum, draws, looks, pairs, rows, running, singles, triples  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,11 @@ def test_outputs_that_share_memory_share_it(shared: Path) -> None:
 
 def test_views_of_shared_memory_go_stale_together(shared: Path) -> None:
     checks.check_looks_as_views(shared, "cpu")
+
+
+def test_inputs_may_be_laid_out_in_any_way(tmp_path: Path) -> None:
+    path = cgcompile.build(Sum(), triples, sizes=list(SIZES), out=tmp_path / "sum.cgb", target="cpu").path
+    checks.check_inputs(path, "cpu")
 
 
 def test_random_numbers_are_fresh_and_repeatable(random: Path) -> None:

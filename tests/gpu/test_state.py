@@ -14,7 +14,7 @@ import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from tests import state_checks as checks  # noqa: E402
-from tests.state_models import SIZES, draw, draws, looks, pairs, rows, running, singles  # noqa: E402
+from tests.state_models import SIZES, Sum, draw, draws, looks, pairs, rows, running, singles, triples  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["inductor", "eager"])
@@ -67,6 +67,12 @@ def test_outputs_that_share_memory_share_it(shared: Path) -> None:
 
 def test_views_of_shared_memory_go_stale_together(shared: Path) -> None:
     checks.check_looks_as_views(shared, "cuda")
+
+
+def test_inputs_may_be_laid_out_in_any_way(tmp_path: Path) -> None:
+    path = cgcompile.build(Sum(), triples, sizes=list(SIZES), out=tmp_path / "sum.cgb", target="cuda", recorder="capture").path
+    for device in ("cuda", "cpu"):
+        checks.check_inputs(path, device)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
