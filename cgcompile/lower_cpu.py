@@ -6,6 +6,7 @@ Private APIs of torch used here: `torch._inductor.aot_compile` and the options b
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -33,6 +34,9 @@ OPTIONS = {
     "cpp.vec_isa_ok": True,  # /proc/cpuinfo decides; compiling a probe per instruction set takes 7 s
 }
 """Options of Inductor; those that a version of torch does not know are left out."""
+
+FILE_NAME = re.compile(rb"/c[a-z2-7]{51}\.")
+"""Inductor's name of a generated file: "c" and a SHA-256 in base 32 (torch._inductor.codecache.code_hash)."""
 
 UNFOLDED = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
 """More of them for a program whose weights may change.  Inductor takes small constants, and constants whose elements are all equal,
@@ -98,8 +102,9 @@ def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.Gr
 
 
 def _make_reproducible(target: Path, work: Path) -> None:
-    """Takes out what differs from build to build: symbols named after files, the build id, and the paths of the work folder
-    and of torch (they are in `__FILE__` of error messages; others of the same length take their place)."""
+    """Takes out what differs from build to build: symbols named after files, the build id, and, in the `__FILE__` of checks of
+    indices, the paths of the work folder and of torch, and the files' names, which Inductor makes of a hash over these paths.
+    Others of the same length take their place."""
     strip = shutil.which("strip")
     if strip is None:
         raise CompilerFailed("`strip` is not on the PATH", "install binutils")
@@ -107,7 +112,7 @@ def _make_reproducible(target: Path, work: Path) -> None:
     data = target.read_bytes()
     for old, new in ((str(work), "/cgcompile"), (os.path.dirname(os.path.abspath(torch.__file__)), "/torch")):
         data = data.replace(old.encode(), new.encode().ljust(len(old.encode()), b"/")[: len(old.encode())])
-    target.write_bytes(data)
+    target.write_bytes(FILE_NAME.sub(b"/" + b"c" * 52 + b".", data))
 
 
 @contextmanager

@@ -31,6 +31,37 @@ def test_two_builds_of_one_model_do_not_differ(bundle: Path, tmp_path: Path) -> 
     assert (result.exit_code, result.stdout, result.stderr) == (0, "no difference\n", "")
 
 
+LOOKUP = """
+import torch
+from torch import nn
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).sum(1)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Lookup().eval()
+
+
+def inputs(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randint(0, 11, (batch, 5)),)
+"""
+"""A model whose compiled code checks its indices, and says in which generated file."""
+
+
+def test_two_builds_of_a_model_that_checks_indices_do_not_differ(tmp_path: Path) -> None:
+    one, other = build(tmp_path / "one", LOOKUP), build(tmp_path / "other", LOOKUP)
+    assert compare(open_bundle(str(one)), open_bundle(str(other))) == ()
+    assert b".kernel.cpp" in (one / "host" / "model.so").read_bytes(), "or the test would show nothing"
+
+
 def test_one_changed_weight_is_what_differs(bundle: Path, tmp_path: Path) -> None:
     changed = MODEL.replace("        return nn.Sequential(", "        made = nn.Sequential(").replace(
         ".eval()\n", ".eval()\n" + EDIT
