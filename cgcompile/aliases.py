@@ -20,7 +20,7 @@ from .flat import Flat
 from .source import Source, all_keys, sample
 
 if TYPE_CHECKING:
-    from .export import Exported
+    from .exported import Exported
 
 Key = tuple[int, ...]
 

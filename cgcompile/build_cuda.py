@@ -19,7 +19,7 @@ from .aliases import with_aliases
 from .cuda_files import program as row
 from .cuda_files import write_kernels, write_tables, write_weights
 from .errors import ProofFailed
-from .export import PREFIX, Exported
+from .exported import PREFIX, Exported
 from .fills import fill_image, has_memsets, without_memsets
 from .inlining import code_of
 from .job import Job, Parts

@@ -15,7 +15,7 @@ from .pipeline import MAX_KEYS, need_torch, quiet_torch
 from .sizes import Given, declared_sizes
 
 if TYPE_CHECKING:
-    from .export import Traced
+    from .exported import Traced
     from .partition import Partition
     from .source import Source
 
@@ -78,7 +78,8 @@ def check(
     from .checks import check as judge
     from .checks import placements
     from .checks.sizes import too_many_keys
-    from .export import describe_signature, trace
+    from .export import trace
+    from .signature import describe_signature
     from .source import load_source
 
     kind = _kind(target)

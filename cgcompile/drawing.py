@@ -32,7 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from .export import Exported
+from .exported import Exported
 from .philox import block, schedule
 from .random_operators import COMPOSITES, LEAVES
 from .recurrent import RECURRENT, split_layers

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from cgbundle import archive, codec, safetensors, schema, verify
 
 from . import __version__, state_exam
-from .export import PREFIX, Exported
+from .exported import PREFIX, Exported
 from .flat import run_writing
 from .rawbytes import raw
 from .source import Source, all_keys, sample

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cgbundle.schema import Dimension, Exam, Program, Region, Target, Weight
 
-from .export import Exported
+from .exported import Exported
 from .source import Source
 
 

@@ -12,7 +12,7 @@ import torch
 from cgbundle.sizes import names
 
 from .checks import place
-from .export import Exported
+from .exported import Exported
 
 SHAPE_ONLY = frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"})
 """Operations that take a tensor for its dtype and device alone."""

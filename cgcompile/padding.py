@@ -16,7 +16,7 @@ import torch
 from cgbundle.schema import Dimension
 from cgbundle.sizes import linear, names
 
-from .export import PREFIX, Exported
+from .exported import PREFIX, Exported
 from .flat import run_eager
 from .mixing import joined
 from .source import Source, sample

@@ -84,7 +84,8 @@ def build(
     from .checks import check, functional, placements, refuse, refuse_written, state_buffers, written_inputs
     from .drawing import draws, generator_buffer, with_generator
     from .emit import provenance, seal, write_program
-    from .export import PREFIX, export
+    from .export import export
+    from .exported import PREFIX
     from .flat import Computed
     from .job import Job
     from .padding import prove_padding
@@ -175,7 +176,7 @@ def _parts(job: Job, stage: Path, stages: Stages) -> Parts:
 def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequence[str], origin: Any) -> Manifest:
     from .aliases import manifest_aliases
     from .drawing import generator_buffer
-    from .export import PREFIX
+    from .exported import PREFIX
 
     generator = generator_buffer(job.exported.program).removeprefix(PREFIX)
     names = [row.name for row in parts.weights]

@@ -12,7 +12,7 @@ import torch
 from cgbundle import safetensors
 from cgbundle.schema import DTYPES, Weight
 
-from .export import Exported
+from .exported import Exported
 from .flat import run_writing
 from .rawbytes import raw
 from .source import Source, all_keys, sample

@@ -13,7 +13,7 @@ from cgbundle import safetensors
 from cgbundle.schema import Weight
 
 from .errors import DtypeUnsupported
-from .export import PREFIX, memory_order
+from .exported import PREFIX, memory_order
 from .trees import dtype_name
 
 

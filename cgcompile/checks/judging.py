@@ -10,7 +10,7 @@ from cgbundle.schema import Finding
 
 from ..attributes import ATTRIBUTE_FIX
 from ..errors import ExportFailed, Refused
-from ..export import Exported, Traced
+from ..exported import Exported, Traced
 from ..source import first_line
 from . import flow
 from .operators import check_host_ops

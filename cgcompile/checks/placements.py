@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cgbundle.schema import Finding
 
-from ..export import Exported, Traced
+from ..exported import Exported, Traced
 from . import flow
 from .subject import HOST
 from .weights import weight_names

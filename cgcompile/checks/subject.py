@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from cgbundle.schema import Finding
 
-from ..export import Exported, Traced
+from ..exported import Exported, Traced
 from ..obstacles import Obstacle, shown
 from ..source import is_user_file
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from cgcompile.errors import BuildError
-from cgcompile.export import memory_order
+from cgcompile.exported import memory_order
 from cgcompile.lower import repair
 from cgcompile.source import first_line, is_user_file
 from cgcompile.trace.decomposing import REPLACED, decompositions

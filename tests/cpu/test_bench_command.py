@@ -20,7 +20,8 @@ from cgcompile.bench.clock import PHASES, Laps
 from cgcompile.bench.torch_child import Torch, UserModel, Written
 from cgcompile.bench.written import load, write
 from cgcompile.errors import PeerUnwritable, SourceMissing
-from cgcompile.export import Exported, export
+from cgcompile.export import export
+from cgcompile.exported import Exported
 from cgcompile.flat import run_eager
 from cgcompile.progress import Event
 from cgcompile.source import load_source, sample

@@ -259,7 +259,7 @@ def test_a_variable_without_a_handle(drive: Callable[..., SimpleNamespace]) -> N
 
 
 def test_an_output_whose_size_depends_on_data() -> None:
-    from cgcompile.export import _size
+    from cgcompile.signature import _size
 
     class Ragged(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

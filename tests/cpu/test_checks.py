@@ -17,7 +17,8 @@ from cgcompile.checks import RULES, check, names, placements, refuse
 from cgcompile.checks.operators import DETERMINISTIC_SCATTER, INCOMPATIBLE
 from cgcompile.checks.rules import name
 from cgcompile.checks.sizes import too_many_keys
-from cgcompile.export import Traced, trace
+from cgcompile.export import trace
+from cgcompile.exported import Traced
 from cgcompile.source import load_source
 from tests.cpu.models import rows
 

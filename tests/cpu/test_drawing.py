@@ -16,7 +16,8 @@ from torch.export.passes import move_to_device_pass
 from cgbundle.schema import Finding
 from cgcompile.checks import check
 from cgcompile.drawing import RNG, can_rewrite, draws, generator_buffer, is_random, supported, with_generator
-from cgcompile.export import Exported, export
+from cgcompile.export import export
+from cgcompile.exported import Exported
 from cgcompile.source import load_source
 from tests.cpu.models import Batched
 

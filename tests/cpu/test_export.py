@@ -12,7 +12,8 @@ from torch import nn
 
 from cgcompile import errors
 from cgcompile.checks import check, refuse
-from cgcompile.export import Exported, export
+from cgcompile.export import export
+from cgcompile.exported import Exported
 from cgcompile.source import load_source, sample
 from cgcompile.targets import choose
 from tests.cpu.models import Batched, rows

@@ -12,7 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from cgcompile import errors, flat
-from cgcompile.export import Traced, export, run_eager, trace
+from cgcompile.export import export, trace
+from cgcompile.exported import Traced
+from cgcompile.flat import run_eager
 from cgcompile.obstacles import Run
 from cgcompile.placing import TO_DEVICE, TO_HOST
 from cgcompile.source import load_source, sample
