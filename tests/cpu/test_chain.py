@@ -99,12 +99,13 @@ def planned(folder: Path) -> tuple[chain.Session, Mixed]:
     mixed = plan_mixed(exported.program, placed, {key: both[0] for key, both in calls.items()})
     request = Request(
         role="record", program=folder, calls=folder, result=folder, keys=KEYS, level="eager", specialize="size",
-        code="", placements=tuple(placed.items()), landing=mixed.landing, weights=(), weights_end=0, inputs_end=0, settings={},
-        shift=False,
+        code="", placements=tuple(placed.items()), landing=mixed.landing, weights=(), weights_end=0, state_end=0, inputs_end=0,
+        settings={}, shift=False,
     )  # fmt: skip
     nothing = torch.empty(0)
     session = chain.Session(
         request=request, sides=(exported.program, exported.program), module=exported.flat, originals={}, weights=nothing,
+        state=nothing,
         inputs=nothing, calls={key: ((first, {}), (second, {})) for key, (first, second) in calls.items()},
     )  # fmt: skip
     return session, mixed

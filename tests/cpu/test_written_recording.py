@@ -43,12 +43,13 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     program = export(load_source(network, inputs), {"batch": (1, 4)}).program
     asked = Request(
         role="record", program=tmp_path, calls=tmp_path, result=tmp_path, keys=(KEY,), level="eager", specialize="size", code="",
-        placements=(), landing={}, weights=(), weights_end=0, inputs_end=0, settings={}, shift=False, written=written,
+        placements=(), landing={}, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={}, shift=False, written=written,
     )  # fmt: skip
     nothing = torch.empty(0)
     calls = {KEY: ((draw(inputs, 4, 0), {}), (draw(inputs, 4, 1), {}))}
     session = recorder.Session(
-        request=asked, sides=None, module=program.module(), originals={}, weights=nothing, inputs=nothing, calls=calls
+        request=asked, sides=None, module=program.module(), originals={}, weights=nothing, state=nothing, inputs=nothing,
+        calls=calls,
     )  # fmt: skip
     return session, network
 
