@@ -154,7 +154,7 @@ def run_writing(flat: Eager, tensors: Sequence[torch.Tensor], calls: int = 1) ->
                 outputs = flat(*given)
         state = flat.kept.now()
         homes = flat.kept.homes()
-        own = tuple([value.clone() if value.untyped_storage().data_ptr() in homes else value for value in outputs])
+        own = tuple([(value.clone() if value.untyped_storage().data_ptr() in homes else value).detach() for value in outputs])
     finally:
         flat.kept.restore()
     return Ran(outputs=own, given=given, state=state)
