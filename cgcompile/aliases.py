@@ -16,7 +16,7 @@ from cgbundle.extents import ELSEWHERE
 from cgbundle.schema import DTYPES, Alias, Program, Value, Weight
 
 from .errors import OutputsShared
-from .flat import Flat
+from .flat import PREFIX, Flat
 from .source import Source, all_keys, sample
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def find_aliases(source: Source, exported: Exported, sizes: Mapping[str, tuple[i
     Raises OutputsShared where it differs between sizes, or where two outputs overlap and neither holds the other.
     """
     keys = all_keys(sizes)
-    state = frozenset(name.removeprefix("model.") for name in exported.state)
+    state = frozenset(name.removeprefix(PREFIX) for name in exported.state)
 
     def at(key: Key) -> list[_Found]:
         tensors = sample(source, dict(zip(sizes, key, strict=True))).tensors
@@ -161,7 +161,8 @@ def _found(flat: Flat, tensors: Sequence[torch.Tensor], state: frozenset[str], n
         found = {}
         for index, output in enumerate(outputs):
             home = homes.get(_home_of(output)) if output.numel() else None
-            if home is not None and output.dtype == home[3].dtype:
+            if home is not None:
+                _check_dtype(names[index], output, home[3])
                 found[index] = _Found(output=index, memory=home[0], index=home[1], name=home[2], look=_look(output, home[3]))
         found |= _among(outputs, [index for index in range(len(outputs)) if index not in found], names)
     finally:
@@ -171,10 +172,13 @@ def _found(flat: Flat, tensors: Sequence[torch.Tensor], state: frozenset[str], n
 
 def _among(outputs: Sequence[torch.Tensor], loose: Iterable[int], names: Sequence[str]) -> dict[int, _Found]:
     """Outputs that share elements with another: the one with the most bytes is the other."""
-    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for index in loose:
         if outputs[index].numel():
-            groups.setdefault((_home_of(outputs[index]), outputs[index].dtype), []).append(index)
+            group = groups.setdefault(_home_of(outputs[index]), [])
+            if group:
+                _check_dtype(names[index], outputs[index], outputs[group[0]])
+            group.append(index)
     found: dict[int, _Found] = {}
     for group in groups.values():
         ordered = sorted(group, key=lambda index: (-_span(outputs[index]), index))
@@ -189,6 +193,12 @@ def _among(outputs: Sequence[torch.Tensor], loose: Iterable[int], names: Sequenc
                 )
                 break
     return found
+
+
+def _check_dtype(name: str, output: torch.Tensor, other: torch.Tensor) -> None:
+    """Raises OutputsShared for the same memory seen as another dtype (`view(dtype)`, `view_as_real`)."""
+    if output.dtype != other.dtype:
+        raise OutputsShared(f"output {name!r} sees memory as {output.dtype} that it shares with a tensor of {other.dtype}")
 
 
 def _home_of(tensor: torch.Tensor) -> int:

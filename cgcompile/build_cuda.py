@@ -19,8 +19,9 @@ from .aliases import with_aliases
 from .cuda_files import program as row
 from .cuda_files import write_kernels, write_tables, write_weights
 from .errors import ProofFailed
-from .exported import PREFIX, Exported
+from .exported import Exported
 from .fills import fill_image, has_memsets, without_memsets
+from .flat import PREFIX
 from .inlining import code_of
 from .job import Job, Parts
 from .mixed import Hosts, Mixed, compile_hosts, plan_mixed, rows_of, weight_rows

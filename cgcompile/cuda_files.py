@@ -14,7 +14,7 @@ from cgbundle.recording import Recording
 from cgbundle.schema import Program, Step, Value, Weight
 from cgbundle.tensor import memory_order
 
-from .exported import PREFIX
+from .flat import PREFIX
 from .record.memory import Table
 from .record.tensors import contents
 

@@ -5,13 +5,12 @@ numbers from that buffer (random_operators.py, sampling.py, philox.py), and the 
 frozen, and nothing but these two integers is kept between calls.  All other nodes keep their names and metadata; the new ones carry
 the metadata of the operator whose place they take, and the one that gives its result takes its name.
 
-Private interfaces (torch 2.11, 2.13): the constructor of `ExportedProgram`, its attribute `_guards_code` where it exists, and
-`torch._dispatch.python.enable_python_dispatcher`, under which a composite operator falls apart as in torch.export.
+Private interface (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, under which a composite operator falls
+apart as in torch.export.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,6 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.exported_program import ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -34,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from .exported import Exported
 from .philox import block, schedule
+from .programs import copied_graph, with_graph
 from .random_operators import COMPOSITES, LEAVES
 from .recurrent import RECURRENT, split_layers
 from .sampling import BLOCK, Stream, axes_in_memory
@@ -90,11 +89,9 @@ def generator_buffers(program: ExportedProgram) -> tuple[str, ...]:
 
 def rewritten(program: ExportedProgram) -> ExportedProgram:
     """The program whose random operators are computed from the buffer RNG, which it adds to; weights are shared, not copied."""
-    root = copy.deepcopy(program.graph_module)
+    root = copied_graph(program)
     graph = root.graph
-    for old, new in zip(program.graph.nodes, graph.nodes, strict=True):
-        new.name = old.name  # a copy does not keep the names of Python's own functions, such as "input"
-    state, signature = _add_buffer(graph, program.graph_signature)
+    state, specs = _add_buffer(graph, program.graph_signature)
     renamed: dict[str, str] = {}
     for node in [node for node in graph.nodes if node.target in RECURRENT and is_random(node)]:
         renamed |= _stand_in(node, split_layers(node, _origin(node)))
@@ -109,25 +106,13 @@ def rewritten(program: ExportedProgram) -> ExportedProgram:
     _spell_counts(graph)
     graph.lint()
     root.recompile()
-    specs = [replace(spec, arg=_renamed(spec.arg, renamed)) for spec in signature.output_specs]
-    result = ExportedProgram(
-        root=root,
-        graph=graph,
-        graph_signature=ExportGraphSignature(input_specs=signature.input_specs, output_specs=specs),
-        state_dict={**program.state_dict, RNG: torch.zeros(2, dtype=torch.int64)},
-        range_constraints=copy.deepcopy(program.range_constraints),
-        module_call_graph=[_entry(entry, renamed) for entry in copy.deepcopy(program.module_call_graph)],
-        example_inputs=program.example_inputs,
-        constants=program.constants,
-        verifiers=program.verifiers,
+    return with_graph(
+        program, root, renamed, input_specs=specs, state_dict={**program.state_dict, RNG: torch.zeros(2, dtype=torch.int64)}
     )
-    if hasattr(program, "_guards_code"):
-        result._guards_code = program._guards_code
-    return result
 
 
-def _add_buffer(graph: Graph, signature: ExportGraphSignature) -> tuple[Node, ExportGraphSignature]:
-    """The placeholder of the new buffer, after those of the parameters and buffers, and the signature with it."""
+def _add_buffer(graph: Graph, signature: ExportGraphSignature) -> tuple[Node, list[InputSpec]]:
+    """The placeholder of the new buffer, after those of the parameters and buffers, and the inputs with it."""
     specs = list(signature.input_specs)
     place = max([index + 1 for index, spec in enumerate(specs) if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)], default=0)
     placeholders = graph.find_nodes(op="placeholder")
@@ -137,7 +122,7 @@ def _add_buffer(graph: Graph, signature: ExportGraphSignature) -> tuple[Node, Ex
     state.meta["val"] = mode.from_tensor(torch.zeros(2, dtype=torch.int64), static_shapes=True)
     spec = InputSpec(kind=InputKind.BUFFER, arg=TensorArgument(name=state.name), target=RNG, persistent=True)
     specs.insert(place, spec)
-    return state, ExportGraphSignature(input_specs=specs, output_specs=list(signature.output_specs))
+    return state, specs
 
 
 def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
@@ -274,18 +259,6 @@ def _spell_counts(graph: Graph) -> None:
 
 def _value_of(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, Node) else argument
-
-
-def _renamed(argument: Any, renamed: Mapping[str, str]) -> Any:
-    name: str = getattr(argument, "name", "")
-    return replace(argument, name=renamed[name]) if name in renamed else argument
-
-
-def _entry(entry: ModuleCallEntry, renamed: Mapping[str, str]) -> ModuleCallEntry:
-    if entry.signature is None:
-        return entry
-    outputs = [_renamed(argument, renamed) for argument in entry.signature.outputs]
-    return replace(entry, signature=replace(entry.signature, outputs=outputs))
 
 
 def _off(node: Node) -> bool:

@@ -17,10 +17,11 @@ import torch
 from torch.export import ExportedProgram
 
 from cgbundle import archive, codec, safetensors, schema, verify
+from cgbundle.processor import processor_name
 
 from . import __version__, state_exam
-from .exported import PREFIX, Exported
-from .flat import run_writing
+from .exported import Exported
+from .flat import PREFIX, run_writing
 from .rawbytes import raw
 from .source import Source, all_keys, sample
 from .trees import dtype_name
@@ -159,15 +160,6 @@ def provenance(label: str, options: Mapping[str, str]) -> schema.Provenance:
         source=os.path.basename(label) if os.path.exists(label) else label,
         created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
         versions=tuple(sorted(versions.items())),
-        machine=_processor(),
+        machine=processor_name(),
         options=tuple(sorted(options.items())),
     )
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except FileNotFoundError:
-        names = []
-    return names[0] if names else platform.machine()

@@ -15,10 +15,6 @@ from .flat import Computed, Eager, Flat
 from .obstacles import Obstacle
 from .source import Sample, Source
 
-PREFIX = "model."
-"""The wrapper's name for the user's module, taken off every weight's name."""
-
-
 Seen = tuple[dict[str, int], list[tuple[int, ...]]]
 """Sizes, and the shapes of the outputs that eager PyTorch gave at them."""
 

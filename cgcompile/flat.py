@@ -18,6 +18,9 @@ from .rawbytes import raw
 from .source import Sample
 from .trees import Leaf, describe, rebuild
 
+PREFIX = "model."
+"""The wrapper's name for the user's module, taken off every weight's name."""
+
 
 def nobody(run: Run) -> None:
     """Nobody watches."""

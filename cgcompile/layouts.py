@@ -14,7 +14,7 @@ from cgbundle.host import HostRegion, Layout
 from cgbundle.schema import Weight
 
 from .errors import CompilerFailed, ConstantUnsaved
-from .exported import PREFIX
+from .flat import PREFIX
 from .trees import dtype_name
 from .weights import weight_tensors
 

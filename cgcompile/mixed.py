@@ -19,7 +19,7 @@ from cgbundle.schema import Program, Region, Value, Weight
 
 from . import layouts
 from .errors import CompilerFailed, OperatorWithoutCode
-from .exported import PREFIX
+from .flat import PREFIX
 from .inlining import inlined
 from .lower_cpu import compile_cpu
 from .partition import Partition, partition

@@ -16,8 +16,8 @@ import torch
 from cgbundle.schema import Dimension
 from cgbundle.sizes import linear, names
 
-from .exported import PREFIX, Exported
-from .flat import run_eager
+from .exported import Exported
+from .flat import PREFIX, run_eager
 from .mixing import joined
 from .source import Source, sample
 from .tolerance import largest_error, tolerance

@@ -2,7 +2,7 @@
 
 Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC11 (2011); the reference is their library
 Random123.  A block of four 32-bit words is a function of a counter (four words) and a key (two words): there is no state to keep
-in order, so every element computes its own numbers, and a program gives the same bits eager and compiled, on a CPU and on a GPU.
+in order, so every element computes its own numbers, and whole numbers are the same wherever it runs.
 
 A word is an int64 tensor with values in [0, 2^32).  No operation overflows: in C++, which Inductor writes, the overflow of a
 signed integer is undefined.

@@ -85,8 +85,7 @@ def build(
     from .drawing import draws, generator_buffer, with_generator
     from .emit import provenance, seal, write_program
     from .export import export
-    from .exported import PREFIX
-    from .flat import Computed
+    from .flat import PREFIX, Computed
     from .job import Job
     from .padding import prove_padding
     from .partition import without_markers
@@ -176,7 +175,7 @@ def _parts(job: Job, stage: Path, stages: Stages) -> Parts:
 def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequence[str], origin: Any) -> Manifest:
     from .aliases import manifest_aliases
     from .drawing import generator_buffer
-    from .exported import PREFIX
+    from .flat import PREFIX
 
     generator = generator_buffer(job.exported.program).removeprefix(PREFIX)
     names = [row.name for row in parts.weights]

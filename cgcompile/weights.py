@@ -13,7 +13,8 @@ from cgbundle import safetensors
 from cgbundle.schema import Weight
 
 from .errors import DtypeUnsupported
-from .exported import PREFIX, memory_order
+from .exported import memory_order
+from .flat import PREFIX
 from .trees import dtype_name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from .errors import WrongMachine
@@ -15,6 +16,18 @@ def check_features(features: Iterable[str]) -> None:
         raise WrongMachine(
             f"this processor lacks {', '.join(missing)}, which the bundle's code uses", "build the bundle on this kind of machine"
         )
+
+
+def processor_name() -> str:
+    """The model of the first processor in /proc/cpuinfo, else the machine's kind."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except FileNotFoundError:
+        pass
+    return os.uname().machine
 
 
 def processor_flags() -> frozenset[str]:

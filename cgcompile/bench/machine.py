@@ -8,6 +8,7 @@ import os
 import platform
 from typing import Any
 
+from cgbundle.processor import processor_name
 from cgcompile import __version__
 
 from .report import Machine
@@ -25,7 +26,7 @@ def machine(about: dict[str, Any], load: float) -> Machine:
         except importlib.metadata.PackageNotFoundError:
             continue
     return Machine(
-        processor=_processor(),
+        processor=processor_name(),
         cores=len(os.sched_getaffinity(0)),
         gpu=about.get("gpu", ""),
         driver=about.get("driver", 0),
@@ -33,12 +34,3 @@ def machine(about: dict[str, Any], load: float) -> Machine:
         load=load,
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except FileNotFoundError:
-        names = []
-    return names[0] if names else platform.machine()

@@ -24,7 +24,7 @@ from torch.export.passes import move_to_device_pass
 from cgbundle.schema import Weight
 from cgbundle.tensor import memory_order
 from cgcompile.errors import PeerUnwritable
-from cgcompile.exported import PREFIX
+from cgcompile.flat import PREFIX
 from cgcompile.lower import repair
 from cgcompile.partition import without_markers
 

@@ -23,6 +23,8 @@ from .writes import CLONE, RETURN, sharing
 WRITES = frozenset({"mutated-input", "mutated-buffer", "random-operation"})
 """Rules about what a program changes: random numbers count their calls in a buffer."""
 
+INSTEAD = "call model.eval() if this is dropout, or pass the random tensor as an input"
+
 GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
 """Rules that mean nothing where everything is on the host."""
 
@@ -96,11 +98,11 @@ def refuse_written(findings: Sequence[Finding], recorder: str, placed: int) -> N
     if found is None or not (placed or recorder == "trace"):
         return
     why = (
-        "such a write is not supported beside operations on the host" if placed
-        else "such a write is recorded by the capture recorder alone, which needs the GPU"
+        "this is not supported beside operations on the host" if placed
+        else "this is recorded by the capture recorder alone, which needs the GPU"
     )  # fmt: skip
-    fix = CLONE if found.rule == "mutated-input" else RETURN
-    raise Refused(f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", fix)
+    fixes = {"mutated-input": CLONE, "mutated-buffer": RETURN, "random-operation": INSTEAD}
+    raise Refused(f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", fixes[found.rule])
 
 
 def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> None:

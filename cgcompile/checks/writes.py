@@ -12,7 +12,7 @@ from cgbundle.schema import Finding
 from cgbundle.sharing import folds, reach, shared
 
 from ..attributes import ATTRIBUTE_FIX
-from ..exported import PREFIX
+from ..flat import PREFIX
 from ..weights import weight_tensors
 from .shapes import outputs
 from .subject import NOTE, REFUSE, Subject, finding

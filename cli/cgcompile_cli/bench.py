@@ -76,13 +76,13 @@ def bench(
     from cgcompile.bench import measure, svg
 
     from . import keys
-    from .build import _watching
+    from .build import watching
 
     manifest = archive.read_manifest(bundle)
     verify.check_manifest(manifest)
     for path in (json_file, plot):
         _check_writable(path)
-    with _watching(quiet) as progress:
+    with watching(quiet) as progress:
         report = measure(
             bundle,
             against=[name for name in against.replace(",", " ").split()],

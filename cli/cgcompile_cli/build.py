@@ -100,7 +100,7 @@ def build(
     if quiet and verbose:
         raise Usage("--quiet and --verbose cannot be used together", "leave one of them out")
     begin = time.perf_counter()
-    with _watching(quiet, verbose) as progress:
+    with watching(quiet, verbose) as progress:
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
             specialize=specialize, recorder=recorder, prove=prove, host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys,
@@ -117,7 +117,7 @@ def build(
 
 
 @contextmanager
-def _watching(quiet: bool, verbose: bool = False) -> Iterator[Watcher | None]:
+def watching(quiet: bool, verbose: bool = False) -> Iterator[Watcher | None]:
     if quiet:
         yield None
         return

@@ -127,6 +127,22 @@ def test_outputs_that_overlap_in_part_are_refused(tmp_path: Path) -> None:
         cgcompile.build(Overlapping(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
 
 
+class Reread(torch.nn.Module):
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.given = given
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = x * 2
+        return made, (x if self.given else made).view(torch.int32)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_memory_seen_as_another_dtype_is_refused(given: bool, tmp_path: Path) -> None:
+    with pytest.raises(OutputsShared, match="sees memory as torch.int32 that it shares with a tensor of torch.float32"):
+        cgcompile.build(Reread(given), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
+
+
 def test_sharing_that_depends_on_the_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputsShared, match="changes with the sizes"):
         cgcompile.build(Sometimes(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")

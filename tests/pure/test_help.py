@@ -140,7 +140,7 @@ EVENTS = (
 
 def watched(capsys: pytest.CaptureFixture[str], *options: bool) -> list[str]:
     """The lines that a build writes while EVENTS happen."""
-    with build._watching(*options) as progress:
+    with build.watching(*options) as progress:
         for event in EVENTS:
             if progress is not None:
                 progress(event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..running import Gate
 from . import driver, memory
@@ -17,8 +17,9 @@ class Copies:
     lock: Gate
     _order: StreamOrder
 
-    def _current(self) -> Context:
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        def _current(self) -> Context: ...
 
     def allocate(self, size: int, stream: int | None = None) -> Output:
         """Fresh GPU memory that outlives the backend, ready in the order of the stream."""
