@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checking import Report, check
     from .pipeline import Built, build
-    from .progress import Event
+    from .report import Report, check
+    from .util.progress import Event
 
 __version__ = "0.1.0"
 __all__ = ["Built", "Event", "Report", "__version__", "build", "check"]
 
-_HOMES = {"build": "pipeline", "Built": "pipeline", "Event": "progress", "Report": "checking", "check": "checking"}
+_HOMES = {"build": "pipeline", "Built": "pipeline", "Event": "util.progress", "Report": "report", "check": "report"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cgbundle import archive
-from cgbundle.publish import staged
-from cgbundle.schema import FORMAT_VERSION, Finding, Manifest
+from cgbundle.format import archive
+from cgbundle.format.publish import staged
+from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest
 
 from .errors import ExtraMissing, OutputExists, OutputUnwritable, Refused
-from .progress import Stages, Watcher, silent
-from .sizes import Given, count_keys, declared_sizes
+from .model.declared_sizes import Given, count_keys, declared_sizes
+from .util.progress import Stages, Watcher, silent
 
 if TYPE_CHECKING:
-    from .job import Job, Parts
+    from .targets.job import Job, Parts
 
 MAX_KEYS = 64
 """int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
@@ -80,19 +80,19 @@ def build(
     need_torch()
     import torch
 
-    from .aliases import find_aliases
+    from .bundle.emit import provenance, seal, write_program
+    from .bundle.proof import replay
+    from .bundle.state_exam import exam_calls
     from .checks import check, functional, placements, refuse, refuse_written, state_buffers, written_inputs
-    from .drawing import draws, generator_buffer, with_generator
-    from .emit import provenance, seal, write_program
-    from .export import export
-    from .flat import PREFIX, Computed
-    from .job import Job
-    from .padding import prove_padding
+    from .export.export import export
+    from .model.flat_module import PREFIX, Computed
+    from .model.source import load_source
     from .partition import without_markers
-    from .prove import replay
-    from .source import load_source
-    from .state_exam import exam_calls
-    from .targets import choose
+    from .targets.choice import choose
+    from .targets.job import Job
+    from .transforms.output_aliases import find_aliases
+    from .transforms.padding_proof import prove_padding
+    from .transforms.rng.rewrite import draws, generator_buffer, with_generator
 
     stages = Stages(progress or silent)
     chosen = choose(target, lower, specialize, recorder, prove)
@@ -160,22 +160,22 @@ def build(
 
 def _parts(job: Job, stage: Path, stages: Stages) -> Parts:
     if job.recorder == "host":
-        from . import build_cpu
+        from .targets.cpu import build as build_cpu
 
         return build_cpu.build_parts(job, stage, stages)
     if job.recorder == "trace":
-        from . import build_trace
+        from .offline import build as build_trace
 
         return build_trace.build_parts(job, stage, stages)
-    from . import build_cuda
+    from .capture import build as build_cuda
 
     return build_cuda.build_parts(job, stage, stages)
 
 
 def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequence[str], origin: Any) -> Manifest:
-    from .aliases import manifest_aliases
-    from .drawing import generator_buffer
-    from .flat import PREFIX
+    from .model.flat_module import PREFIX
+    from .transforms.output_aliases import manifest_aliases
+    from .transforms.rng.rewrite import generator_buffer
 
     generator = generator_buffer(job.exported.program).removeprefix(PREFIX)
     names = [row.name for row in parts.weights]

@@ -14,7 +14,7 @@ import time
 from array import array
 
 import cgbundle
-from cgbundle.tensor import from_bytes
+from cgbundle.tensors.tensor import from_bytes
 
 VOCABULARY = 50257
 

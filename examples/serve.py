@@ -30,7 +30,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 import cgbundle
-from cgbundle.tensor import from_bytes
+from cgbundle.tensors.tensor import from_bytes
 
 CHARACTERS = 20_000
 """A longer text is refused before it is cut into tokens."""

@@ -17,9 +17,11 @@ from array import array
 from pathlib import Path
 from struct import pack
 
-from cgbundle import safetensors, tables
-from cgbundle.archive import WEIGHTS, describe_files
-from cgbundle.recording import (
+from cgbundle.format import safetensors
+from cgbundle.format.archive import WEIGHTS, describe_files
+from cgbundle.format.schema import FORMAT_VERSION, Exam, Manifest, Program, Provenance, Region, Step, Target, Value, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import (
     Address,
     Edge,
     EmptyNode,
@@ -31,7 +33,6 @@ from cgbundle.recording import (
     Recording,
     Relocation,
 )
-from cgbundle.schema import FORMAT_VERSION, Exam, Manifest, Program, Provenance, Region, Step, Target, Value, Weight
 
 SOURCE = r"""
 struct Args { const float *x; float factor; int unused; };

@@ -17,10 +17,10 @@ from hashlib import sha256
 from itertools import product
 from typing import Any
 
-from cgbundle.running import Running
-from cgbundle.schema import Dimension, Manifest, Program, Region, Step, TensorSpec, Value
-from cgbundle.sizes import evaluate
-from cgbundle.tensor import dense
+from cgbundle.format.schema import Dimension, Manifest, Program, Region, Step, TensorSpec, Value
+from cgbundle.format.size_expressions import evaluate
+from cgbundle.session.locks import Running
+from cgbundle.tensors.tensor import dense
 from tests import support
 
 Numbers = list[Any]

@@ -16,7 +16,9 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import copies, device, driver, executors, hoststeps, memory, modules, order, state, steps, turn, weights
+from cgbundle.cuda import copies, device, driver, executors, memory, modules, state, steps, turn, weights
+from cgbundle.cuda import host_steps as hoststeps
+from cgbundle.cuda import stream_order as order
 from tests.cuda_bundles import ADD, COMBINE
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ctypes import c_void_p
 from typing import Any
 
-from cgbundle.schema import Region
+from cgbundle.format.schema import Region
 from tests.fake_driver import floats
 
 DOUBLE, ADD = "host/double.so", "host/add.so"

@@ -11,9 +11,10 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from cgbundle import archive, safetensors, tables
-from cgbundle.recording import Edge, Recording
-from cgbundle.schema import Dimension, Exam, Manifest, Program, Proof, Provenance, TensorSpec, Value
+from cgbundle.format import archive, safetensors
+from cgbundle.format.schema import Dimension, Exam, Manifest, Program, Proof, Provenance, TensorSpec, Value
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Edge, Recording
 from tests import cuda_bundles, support
 
 SEQ_AT = 512

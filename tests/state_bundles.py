@@ -21,10 +21,11 @@ from pathlib import Path
 from struct import pack
 from typing import Any
 
-from cgbundle import safetensors, tables
-from cgbundle.archive import PROGRAM, WEIGHTS, describe_files
-from cgbundle.recording import MemsetNode
-from cgbundle.schema import Alias, Dimension, Exam, Manifest, Proof, TensorSpec, Value, Weight
+from cgbundle.format import safetensors
+from cgbundle.format.archive import PROGRAM, WEIGHTS, describe_files
+from cgbundle.format.schema import Alias, Dimension, Exam, Manifest, Proof, TensorSpec, Value, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import MemsetNode
 from tests import cuda_bundles
 from tests.cuda_bundles import FLOATS, INPUTS_AT, KEYS, OUTPUT, STATE_AT, address, edge, launch, relocations
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle import archive, codec, safetensors
-from cgbundle.archive import exam_entry as entry
-from cgbundle.schema import (
+from cgbundle.format import archive, codec, safetensors
+from cgbundle.format.archive import exam_entry as entry
+from cgbundle.format.schema import (
     FORMAT_VERSION,
     Dimension,
     Exam,

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from .errors import CallError, CgbundleError
 
 if TYPE_CHECKING:
+    from .call.views import View
     from .loader import load
     from .program import Program
-    from .tensor import Tensor
-    from .views import View
+    from .tensors.tensor import Tensor
 
 __all__ = ["CallError", "CgbundleError", "Program", "Tensor", "View", "load"]
 
-_HOMES = {"load": "loader", "Program": "program", "Tensor": "tensor", "View": "views"}
+_HOMES = {"load": "loader", "Program": "program", "Tensor": "tensors.tensor", "View": "call.views"}
 
 
 def __getattr__(name: str) -> Any:

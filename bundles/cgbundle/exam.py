@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .archive import EXAM, exam_entry
+from .call.views import View
 from .errors import CgbundleError, ExamFailed, WeightsInvalid
+from .format.archive import EXAM, exam_entry
+from .format.safetensors import Mapped
+from .format.schema import DTYPES, Manifest, Proof
 from .loader import open_program
 from .program import Program
-from .safetensors import Mapped
-from .schema import DTYPES, Manifest, Proof
-from .statecheck import STATE
-from .tensor import Tensor, decode, from_bytes
-from .views import View
+from .tensors.tensor import Tensor, decode, from_bytes
+from .validate.state import STATE
 
 POISON = 0xFF
 """Fills memory that no replay may read before it writes it: NaN as a float, -1 as an integer."""

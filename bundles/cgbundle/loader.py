@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .early import EarlyContext
+from .cuda.early_context import EarlyContext
 
 if TYPE_CHECKING:
+    from .format.schema import Manifest
     from .program import Backend, Program
-    from .schema import Manifest
 
 MODES = ("graph", "stream")
 OUTPUTS = ("copy", "view")
@@ -53,10 +53,11 @@ def open_program(
     folder = os.fspath(path)
     early = EarlyContext(folder, device)
     try:
-        from . import dispatch, verify  # while the context is made
-        from .archive import read_manifest
+        from .call import dispatch
+        from .format.archive import read_manifest
         from .program import Program
-        from .sessions import begin
+        from .session.sessions import begin
+        from .validate import bundle as verify  # while the context is made
 
         _check_options(
             mode=(mode, MODES), on_miss=(on_miss, dispatch.POLICIES), outputs=(outputs, OUTPUTS), check=(check, verify.LEVELS)
@@ -66,9 +67,9 @@ def open_program(
         backend = _backend(folder, manifest, device, mode, early, poison, lazy)
         kind = Program
         if manifest.written:
-            from .writing import WritingProgram as kind
+            from .call.written_inputs import WritingProgram as kind
         if manifest.aliases:
-            from .aliases import AliasingProgram as kind
+            from .call.output_aliases import AliasingProgram as kind
         program = kind(manifest, backend, on_miss, outputs)
         try:
             begin(program)
@@ -90,11 +91,11 @@ def _backend(
     folder: str, manifest: Manifest, device: int, mode: str, early: EarlyContext, poison: int | None, lazy: bool
 ) -> Backend:
     if manifest.target.kind == "cpu":
-        from .cpu import CpuBackend
+        from .cpu.backend import CpuBackend
 
         return CpuBackend(folder, manifest)
     if manifest.written:
-        from .cuda.writing import WritingCalls
+        from .cuda.written_inputs import WritingCalls
 
         return WritingCalls(folder, manifest, device, mode, early.take(), poison, lazy)
     from .cuda.backend import CudaCalls

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-from .arrays import Plain, library_of
+from .call.guards import check_dtype
+from .call.plan import Part, Plan, Slices, place_of_key, plan
+from .call.views import CLOSED, Epoch, View
 from .errors import InputDevice, InputStructure
-from .guards import check_dtype
-from .library import Aliaser, Library, Place
-from .plans import Part, Plan, Slices, place_of_key, plan
-from .schema import Manifest
-from .sessions import OWN, Family
-from .state import Keeper, State, fetch, reset, seed
-from .structure import builder, flattener
-from .tensor import Tensor, is_dense
-from .views import CLOSED, Epoch, View
+from .format.pytree import builder, flattener
+from .format.schema import Manifest
+from .session.sessions import OWN, Family
+from .session.state import Keeper, State, fetch, reset, seed
+from .tensors.interface import Aliaser, Library, Place
+from .tensors.libraries import Plain, library_of
+from .tensors.tensor import Tensor, is_dense
 
 _Run = tuple[Library, int | None, Any]
 """How one call runs: the caller's library, the device that its tensors lie on, and what the backend's turn gave.  A plain tuple:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 
 from .subject import HOST, Subject, finding
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from torch.fx import Node
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 
-from ..placing import TO_HOST
+from ..model.device_tracking import TO_HOST
 from . import flow
 from .subject import HOST, NOTE, REFUSE, Subject, computes, finding, operator, place
 

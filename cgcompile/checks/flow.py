@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from ..placing import TO_DEVICE, TO_HOST
+from ..model.device_tracking import TO_DEVICE, TO_HOST
 
 DEVICE_COPY, CPU_OPERATION = "device-copy", "cpu-operation"
 

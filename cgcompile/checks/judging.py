@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch.export import ExportedProgram, ExportGraphSignature
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 
-from ..attributes import ATTRIBUTE_FIX
 from ..errors import ExportFailed, Refused
-from ..exported import Exported, Traced
-from ..source import first_line
+from ..export.exported import Exported, Traced
+from ..model.module_attributes import ATTRIBUTE_FIX
+from ..model.source import first_line
 from . import flow
 from .operators import check_host_ops
 from .randomness import keeps_rng_state

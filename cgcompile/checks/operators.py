@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 
 from ..errors import HostOpUnknown
 from .subject import HOST, NOTE, REFUSE, Subject, all_calls, arguments, finding, operator

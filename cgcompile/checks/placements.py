@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 
-from ..exported import Exported, Traced
+from ..export.exported import Exported, Traced
 from . import flow
 from .subject import HOST
 from .weights import weight_names

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 
-from ..drawing import can_rewrite, draws, generator_buffers, is_random, supported
+from ..transforms.rng.rewrite import can_rewrite, draws, generator_buffers, is_random, supported
 from .subject import NOTE, REFUSE, Subject, all_calls, finding, operator
 
 DRAWN_TOKEN = "draw with (p / torch.empty_like(p).exponential_()).argmax(-1), or pass the random tensor as an input"

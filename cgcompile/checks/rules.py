@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 
 from . import control, devices, operators, randomness, scalars, shapes, sizes, writes
 from .placements import FOLLOWER

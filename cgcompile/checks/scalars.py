@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 
-from ..obstacles import BRANCH_FIX
+from ..model.side_effects import BRANCH_FIX
 from . import flow
 from .subject import HOST, NOTE, REFUSE, Subject, finding, place
 

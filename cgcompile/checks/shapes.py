@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 
 from . import flow
 from .scalars import READS, SELECTS, selects

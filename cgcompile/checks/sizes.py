@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from cgbundle.schema import Finding, Tree
+from cgbundle.format.schema import Finding, Tree
 
 from .subject import NOTE, Subject, finding
 

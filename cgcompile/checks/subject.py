@@ -11,11 +11,11 @@ import torch
 from torch.export import ExportedProgram, ExportGraphSignature
 from torch.fx import Node
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 
-from ..exported import Exported, Traced
-from ..obstacles import Obstacle, shown
-from ..source import is_user_file
+from ..export.exported import Exported, Traced
+from ..model.side_effects import Obstacle, shown
+from ..model.source import is_user_file
 
 REFUSE, HOST, NOTE = "refuse", "host", "note"
 """Severities: stops a build; puts a node on the host; information."""

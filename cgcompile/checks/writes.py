@@ -8,12 +8,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from cgbundle.schema import Finding
-from cgbundle.sharing import folds, reach, shared
+from cgbundle.format.schema import Finding
+from cgbundle.tensors.overlap import folds, reach, shared
 
-from ..attributes import ATTRIBUTE_FIX
-from ..flat import PREFIX
-from ..weights import weight_tensors
+from ..export.weights import weight_tensors
+from ..model.flat_module import PREFIX
+from ..model.module_attributes import ATTRIBUTE_FIX
 from .shapes import outputs
 from .subject import NOTE, REFUSE, Subject, finding
 from .weights import weight_names

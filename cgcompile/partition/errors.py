@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cgcompile.errors import BuildError
+from ..errors import BuildError
 
 
 class PartitionError(BuildError):

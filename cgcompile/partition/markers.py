@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from ..programs import copied_graph, with_graph
+from ..export.torch_program import copied_graph, with_graph
 from .roles import marker
 
 

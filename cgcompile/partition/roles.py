@@ -19,8 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from cgcompile.source import is_user_file
-
+from ..model.source import is_user_file
 from .errors import DataDependentOutput, ProgramUnsupported
 
 aten = torch.ops.aten

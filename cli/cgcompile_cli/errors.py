@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import typer
 
 from cgbundle.errors import CgbundleError
+from cgcompile.capture.errors import LoweringFailed, NotCapturable
 from cgcompile.errors import OutputExists, TooManyKeys
-from cgcompile.record.errors import LoweringFailed, NotCapturable
 
 from .output import complain
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import bench, build, check, diff, errors, inspect, run, sizes, verify
+from . import errors
+from .commands import bench, build, check, diff, inspect, run, sizes, verify
 
 
 class Commands(TyperGroup):
@@ -32,7 +33,7 @@ app = typer.Typer(
 def _version(wanted: bool) -> None:
     if wanted:
         import cgcompile
-        from cgbundle.schema import FORMAT_VERSION
+        from cgbundle.format.schema import FORMAT_VERSION
 
         typer.echo(f"cgcompile {cgcompile.__version__} (bundle format {FORMAT_VERSION})")
         raise typer.Exit()

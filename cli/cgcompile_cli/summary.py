@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cgbundle import archive, codec
-from cgbundle.safetensors import nbytes
-from cgbundle.schema import Alias, Dimension, Manifest, Program, Target, Tree, Weight
-from cgbundle.sizes import text
+from cgbundle.format import archive, codec
+from cgbundle.format.safetensors import nbytes
+from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, Tree, Weight
+from cgbundle.format.size_expressions import text
 
-from .keys import spell
+from .int_keys import spell
 from .output import count, listed, shortened, size, table
 
 if TYPE_CHECKING:

@@ -12,8 +12,10 @@ from typing import Any
 import gpu_models
 
 import cgcompile
-from cgbundle import CgbundleError, archive, tables
-from cgbundle.schema import Manifest
+from cgbundle import CgbundleError
+from cgbundle.format import archive
+from cgbundle.format.schema import Manifest
+from cgbundle.tables import codec as tables
 
 
 def main(name: str, level: str, out: str) -> int:

@@ -16,8 +16,9 @@ import report
 import serving
 from gpu_parts import failed, say
 
-from cgbundle import archive, exam
-from cgbundle.safetensors import Mapped
+from cgbundle import exam
+from cgbundle.format import archive
+from cgbundle.format.safetensors import Mapped
 
 REPEAT = {"bundle": 9, "watched": 5, "C floor": 9, "Python floor": 5, "capture": 4, "compile": 3, "JAX": 4}
 TOLERANCE = 4e-2

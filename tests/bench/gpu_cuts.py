@@ -64,8 +64,8 @@ def one(name: str, folder: str) -> None:
     import torch
 
     import cgbundle
-    from cgbundle import archive
-    from cgcompile.source import load_source, sample
+    from cgbundle.format import archive
+    from cgcompile.model.source import load_source, sample
 
     sys.path.insert(0, str(HERE))
     label, out = str(HERE / f"{name}.py"), str(Path(folder, f"{name}.cgb"))

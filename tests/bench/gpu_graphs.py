@@ -11,9 +11,9 @@ import torch
 from cuda.bindings import driver
 
 import cgbundle
-from cgbundle import archive
 from cgbundle.cuda.device import CudaBackend
-from cgbundle.safetensors import Mapped
+from cgbundle.format import archive
+from cgbundle.format.safetensors import Mapped
 
 Call = Callable[[], Any]
 

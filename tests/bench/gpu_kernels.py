@@ -15,10 +15,10 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from cgbundle import archive
 from cgbundle.cuda.device import CudaBackend
 from cgbundle.cuda.driver import check
-from cgbundle.tableview import KERNEL, Table
+from cgbundle.format import archive
+from cgbundle.tables.view import KERNEL, Table
 
 ROUNDS = 9
 FILLED = 4 << 30

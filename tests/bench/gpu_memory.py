@@ -13,7 +13,7 @@ import cgbundle
 from cgbundle.cuda import driver
 from cgbundle.cuda.driver import Context
 from cgbundle.exam import inputs_of
-from cgbundle.safetensors import Mapped
+from cgbundle.format.safetensors import Mapped
 
 SETTLED = 10
 """Rounds after which the driver has taken all that it keeps for itself."""

@@ -13,10 +13,11 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from cgbundle import archive, exam
+from cgbundle import exam
 from cgbundle.cuda.device import CudaBackend
 from cgbundle.cuda.driver import check
-from cgbundle.safetensors import Mapped
+from cgbundle.format import archive
+from cgbundle.format.safetensors import Mapped
 
 ROUNDS, REPLAYS = 15, 40
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import children
 import torch
 
-from cgcompile.export import export
-from cgcompile.source import all_keys, load_source, sample
+from cgcompile.export.export import export
+from cgcompile.model.source import all_keys, load_source, sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,16 +21,17 @@ import torch._inductor.config
 import tune_models
 from torch._inductor.virtualized import V
 
-from cgcompile.arch import Arch, arch
-from cgcompile.build_trace import cache_folder
 from cgcompile.errors import BuildError
-from cgcompile.trace import choosing, lowering
-from cgcompile.trace.choosing import Candidate, Problem
-from cgcompile.trace.compiling import compile_variants
-from cgcompile.trace.offline import offline
-from cgcompile.trace.retracing import Retraced, retrace
-from cgcompile.trace.traced import Launch, Place, Traced
-from cgcompile.trace.variants import load
+from cgcompile.offline.build import cache_folder
+from cgcompile.offline.compile.kernels import compile_variants
+from cgcompile.offline.decompose.retrace import Retraced, retrace
+from cgcompile.offline.lower import inductor as lowering
+from cgcompile.offline.lower.fake_device import offline
+from cgcompile.offline.lower.variants import load
+from cgcompile.offline.traced import Launch, Place, Traced
+from cgcompile.offline.tuning import cost_model as choosing
+from cgcompile.offline.tuning.cost_model import Candidate, Problem
+from cgcompile.targets.architectures import Arch, arch
 
 OPERATIONS = (
     torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default,

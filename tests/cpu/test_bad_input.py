@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 pytest.importorskip("torch")
 
 import cgbundle
-from cgbundle import archive, codec, errors
+from cgbundle import errors
+from cgbundle.format import archive, codec
 from cgcompile_cli.main import app
 
 from .conftest import MODEL
@@ -297,7 +298,7 @@ def test_verify_run_fails_where_the_promise_is_broken(copy: Path) -> None:
     (weight, *_) = [weight for weight in manifest.weights if weight.name.endswith("bias")]
     data = bytearray((copy / archive.WEIGHTS).read_bytes())
     with open(copy / archive.WEIGHTS, "rb") as file:
-        entry = cgbundle.safetensors.read_header(file, "weights")[weight.tensor]
+        entry = cgbundle.format.safetensors.read_header(file, "weights")[weight.tensor]
     data[entry.begin + 3] ^= 0x80  # the sign
     (copy / archive.WEIGHTS).write_bytes(bytes(data))
     resealed = replace(manifest, files=archive.describe_files(str(copy)))
@@ -312,7 +313,7 @@ def test_run(bundle: Path, folder: Path) -> None:
     told = json.loads(call("run", bundle, "--size", "batch=4", "--outputs", "out.safetensors", "--json").stdout)
     (output,) = told["outputs"]
     assert output["shape"] == [4, 3] and len(output["values"]) == 3
-    held = cgbundle.safetensors.Mapped("out.safetensors", "out")
+    held = cgbundle.format.safetensors.Mapped("out.safetensors", "out")
     assert held.entries[output["name"]].shape == (4, 3)
     held.close()
 
@@ -322,9 +323,9 @@ def test_run_pads_inputs_of_another_size(bundle: Path, folder: Path) -> None:
 
     (spec,) = archive.read_manifest(str(bundle)).inputs
     with open("in.safetensors", "wb") as file:
-        cgbundle.safetensors.write(file, {spec.name: ("float32", (3, 6), lambda: pack("18f", *range(18)))})
+        cgbundle.format.safetensors.write(file, {spec.name: ("float32", (3, 6), lambda: pack("18f", *range(18)))})
     told = json.loads(call("run", bundle, "--inputs", "in.safetensors", "--json").stdout)
     assert told["outputs"][0]["shape"] == [3, 3]
     with open("in.safetensors", "wb") as file:
-        cgbundle.safetensors.write(file, {spec.name: ("float32", (3, 7), lambda: pack("21f", *range(21)))})
+        cgbundle.format.safetensors.write(file, {spec.name: ("float32", (3, 7), lambda: pack("21f", *range(21)))})
     assert "axis 1: expected 6, got 7" in refused(call("run", bundle, "--inputs", "in.safetensors"), 2)

@@ -13,19 +13,19 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from cgbundle import archive, codec, safetensors
-from cgcompile import emit
-from cgcompile.bench import measure
-from cgcompile.bench.clock import PHASES, Laps
-from cgcompile.bench.torch_child import Torch, UserModel, Written
-from cgcompile.bench.written import load, write
+from cgbundle.format import archive, codec, safetensors
+from cgcompile.bundle import emit
 from cgcompile.errors import PeerUnwritable, SourceMissing
-from cgcompile.export import export
-from cgcompile.exported import Exported
-from cgcompile.flat import run_eager
-from cgcompile.progress import Event
-from cgcompile.source import load_source, sample
-from cgcompile.weights import collect
+from cgcompile.export.export import export
+from cgcompile.export.exported import Exported
+from cgcompile.export.weights import collect
+from cgcompile.model.flat_module import run_eager
+from cgcompile.model.source import load_source, sample
+from cgcompile.tools.bench import measure
+from cgcompile.tools.bench.clock import PHASES, Laps
+from cgcompile.tools.bench.torch_child import Torch, UserModel, Written
+from cgcompile.tools.bench.written import load, write
+from cgcompile.util.progress import Event
 from cgcompile_cli.main import app
 from tests.cpu.models import Everything, Image, everything_inputs, image_inputs
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 import cgbundle
 import cgcompile
-from cgbundle import archive, verify
-from cgbundle.safetensors import Mapped
+from cgbundle.format import archive
+from cgbundle.format.safetensors import Mapped
+from cgbundle.validate import bundle as verify
 from tests.cpu.models import Everything, Image, State, everything_inputs, image_inputs
 
 
@@ -180,7 +181,7 @@ def test_missing_shared_libraries_are_a_clear_error(bundle: Path, tmp_path: Path
 def test_another_processor_is_refused_before_anything_runs(bundle: Path) -> None:
     from dataclasses import replace
 
-    from cgbundle.cpu import check_machine
+    from cgbundle.cpu.backend import check_machine
     from cgbundle.errors import WrongMachine
 
     target = archive.read_manifest(str(bundle)).target

@@ -14,15 +14,18 @@ from typer.testing import CliRunner, Result
 pytest.importorskip("triton")
 
 import cgcompile
-from cgbundle import archive, exam, verify
-from cgbundle.cuda import device, driver, executors, memory, modules, order, weights
+from cgbundle import exam
+from cgbundle.cuda import device, driver, executors, memory, modules, weights
+from cgbundle.cuda import stream_order as order
 from cgbundle.errors import WrongArchitecture
-from cgbundle.schema import Manifest
-from cgcompile import build_trace
-from cgcompile.arch import ARCHES
+from cgbundle.format import archive
+from cgbundle.format.schema import Manifest
+from cgbundle.validate import bundle as verify
 from cgcompile.errors import OutputExists
-from cgcompile.record.elf import EM_CUDA, read_cubin
-from cgcompile.trace.errors import OperationNeedsGpu
+from cgcompile.offline import build as build_trace
+from cgcompile.offline.errors import OperationNeedsGpu
+from cgcompile.targets.architectures import ARCHES
+from cgcompile.targets.cuda.elf import EM_CUDA, read_cubin
 from cgcompile_cli import main
 from tests.fake_driver import FakeDriver
 

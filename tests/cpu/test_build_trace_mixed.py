@@ -15,27 +15,29 @@ import torch
 pytest.importorskip("triton")
 
 import cgcompile
-from cgbundle import archive, tables, verify
-from cgbundle.extents import ELSEWHERE
-from cgbundle.recording import KernelNode, Recording
-from cgbundle.schema import MEMORIES, Manifest, Program, Proof, Region, Weight
-from cgcompile import build_trace
-from cgcompile.arch import arch
+from cgbundle.format import archive
+from cgbundle.format.extents import ELSEWHERE
+from cgbundle.format.schema import MEMORIES, Manifest, Program, Proof, Region, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import KernelNode, Recording
+from cgbundle.validate import bundle as verify
 from cgcompile.checks import check, placements
 from cgcompile.errors import ProofFailed
-from cgcompile.export import export
-from cgcompile.mixed import Hosts, Mixed, plan_mixed
-from cgcompile.record.memory import PAD
-from cgcompile.source import load_source, sample
-from cgcompile.trace.errors import ArenaOverlap, OperationNeedsGpu
-from cgcompile.trace.interpreting import Outcome
-from cgcompile.trace.lifetimes import check_plan
-from cgcompile.trace.lowering import lower_key
-from cgcompile.trace.merging import Piece, merge
-from cgcompile.trace.planning import plan
-from cgcompile.trace.proving import Trial, proved
-from cgcompile.trace.traced import Chain, Key, Traced
-from cgcompile.trace.works import region_works
+from cgcompile.export.export import export
+from cgcompile.model.source import load_source, sample
+from cgcompile.offline import build as build_trace
+from cgcompile.offline.assemble.arena import plan
+from cgcompile.offline.assemble.lifetimes import check_plan
+from cgcompile.offline.assemble.merge import Piece, merge
+from cgcompile.offline.errors import ArenaOverlap, OperationNeedsGpu
+from cgcompile.offline.interpret.interpret import Outcome
+from cgcompile.offline.lower.inductor import lower_key
+from cgcompile.offline.proof import Trial, proved
+from cgcompile.offline.regions import region_works
+from cgcompile.offline.traced import Chain, Key, Traced
+from cgcompile.targets.architectures import arch
+from cgcompile.targets.cuda.host_regions import Hosts, Mixed, plan_mixed
+from cgcompile.targets.cuda.memory_layout import PAD
 
 HEAD = """
 import torch

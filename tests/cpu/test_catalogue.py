@@ -19,10 +19,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cgcompile import errors as build_errors  # noqa: E402
-from cgcompile.record import errors  # noqa: E402
-from cgcompile.record.addresses import AddressMap  # noqa: E402
-from cgcompile.record.elf import Cubin, Symbol  # noqa: E402
-from cgcompile.record.rows import Range, Take  # noqa: E402
+from cgcompile.capture import errors  # noqa: E402
+from cgcompile.capture.rows import Range, Take  # noqa: E402
+from cgcompile.capture.worker.addresses import AddressMap  # noqa: E402
+from cgcompile.targets.cuda.elf import Cubin, Symbol  # noqa: E402
 
 MEGA = 1 << 20
 KEY = (4,)
@@ -259,7 +259,7 @@ def test_a_variable_without_a_handle(drive: Callable[..., SimpleNamespace]) -> N
 
 
 def test_an_output_whose_size_depends_on_data() -> None:
-    from cgcompile.signature import _size
+    from cgcompile.export.signature import _size
 
     class Ragged(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -273,14 +273,14 @@ def test_an_output_whose_size_depends_on_data() -> None:
 
 
 def test_a_dtype_that_no_bundle_holds() -> None:
-    from cgcompile.trees import describe
+    from cgcompile.model.pytree import describe
 
     with pytest.raises(build_errors.DtypeUnsupported, match="cannot be held in a bundle|expected a dense tensor"):
         describe({"x": torch.ones(2, 2).to_sparse()}, "inputs", [])
 
 
 def test_a_constant_that_is_no_weight(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgcompile import layouts
+    from cgcompile.targets.cpu import layouts
 
     region = SimpleNamespace(constants=lambda: [("own_1", "module.folded")], close=lambda: None)
     monkeypatch.setattr(layouts, "HostRegion", lambda *_: region)
@@ -289,17 +289,17 @@ def test_a_constant_that_is_no_weight(exported: Any, tmp_path: Path, monkeypatch
 
 
 def test_no_compiler(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgcompile.lower_cpu import compile_cpu
+    from cgcompile.targets.cpu.aoti import compile_cpu
 
-    monkeypatch.setattr("cgcompile.lower_cpu._compiler", lambda: "no-such-compiler")
+    monkeypatch.setattr("cgcompile.targets.cpu.aoti._compiler", lambda: "no-such-compiler")
     with pytest.raises(build_errors.CompilerFailed, match="no C\\+\\+ compiler: 'no-such-compiler'") as caught:
         compile_cpu(exported, tmp_path, lambda text: None)
     assert "g++" in caught.value.hint
 
 
 def test_a_cache_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgcompile.build_trace import cache_folder
-    from cgcompile.trace.errors import CacheUnsafe
+    from cgcompile.offline.build import cache_folder
+    from cgcompile.offline.errors import CacheUnsafe
 
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path))
     os.chmod(tmp_path, 0o777)
@@ -308,9 +308,9 @@ def test_a_cache_that_others_may_write(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_gpu_where_none_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgcompile.arch import ARCHES
-    from cgcompile.trace.errors import GpuVisible
-    from cgcompile.trace.offline import offline
+    from cgcompile.offline.errors import GpuVisible
+    from cgcompile.offline.lower.fake_device import offline
+    from cgcompile.targets.architectures import ARCHES
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(GpuVisible, match="sees one"), offline(ARCHES[0]):
@@ -318,8 +318,8 @@ def test_a_gpu_where_none_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tensor_that_is_no_weight() -> None:
-    from cgcompile.trace.errors import ConstantUnknown
-    from cgcompile.trace.retracing import _check
+    from cgcompile.offline.decompose.retrace import _check
+    from cgcompile.offline.errors import ConstantUnknown
 
     module = torch.fx.symbolic_trace(torch.nn.ReLU())
     module.register_buffer("own", torch.ones(2))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from cgcompile.capture.request import Request
 from cgcompile.checks import check, placements
-from cgcompile.export import export
-from cgcompile.mixed import Mixed, plan_mixed
-from cgcompile.record.request import Request
-from cgcompile.source import load_source, sample
+from cgcompile.export.export import export
+from cgcompile.model.source import load_source, sample
+from cgcompile.targets.cuda.host_regions import Mixed, plan_mixed
 from tests.cpu.recorder import chain
 
 KEYS = ((1,), (4,))

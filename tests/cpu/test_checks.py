@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 import cgcompile
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 from cgcompile import errors
 from cgcompile.checks import RULES, check, names, placements, refuse
 from cgcompile.checks.operators import DETERMINISTIC_SCATTER, INCOMPATIBLE
 from cgcompile.checks.rules import name
 from cgcompile.checks.sizes import too_many_keys
-from cgcompile.export import trace
-from cgcompile.exported import Traced
-from cgcompile.source import load_source
+from cgcompile.export.export import trace
+from cgcompile.export.exported import Traced
+from cgcompile.model.source import load_source
 from tests.cpu.models import rows
 
 aten = torch.ops.aten

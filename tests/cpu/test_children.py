@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cgcompile.errors import SizesInvalid
-from cgcompile.trace.children import ask
-from cgcompile.trace.errors import InterpreterDied, NoStandIn
+from cgcompile.offline.errors import InterpreterDied, NoStandIn
+from cgcompile.util.workers import ask
 
 CHILD = """
     import sys

@@ -15,15 +15,15 @@ import pytest
 
 pytest.importorskip("triton")
 
-from cgbundle import tables
-from cgcompile.record.elf import read_cubin
-from cgcompile.trace.assembling import assemble
-from cgcompile.trace.compiling import Compiled, Kernel, compile_variants, finish, first_line
-from cgcompile.trace.errors import CompilerDied, KernelFailed, KernelTooLarge, KernelUnsupported
-from cgcompile.trace.lifetimes import check_plan
-from cgcompile.trace.parameters import read_entry
-from cgcompile.trace.planning import plan
-from cgcompile.trace.traced import INPUT, TEMPORARY, WEIGHT, Buffer, Launch, Place, Tensor, Traced, Variant
+from cgbundle.tables import codec as tables
+from cgcompile.offline.assemble.arena import plan
+from cgcompile.offline.assemble.lifetimes import check_plan
+from cgcompile.offline.assemble.rows import assemble
+from cgcompile.offline.compile.kernels import Compiled, Kernel, compile_variants, finish, first_line
+from cgcompile.offline.compile.parameters import read_entry
+from cgcompile.offline.errors import CompilerDied, KernelFailed, KernelTooLarge, KernelUnsupported
+from cgcompile.offline.traced import INPUT, TEMPORARY, WEIGHT, Buffer, Launch, Place, Tensor, Traced, Variant
+from cgcompile.targets.cuda.elf import read_cubin
 
 LIMIT = 232448
 """Shared memory of a block on sm_90."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 import cgcompile
-from cgcompile.diff import compare, open_bundle
+from cgcompile.tools.diff import compare, open_bundle
 from cgcompile_cli import main
 from tests.cpu.conftest import MODEL
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 from cgcompile.checks import check
-from cgcompile.drawing import RNG, can_rewrite, draws, generator_buffer, is_random, supported, with_generator
-from cgcompile.export import export
-from cgcompile.exported import Exported
-from cgcompile.source import load_source
+from cgcompile.export.export import export
+from cgcompile.export.exported import Exported
+from cgcompile.model.source import load_source
+from cgcompile.transforms.rng.rewrite import RNG, can_rewrite, draws, generator_buffer, is_random, supported, with_generator
 from tests.cpu.models import Batched
 
 COUNT = 40_000

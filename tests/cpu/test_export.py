@@ -12,10 +12,10 @@ from torch import nn
 
 from cgcompile import errors
 from cgcompile.checks import check, refuse
-from cgcompile.export import export
-from cgcompile.exported import Exported
-from cgcompile.source import load_source, sample
-from cgcompile.targets import choose
+from cgcompile.export.export import export
+from cgcompile.export.exported import Exported
+from cgcompile.model.source import load_source, sample
+from cgcompile.targets.choice import choose
 from tests.cpu.models import Batched, rows
 
 
@@ -46,7 +46,7 @@ def test_dimensions_are_shared_across_inputs() -> None:
     ],
 )
 def test_output_shapes_follow_from_the_dimensions(function: Callable[..., Any], shape: tuple[Any, ...]) -> None:
-    from cgbundle.sizes import evaluate
+    from cgbundle.format.size_expressions import evaluate
 
     (spec,) = exported(function).outputs
     for batch in (1, 2, 5, 8):

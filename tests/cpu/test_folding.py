@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from cgcompile.arch import arch
-from cgcompile.trace.folding import fold
-from cgcompile.trace.offline import offline
-from cgcompile.trace.retracing import Retraced, retrace
-from cgcompile.trace.traced import WEIGHT, Constant
+from cgcompile.offline.decompose.constant_folding import fold
+from cgcompile.offline.decompose.retrace import Retraced, retrace
+from cgcompile.offline.lower.fake_device import offline
+from cgcompile.offline.traced import WEIGHT, Constant
+from cgcompile.targets.architectures import arch
 
 
 def folded(model: nn.Module, x: torch.Tensor) -> tuple[Retraced, tuple[Constant, ...], list[object]]:

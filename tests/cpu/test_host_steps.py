@@ -14,13 +14,15 @@ import pytest
 import torch
 
 import cgbundle
-from cgbundle import archive, libtorch, safetensors, verify
+from cgbundle.cpu import libtorch
+from cgbundle.cpu.host_region import HostRegion
 from cgbundle.cuda.backend import CudaCalls
 from cgbundle.errors import LibraryMissing, LibraryRefused, WrongMachine
-from cgbundle.extents import ELSEWHERE
-from cgbundle.host import HostRegion
-from cgbundle.schema import Manifest, Program, Region, Step, Target, TensorSpec, Value, Weight
-from cgcompile.lower_cpu import compile_cpu
+from cgbundle.format import archive, safetensors
+from cgbundle.format.extents import ELSEWHERE
+from cgbundle.format.schema import Manifest, Program, Region, Step, Target, TensorSpec, Value, Weight
+from cgbundle.validate import bundle as verify
+from cgcompile.targets.cpu.aoti import compile_cpu
 from tests import support
 from tests.fake_driver import FakeDriver, install
 

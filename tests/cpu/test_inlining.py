@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cgcompile.errors import OperatorWithoutCode
-from cgcompile.inlining import code_of, custom_operators, inlined
-from cgcompile.source import load_source
+from cgcompile.model.source import load_source
+from cgcompile.transforms.inlining import code_of, custom_operators, inlined
 
 
 @torch.library.custom_op("cgcompile_tests::doubled", mutates_args=())

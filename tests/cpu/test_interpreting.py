@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cgbundle.extents import ELSEWHERE
-from cgbundle.recording import Address, EmptyNode, MemcpyNode, MemsetNode
-from cgbundle.schema import Value, Weight
-from cgcompile.trace.errors import (
-    KernelAsserted,
-    KernelUnreadable,
-    NoStandIn,
-    ReadOutside,
-    TraceError,
-    WroteOutside,
-)
-from cgcompile.trace.interpreting import Outcome, Task, estimate, interpret
+from cgbundle.format.extents import ELSEWHERE
+from cgbundle.format.schema import Value, Weight
+from cgbundle.tables.recording import Address, EmptyNode, MemcpyNode, MemsetNode
+from cgcompile.offline.errors import KernelAsserted, KernelUnreadable, NoStandIn, ReadOutside, TraceError, WroteOutside
+from cgcompile.offline.interpret.interpret import Outcome, Task, estimate, interpret
 
 from .written_rows import Sheet, address, raw, tensor_of
 

@@ -15,18 +15,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cgcompile.arch import arch
-from cgcompile.build_trace import folded_tables, weight_offsets
-from cgcompile.cuda_files import write_weights
-from cgcompile.record.memory import PAD, lay_out
-from cgcompile.record.tensors import program_tensors, row_major, shapes_of
-from cgcompile.trace.assembling import assemble
-from cgcompile.trace.blocks import FORMATS
-from cgcompile.trace.compiling import Compiled
-from cgcompile.trace.interpreting import Stage, Task, interpret
-from cgcompile.trace.lowering import lower_key
-from cgcompile.trace.planning import plan
-from cgcompile.trace.traced import Variant
+from cgcompile.offline.assemble.arena import plan
+from cgcompile.offline.assemble.block_reader import FORMATS
+from cgcompile.offline.assemble.rows import assemble
+from cgcompile.offline.build import folded_tables, weight_offsets
+from cgcompile.offline.compile.kernels import Compiled
+from cgcompile.offline.interpret.interpret import Stage, Task, interpret
+from cgcompile.offline.lower.inductor import lower_key
+from cgcompile.offline.traced import Variant
+from cgcompile.targets.architectures import arch
+from cgcompile.targets.cuda.files import write_weights
+from cgcompile.targets.cuda.memory_layout import PAD, lay_out
+from cgcompile.targets.cuda.tensors import program_tensors, row_major, shapes_of
 
 from .written_rows import tensor_of
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cgcompile.export import export
-from cgcompile.padding import prove_padding
-from cgcompile.source import load_source
+from cgcompile.export.export import export
+from cgcompile.model.source import load_source
+from cgcompile.transforms.padding_proof import prove_padding
 from tests.cpu.models import Batched, rows
 
 

@@ -18,7 +18,6 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import cgcompile.placing  # noqa: F401  (registers the marker operators)
 from cgcompile.partition import Partition, crossings, effect_of, partition, region_modules, without_markers
 from cgcompile.partition.errors import DataDependentOutput, InputsUnlike, NodeUnknown, PartitionError, ProgramUnsupported
 

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cgcompile.philox import BUMPS, MASK, MULTIPLIERS, ROUNDS, Words, block, schedule
-from cgcompile.random_operators import LEAVES
-from cgcompile.sampling import (
+from cgcompile.transforms.rng.distributions import (  # fmt: skip
     Stream,
     axes_in_memory,
     bits63,
@@ -22,7 +20,9 @@ from cgcompile.sampling import (
     normal01,
     positive01,
     uniform01,
-)  # fmt: skip
+)
+from cgcompile.transforms.rng.operators import LEAVES
+from cgcompile.transforms.rng.philox import BUMPS, MASK, MULTIPLIERS, ROUNDS, Words, block, schedule
 
 COUNT = 1 << 16
 

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cgcompile import errors, flat
-from cgcompile.export import export, trace
-from cgcompile.exported import Traced
-from cgcompile.flat import run_eager
-from cgcompile.obstacles import Run
-from cgcompile.placing import TO_DEVICE, TO_HOST
-from cgcompile.source import load_source, sample
+from cgcompile import errors
+from cgcompile.export.export import export, trace
+from cgcompile.export.exported import Traced
+from cgcompile.model import flat_module as flat
+from cgcompile.model.device_tracking import TO_DEVICE, TO_HOST
+from cgcompile.model.flat_module import run_eager
+from cgcompile.model.side_effects import Run
+from cgcompile.model.source import load_source, sample
 from tests.cpu.models import Everything, Image, everything_inputs, image_inputs
 
 

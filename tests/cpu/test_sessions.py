@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import cgbundle
-from cgbundle import archive, libtorch, safetensors
+from cgbundle.cpu import libtorch
+from cgbundle.cpu.host_region import HostRegion
 from cgbundle.errors import KeyMissing, ProgramClosed, SessionBusy
-from cgbundle.host import HostRegion
-from cgbundle.schema import Alias, Exam, Program, Region, Step, Target, TensorSpec, Value, Weight
-from cgbundle.tensor import from_bytes
-from cgcompile.lower_cpu import compile_cpu
+from cgbundle.format import archive, safetensors
+from cgbundle.format.schema import Alias, Exam, Program, Region, Step, Target, TensorSpec, Value, Weight
+from cgbundle.tensors.tensor import from_bytes
+from cgcompile.targets.cpu.aoti import compile_cpu
 from tests import support
 
 FILE = "host/cell.so"

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cgcompile.arch import arch
-from cgcompile.export import export
-from cgcompile.source import load_source, sample
-from cgcompile.tolerance import largest_error
-from cgcompile.trace.choosing import Problem
-from cgcompile.trace.offline import offline
-from cgcompile.trace.pieces import pieces
-from cgcompile.trace.retracing import Retraced, retrace
-from cgcompile.trace.splitting import split_products
+from cgcompile.export.export import export
+from cgcompile.model.source import load_source, sample
+from cgcompile.offline.decompose.retrace import Retraced, retrace
+from cgcompile.offline.decompose.split_k import split_products
+from cgcompile.offline.lower.fake_device import offline
+from cgcompile.offline.tuning.cost_model import Problem
+from cgcompile.offline.tuning.split_factors import pieces
+from cgcompile.targets.architectures import arch
+from cgcompile.util.tolerance import largest_error
 
 aten = torch.ops.aten
 

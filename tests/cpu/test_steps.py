@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cgbundle.schema import Value
+from cgbundle.format.schema import Value
 from cgcompile.partition import Part, Partition
-from cgcompile.steps import Lowered, program
+from cgcompile.targets.cuda.steps import Lowered, program
 
 
 def part(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], operations: tuple[str, ...] = ("op",)) -> Part:

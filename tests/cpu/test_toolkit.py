@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from cgcompile.arch import ARCHES, Arch
 from cgcompile.errors import ExtraMissing
-from cgcompile.fills import PARAMS, PIECES, fill_image
-from cgcompile.trace.errors import KernelFailed
-from cgcompile.trace.parameters import read_parameters
-from cgcompile.trace.toolkit import assemble, lowest_driver
+from cgcompile.offline.compile.parameters import read_parameters
+from cgcompile.offline.errors import KernelFailed
+from cgcompile.targets.architectures import ARCHES, Arch
+from cgcompile.targets.cuda.fills import PARAMS, PIECES, fill_image
+from cgcompile.targets.cuda.ptxas import assemble, lowest_driver
 
 
 @pytest.fixture

@@ -16,21 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from cgbundle import safetensors
-from cgcompile.arch import ARCHES, Arch, arch
-from cgcompile.record.memory import PAD, align
-from cgcompile.record.tensors import row_major
-from cgcompile.trace import attention
-from cgcompile.trace.assembling import assemble
-from cgcompile.trace.attention import choose
-from cgcompile.trace.blocks import FORMATS
-from cgcompile.trace.compile_child import compile_variant
-from cgcompile.trace.compiling import Compiled, finish
-from cgcompile.trace.errors import LoweringBroken, OperationNeedsGpu
-from cgcompile.trace.interpreting import Stage, Task, interpret
-from cgcompile.trace.lowering import lower_key
-from cgcompile.trace.planning import plan
-from cgcompile.trace.traced import Launch, Traced, Variant
+from cgbundle.format import safetensors
+from cgcompile.offline.assemble.arena import plan
+from cgcompile.offline.assemble.block_reader import FORMATS
+from cgcompile.offline.assemble.rows import assemble
+from cgcompile.offline.compile.kernels import Compiled, finish
+from cgcompile.offline.compile.worker import compile_variant
+from cgcompile.offline.decompose import attention
+from cgcompile.offline.decompose.attention import choose
+from cgcompile.offline.errors import LoweringBroken, OperationNeedsGpu
+from cgcompile.offline.interpret.interpret import Stage, Task, interpret
+from cgcompile.offline.lower.inductor import lower_key
+from cgcompile.offline.traced import Launch, Traced, Variant
+from cgcompile.targets.architectures import ARCHES, Arch, arch
+from cgcompile.targets.cuda.memory_layout import PAD, align
+from cgcompile.targets.cuda.tensors import row_major
 
 from .written_rows import tensor_of
 

@@ -17,18 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cgcompile.arch import arch
 from cgcompile.errors import TorchUnsupported
-from cgcompile.export import export
-from cgcompile.source import load_source, sample
-from cgcompile.trace import choosing, convolutions, decomposing, offline, ordering
-from cgcompile.trace.compile_child import compile_variant
-from cgcompile.trace.errors import InputChanged, OperationNeedsGpu, RandomnessUnsupported, SizesUnlike, StateShared
-from cgcompile.trace.launches import follow
-from cgcompile.trace.lowering import lower_key
-from cgcompile.trace.planning import lifetimes
-from cgcompile.trace.traced import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Place, Release, Traced
-from cgcompile.trace.variants import BLOCKS
+from cgcompile.export.export import export
+from cgcompile.model.source import load_source, sample
+from cgcompile.offline.assemble.arena import lifetimes
+from cgcompile.offline.compile.worker import compile_variant
+from cgcompile.offline.decompose import convolutions
+from cgcompile.offline.decompose import operators as decomposing
+from cgcompile.offline.decompose import sort as ordering
+from cgcompile.offline.errors import InputChanged, OperationNeedsGpu, RandomnessUnsupported, SizesUnlike, StateShared
+from cgcompile.offline.lower import fake_device as offline
+from cgcompile.offline.lower.inductor import lower_key
+from cgcompile.offline.lower.launches import follow
+from cgcompile.offline.lower.variants import BLOCKS
+from cgcompile.offline.traced import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Place, Release, Traced
+from cgcompile.offline.tuning import cost_model as choosing
+from cgcompile.targets.architectures import arch
 
 H200 = arch("sm_90")
 

@@ -17,15 +17,16 @@ from typer.testing import CliRunner
 
 import cgbundle
 import cgcompile
-from cgbundle import archive, exam
+from cgbundle import exam
 from cgbundle.errors import InputUnwritable, KeyMissing
-from cgbundle.tensor import from_bytes
+from cgbundle.format import archive
+from cgbundle.tensors.tensor import from_bytes
 from cgcompile import errors
 from cgcompile.checks import check, functional, refuse_written, written_inputs
-from cgcompile.export import export
-from cgcompile.source import load_source
+from cgcompile.export.export import export
+from cgcompile.model.source import load_source
 from cgcompile_cli import main
-from cgcompile_cli.run import _named
+from cgcompile_cli.commands.run import _named
 from tests.fabricate import signature, spec
 from tests.written_models import MODELS, PLACES, Whole, draw, drawn, eager, step
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cgcompile.export import export
-from cgcompile.source import load_source
+from cgcompile.export.export import export
+from cgcompile.model.source import load_source
 from tests.cpu.recorder import chain as loaded
 from tests.written_models import MODELS, draw, eager
 
 assert loaded, "modules of the recorder can be imported from here on"
-from cgcompile.record import session as recorder  # noqa: E402
-from cgcompile.record import take  # noqa: E402
-from cgcompile.record.errors import InputMutated  # noqa: E402
-from cgcompile.record.request import Request  # noqa: E402
-from cgcompile.record.tensors import row_major  # noqa: E402
+from cgcompile.capture.errors import InputMutated  # noqa: E402
+from cgcompile.capture.request import Request  # noqa: E402
+from cgcompile.capture.worker import session as recorder  # noqa: E402
+from cgcompile.capture.worker import take  # noqa: E402
+from cgcompile.targets.cuda.tensors import row_major  # noqa: E402
 
 KEY = (4,)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from cgbundle.recording import Address, Edge, Function, KernelNode, Node, Recording, Relocation
-from cgbundle.safetensors import write
-from cgbundle.schema import MEMORIES, Value, Weight
-from cgcompile.trace.interpreting import Stage, Task
-from cgcompile.trace.traced import Variant
+from cgbundle.format.safetensors import write
+from cgbundle.format.schema import MEMORIES, Value, Weight
+from cgbundle.tables.recording import Address, Edge, Function, KernelNode, Node, Recording, Relocation
+from cgcompile.offline.interpret.interpret import Stage, Task
+from cgcompile.offline.traced import Variant
 
 KINDS = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",

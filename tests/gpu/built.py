@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import cgcompile
-from cgbundle import archive
-from cgbundle.schema import Manifest
+from cgbundle.format import archive
+from cgbundle.format.schema import Manifest
 from tests import support
 from tests.gpu.models import GPT, mlp
 

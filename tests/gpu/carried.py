@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("bundles", ".", "tests/bench")]
 
-from cgbundle import archive, safetensors  # noqa: E402
+from cgbundle.format import archive, safetensors  # noqa: E402
 
 EXTRA = "extra.safetensors"
 
@@ -34,7 +34,7 @@ def tensors_of(model: str) -> dict[str, Any]:
 
         module, _ = gpu_architectures.make(model.partition(":")[2])
     else:
-        from cgcompile.source import load_source
+        from cgcompile.model.source import load_source
 
         with torch.random.fork_rng(devices=[]):
             module = load_source(str(ROOT / model)).model
@@ -43,7 +43,7 @@ def tensors_of(model: str) -> dict[str, Any]:
 
 def raw(tensor: Any, strides: tuple[int, ...]) -> bytes:
     """The bytes in the order of memory."""
-    from cgcompile.record.tensors import contents
+    from cgcompile.targets.cuda.tensors import contents
 
     return contents(tensor, strides)
 
@@ -69,7 +69,7 @@ def pack(folder: Path, model: str, bundle: Path) -> None:
 
 def fill(bundle: Path) -> bool:
     """Writes the weights; whether they have the manifest's hash."""
-    from cgbundle.tensor import memory_order
+    from cgbundle.tensors.tensor import memory_order
 
     model = json.loads((bundle / "carried.json").read_text())["model"]
     known, manifest = tensors_of(model), archive.read_manifest(str(bundle))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.cuda.memory import allocate
 from cgbundle.cuda.weights import Piece, Upload
-from cgbundle.safetensors import _address
+from cgbundle.format.safetensors import _address
 
 
 def pageable(path: str, size: int, base: int) -> None:

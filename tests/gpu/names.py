@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from cgcompile.record.cupti import ImageLog
+from cgcompile.capture.worker.cupti import ImageLog
 
 KERNEL = """
 import triton
@@ -30,11 +30,11 @@ def main(folder: Path) -> str:
     log = ImageLog()
     import torch
 
-    from cgcompile.record.addresses import AddressMap
-    from cgcompile.record.driver import inspect_pointer
-    from cgcompile.record.elf import read_cubin
-    from cgcompile.record.rows import Range, RawKernel
-    from cgcompile.record.walk import walk
+    from cgcompile.capture.rows import Range, RawKernel
+    from cgcompile.capture.worker.addresses import AddressMap
+    from cgcompile.capture.worker.driver import inspect_pointer
+    from cgcompile.capture.worker.walk import walk
+    from cgcompile.targets.cuda.elf import read_cubin
 
     x = torch.ones(64, device="cuda")
     kernels, hashes = [], []

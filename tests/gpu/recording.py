@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from cgcompile.capture.recorder import Recorded, record
 from cgcompile.checks import functional, state_buffers
-from cgcompile.record.capture import Recorded, record
-from cgcompile.record.tensors import contents, program_tensors
+from cgcompile.targets.cuda.tensors import contents, program_tensors
 from tests.gpu.models import CASES
 
 HERE = Path(__file__).parent

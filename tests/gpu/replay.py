@@ -16,8 +16,8 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "bundles")]
 
 from cuda.bindings import driver  # noqa: E402
 
-from cgbundle.recording import KernelNode, MemcpyNode, MemsetNode  # noqa: E402
-from cgbundle.schema import DTYPES, MEMORIES  # noqa: E402
+from cgbundle.format.schema import DTYPES, MEMORIES  # noqa: E402
+from cgbundle.tables.recording import KernelNode, MemcpyNode, MemsetNode  # noqa: E402
 
 POISON = 0xFF  # NaN as a float, -1 as an integer
 

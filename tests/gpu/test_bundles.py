@@ -17,7 +17,7 @@ import cgbundle  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.cuda import driver  # noqa: E402
 from cgbundle.errors import InputShape, KeyMissing, ProgramClosed, StaleView  # noqa: E402
-from cgbundle.tensor import from_bytes  # noqa: E402
+from cgbundle.tensors.tensor import from_bytes  # noqa: E402
 from tests.gpu import built  # noqa: E402
 from tests.gpu.built import Case  # noqa: E402
 

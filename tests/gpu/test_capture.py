@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cgcompile.record.capture import record  # noqa: E402
-from cgcompile.record.errors import InputMutated, NotCapturable, RandomnessRefused, SizesDiffer  # noqa: E402
+from cgcompile.capture.errors import InputMutated, NotCapturable, RandomnessRefused, SizesDiffer  # noqa: E402
+from cgcompile.capture.recorder import record  # noqa: E402
 from tests.gpu.models import CASES  # noqa: E402
 from tests.gpu.recording import export, record_case, replay  # noqa: E402
 

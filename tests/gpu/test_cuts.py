@@ -14,12 +14,13 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle import archive, exam  # noqa: E402
+from cgbundle import exam  # noqa: E402
 from cgbundle.cuda import memory  # noqa: E402
 from cgbundle.cuda.device import CudaBackend  # noqa: E402
-from cgbundle.extents import span  # noqa: E402
-from cgbundle.safetensors import Mapped  # noqa: E402
-from cgbundle.schema import Program  # noqa: E402
+from cgbundle.format import archive
+from cgbundle.format.extents import span  # noqa: E402
+from cgbundle.format.safetensors import Mapped  # noqa: E402
+from cgbundle.format.schema import Program  # noqa: E402
 from tests.gpu.cut_models import KINDS, MODELS, WIDTH  # noqa: E402
 
 SIZES = (1, 8)

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from cgbundle import tables
 from cgbundle.cuda import device, driver, executors
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.cuda.executors import GraphExecutor, StreamExecutor
 from cgbundle.cuda.memory import Memories
 from cgbundle.cuda.modules import Modules
 from cgbundle.errors import CgbundleError, DriverFailed, OutOfMemory, TableInvalid, WrongMachine
-from cgbundle.recording import Function, MemsetNode, Recording
-from cgbundle.schema import Manifest
-from cgbundle.tableview import Table
+from cgbundle.format.schema import Manifest
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Function, MemsetNode, Recording
+from cgbundle.tables.view import Table
 from tests import cuda_bundles
 from tests.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
 

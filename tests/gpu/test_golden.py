@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import cgbundle
-from cgbundle import archive, exam
+from cgbundle import exam
 from cgbundle.errors import LibraryMissing, WrongMachine
+from cgbundle.format import archive
 
 GOLDENS = sorted((Path(__file__).parents[1] / "golden").glob("v*/*.cgb"))
 FOR_A_GPU = [path for path in GOLDENS if archive.read_manifest(str(path)).target.kind == "cuda"]

@@ -13,9 +13,8 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 import cgbundle  # noqa: E402
-from cgbundle import tables  # noqa: E402
 from cgbundle.cuda.driver import cu  # noqa: E402
-from cgbundle.errors import (  # noqa: E402
+from cgbundle.errors import (
     CgbundleError,
     DriverTooOld,
     FileDamaged,
@@ -24,8 +23,9 @@ from cgbundle.errors import (  # noqa: E402
     TableInvalid,
     WrongArchitecture,
 )
-from cgbundle.recording import Address, Edge, KernelNode, Recording  # noqa: E402
-from cgbundle.schema import Manifest  # noqa: E402
+from cgbundle.format.schema import Manifest  # noqa: E402
+from cgbundle.tables import codec as tables  # noqa: E402
+from cgbundle.tables.recording import Address, Edge, KernelNode, Recording  # noqa: E402
 from tests.gpu import built  # noqa: E402
 from tests.gpu.built import Case  # noqa: E402
 

@@ -13,8 +13,9 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle import archive, exam  # noqa: E402
+from cgbundle import exam  # noqa: E402
 from cgbundle.errors import InputUnwritable  # noqa: E402
+from cgbundle.format import archive
 from tests.gpu.recording import record_case  # noqa: E402
 from tests.written_models import MODELS, PLACES, WIDTH, draw, eager  # noqa: E402
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgbundle import errors
-from cgbundle.aliases import AliasingProgram, Look, along
+from cgbundle.call.output_aliases import AliasingProgram, Look, along
+from cgbundle.call.views import View
 from cgbundle.errors import InputLayout, ManifestInvalid, StaleView
-from cgbundle.schema import Alias, Manifest, Value
-from cgbundle.statecheck import check_aliases, check_looks, check_state
-from cgbundle.tensor import Tensor, from_bytes
-from cgbundle.views import View
+from cgbundle.format.schema import Alias, Manifest, Value
+from cgbundle.tensors.tensor import Tensor, from_bytes
+from cgbundle.validate.state import check_aliases, check_looks, check_state
 from tests import state_bundles
 from tests.cuda_bundles import FLOATS, expected, inputs
 from tests.fabricate import FakeBackend, Numbers, dimension, signature, spec

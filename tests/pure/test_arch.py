@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cgcompile.arch import ARCHES, KIB, Arch, arch
 from cgcompile.errors import TargetUnavailable
+from cgcompile.targets.architectures import ARCHES, KIB, Arch, arch
 
 
 @pytest.mark.parametrize("row", ARCHES, ids=lambda row: row.name)

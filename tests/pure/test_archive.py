@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle import archive, codec, loader, verify
+from cgbundle import loader
 from cgbundle.errors import (
     BundleMissing,
     CgbundleError,
@@ -19,6 +19,8 @@ from cgbundle.errors import (
     NotABundle,
     WeightsInvalid,
 )
+from cgbundle.format import archive, codec
+from cgbundle.validate import bundle as verify
 from tests.support import HOST_FILE, manifest, write_bundle
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from cgbundle import arrays, tensor
 from cgbundle.errors import InputKind
-from cgbundle.tensor import Tensor
+from cgbundle.tensors import libraries as arrays
+from cgbundle.tensors import tensor
+from cgbundle.tensors.tensor import Tensor
 
 numpy = pytest.importorskip("numpy")
 

@@ -78,7 +78,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 def test_loading_needs_no_more_of_the_standard_library_than_it_uses() -> None:
     """What would cost a serving process milliseconds at its start and is never needed there."""
-    code = "import sys\nimport cgbundle\ncgbundle.load\nimport cgbundle.verify, cgbundle.cpu, cgbundle.program\nprint(*sys.modules)"
+    code = "import sys\nimport cgbundle\ncgbundle.load\nimport cgbundle.validate.bundle, cgbundle.cpu.backend, cgbundle.program\nprint(*sys.modules)"
     loaded = set(python(code, "-S").split())
     assert not loaded & {"asyncio", "subprocess", "tempfile", "unittest", "logging", "pathlib", "uuid", "shutil", "zipfile"}
 

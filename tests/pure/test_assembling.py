@@ -14,18 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle import tables
-from cgbundle.recording import Address, Edge, KernelNode, MemcpyNode, MemsetNode, Relocation
-from cgbundle.schema import MEMORIES, Value
-from cgcompile.record.elf import EM_CUDA
-from cgcompile.record.errors import ImageFormat
-from cgcompile.trace.assembling import Graph, assemble, assemble_chain
-from cgcompile.trace.compiling import Compiled
-from cgcompile.trace.errors import ParameterMismatch, PlaceInvalid
-from cgcompile.trace.packing import scalar
-from cgcompile.trace.parameters import Entry, read_entry, read_parameters
-from cgcompile.trace.planning import Plan, plan
-from cgcompile.trace.traced import (
+from cgbundle.format.schema import MEMORIES, Value
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Address, Edge, KernelNode, MemcpyNode, MemsetNode, Relocation
+from cgcompile.capture.errors import ImageFormat
+from cgcompile.offline.assemble.arena import Plan, plan
+from cgcompile.offline.assemble.parameter_block import scalar
+from cgcompile.offline.assemble.rows import Graph, assemble, assemble_chain
+from cgcompile.offline.compile.kernels import Compiled
+from cgcompile.offline.compile.parameters import Entry, read_entry, read_parameters
+from cgcompile.offline.errors import ParameterMismatch, PlaceInvalid
+from cgcompile.offline.traced import (
     INPUT,
     TEMPORARY,
     WEIGHT,
@@ -44,6 +43,7 @@ from cgcompile.trace.traced import (
     Traced,
     Variant,
 )
+from cgcompile.targets.cuda.elf import EM_CUDA
 
 WEIGHTS_AT, INPUTS_AT, ARENA_AT = map(MEMORIES.index, ("weights", "inputs", "arena"))
 SIZES = {"weights": 8192, "inputs": 4096}

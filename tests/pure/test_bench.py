@@ -19,19 +19,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-import cgcompile.bench
-from cgbundle import archive, codec, safetensors
-from cgbundle.schema import Dimension, Manifest, Proof, TensorSpec
-from cgcompile.bench import peers
-from cgcompile.bench.bundle_child import Bundle
-from cgcompile.bench.child import reason, time_device, time_dispatch
-from cgcompile.bench.clock import PHASES, Laps
-from cgcompile.bench.measuring import some
-from cgcompile.bench.plot import svg
-from cgcompile.bench.processes import Child
-from cgcompile.bench.report import Error, Machine, Memory, Peer, Report, Timing, ratio
+import cgcompile.tools.bench
+from cgbundle.format import archive, codec, safetensors
+from cgbundle.format.schema import Dimension, Manifest, Proof, TensorSpec
 from cgcompile.errors import PeerFailed, PeerUnknown
-from cgcompile_cli import bench as command
+from cgcompile.tools.bench import peers
+from cgcompile.tools.bench.bundle_child import Bundle
+from cgcompile.tools.bench.child import reason, time_device, time_dispatch
+from cgcompile.tools.bench.clock import PHASES, Laps
+from cgcompile.tools.bench.measuring import some
+from cgcompile.tools.bench.plot import svg
+from cgcompile.tools.bench.processes import Child
+from cgcompile.tools.bench.report import Error, Machine, Memory, Peer, Report, Timing, ratio
+from cgcompile_cli.commands import bench as command
 from cgcompile_cli.main import app
 from tests import cuda_bundles
 from tests.fake_driver import FakeDriver, install
@@ -159,7 +159,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PYTHONPATH", os.fspath(tmp_path))
 
     def start(code: str) -> Child:
-        (tmp_path / "measured.py").write_text("import os, sys, time\nfrom cgcompile.bench.child import fail, say\n" + code)
+        (tmp_path / "measured.py").write_text("import os, sys, time\nfrom cgcompile.tools.bench.child import fail, say\n" + code)
         return Child("measured", log=tmp_path / "log")
 
     return start
@@ -226,7 +226,7 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             run.given = {"path": path, **options}  # type: ignore[attr-defined]
             return report
 
-        monkeypatch.setattr(cgcompile.bench, "measure", measure, raising=False)
+        monkeypatch.setattr(cgcompile.tools.bench, "measure", measure, raising=False)
         return CliRunner().invoke(app, ["bench", str(bundle), *arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
     return run
@@ -376,7 +376,7 @@ def test_nothing_of_a_benchmark_is_imported_by_a_build_or_by_serving() -> None:
 
 def test_what_runs_before_the_clocks_first_mark_imports_nothing() -> None:
     """A child's own imports are in the time of every peer: only what the interpreter has loaded already is allowed."""
-    code = "import sys; before = set(sys.modules); import cgcompile.bench.child; print(*sorted(set(sys.modules) - before))"
+    code = "import sys; before = set(sys.modules); import cgcompile.tools.bench.child; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", f"import runpy, typing\n{code}"], capture_output=True, text=True, check=True)
     extra = {name for name in done.stdout.split() if not name.startswith("cgcompile")}
     assert not extra & {"json", "dataclasses", "inspect", "subprocess", "statistics", "torch", "cgbundle"}, extra

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.recording import Address, Edge, EmptyNode, Function, KernelNode, Recording, Relocation
-from cgcompile.trace.blocks import arguments, check_order, programs
-from cgcompile.trace.errors import OrderBroken, ParameterMismatch
-from cgcompile.trace.traced import Variant
+from cgbundle.tables.recording import Address, Edge, EmptyNode, Function, KernelNode, Recording, Relocation
+from cgcompile.offline.assemble.block_reader import arguments, check_order, programs
+from cgcompile.offline.errors import OrderBroken, ParameterMismatch
+from cgcompile.offline.traced import Variant
 
 PLACE = Address(memory=3, offset=512)
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from cgbundle import arrays, state
 from cgbundle.cuda import backend, device
 from cgbundle.cuda.backend import CudaCalls
 from cgbundle.errors import CaptureRefused
-from cgbundle.schema import Manifest
-from cgbundle.tensor import from_bytes
+from cgbundle.format.schema import Manifest
+from cgbundle.session import state
+from cgbundle.tensors import libraries as arrays
+from cgbundle.tensors.tensor import from_bytes
 from tests import cuda_bundles, state_bundles
 from tests.cuda_bundles import KEYS, expected, inputs
 from tests.fake_driver import FakeDriver, install

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import cgcompile
-from cgbundle.schema import Finding
-from cgcompile.checking import RegionReport, Report
-from cgcompile_cli.check import grouped
+from cgbundle.format.schema import Finding
+from cgcompile.report import RegionReport, Report
+from cgcompile_cli.commands.check import grouped
 from cgcompile_cli.main import app
 from tests.pure.test_cli import without_torch
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.arch import ARCHES, arch
-from cgcompile.trace.choosing import Candidate, Problem, choose, cost, fits, nearest, shared_bytes
+from cgcompile.offline.tuning.cost_model import Candidate, Problem, choose, cost, fits, nearest, shared_bytes
+from cgcompile.targets.architectures import ARCHES, arch
 
 H200 = arch("sm_90")
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cgbundle import archive
 from cgbundle.errors import CgbundleError, OutOfMemory
-from cgbundle.schema import FORMAT_VERSION, Finding, Manifest
-from cgcompile_cli import errors, keys, main, output
+from cgbundle.format import archive
+from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest
+from cgcompile_cli import errors, main, output
+from cgcompile_cli import int_keys as keys
 from tests import support
 
 COMMANDS = ("build", "check", "inspect", "verify", "run", "bench", "diff", "sizes")

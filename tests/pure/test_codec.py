@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cgbundle import codec, schema
 from cgbundle.errors import CgbundleError, FormatUnsupported, ManifestInvalid
-from cgbundle.schema import Manifest
+from cgbundle.format import codec, schema
+from cgbundle.format.schema import Manifest
 from tests.fabricate import seal_plain, seal_text
 from tests.support import manifest
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle import modulestates, tables, verify
 from cgbundle.cuda import backend, device, driver, executors, memory, weights
 from cgbundle.errors import (
     CgbundleError,
@@ -24,11 +23,14 @@ from cgbundle.errors import (
     WeightsInvalid,
     WrongMachine,
 )
-from cgbundle.extents import ELSEWHERE
-from cgbundle.recording import KernelNode
-from cgbundle.safetensors import Entry
-from cgbundle.schema import Manifest, Weight
-from cgbundle.tableview import Table
+from cgbundle.format.extents import ELSEWHERE
+from cgbundle.format.safetensors import Entry
+from cgbundle.format.schema import Manifest, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables import module_state as modulestates
+from cgbundle.tables.recording import KernelNode
+from cgbundle.tables.view import Table
+from cgbundle.validate import bundle as verify
 from tests import cuda_bundles
 from tests.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.fake_driver import FakeDriver, install

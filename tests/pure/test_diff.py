@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgbundle import archive, codec, safetensors, tables
-from cgbundle.recording import Address, Edge, Function, KernelNode, MemsetNode, Recording, Relocation
-from cgbundle.schema import FORMAT_VERSION, Alias, Exam, File, Finding, Manifest, Weight
-from cgcompile.diff import UNCOUNTED, Bundle, Difference, compare, contents, graphs, manifests, open_bundle
+from cgbundle.format import archive, codec, safetensors
+from cgbundle.format.schema import FORMAT_VERSION, Alias, Exam, File, Finding, Manifest, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemsetNode, Recording, Relocation
+from cgcompile.tools.diff import UNCOUNTED, Bundle, Difference, compare, contents, graphs, manifests, open_bundle
 from cgcompile_cli import main
 from tests import cuda_bundles, support
 

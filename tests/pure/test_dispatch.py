@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle import dispatch
-from cgbundle.dispatch import Cut, plan
+from cgbundle.call import dispatch
+from cgbundle.call.dispatch import Cut, plan
 from cgbundle.errors import KeyMissing
-from cgbundle.schema import Dimension
+from cgbundle.format.schema import Dimension
 from tests.fabricate import dimension
 
 recorded = st.sets(st.integers(1, 12), min_size=1, max_size=4).map(lambda sizes: tuple(sorted(sizes)))

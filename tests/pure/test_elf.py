@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.record.elf import EM_CUDA, read_cubin
-from cgcompile.record.errors import ImageFormat
+from cgcompile.capture.errors import ImageFormat
+from cgcompile.targets.cuda.elf import EM_CUDA, read_cubin
 
 INITIAL = b"\x01\x02\x03\x04\x05\x06\x07\x08"
 

@@ -14,16 +14,16 @@ import pytest
 import cgbundle
 from cgbundle import errors
 from cgbundle.errors import CallError, CgbundleError, OutOfMemory
+from cgcompile.capture.errors import LoweringFailed, NotCapturable
 from cgcompile.errors import OutputExists, TooManyKeys
-from cgcompile.record.errors import LoweringFailed, NotCapturable
-from cgcompile.trace.errors import OperationNeedsGpu
+from cgcompile.offline.errors import OperationNeedsGpu
 from cgcompile_cli.errors import hint as spelled
 
 PACKAGE = Path(inspect.getfile(cgbundle)).parent
 ROOT = Path(__file__).parents[2]
 
 CATALOGUES = (
-    "cgbundle.errors", "cgcompile.errors", "cgcompile.partition.errors", "cgcompile.record.errors", "cgcompile.trace.errors",
+    "cgbundle.errors", "cgcompile.errors", "cgcompile.partition.errors", "cgcompile.capture.errors", "cgcompile.offline.errors",
     "cgcompile_cli.errors",
 )  # fmt: skip
 """Where classes of errors may be: nowhere else."""

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle import archive, exam, safetensors
+from cgbundle import exam
 from cgbundle.errors import ExamFailed, WeightsInvalid
 from cgbundle.exam import Result, relative_error
+from cgbundle.format import archive, safetensors
+from cgbundle.format.schema import DTYPES
 from cgbundle.program import Program
-from cgbundle.schema import DTYPES
 from tests.fabricate import FakeBackend, Numbers
 from tests.support import exam_tensors, manifest
 

@@ -16,11 +16,14 @@ import pytest
 from typer.testing import CliRunner
 
 import cgbundle
-from cgbundle import archive, codec, exam, tables, verify
+from cgbundle import exam
 from cgbundle.errors import CgbundleError, LibraryMissing, TableInvalid, WrongMachine
-from cgbundle.recording import Address, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording
-from cgbundle.schema import FORMAT_VERSION, MEMORIES, Manifest
-from cgcompile.record.elf import read_cubin
+from cgbundle.format import archive, codec
+from cgbundle.format.schema import FORMAT_VERSION, MEMORIES, Manifest
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Address, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording
+from cgbundle.validate import bundle as verify
+from cgcompile.targets.cuda.elf import read_cubin
 from cgcompile_cli import main
 from tests import support
 

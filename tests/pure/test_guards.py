@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle import guards, plans
+from cgbundle.call import guards
+from cgbundle.call import plan as plans
 from cgbundle.errors import CallError, DimensionDisagrees, InputDtype, InputShape, KeyMissing
 from tests.fabricate import dimension, signature, spec
 

@@ -13,8 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from cgcompile.progress import Event
-from cgcompile_cli import build, main
+from cgcompile.util.progress import Event
+from cgcompile_cli import main
+from cgcompile_cli.commands import build
 from tests import support
 
 ROOT = Path(__file__).parents[2]

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import device, executors, hoststeps, weights
+from cgbundle.cuda import device, executors, weights
+from cgbundle.cuda import host_steps as hoststeps
 from cgbundle.cuda.backend import CudaCalls
 from cgbundle.errors import CgbundleError, DriverFailed, LibraryMissing, LibraryRefused, OutOfMemory, TableInvalid, WrongMachine
-from cgbundle.lifetimecheck import check_lifetimes
-from cgbundle.schema import Manifest, Program, Region, Step, Value
-from cgbundle.stepcheck import check_order
+from cgbundle.format.schema import Manifest, Program, Region, Step, Value
+from cgbundle.validate.lifetimes import check_lifetimes
+from cgbundle.validate.steps import check_order
 from tests import cuda_bundles
 from tests.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.fake_driver import FakeDriver, install

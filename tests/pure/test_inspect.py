@@ -15,11 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgbundle import archive, tables
-from cgbundle.extents import extent
-from cgbundle.recording import Edge, KernelNode, Recording
-from cgbundle.schema import MEMORIES, Alias, Manifest, Weight
-from cgcompile_cli import dot, lanes, main, memorymap, memorytext, names, nodes, nodetext, summary
+from cgbundle.format import archive
+from cgbundle.format.extents import extent
+from cgbundle.format.schema import MEMORIES, Alias, Manifest, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Edge, KernelNode, Recording
+from cgcompile_cli import main, summary
+from cgcompile_cli.inspection import dot, lanes, names, nodes
+from cgcompile_cli.inspection import memory_map as memorymap
+from cgcompile_cli.inspection import memory_text as memorytext
+from cgcompile_cli.inspection import node_text as nodetext
 from cgcompile_cli.output import safe
 from tests import cuda_bundles, shown_bundles, support
 

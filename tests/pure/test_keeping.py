@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.trace.keeping import digest, recall, remember, sources
+from cgcompile.util.content_cache import digest, recall, remember, sources
 
 PARTS = st.lists(st.one_of(st.binary(max_size=8), st.text(max_size=8), st.integers()), max_size=4)
 

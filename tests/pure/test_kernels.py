@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cgbundle import archive, tables
-from cgbundle.recording import KernelNode
+from cgbundle.format import archive
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import KernelNode
 from cgcompile_cli import main
-from cgcompile_cli.kernels import CHOICES, Kernel, kernels
+from cgcompile_cli.inspection.kernels import CHOICES, Kernel, kernels
 from tests import support
 
 HOME = Path(__file__).parents[1] / "golden" / "v1"

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cgcompile.record.memory import PAD
-from cgcompile.trace.errors import ArenaOverlap, PlaceInvalid, SizesUnlike
-from cgcompile.trace.lifetimes import check_plan
-from cgcompile.trace.merging import Piece, merge, whole
-from cgcompile.trace.planning import Plan, lifetimes, plan
-from cgcompile.trace.traced import (
+from cgcompile.offline.assemble.arena import Plan, lifetimes, plan
+from cgcompile.offline.assemble.lifetimes import check_plan
+from cgcompile.offline.assemble.merge import Piece, merge, whole
+from cgcompile.offline.errors import ArenaOverlap, PlaceInvalid, SizesUnlike
+from cgcompile.offline.traced import (
     INPUT,
     TEMPORARY,
     WEIGHT,
@@ -34,6 +33,7 @@ from cgcompile.trace.traced import (
     Traced,
     Variant,
 )
+from cgcompile.targets.cuda.memory_layout import PAD
 
 KEY = (4,)
 

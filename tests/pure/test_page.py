@@ -19,12 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgbundle import archive, tables
-from cgbundle.recording import Edge
-from cgbundle.schema import Finding, Manifest, Weight
-from cgcompile_cli import main, markup, pagefile, pageparts
+from cgbundle.format import archive
+from cgbundle.format.schema import Finding, Manifest, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Edge
+from cgcompile_cli import main
 from cgcompile_cli.output import safe
-from cgcompile_cli.page import page
+from cgcompile_cli.page import file as pagefile
+from cgcompile_cli.page import markup
+from cgcompile_cli.page import parts as pageparts
+from cgcompile_cli.page.page import page
 from tests import shown_bundles, support
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.arch import ARCHES, Arch, arch
-from cgcompile.trace.choosing import Candidate, Problem, Table, cost, fits
-from cgcompile.trace.pieces import CLOCK, LAUNCH, PIECES, READ, SHORTEST, TILES, WORTH, cut_problem, pieces
+from cgcompile.offline.tuning.cost_model import Candidate, Problem, Table, cost, fits
+from cgcompile.offline.tuning.split_factors import CLOCK, LAUNCH, PIECES, READ, SHORTEST, TILES, WORTH, cut_problem, pieces
+from cgcompile.targets.architectures import ARCHES, Arch, arch
 
 H200 = arch("sm_90")
 TILE = Candidate(block_m=16, block_n=32, block_k=128, stages=4, warps=4, group=8)

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cgcompile.record.memory import PAD, align
-from cgcompile.trace.errors import ArenaOverlap, LifetimeBroken, PlaceInvalid
-from cgcompile.trace.lifetimes import check_plan
-from cgcompile.trace.planning import Plan, largest_sum, lifetimes, plan
-from cgcompile.trace.traced import (
+from cgcompile.offline.assemble.arena import Plan, largest_sum, lifetimes, plan
+from cgcompile.offline.assemble.lifetimes import check_plan
+from cgcompile.offline.errors import ArenaOverlap, LifetimeBroken, PlaceInvalid
+from cgcompile.offline.traced import (
     INPUT,
     TEMPORARY,
     WEIGHT,
@@ -31,6 +30,7 @@ from cgcompile.trace.traced import (
     Traced,
     Variant,
 )
+from cgcompile.targets.cuda.memory_layout import PAD, align
 
 KERNEL = Variant(name="kernel", source="", signature=(), constants=(), divisible=(), warps=4, stages=1, options=(), chosen="only")
 

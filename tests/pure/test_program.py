@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from cgbundle import tensor
 from cgbundle.errors import (
     CallError,
     DimensionDisagrees,
@@ -24,9 +23,10 @@ from cgbundle.errors import (
     ProgramClosed,
     StaleView,
 )
+from cgbundle.format.schema import Manifest
 from cgbundle.program import Program
-from cgbundle.schema import Manifest
-from cgbundle.tensor import Tensor
+from cgbundle.tensors import tensor
+from cgbundle.tensors.tensor import Tensor
 from tests.fabricate import Compute, FakeBackend, Numbers, dimension, signature, spec
 
 LINE = signature([dimension("batch", 2, 8)], [spec("x", "batch", 3)], [spec("y", "batch", 3)])

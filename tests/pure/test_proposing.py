@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgcompile import proposing
 from cgcompile.errors import LimitInvalid, TraceColumnUnknown, TraceInvalid, TraceMissing
-from cgcompile.proposing import MARGIN, Proposal, choose, propose, read_trace
+from cgcompile.tools import capture_sizes as proposing
+from cgcompile.tools.capture_sizes import MARGIN, Proposal, choose, propose, read_trace
 from cgcompile_cli import main
 
 CSV = 'time,user,tokens\n1.5,"a,\n""b""",8\n2.5,c,3\n\n3.5,d, 8\n'

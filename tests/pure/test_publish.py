@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.publish import staged
+from cgbundle.format.publish import staged
 
 ROOT = Path(__file__).resolve().parents[2]
 DEAD = 2**22 + 1

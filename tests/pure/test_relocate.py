@@ -9,18 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.recording import Address, KernelNode, MemcpyNode, MemsetNode, Relocation
-from cgcompile.record.addresses import AddressMap
-from cgcompile.record.assemble import assemble
-from cgcompile.record.errors import (
-    AddressDisagrees,
-    MemoryRefused,
-    ModuleStateDiffers,
-    PointerInTable,
-    RecordingsDiffer,
-)
-from cgcompile.record.memory import PAD, SEGMENT_ALIGN, Shape, dense_strides, lay_out
-from cgcompile.record.rows import (
+from cgbundle.tables.recording import Address, KernelNode, MemcpyNode, MemsetNode, Relocation
+from cgcompile.capture.assemble import assemble
+from cgcompile.capture.errors import AddressDisagrees, MemoryRefused, ModuleStateDiffers, PointerInTable, RecordingsDiffer
+from cgcompile.capture.rows import (
     Pointee,
     Range,
     RawExam,
@@ -34,6 +26,8 @@ from cgcompile.record.rows import (
     Take,
     Word,
 )
+from cgcompile.capture.worker.addresses import AddressMap
+from cgcompile.targets.cuda.memory_layout import PAD, SEGMENT_ALIGN, Shape, dense_strides, lay_out
 
 KEY, OTHER = (4,), (1,)
 MEGA = 1 << 20

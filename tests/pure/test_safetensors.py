@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle import safetensors
 from cgbundle.errors import WeightsInvalid
-from cgbundle.safetensors import ALIGNMENT, CODES, Mapped, nbytes, read_header
-from cgbundle.schema import DTYPES
+from cgbundle.format import safetensors
+from cgbundle.format.safetensors import ALIGNMENT, CODES, Mapped, nbytes, read_header
+from cgbundle.format.schema import DTYPES
 
 Contents = dict[str, tuple[str, tuple[int, ...], bytes]]
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from cgcompile import scratch
+from cgcompile.util import scratch
 
 
 def test_the_folder_is_new_and_goes() -> None:

@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from cgbundle import sessions, verify
-from cgbundle.aliases import AliasingProgram
+from cgbundle.call.output_aliases import AliasingProgram
 from cgbundle.cuda import memory
 from cgbundle.cuda.backend import CudaCalls
 from cgbundle.errors import CgbundleError, FileDamaged, KeyMissing, ProgramClosed, SessionBusy, StateInvalid, StateMissing
+from cgbundle.format.schema import Manifest
 from cgbundle.program import Program
-from cgbundle.recording import Address, ModuleState, Relocation
-from cgbundle.schema import Manifest
-from cgbundle.tensor import Tensor, from_bytes
+from cgbundle.session import sessions
+from cgbundle.tables.recording import Address, ModuleState, Relocation
+from cgbundle.tensors.tensor import Tensor, from_bytes
+from cgbundle.validate import bundle as verify
 from tests import state_bundles
 from tests.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs
 from tests.fake_driver import FakeDriver, install

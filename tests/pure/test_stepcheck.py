@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle import tables
 from cgbundle.errors import ManifestInvalid, TableInvalid
-from cgbundle.extents import overlap, span
-from cgbundle.lifetimecheck import check_lifetimes, check_recording
-from cgbundle.schema import Program, Step, Value
-from cgbundle.stepcheck import check_order
-from cgbundle.tableview import Table
-from cgbundle.verify import check_tables
+from cgbundle.format.extents import overlap, span
+from cgbundle.format.schema import Program, Step, Value
+from cgbundle.tables import codec as tables
+from cgbundle.tables.view import Table
+from cgbundle.validate.bundle import check_tables
+from cgbundle.validate.lifetimes import check_lifetimes, check_recording
+from cgbundle.validate.steps import check_order
 from tests import cuda_bundles
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.errors import InputStructure, ManifestInvalid
-from cgbundle.structure import builder, check, check_call, flattener
+from cgbundle.format.pytree import builder, check, check_call, flattener
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle import tables
 from cgbundle.errors import TableInvalid
-from cgbundle.recording import (
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import (
     Address,
     Edge,
     EmptyNode,
@@ -24,8 +24,8 @@ from cgbundle.recording import (
     Recording,
     Relocation,
 )
-from cgbundle.tablecheck import order
-from cgbundle.tableview import RECORDING, Table
+from cgbundle.tables.validation import order
+from cgbundle.tables.view import RECORDING, Table
 
 IMAGE = "ab" * 32
 IMAGES = {IMAGE}

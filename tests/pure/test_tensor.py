@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle import dlpack, tensor
 from cgbundle.errors import InputKind
-from cgbundle.schema import DTYPES
-from cgbundle.tensor import Tensor
+from cgbundle.format.schema import DTYPES
+from cgbundle.tensors import dlpack, tensor
+from cgbundle.tensors.tensor import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.arch import ARCHES, arch
-from cgcompile.trace import tuned
-from cgcompile.trace.choosing import Candidate, Problem, Table, choose, fits
-from cgcompile.trace.errors import MeasurementsBroken
-from cgcompile.trace.pieces import cut_problem, pieces
+from cgcompile.offline.errors import MeasurementsBroken
+from cgcompile.offline.tuning import measured as tuned
+from cgcompile.offline.tuning.cost_model import Candidate, Problem, Table, choose, fits
+from cgcompile.offline.tuning.split_factors import cut_problem, pieces
+from cgcompile.targets.architectures import ARCHES, arch
 
 H200 = arch("sm_90")
 SMALL = Candidate(block_m=16, block_n=32, block_k=64, stages=4, warps=2, group=8)

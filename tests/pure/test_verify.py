@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from cgbundle import archive, tables
 from cgbundle.errors import FileDamaged, ManifestInvalid, TableInvalid
-from cgbundle.extents import ELSEWHERE
-from cgbundle.recording import MemsetNode, ModuleState
-from cgbundle.schema import MEMORIES, File, Finding, Manifest, Region, Step, TensorSpec, Value
-from cgbundle.verify import check_manifest, check_tables
+from cgbundle.format import archive
+from cgbundle.format.extents import ELSEWHERE
+from cgbundle.format.schema import MEMORIES, File, Finding, Manifest, Region, Step, TensorSpec, Value
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import MemsetNode, ModuleState
+from cgbundle.validate.bundle import check_manifest, check_tables
 from tests import cuda_bundles
 from tests.fabricate import dimension, signature, spec
 from tests.support import HOST_FILE, manifest

@@ -13,15 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle import archive, exam, safetensors, tables
-from cgbundle.cuda.writing import WritingCalls
+from cgbundle import exam
+from cgbundle.call.written_inputs import WritingProgram
+from cgbundle.cuda.written_inputs import WritingCalls
 from cgbundle.errors import InputDtype, InputShape, InputStructure, InputUnwritable, KeyMissing, ManifestInvalid
-from cgbundle.recording import Address, MemsetNode
-from cgbundle.schema import Manifest
-from cgbundle.sharing import apart, folds, reach, shared
-from cgbundle.tensor import Tensor, from_bytes
-from cgbundle.verify import check_manifest
-from cgbundle.writing import WritingProgram
+from cgbundle.format import archive, safetensors
+from cgbundle.format.schema import Manifest
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Address, MemsetNode
+from cgbundle.tensors.overlap import apart, folds, reach, shared
+from cgbundle.tensors.tensor import Tensor, from_bytes
+from cgbundle.validate.bundle import check_manifest
 from tests import cuda_bundles
 from tests.cuda_bundles import FLOATS, INPUTS_AT, KEYS, inputs
 from tests.fabricate import ELEMENTS, FakeBackend, FakeResults, Numbers, _offsets, dimension, signature, spec
@@ -228,7 +230,7 @@ def test_a_library_that_lends_its_memory_says_whether_it_may_be_written_to() -> 
 
 
 def test_a_capsule_that_says_read_only_is_refused() -> None:
-    from cgbundle import dlpack
+    from cgbundle.tensors import dlpack
 
     managed = dlpack._Versioned(1, 0, None, None, dlpack.READ_ONLY)
     capsule = dlpack._capsule_new(ctypes.addressof(managed), b"dltensor_versioned", None)
@@ -448,7 +450,7 @@ def test_a_bundle_that_does_not_write_calls_what_it_called(fake: FakeDriver, tmp
     """Whether there is anything to copy back is decided when the bundle is loaded."""
     from cgbundle import loader
     from cgbundle.cuda.backend import CudaCalls
-    from cgbundle.early import EarlyContext
+    from cgbundle.cuda.early_context import EarlyContext
 
     folder = tmp_path / "tiny.cgb"
     made = cuda_bundles.write(folder, b"an image")

@@ -6,9 +6,9 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from ..arrays import caller_captures
 from ..errors import CaptureRefused
-from ..schema import Manifest
+from ..format.schema import Manifest
+from ..tensors.libraries import caller_captures
 from . import driver
 from .device import CudaBackend
 from .memory import Output, copy

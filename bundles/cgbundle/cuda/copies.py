@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..running import Gate
+from ..session.locks import Gate
 from . import driver, memory
 from .driver import Context, cu
 from .memory import Output
-from .order import StreamOrder
+from .stream_order import StreamOrder
 
 
 class Copies:

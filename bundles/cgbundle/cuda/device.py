@@ -29,21 +29,21 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CaptureRefused, ProgramClosed
-from ..extents import extent, span
-from ..running import Exclusive
-from ..schema import CODE, Manifest, Value, Weight
+from ..format.extents import extent, span
+from ..format.schema import CODE, Manifest, Value, Weight
+from ..session.locks import Exclusive
 from . import driver, memory, state
 from .copies import Copies
 from .driver import Context, Relaxed, cu
 from .executors import MODES
 from .memory import WEIGHTS, Input, Memories
-from .order import StreamOrder
 from .shared import Shared
 from .steps import Executors, Plan, make_plan
+from .stream_order import StreamOrder
 from .turn import Turn
 
 if TYPE_CHECKING:
-    from .hoststeps import HostSteps
+    from .host_steps import HostSteps
 
 
 SHARED = (WEIGHTS, CODE)
@@ -137,7 +137,7 @@ class CudaBackend(Copies):
         cleanup.callback(self._executors.close)
         self._host: HostSteps | None = None
         if hosted:
-            from .hoststeps import HostSteps  # few bundles have any, and torch's libraries with them
+            from .host_steps import HostSteps  # few bundles have any, and torch's libraries with them
 
             self._host = HostSteps(shared.folder, self._manifest, self._memories)
             cleanup.callback(self._host.close)

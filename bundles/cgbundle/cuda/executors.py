@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Any, Protocol
 
-from ..tablecheck import order
-from ..tableview import KERNEL, MEMCPY, MEMSET, Table
+from ..tables.validation import order
+from ..tables.view import KERNEL, MEMCPY, MEMSET, Table
 from .driver import Context, check, cu
 from .modules import Modules
 

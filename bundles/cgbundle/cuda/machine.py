@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import DriverTooOld, WrongArchitecture, WrongMachine
-from ..schema import Target
+from ..format.schema import Target
 from . import driver
 from .driver import Context
 

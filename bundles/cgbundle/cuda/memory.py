@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from ..errors import CgbundleError, OutOfMemory
-from ..schema import CODE, MEMORIES
+from ..format.schema import CODE, MEMORIES
 from .driver import Context, check, cu, free_bytes
 
 SMALLEST = 256

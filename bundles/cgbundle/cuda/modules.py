@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import FileDamaged, TableInvalid
-from ..extents import graph_memories
-from ..schema import MEMORIES, Manifest
+from ..format.extents import graph_memories
+from ..format.schema import MEMORIES, Manifest
 from .driver import check, cu
 
 if TYPE_CHECKING:
-    from ..recording import ModuleState
+    from ..tables.recording import ModuleState
 
 GROWING = (8, 14)
 """Function attributes that permit more (dynamic shared memory, non-portable cluster size): where recordings share a function, the
@@ -102,7 +102,7 @@ def states(folder: str, manifest: Manifest) -> tuple[ModuleState, ...]:
     name = manifest.module_state
     if not name:
         return ()
-    from ..modulestates import check_states, decode_states  # few bundles have any
+    from ..tables.module_state import check_states, decode_states  # few bundles have any
 
     found = decode_states(read(f"{folder}/{name}"), name)
     images = {file.path.rpartition("/")[2] for file in manifest.files if file.path.startswith("kernels/")}

@@ -6,10 +6,10 @@ import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from ..archive import WEIGHTS as FILE
-from ..initial import STATE, Initial
-from ..processor import check_features
-from ..schema import MEMORIES, Manifest
+from ..cpu.processor import check_features
+from ..format.archive import WEIGHTS as FILE
+from ..format.schema import MEMORIES, Manifest
+from ..session.initial_state import STATE, Initial
 from . import driver, weights
 from .driver import Context, Relaxed
 from .machine import check_device, check_driver
@@ -17,7 +17,7 @@ from .memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from .modules import Modules, states
 
 if TYPE_CHECKING:
-    from ..recording import ModuleState
+    from ..tables.recording import ModuleState
 
 
 class Shared:

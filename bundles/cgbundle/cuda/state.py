@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from ..initial import STATE, Initial
+from ..session.initial_state import STATE, Initial
 from . import memory
 from .driver import check, cu
 from .memory import Memories

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..extents import span
-from ..schema import Program, Step, Value
-from ..tableview import Table
+from ..format.extents import span
+from ..format.schema import Program, Step, Value
+from ..tables.view import Table
 from . import memory
 from .driver import cu
 from .executors import Executor, GraphExecutor, StreamExecutor
@@ -16,7 +16,7 @@ from .memory import HOST, Memories
 from .modules import Modules, read
 
 if TYPE_CHECKING:
-    from .hoststeps import HostSteps
+    from .host_steps import HostSteps
     from .shared import Shared
 
 

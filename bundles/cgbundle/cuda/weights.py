@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from ..archive import WEIGHTS
 from ..errors import CgbundleError, WeightsInvalid
-from ..extents import ELSEWHERE
-from ..safetensors import Entry, read_header
-from ..schema import Manifest, Weight
+from ..format.archive import WEIGHTS
+from ..format.extents import ELSEWHERE
+from ..format.safetensors import Entry, read_header
+from ..format.schema import Manifest, Weight
 from .driver import Context, Relaxed, check, cu
 
 THREADS = 4

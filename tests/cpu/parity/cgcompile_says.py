@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cgbundle.schema import Finding
+from cgbundle.format.schema import Finding
 from cgcompile.checks import check, place, placements
 from cgcompile.errors import BranchOnData, BuildError
-from cgcompile.export import trace
-from cgcompile.placing import TO_DEVICE
-from cgcompile.source import load_source
+from cgcompile.export.export import trace
+from cgcompile.model.device_tracking import TO_DEVICE
+from cgcompile.model.source import load_source
 
 from .case import SIZES, Case
 from .settings import settings

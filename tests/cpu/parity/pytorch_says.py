@@ -1,6 +1,6 @@
 """PyTorch's own verdict on a case: what its compiler would say of CUDA graphs, called on a machine without a GPU.
 
-The model goes PyTorch's way, not ours: in a room where torch has a GPU (`cgcompile.trace.offline`), its weights and inputs become
+The model goes PyTorch's way, not ours: in a room where torch has a GPU (`cgcompile.offline.lower.fake_device`), its weights and inputs become
 fake cuda tensors, `torch.export` traces the user's module itself, AOTAutograd makes it functional (`aot_export_module`), Inductor
 lowers it (`compile_fx_inner`), and just before the scheduler would fuse operations we ask.  So `.cpu()` in the user's code is a
 copy here, whatever our own export makes of it.
@@ -47,9 +47,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_map_only
 
-from cgcompile.arch import arch
-from cgcompile.source import first_line, is_user_file, load_source, sample
-from cgcompile.trace.offline import offline
+from cgcompile.model.source import first_line, is_user_file, load_source, sample
+from cgcompile.offline.lower.fake_device import offline
+from cgcompile.targets.architectures import arch
 
 from .case import SIZES, Case
 from .cgcompile_says import short

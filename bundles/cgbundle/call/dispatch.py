@@ -1,0 +1,124 @@
+"""Which recorded keys serve a call: pure, and tested without a GPU.
+
+Every declared dimension is planned by itself (the recorded keys are the product of the dimensions' sizes); a call's plan is the
+product of the dimensions' cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ..errors import KeyMissing
+from ..format.schema import Dimension
+
+POLICIES = ("pad", "chunk", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Along one dimension: `length` of the call's size from `start` on, served by the recorded `size` >= length."""
+
+    start: int
+    length: int
+    size: int
+
+
+Piece = tuple[Cut, ...]
+"""One replay: a cut for every dimension, in declared order."""
+
+
+def plan(
+    dimensions: Sequence[Dimension], sizes: Sequence[int], on_miss: str, place: Callable[[str], str] = str
+) -> tuple[Piece, ...]:
+    """The replays that serve a call whose dimensions have `sizes`; one exact piece when the key was recorded.
+
+    `place` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises KeyMissing, naming that
+    place, the sizes recorded and why the build does not allow padding or cutting.
+    """
+    cuts = []
+    for dimension, size in zip(dimensions, sizes, strict=True):
+        try:
+            cuts.append(_cuts(dimension, size, on_miss))
+        except KeyMissing as error:
+            raise KeyMissing(f"{place(dimension.name)}: {error}", error.hint) from None
+    return tuple(product(*cuts))
+
+
+_NO_POLICY = 'call with a recorded size, or load the bundle with on_miss="pad" or "chunk"'
+
+
+def _cuts(dimension: Dimension, size: int, on_miss: str) -> list[Cut]:
+    if size in dimension.sizes:
+        return [Cut(0, size, size)]
+    if size < 1:
+        raise KeyMissing(f"got {dimension.name}={size}: there is nothing to run")
+    if on_miss == "error":
+        raise KeyMissing(f"expected a recorded {dimension.name} ({_list(dimension)}), got {size}", _NO_POLICY)
+    pads, largest = dimension.pad != "no", dimension.sizes[-1]
+    if dimension.chunk and (on_miss == "chunk" or size > largest or not pads):
+        largest_first = on_miss == "pad" and pads
+        pieces = _largest_first(dimension.sizes, size) if largest_first else _fewest_wasted(dimension.sizes, size, exact=not pads)
+        if pieces:
+            return _place(pieces, size)
+    if size <= largest and pads:
+        return [Cut(0, size, next(recorded for recorded in dimension.sizes if recorded >= size))]
+    raise KeyMissing(_refusal(dimension, size))
+
+
+def _largest_first(sizes: Sequence[int], size: int) -> list[int]:
+    whole, rest = divmod(size, sizes[-1])
+    return [sizes[-1]] * whole + ([next(recorded for recorded in sizes if recorded >= rest)] if rest else [])
+
+
+def _fewest_wasted(sizes: Sequence[int], size: int, *, exact: bool) -> list[int]:
+    """Recorded sizes, largest first, that add up to at least `size` with the least excess, then the fewest pieces; [] when `exact`
+    and no sum fits exactly.
+
+    Dynamic programming over the last `largest**2` rows: above that an optimal sum always holds the largest size (of any `largest`
+    smaller pieces some add up to a multiple of it).
+    """
+    largest = sizes[-1]
+    bulk = max(0, (size - largest * largest) // largest)
+    rest = size - bulk * largest
+    never = (rest + largest + 1, 0)
+    best: list[tuple[int, int]] = [(0, 0)] + [never] * (rest + largest)  # total -> (pieces, last piece)
+    for total in range(1, rest + largest + 1):
+        for piece in sizes:
+            if piece <= total and best[total - piece][0] + 1 < best[total][0]:
+                best[total] = (best[total - piece][0] + 1, piece)
+    last = rest if exact else rest + largest
+    reached = next((total for total in range(rest, last + 1) if best[total] != never), None)
+    if reached is None:
+        return []
+    pieces = [largest] * bulk
+    while reached > 0:
+        pieces.append(best[reached][1])
+        reached -= best[reached][1]
+    return sorted(pieces, reverse=True)
+
+
+def _place(pieces: Sequence[int], size: int) -> list[Cut]:
+    cuts, start = [], 0
+    for piece in pieces:
+        cuts.append(Cut(start, min(piece, size - start), piece))
+        start += piece
+    return cuts
+
+
+def _refusal(dimension: Dimension, size: int) -> str:
+    name = dimension.name
+    if dimension.chunk:
+        return (
+            f"expected a sum of recorded {name} ({_list(dimension)}), got {size}, and {name} cannot be padded: {dimension.reason}"
+        )
+    if size > dimension.sizes[-1]:
+        return (
+            f"expected at most {name}={dimension.sizes[-1]}, got {size}, and a call cannot be cut along {name}: {dimension.reason}"
+        )
+    return f"expected a recorded {name} ({_list(dimension)}), got {size}, and {name} cannot be padded: {dimension.reason}"
+
+
+def _list(dimension: Dimension) -> str:
+    return ", ".join(map(str, dimension.sizes))

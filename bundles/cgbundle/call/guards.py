@@ -1,0 +1,63 @@
+"""Guards: from the dtypes and shapes of a call to the sizes of the declared dimensions, or an error that names the input, the axis,
+what was expected and what came.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import DimensionDisagrees, InputDtype, InputShape
+from ..format.schema import Manifest, TensorSpec
+from ..format.size_expressions import linear, text
+
+
+def call_sizes(manifest: Manifest, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The sizes of the declared dimensions, in declared order, for inputs of `shapes` (one per input of the signature).
+
+    Raises InputShape or DimensionDisagrees.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for spec, shape in zip(manifest.inputs, shapes, strict=True):
+        if len(shape) != len(spec.shape):
+            raise InputShape(
+                f"input {spec.name!r}: expected {len(spec.shape)} axes {signature(spec)}, got {len(shape)}: {list(shape)}"
+            )
+        for axis, (size, actual) in enumerate(zip(spec.shape, shape, strict=True)):
+            rule = linear(size)
+            if rule is None:
+                if actual != size:
+                    raise InputShape(f"input {spec.name!r}, axis {axis}: expected {text(size)}, got {actual} {signature(spec)}")
+                continue
+            name, scale, offset = rule
+            value, rest = divmod(actual - offset, scale)
+            if rest or value < 0:
+                raise InputShape(f"input {spec.name!r}, axis {axis}: expected {text(size)}, which no {name} makes {actual}")
+            first = found.setdefault(name, (value, f"input {spec.name!r}, axis {axis}"))
+            if first[0] != value:
+                raise DimensionDisagrees(
+                    f"input {spec.name!r}, axis {axis}: expected {name}={first[0]} as in {first[1]}, got {value}"
+                )
+    return tuple([found[dimension.name][0] for dimension in manifest.dimensions])
+
+
+def place_of(manifest: Manifest, dimension: str) -> str:
+    """Where a declared dimension first shows in a call: `input 'ids', axis 0`."""
+    for spec in manifest.inputs:
+        for axis, size in enumerate(spec.shape):
+            rule = linear(size)
+            if rule and rule[0] == dimension:
+                return f"input {spec.name!r}, axis {axis}"
+    return dimension
+
+
+def check_dtype(spec: TensorSpec, dtype: str) -> None:
+    """Raises InputDtype unless the input has the dtype of the signature."""
+    if dtype != spec.dtype:
+        raise InputDtype(
+            f"input {spec.name!r}: expected dtype {spec.dtype}, got {dtype}",
+            f"convert it to {spec.dtype} before the call: the runtime never casts",
+        )
+
+
+def signature(spec: TensorSpec) -> str:
+    """The input's shape as a person would write it: `[batch, 64]`."""
+    return "[" + ", ".join(text(size) for size in spec.shape) + "]"

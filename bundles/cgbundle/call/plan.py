@@ -1,0 +1,82 @@
+"""From the shapes of a call to the replays that serve it, with the slices of every input and output.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ..errors import KeyMissing
+from ..format.schema import Manifest, Size
+from ..format.size_expressions import evaluate, linear
+from . import dispatch
+from .guards import call_sizes, place_of
+
+Slices = tuple[slice, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One replay: the position of its program; of every input the slices that it takes and the recorded shape; of every output the
+    slices of the replay's output that count, and where they go in the call's."""
+
+    program: int
+    inputs: tuple[tuple[Slices, Shape], ...]
+    outputs: tuple[tuple[Slices, Slices], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a call does.  `exact`: one recorded key serves it as it is.  `shapes`: of the call's outputs."""
+
+    exact: bool
+    shapes: tuple[Shape, ...]
+    parts: tuple[Part, ...]
+
+
+def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> Plan:
+    """The plan for inputs of `shapes`.  Raises InputShape, DimensionDisagrees, KeyMissing."""
+    sizes = call_sizes(manifest, shapes)
+    dimensions = manifest.dimensions
+    named = {dimension.name: size for dimension, size in zip(dimensions, sizes, strict=True)}
+    keys = {program.key: index for index, program in enumerate(manifest.programs)}
+    parts = []
+    for piece in dispatch.plan(dimensions, sizes, on_miss, partial(place_of, manifest)):
+        starts = {dimension.name: cut.start for dimension, cut in zip(dimensions, piece, strict=True)}
+        lengths = {dimension.name: cut.length for dimension, cut in zip(dimensions, piece, strict=True)}
+        recorded = {dimension.name: cut.size for dimension, cut in zip(dimensions, piece, strict=True)}
+        inputs = tuple(
+            [
+                (_ranges(spec.shape, starts, lengths), tuple([evaluate(size, recorded) for size in spec.shape]))
+                for spec in manifest.inputs
+            ]
+        )
+        outputs = tuple(
+            [
+                (tuple([slice(0, evaluate(size, lengths)) for size in spec.shape]), _ranges(spec.shape, starts, lengths))
+                for spec in manifest.outputs
+            ]
+        )
+        parts.append(Part(keys[tuple(recorded.values())], inputs, outputs))
+    exact = len(parts) == 1 and sizes in keys
+    return Plan(exact, tuple([tuple([evaluate(size, named) for size in spec.shape]) for spec in manifest.outputs]), tuple(parts))
+
+
+def place_of_key(manifest: Manifest, key: tuple[int, ...]) -> int:
+    """The position of the program of an int_key.  Raises KeyMissing, with the keys that there are."""
+    keys = [program.key for program in manifest.programs]
+    if key not in keys:
+        listed = ", ".join(map(str, keys[:12])) + (", ..." if len(keys) > 12 else "")
+        raise KeyMissing(f"expected a recorded int_key ({listed}), got {key!r}")
+    return keys.index(key)
+
+
+def _ranges(shape: Sequence[Size], starts: dict[str, int], lengths: dict[str, int]) -> Slices:
+    """Where a piece lies in a whole tensor.  Only sizes that are a multiple of one dimension are ever cut (the build proves it)."""
+    ranges = []
+    for size in shape:
+        rule = linear(size)
+        start = rule[1] * starts[rule[0]] if rule else 0
+        ranges.append(slice(start, start + evaluate(size, lengths)))
+    return tuple(ranges)

@@ -1,0 +1,88 @@
+"""Outputs handed out without a copy (`outputs="view"`), guarded: reading one after the program's next replay raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import StaleView
+from ..format.schema import TensorSpec
+from ..tensors.interface import Library
+
+CLOSED = 0
+"""The number of no call: of a program that was closed."""
+
+
+class Epoch:
+    """Counts the replays of a session."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+class View:
+    """An output of call number `call`.  `tensor` is the caller's kind of tensor over the runtime's memory; `clone()` a copy that
+    stays.
+
+    Shape and dtype may be read at any time; everything else raises StaleView once the session has been called again.
+    """
+
+    __slots__ = ("_epoch", "_library", "_spec", "_value", "call")
+
+    def __init__(self, spec: TensorSpec, value: Any, library: Library, epoch: Epoch, call: int) -> None:
+        self._spec, self._value, self._library, self._epoch, self.call = spec, value, library, epoch, call
+
+    @property
+    def name(self) -> str:
+        """The output's name in the signature."""
+        return self._spec.name
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype."""
+        return self._spec.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return tuple(self._value.shape)
+
+    @property
+    def tensor(self) -> Any:
+        """The output itself, valid until the next call."""
+        now = self._epoch.number
+        if now != self.call:
+            after = "the program was closed" if now == CLOSED else f"call {now}"
+            raise StaleView(f"output {self.name!r} of call {self.call} was read after {after}")
+        return self._value
+
+    def clone(self) -> Any:
+        """A copy of the caller's kind that no later call touches."""
+        return self._library.copy(self.tensor)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensor[index]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"output {self.name!r} has no axes")
+        length: int = self.shape[0]
+        return length
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy
+
+        value = self.tensor
+        array = value.__array__() if hasattr(value, "__array__") else value
+        return numpy.array(array, dtype) if copy else numpy.asarray(array, dtype)
+
+    def __dlpack__(self, **options: Any) -> object:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self.tensor.__dlpack_device__()
+        return device
+
+    def __repr__(self) -> str:
+        return f"cgbundle.View({self.name!r}, {self.dtype}, {list(self.shape)}, call {self.call})"

@@ -1,0 +1,189 @@
+"""The cpu backend: every program is one host step; weights are mapped and used in place, state is memory of the session's own."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from ctypes import Array, addressof, c_void_p
+from typing import Any
+
+from ..errors import ProgramClosed, WrongMachine
+from ..format.archive import WEIGHTS
+from ..format.extents import extent, span
+from ..format.safetensors import Mapped
+from ..format.schema import Manifest, Target
+from ..session.initial_state import Initial
+from ..session.locks import Running, Turns
+from . import libtorch
+from .host_region import INSTANCES, POINTER_BYTES, STATE, HostRegion, layout_of, open_region
+from .processor import check_features
+
+
+def check_machine(target: Target) -> None:
+    """Raises WrongMachine unless this machine's processor has what the code uses."""
+    machine = os.uname().machine
+    if machine != target.arch:
+        raise WrongMachine(f"the bundle is for {target.arch} processors, this machine is {machine}")
+    check_features(target.features)
+
+
+class Outputs:
+    """The output tensors of one replay, in memory that torch's allocator owns until the last reference to this goes."""
+
+    __slots__ = ("_handles", "_torch", "addresses")
+
+    device: int | None = None
+    static = False
+
+    def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p]) -> None:
+        self._torch, self._handles = torch, handles
+        found = (c_void_p * len(handles))()
+        place = addressof(found)
+        for handle in handles:
+            torch.data_pointer(handle, place)
+            place += POINTER_BYTES
+        self.addresses = [address or 0 for address in found]
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            self._torch.delete(handle)
+
+
+class Shared:
+    """What all sessions of a bundle use: torch's libraries, the mapped weights, what state holds at first.  The weights stay mapped
+    as long as anything of theirs is in use.
+
+    Weights that the model hands out may be written to by the caller, as in eager: then this process's pages become its own.
+    """
+
+    def __init__(self, folder: str, manifest: Manifest) -> None:
+        check_machine(manifest.target)
+        self.folder, self.manifest = folder, manifest
+        self.torch = libtorch.load(manifest.target.torch)
+        handed = any(alias.memory == "weights" for alias in manifest.aliases)
+        self.weights = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS, writable=handed)
+        self.state = dict(manifest.memories).get(STATE, 0)
+        self.initial = Initial(folder, manifest) if self.state else None
+
+
+class CpuBackend:
+    """Runs the programs of a cpu bundle.  Thread-safe: replays share no memory but the weights; those of a bundle with state take
+    turns.  `session` gives one that shares the weights and has state and host regions of its own.
+
+    Raises LibraryMissing, LibraryRefused, WrongMachine, WeightsInvalid.
+    """
+
+    device: int | None = None
+
+    def __init__(self, path: str, manifest: Manifest) -> None:
+        self._open(Shared(path, manifest), alone=False)
+
+    def session(self) -> CpuBackend:
+        """A further session: its own state, static input buffers and host regions.  One thread at a time may use it."""
+        made = object.__new__(CpuBackend)
+        made._open(self._use(), alone=True)
+        return made
+
+    def _open(self, shared: Shared, *, alone: bool) -> None:
+        manifest = shared.manifest
+        self._shared: Shared | None = shared
+        self._name = manifest.name
+        self._torch, self._weights, self._initial = shared.torch, manifest.weights, shared.initial
+        in_turn = alone or shared.state > 0
+        self._running: Running | Turns = Turns(manifest.name, alone=alone) if in_turn else Running(manifest.name)
+        self._regions: list[HostRegion] = []
+        self._state = _memory(shared.state)
+        self._buffers: dict[int, list[Any]] = {}
+        self._restore()
+        try:
+            for region in manifest.regions:
+                instances = 1 if in_turn else INSTANCES
+                state = addressof(self._state)
+                opened = open_region(shared.folder, region, self._weights, shared.weights, self._torch, state, instances)
+                self._regions.append(opened)
+            self._inputs = [
+                [layout_of(program.values[index], self._torch) for index in program.inputs] for program in manifest.programs
+            ]
+            for program in manifest.programs:
+                self._regions[program.steps[0].region].check_counts(len(program.inputs), len(program.outputs))
+        except BaseException:
+            self.close()
+            raise
+        self._run = [(self._regions[program.steps[0].region].run, len(program.outputs)) for program in manifest.programs]
+
+    def turn(self, stream: int | None) -> Running | Turns:
+        """Waits for nothing where replays share no memory: they run side by side."""
+        return self._running
+
+    def run(self, program: int, addresses: Sequence[int], device: int | None = None, turn: None = None) -> Outputs:
+        """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise."""
+        run, outputs = self._run[program]
+        return Outputs(self._torch, run(addresses, self._inputs[program], outputs))
+
+    # --- what lasts from call to call -------------------------------------------------------------------------
+
+    @property
+    def owner(self) -> object:
+        """Keeps weights and state where they are."""
+        return (self._shared, self._state)
+
+    def place(self, weight: int) -> int:
+        """The address of a weight, of memory weights or state."""
+        row = self._weights[weight]
+        return addressof(self._state) + row.offset if row.memory == STATE else self._use().weights.address(row.tensor)
+
+    def fetch(self, weight: int, turn: object = None) -> bytes:
+        """A weight's bytes, in the order of memory."""
+        return ctypes.string_at(self.place(weight), self._size(weight))
+
+    def store(self, weight: int, address: int, device: int | None, turn: object = None) -> None:
+        """Copies to a weight as many bytes as it has."""
+        ctypes.memmove(self.place(weight), address, self._size(weight))
+
+    def reset(self, turn: object = None) -> None:
+        """Brings back what state held at first."""
+        for row in self._initial.rows if self._initial is not None else ():
+            if not row.source:
+                ctypes.memset(addressof(self._state) + row.offset, 0, row.size)
+        self._restore()
+
+    def buffers(self, program: int) -> tuple[list[int], object]:
+        """The addresses of the program's static input buffers, and what keeps them alive; the same at every call."""
+        row = self._use().manifest.programs[program]
+        kept = self._buffers.get(program)
+        if kept is None:
+            kept = self._buffers.setdefault(program, [_memory(span(row.values[index])) for index in row.inputs])
+        return [addressof(each) for each in kept], kept
+
+    def poison(self, byte: int) -> None:
+        """Nothing: a replay's memory is fresh from torch's allocator."""
+
+    def close(self) -> None:
+        """Waits for running replays, then frees what the backend holds; weights and state, when nothing looks at them any more."""
+        self._running.close()
+        for region in self._regions:
+            region.close()
+        self._regions.clear()
+        self._buffers.clear()
+        self._shared, self._state = None, _memory(0)
+
+    def _use(self) -> Shared:
+        if self._shared is None:
+            raise ProgramClosed(f"program {self._name!r} was closed")
+        return self._shared
+
+    def _restore(self) -> None:
+        for row in self._initial.rows if self._initial is not None else ():
+            if row.source:
+                ctypes.memmove(addressof(self._state) + row.offset, row.source, row.size)
+
+    def _size(self, weight: int) -> int:
+        row = self._weights[weight]
+        return extent(row.dtype, row.shape, row.strides)
+
+
+def _memory(size: int) -> Any:
+    """Zeros in anonymous memory, which the system gives when they are first used, at the start of a page."""
+    return (ctypes.c_char * max(1, size)).from_buffer(mmap.mmap(-1, max(1, size)))

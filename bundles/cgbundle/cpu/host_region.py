@@ -1,0 +1,179 @@
+"""Host regions: a shared object made by AOTInductor, run through its C interface
+(torch/csrc/inductor/aoti_runtime/interface.h), with its constants in memory of ours."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
+from functools import lru_cache
+
+from ..errors import LibraryRefused
+from ..format.safetensors import Mapped
+from ..format.schema import Region, Value, Weight
+from .libtorch import LibTorch
+
+CPU_DEVICE = 0
+"""c10::DeviceType::CPU."""
+
+POINTER_BYTES = ctypes.sizeof(c_void_p)
+
+STATE = "state"
+
+INSTANCES = 4
+"""Replays of one region that may run at the same time; a further one waits.  An instance shares the constants and costs a few
+KB."""
+
+
+class _Pair(ctypes.Structure):
+    _fields_ = (("name", c_char_p), ("handle", c_void_p))
+
+
+class Layout:
+    """A tensor's dtype, shape and strides in the form that the C interface takes, made once per program."""
+
+    __slots__ = ("dtype", "rank", "shape", "shape_at", "strides", "strides_at")
+
+    def __init__(self, dtype: int, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self.dtype, self.rank = dtype, len(shape)
+        self.shape = (ctypes.c_int64 * len(shape))(*shape)
+        self.strides = (ctypes.c_int64 * len(strides))(*strides)
+        self.shape_at, self.strides_at = ctypes.addressof(self.shape), ctypes.addressof(self.strides)
+
+
+def layout_of(row: Value | Weight, torch: LibTorch) -> Layout:
+    """The layout of a value or weight.  Raises LibraryRefused where this torch has no such dtype."""
+    return Layout(torch.dtype(row.dtype), row.shape, row.strides)
+
+
+def open_region(
+    folder: str,
+    region: Region,
+    weights: Sequence[Weight],
+    mapped: Mapped | None,
+    torch: LibTorch,
+    state: int = 0,
+    instances: int = INSTANCES,
+) -> HostRegion:
+    """A host region of the bundle in `folder`, ready to run: its constants are used in place in the mapped weights (None for a
+    region without constants) or in memory state at `state`; both must stay until it is closed.  `instances`: see INSTANCES.  Raises
+    LibraryRefused."""
+    opened = HostRegion(os.path.join(folder, region.file), torch, region.file, instances)
+    try:
+        constants = {}
+        for name, index in region.constants:
+            weight = weights[index]
+            if weight.memory == STATE:
+                address = state + weight.offset
+            else:
+                assert mapped is not None
+                address = mapped.address(weight.tensor)
+            constants[name] = (address, layout_of(weight, torch))
+        opened.bind(constants)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+@lru_cache(maxsize=256)
+def _handles(count: int) -> type[ctypes.Array[c_void_p]]:
+    return c_void_p * count
+
+
+class HostRegion:
+    """One loaded shared object.  Thread-safe: up to `instances` runs at a time, the rest wait.  Several of one file share its code
+    alone.
+
+    Raises LibraryRefused, with the library's own message, when it cannot be loaded or a run fails.
+    """
+
+    def __init__(self, path: str, torch: LibTorch, where: str, instances: int = INSTANCES) -> None:
+        self._torch, self._where = torch, where
+        try:
+            self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise LibraryRefused(f"{where}: cannot be loaded: {error}") from None
+        self._run = self._library.AOTInductorModelContainerRun
+        self._run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
+        self._container = c_void_p()
+        create = self._library.AOTInductorModelContainerCreateWithDevice
+        self._check(create(byref(self._container), c_size_t(instances), b"cpu", None))
+        self._handles: list[c_void_p] = []
+
+    def constants(self) -> list[tuple[str, str]]:
+        """(the shared object's name, the name in the model) of every constant."""
+        count = c_size_t()
+        self._check(self._library.AOTInductorModelContainerGetNumConstants(self._container, byref(count)))
+        found = []
+        for index in range(count.value):
+            own, model = c_char_p(), c_char_p()
+            self._check(self._library.AOTInductorModelContainerGetConstantName(self._container, c_size_t(index), byref(own)))
+            self._check(
+                self._library.AOTInductorModelContainerGetConstantOriginalFQN(self._container, c_size_t(index), byref(model))
+            )
+            found.append(((own.value or b"").decode(), (model.value or b"").decode()))
+        return found
+
+    def bind(self, constants: Mapping[str, tuple[int, Layout]]) -> None:
+        """Gives the region its constants by the shared object's names: (address, layout); the memory stays ours and is used in
+        place."""
+        pairs = (_Pair * len(constants))()
+        for pair, (name, (address, layout)) in zip(pairs, constants.items(), strict=True):
+            handle = c_void_p()
+            self._create(address, layout, handle)
+            self._handles.append(handle)
+            pair.name, pair.handle = name.encode(), handle.value
+        update = self._library.AOTInductorModelContainerUpdateUserManagedConstantBufferPairs
+        self._check(update(self._container, pairs, c_size_t(len(constants)), c_bool(False), c_bool(True)))
+
+    def check_counts(self, inputs: int, outputs: int) -> None:
+        """Raises LibraryRefused unless the region takes and gives so many tensors: `run` with another number ends the process."""
+        for kind, count, name in (("inputs", inputs, "GetNumInputs"), ("outputs", outputs, "GetNumOutputs")):
+            found = c_size_t()
+            self._check(self._library[f"AOTInductorModelContainer{name}"](self._container, byref(found)))
+            if found.value != count:
+                raise LibraryRefused(f"{self._where}: has {found.value} {kind}, the bundle says {count}")
+
+    def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: int) -> ctypes.Array[c_void_p]:
+        """Runs on CPU memory; returns `outputs` tensor handles, which the caller must delete."""
+        given = _handles(len(addresses))()
+        place = addressof(given)
+        for address, layout in zip(addresses, layouts, strict=True):
+            code = self._torch.create(
+                address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, place
+            )
+            if code:
+                raise LibraryRefused(f"{self._where}: torch refused an input tensor")
+            place += POINTER_BYTES
+        made = _handles(outputs)()
+        if self._run(self._container, given, len(addresses), made, outputs, None, None):
+            self._check(1)
+        return made
+
+    def close(self) -> None:
+        """Frees the container and the constants' handles; the shared object itself stays mapped (dlclose of C++ code is not
+        safe)."""
+        if self._container.value:
+            self._library.AOTInductorModelContainerDelete(self._container)
+            self._container = c_void_p()
+        for handle in self._handles:
+            self._torch.delete(handle)
+        self._handles.clear()
+
+    def _create(self, address: int, layout: Layout, handle: c_void_p) -> None:
+        if self._torch.create(
+            address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, byref(handle)
+        ):
+            raise LibraryRefused(f"{self._where}: torch refused a constant")
+
+    def _check(self, code: int) -> None:
+        if code:
+            text = c_char_p()
+            last = getattr(self._library, "AOTInductorGetLastError", None)
+            if last is not None:
+                last.argtypes, last.restype = (POINTER(c_char_p),), c_int32
+                last(byref(text))
+            message = (text.value or b"").decode(errors="replace").strip()
+            raise LibraryRefused(f"{self._where}: {message.splitlines()[0] if message else 'the shared object failed'}")

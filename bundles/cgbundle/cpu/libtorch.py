@@ -1,0 +1,107 @@
+"""torch's shared libraries, loaded as files: torch itself is never imported.
+
+Host regions are shared objects made by AOTInductor; they need libc10 and libtorch_cpu, and are driven through the C interface
+declared in torch/csrc/inductor/aoti_torch/c/shim.h.  Tested with torch 2.13 (CPU build) and 2.11.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
+
+from ..errors import LibraryMissing, LibraryRefused
+
+LIBRARIES = ("libc10.so", "libtorch_cpu.so")
+VARIABLE = "CGBUNDLE_TORCH_LIB"
+"""Names the folder of the libraries where no torch package is installed."""
+
+
+def find(needed: str) -> tuple[str, str]:
+    """(folder of the libraries, version or "" when unknown).  Raises LibraryMissing; `needed` is the version for the message."""
+    hint = f"pip install 'torch>={needed}' (it is not imported), or set {VARIABLE} to the folder that holds {LIBRARIES[1]}"
+    named = os.environ.get(VARIABLE)
+    if named:
+        if not _complete(named):
+            raise LibraryMissing(f"{VARIABLE}={named}: no {LIBRARIES[1]} there", hint)
+        return named, _version(os.path.dirname(named))
+    for entry in sys.path:
+        package = os.path.join(entry or ".", "torch")
+        if _complete(os.path.join(package, "lib")):
+            return os.path.join(package, "lib"), _version(package)
+    raise LibraryMissing(
+        f"{LIBRARIES[1]} not found: code for the CPU runs on torch's shared libraries, version {needed} or newer", hint
+    )
+
+
+def _complete(folder: str) -> bool:
+    return all(os.path.exists(os.path.join(folder, name)) for name in LIBRARIES)
+
+
+def _version(package: str) -> str:
+    """`2.13.0` from torch/version.py, which is text: importing it would import torch."""
+    try:
+        with open(os.path.join(package, "version.py")) as file:
+            for line in file:
+                if line.startswith("__version__"):
+                    return line.split("=")[1].strip().strip("'\"").split("+")[0]
+    except FileNotFoundError:
+        pass
+    return ""
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """(2, 13) from "2.13.0": what versions are compared by."""
+    return tuple([int(part) for part in version.split(".")[:2] if part.isdigit()])
+
+
+def load(needed: str) -> LibTorch:
+    """Loads the libraries.  Raises LibraryMissing, or LibraryRefused for a version older than `needed` (a shared object needs at
+    least the C interface that it was compiled against)."""
+    folder, version = find(needed)
+    if version and numbers(version) < numbers(needed):
+        raise LibraryRefused(
+            f"torch {version} in {folder} is older than the {needed} that the bundle was built with",
+            f"pip install 'torch>={needed}'",
+        )
+    try:
+        handles = [ctypes.CDLL(os.path.join(folder, name), mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES]
+    except OSError as error:
+        raise LibraryRefused(f"cannot load torch's libraries from {folder}: {error}") from None
+    return LibTorch(handles[1])
+
+
+class LibTorch:
+    """The few functions of the C interface that are needed.  Handles are tensors owned by the caller until given away or
+    deleted."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.create = library.aoti_torch_create_tensor_from_blob
+        self.create.argtypes = (
+            c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p,
+        )  # fmt: skip
+        self.delete = library.aoti_torch_delete_tensor_object
+        self.delete.argtypes = (c_void_p,)
+        self.data_pointer = library.aoti_torch_get_data_ptr
+        self.data_pointer.argtypes = (c_void_p, c_void_p)
+
+    def dtype(self, name: str) -> int:
+        """torch's number for a dtype.  Raises LibraryRefused where this torch has none."""
+        try:
+            return int(self._library[f"aoti_torch_dtype_{name}"]())
+        except AttributeError:
+            raise LibraryRefused(f"this torch has no dtype {name}") from None
+
+    def layout(self, handle: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """(torch's dtype number, shape, strides) of a tensor."""
+        rank, dtype = c_int64(), c_int32()
+        self._library.aoti_torch_get_dim(c_void_p(handle), byref(rank))
+        self._library.aoti_torch_get_dtype(c_void_p(handle), byref(dtype))
+        found = []
+        for function in (self._library.aoti_torch_get_sizes, self._library.aoti_torch_get_strides):
+            numbers = POINTER(c_int64)()
+            function(c_void_p(handle), byref(numbers))
+            found.append(tuple(numbers[: rank.value]))
+        return dtype.value, found[0], found[1]

@@ -1,0 +1,42 @@
+"""What this machine's processor can do: asked before code for it runs, of the cpu target or of host regions beside a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from ..errors import WrongMachine
+
+
+def check_features(features: Iterable[str]) -> None:
+    """Raises WrongMachine unless this processor has all of `features`, flags as in /proc/cpuinfo."""
+    wanted = set(features)
+    missing = sorted(wanted - processor_flags()) if wanted else []
+    if missing:
+        raise WrongMachine(
+            f"this processor lacks {', '.join(missing)}, which the bundle's code uses", "build the bundle on this kind of machine"
+        )
+
+
+def processor_name() -> str:
+    """The model of the first processor in /proc/cpuinfo, else the machine's kind."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except FileNotFoundError:
+        pass
+    return os.uname().machine
+
+
+def processor_flags() -> frozenset[str]:
+    """The flags of the first processor in /proc/cpuinfo (empty where there is no such file or line)."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith(("flags", "Features")):
+                    return frozenset(line.partition(":")[2].split())
+    except FileNotFoundError:
+        pass
+    return frozenset()

@@ -1,0 +1,123 @@
+"""Host steps: regions of the graph that the CPU computes between two steps of the GPU, without torch being imported.
+
+A host step reads and writes memory `host`, one pinned buffer: copy steps bring its inputs there and take its outputs on.  Copies
+are the stream's, a host step is the calling thread's: it waits for the stream first, so that its inputs have come, and so that
+copies of earlier steps and calls, which may still read what it is about to overwrite, are done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from ..cpu import libtorch
+from ..cpu.host_region import HostRegion, layout_of, open_region
+from ..errors import LibraryRefused
+from ..format.archive import WEIGHTS
+from ..format.extents import span
+from ..format.safetensors import Mapped
+from ..format.schema import Manifest, Program, Step, Value
+from .driver import check, cu
+from .memory import Memories
+
+
+class _Place(NamedTuple):
+    """An output: where it belongs, its bytes, and the layout that its tensor must have (as `LibTorch.layout` gives it)."""
+
+    address: int
+    bytes: int
+    layout: tuple[int, tuple[int, ...], tuple[int, ...]]
+    value: Value
+
+
+class HostSteps:
+    """The host regions of a bundle, each loaded at its first use; their constants are used in place in the mapped weights.
+
+    Raises LibraryMissing or LibraryRefused without torch's shared libraries; the processor's features were checked before.
+    """
+
+    def __init__(self, folder: str, manifest: Manifest, memories: Memories) -> None:
+        self._folder, self._manifest, self._memories = folder, manifest, memories
+        self._torch = libtorch.load(manifest.target.torch)
+        self._regions: dict[int, HostRegion] = {}
+        self._weights: Mapped | None = None
+
+    def step(self, program: Program, step: Step) -> Callable[[Any], None]:
+        """A host step of the program, as a function of the stream: returns when the outputs are in their places.
+
+        Raises LibraryRefused, WeightsInvalid; so does the step: LibraryRefused where the shared object fails or gives a tensor
+        that is not laid out as the manifest says, DriverFailed where work of the stream failed.
+        """
+        where, torch = self._manifest.regions[step.region].file, self._torch
+        region = self._region(step.region)
+        region.check_counts(len(step.inputs), len(step.outputs))
+        run = region.run
+        inputs = [program.values[index] for index in step.inputs]
+        addresses = [self._memories.address(value.memory, value.offset) for value in inputs]
+        layouts = [layout_of(value, torch) for value in inputs]
+        places = [self._place(program.values[index]) for index in step.outputs]
+
+        def call(stream: Any) -> None:
+            error = cu.cuStreamSynchronize(stream)
+            if error[0]:
+                check("cuStreamSynchronize", error, f"before {where}")
+            made = run(addresses, layouts, len(places))
+            try:
+                for handle, place in zip(made, places, strict=True):
+                    _take(torch, handle or 0, place, where)
+            finally:
+                for handle in made:
+                    torch.delete(handle)
+
+        return call
+
+    def close(self) -> None:
+        """Closes the regions and unmaps the weights; no step may run any more."""
+        with ExitStack() as each:
+            if self._weights is not None:
+                each.callback(self._weights.close)  # last: the regions' constants lie there
+            for region in self._regions.values():
+                each.callback(region.close)
+            self._regions, self._weights = {}, None
+
+    def _place(self, value: Value) -> _Place:
+        address = self._memories.address(value.memory, value.offset)
+        return _Place(address, span(value), (self._torch.dtype(value.dtype), value.shape, value.strides), value)
+
+    def _region(self, index: int) -> HostRegion:
+        region = self._regions.get(index)
+        if region is None:
+            row = self._manifest.regions[index]
+            if row.constants and self._weights is None:
+                self._weights = Mapped(os.path.join(self._folder, WEIGHTS), WEIGHTS)
+            region = open_region(self._folder, row, self._manifest.weights, self._weights, self._torch)
+            self._regions[index] = region
+        return region
+
+
+def _take(torch: libtorch.LibTorch, handle: int, place: _Place, where: str) -> None:
+    """Copies a tensor of the region's to its place."""
+    found = torch.layout(handle)
+    if found != place.layout:
+        _check_layout(found, place, where)
+    if place.bytes:
+        source = ctypes.c_void_p()
+        torch.data_pointer(handle, ctypes.byref(source))
+        ctypes.memmove(place.address, source.value or 0, place.bytes)
+
+
+def _check_layout(found: tuple[int, tuple[int, ...], tuple[int, ...]], place: _Place, where: str) -> None:
+    (dtype, shape, strides), value = found, place.value
+    same = dtype == place.layout[0]
+    if not same or shape != value.shape or _steps(shape, strides) != _steps(shape, value.strides):
+        expected = f"{value.dtype} {list(value.shape)} with strides {list(value.strides)}"
+        got = f"{'the same dtype' if same else 'another dtype'}, {list(shape)} with strides {list(strides)}"
+        raise LibraryRefused(f"{where}: an output is {got}, the bundle says {expected}", "build the bundle again")
+
+
+def _steps(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides that matter: none of an axis of one element, nor of a tensor without any."""
+    return [] if 0 in shape else [stride for size, stride in zip(shape, strides, strict=True) if size != 1]

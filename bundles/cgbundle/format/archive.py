@@ -1,0 +1,104 @@
+"""Reading a bundle from disk: a directory with a manifest that names every other file, its length and its SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Sequence
+
+from ..errors import BundleMissing, FileDamaged, NotABundle
+from . import codec
+from .schema import File, Manifest
+
+MANIFEST = "manifest.json"
+PROGRAM = "program.pt2"
+WEIGHTS = "weights.safetensors"
+EXAM = "exam.safetensors"
+
+CHUNK = 4 << 20
+"""Bytes read at a time."""
+
+
+def read_manifest(path: str) -> Manifest:
+    """The manifest of the bundle at `path`, its hash and types checked.
+
+    Raises BundleMissing, NotABundle, FormatUnsupported, ManifestInvalid.
+    """
+    try:
+        with open(os.path.join(path, MANIFEST), "rb") as file:
+            data = file.read(codec.MAX_BYTES + 1)
+    except FileNotFoundError:
+        if not os.path.lexists(path):
+            raise BundleMissing(f"{path}: no such bundle") from None
+        raise NotABundle(f"{path}: a directory without {MANIFEST}, not a bundle") from None
+    except NotADirectoryError:
+        raise NotABundle(f"{path}: a file, not a bundle directory") from None
+    except IsADirectoryError:
+        raise NotABundle(f"{path}: its {MANIFEST} is a directory, not a bundle") from None
+    return codec.decode(data)
+
+
+def check_sizes(path: str, manifest: Manifest) -> None:
+    """Raises FileDamaged unless every file of the manifest is there with its length."""
+    for file in manifest.files:
+        try:
+            found = os.stat(os.path.join(path, file.path))
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileDamaged(f"{file.path}: missing") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise FileDamaged(f"{file.path}: not a file")
+        if found.st_size != file.bytes:
+            raise FileDamaged(f"{file.path}: {found.st_size} bytes, expected {file.bytes}")
+
+
+def check_hash(path: str, file: File) -> None:
+    """Raises FileDamaged unless the file's SHA-256 is the manifest's."""
+    found = sha256(os.path.join(path, file.path))
+    if found != file.sha256:
+        raise FileDamaged(f"{file.path}: SHA-256 is {found[:16]}..., expected {file.sha256[:16]}...")
+
+
+def strangers(path: str, manifest: Manifest) -> list[str]:
+    """Files in the directory that the manifest does not name."""
+    return sorted(set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST})
+
+
+def check_strangers(path: str, manifest: Manifest, found: Sequence[str] | None = None) -> None:
+    """Raises FileDamaged for the first of `found` (default: `strangers`)."""
+    for stranger in strangers(path, manifest) if found is None else found:
+        raise FileDamaged(f"{stranger}: not named in the manifest")
+
+
+def exam_entry(key: Sequence[int], kind: str, index: int) -> str:
+    """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`.  `kind`: input, output, or
+    written, which is what the input of that number holds after the call."""
+    return f"{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
+
+
+def sha256(path: str) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def list_files(path: str) -> list[str]:
+    """Every file below `path`, relative, with forward slashes, sorted."""
+    return sorted(
+        os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/")
+        for folder, _, names in os.walk(path)
+        for name in names
+    )
+
+
+def describe_files(path: str) -> tuple[File, ...]:
+    """The manifest's rows for everything below `path` but the manifest."""
+    rows = []
+    for name in list_files(path):
+        if name != MANIFEST:
+            full = os.path.join(path, name)
+            rows.append(File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full)))
+    return tuple(rows)

@@ -1,0 +1,212 @@
+"""Manifest <-> canonical JSON.
+
+Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well.  The extra
+key `sha256` holds the hash of the whole text with that hash's own digits as zeros, so that no byte can change unseen.  Decoding is
+driven by the annotations in `schema.py` and fails with the path of the offending field, such as
+`programs[2].values[0].dtype: expected str, got int`.  An earlier format version lacks the fields that `schema.ADDED` names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from math import isfinite
+from typing import Any, NoReturn
+
+from ..errors import FormatUnsupported, ManifestInvalid
+from . import schema
+
+MAX_BYTES = 256 << 20
+"""A manifest larger than this is refused unread: ten thousand keys of a large model need a tenth of it."""
+
+MAX_DEPTH = 64
+"""Operators of a size inside each other; no model comes near."""
+
+SEAL = "sha256"
+"""The key of the manifest's own hash."""
+
+Decoder = Callable[[Any, str], Any]
+
+
+def encode(manifest: schema.Manifest) -> bytes:
+    """Canonical JSON of `manifest` in its own format version, UTF-8, ending with a newline.  Raises ManifestInvalid for what that
+    version cannot hold."""
+    plain = _plain(manifest, manifest.format) | {SEAL: "0" * 64}
+    lines = [f"{json.dumps(name)}:{json.dumps(plain[name], sort_keys=True, separators=(',', ':'))}" for name in sorted(plain)]
+    text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    return text.replace(_seal("0" * 64), _seal(hashlib.sha256(text).hexdigest()))
+
+
+def decode(data: bytes) -> schema.Manifest:
+    """The manifest in `data`.  Raises ManifestInvalid or FormatUnsupported; checks types only (see `verify.py` for the rest)."""
+    if len(data) > MAX_BYTES:
+        raise ManifestInvalid(f"manifest.json: {len(data)} bytes, more than the limit of {MAX_BYTES}")
+    try:
+        plain = json.loads(data, parse_constant=_reject, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise ManifestInvalid(f"manifest.json: not JSON: {error}") from None
+    if not isinstance(plain, dict):
+        raise ManifestInvalid(f"manifest.json: expected an object, got {type(plain).__name__}")
+    version = plain.get("format")
+    if type(version) is not int or version < 1:
+        raise ManifestInvalid(f"format: expected a version number, got {str(version)[:40]!r}")
+    if version > schema.FORMAT_VERSION:
+        raise FormatUnsupported(
+            f"format: the bundle has format version {version}, this cgbundle reads versions up to {schema.FORMAT_VERSION}"
+        )
+    seal = plain.pop(SEAL, None)
+    if type(seal) is not str or not seal.isascii() or data.count(_seal(seal)) != 1:
+        raise ManifestInvalid(f"{SEAL}: missing")
+    if hashlib.sha256(data.replace(_seal(seal), _seal("0" * 64))).hexdigest() != seal:
+        raise ManifestInvalid("manifest.json: its SHA-256 differs from the one it states")
+    manifest: schema.Manifest = _record(schema.Manifest, version)(plain, "")
+    return manifest
+
+
+def _seal(digest: str) -> bytes:
+    return f'\n"{SEAL}":"{digest}"'.encode()
+
+
+def _reject(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not allowed")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    return number if isfinite(number) else _reject(digits[:40])
+
+
+def _plain(value: Any, version: int) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        found = {}
+        for field in fields(value):
+            since, before = _added(type(value), field.name)
+            item = getattr(value, field.name)
+            if version >= since:
+                found[field.name] = _plain(item, version)
+            elif item != before:
+                raise ManifestInvalid(f"{field.name}: format version {version} has no such field")
+        return found
+    if isinstance(value, tuple | list):
+        return [_plain(item, version) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item, version) for key, item in value.items()}
+    if isinstance(value, float) and not isfinite(value):
+        raise ManifestInvalid(f"the manifest cannot hold the number {value}")
+    return value
+
+
+def _added(kind: type, name: str) -> tuple[int, Any]:
+    """The format version from which on a record has a field, and what it is before."""
+    return schema.ADDED.get((kind.__name__, name), (1, None))
+
+
+# --- decoders, built once per process and format version from the annotations -------------------------------------
+
+
+def _fail(where: str, expected: str, got: Any) -> ManifestInvalid:
+    return ManifestInvalid(f"{where or 'manifest'}: expected {expected}, got {type(got).__name__} {str(got)[:40]!r}")
+
+
+def _scalar(kind: type, name: str) -> Decoder:
+    def decoder(value: Any, where: str) -> Any:
+        if type(value) is kind:
+            return value
+        if kind is float and type(value) is int and abs(value) < 1 << 1023:
+            return float(value)
+        raise _fail(where, name, value)
+
+    return decoder
+
+
+def _size(value: Any, where: str, depth: int = 0) -> Any:
+    """A schema.Size."""
+    if type(value) in (int, str):
+        return value
+    if depth > MAX_DEPTH:
+        raise ManifestInvalid(f"{where}: nested too deeply")
+    if type(value) is list and len(value) == 3 and value[0] in ("+", "-", "*", "//", "%"):
+        return (value[0], _size(value[1], f"{where}[1]", depth + 1), _size(value[2], f"{where}[2]", depth + 1))
+    raise _fail(where, "a size", value)
+
+
+def _tree(value: Any, where: str) -> Any:
+    """A schema.Tree: structure.py checks what is inside."""
+    if type(value) is dict:
+        return value
+    raise _fail(where, "an object", value)
+
+
+def _list(item: Decoder) -> Decoder:
+    def decoder(value: Any, where: str) -> Any:
+        if type(value) is not list:
+            raise _fail(where, "a list", value)
+        return tuple([item(element, f"{where}[{index}]") for index, element in enumerate(value)])
+
+    return decoder
+
+
+def _fixed(items: tuple[Decoder, ...]) -> Decoder:
+    def decoder(value: Any, where: str) -> Any:
+        if type(value) is not list or len(value) != len(items):
+            raise _fail(where, f"{len(items)} values", value)
+        return tuple([item(element, f"{where}[{index}]") for index, (item, element) in enumerate(zip(items, value, strict=True))])
+
+    return decoder
+
+
+@cache
+def _record(kind: type, version: int) -> Decoder:
+    added = {field.name: _added(kind, field.name) for field in fields(kind)}
+    members = {field.name: _annotation(str(field.type), version) for field in fields(kind) if added[field.name][0] <= version}
+    lacking = {name: before for name, (since, before) in added.items() if since > version}
+
+    def decoder(value: Any, where: str) -> Any:
+        if type(value) is not dict:
+            raise _fail(where, kind.__name__, value)
+        prefix = f"{where}." if where else ""
+        if value.keys() != members.keys():
+            missing = sorted(members.keys() - value.keys())
+            unknown = sorted(value.keys() - members.keys())
+            if missing:
+                raise ManifestInvalid(f"{prefix}{missing[0]}: missing")
+            name = unknown[0] if unknown[0].isidentifier() else repr(unknown[0][:40])
+            raise ManifestInvalid(f"{prefix}{name}: no such field in this format version")
+        return kind(**lacking, **{name: member(value[name], prefix + name) for name, member in members.items()})
+
+    return decoder
+
+
+def _annotation(text: str, version: int) -> Decoder:
+    """The decoder for an annotation as it is spelled in schema.py."""
+    if text in _SCALARS:
+        return _SCALARS[text]
+    if text.startswith("tuple[") and text.endswith(", ...]"):
+        return _list(_annotation(text[len("tuple[") : -len(", ...]")], version))
+    if text.startswith("tuple[") and text.endswith("]"):
+        return _fixed(tuple(_annotation(part, version) for part in _split(text[len("tuple[") : -1])))
+    return _record(getattr(schema, text), version)
+
+
+def _split(text: str) -> list[str]:
+    """Splits at the commas outside brackets."""
+    parts, depth, start = [], 0, 0
+    for index, letter in enumerate(text):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append(text[start:index].strip())
+            start = index + 1
+    return [*parts, text[start:].strip()]
+
+
+_SCALARS: dict[str, Decoder] = {
+    "int": _scalar(int, "int"),
+    "str": _scalar(str, "str"),
+    "bool": _scalar(bool, "bool"),
+    "float": _scalar(float, "number"),
+    "Size": _size,
+    "Tree": _tree,
+}

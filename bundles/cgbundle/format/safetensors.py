@@ -1,0 +1,173 @@
+"""safetensors files, read without copying and written without holding: 8 bytes of header length, a JSON header, then the data.
+
+Why not the `safetensors` package: its readers need NumPy or torch, and its writer starts the data at any multiple of 8 bytes and
+takes every tensor in memory.  The runtime maps the file and uses weights in place, so `write` starts the data at a multiple of
+`ALIGNMENT` (the header is padded with spaces, as the format allows) and puts tensors whose size is a multiple of it first: these
+all stay aligned.  Tests compare both ways with the package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+from ..errors import WeightsInvalid
+from .schema import DTYPES
+
+ALIGNMENT = 256
+"""Bytes: what CUDA promises of an allocation, and four cache lines."""
+
+MAX_HEADER = 100_000_000
+"""The format's own limit on the header, in bytes."""
+
+CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "bool": "BOOL", "complex64": "C64",
+}  # fmt: skip
+"""Our dtype names and the format's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A tensor of the file: row-major, `begin` and `end` in bytes from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
+    """The entries of an open file, in the order of their data.
+
+    Raises WeightsInvalid unless the tensors cover the rest of the file exactly, without gap or overlap, and fit their shapes.
+    """
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(8)
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or length > MAX_HEADER or 8 + length > size:
+        raise WeightsInvalid(f"{where}: the header's length does not fit the file of {size} bytes")
+    try:
+        plain = json.loads(str(file.read(length), "utf-8"))
+        dtypes = {code: name for name, code in CODES.items()}
+        entries = {name: _entry(item, dtypes, 8 + length) for name, item in plain.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise WeightsInvalid(f"{where}: the header is not that of a safetensors file") from None
+    ordered = dict(sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)))
+    end = 8 + length
+    for name, entry in ordered.items():
+        if entry.begin != end or entry.end < entry.begin:
+            raise WeightsInvalid(f"{where}: tensor {name!r} begins at byte {entry.begin}, expected {end}")
+        if min(entry.shape, default=0) < 0 or entry.end - entry.begin != nbytes(entry.dtype, entry.shape):
+            raise WeightsInvalid(
+                f"{where}: tensor {name!r} has {entry.end - entry.begin} bytes, its shape {list(entry.shape)} needs others"
+            )
+        end = entry.end
+    if end != size:
+        raise WeightsInvalid(f"{where}: the file has {size} bytes, its header promises {end}")
+    return ordered
+
+
+def _entry(item: Any, dtypes: Mapping[str, str], start: int) -> Entry:
+    shape, (begin, end) = item["shape"], item["data_offsets"]
+    if type(shape) is not list or not all(type(number) is int for number in (*shape, begin, end)):
+        raise TypeError
+    return Entry(dtype=dtypes[item["dtype"]], shape=tuple(shape), begin=start + begin, end=start + end)
+
+
+def nbytes(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of a dense tensor."""
+    total = DTYPES[dtype]
+    for axis in shape:
+        total *= axis
+    return total
+
+
+Tensor = tuple[str, tuple[int, ...], Callable[[], Any]]
+"""What `write` takes per name: dtype, shape, and a function that gives the bytes (anything with the buffer protocol)."""
+
+
+def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
+    """Writes the tensors; one at a time is held in memory.  Equal tensors in any order give equal files."""
+
+    def rank(name: str) -> tuple[bool, int, str]:
+        dtype, shape, _ = tensors[name]
+        return (nbytes(dtype, shape) % ALIGNMENT != 0, -DTYPES[dtype], name)
+
+    header: dict[str, Any] = {}
+    end = 0
+    names = sorted(tensors, key=rank)
+    for name in names:
+        dtype, shape, _ = tensors[name]
+        if dtype not in CODES:
+            raise ValueError(f"tensor {name!r}: safetensors has no dtype {dtype}")
+        begin, end = end, end + nbytes(dtype, shape)
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for name in names:
+        dtype, shape, contents = tensors[name]
+        data = memoryview(contents())
+        if data.nbytes != nbytes(dtype, shape):
+            raise ValueError(f"tensor {name!r} gave {data.nbytes} bytes, expected {nbytes(dtype, shape)}")
+        file.write(data)
+
+
+class Mapped:
+    """A safetensors file mapped read-only: processes that map the same file share its pages.  `writable`: this process may write
+    there, which the file and other processes never see: a page that is written to becomes its own.
+
+    `address(name)` is valid until `close`, or the end of this object.  Raises WeightsInvalid as `read_header` does.
+    """
+
+    def __init__(self, path: str, where: str, *, writable: bool = False) -> None:
+        with open(path, "rb") as file:
+            self.entries = read_header(file, where)
+            access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
+            self._map = mmap.mmap(file.fileno(), 0, access=access)
+        self._view = memoryview(self._map)
+        self._base = _address(self._view)
+
+    def address(self, name: str) -> int:
+        """Where the tensor's first byte lies in this process."""
+        return self._base + self.entries[name].begin
+
+    def data(self, name: str) -> memoryview:
+        """The tensor's bytes, not copied."""
+        entry = self.entries[name]
+        return self._view[entry.begin : entry.end]
+
+    def close(self) -> None:
+        """Unmaps the file.  Whoever still holds a view from `data` keeps it mapped."""
+        self._view.release()
+        try:
+            self._map.close()
+        except BufferError:
+            return  # a view is still held: the mapping goes with it
+
+
+class _PyBuffer(ctypes.Structure):
+    """CPython's Py_buffer (stable ABI since 3.11), needed because ctypes takes the address of writable buffers only."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def _address(view: memoryview) -> int:
+    buffer = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    try:
+        return int(buffer.buf or 0)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))

@@ -1,0 +1,1 @@
+"""What lasts from call to call, and who may use it: sessions, state, locks."""

@@ -1,0 +1,52 @@
+"""What state holds before the first call, and after `reset`: contents from weights.safetensors, which stays mapped for it."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from ..format.archive import WEIGHTS
+from ..format.extents import extent
+from ..format.safetensors import Mapped
+from ..format.schema import Manifest
+
+STATE = "state"
+
+CHUNK = 1 << 20
+"""Bytes compared with zeros at a time."""
+
+
+class Row(NamedTuple):
+    """`size` bytes at `offset` of memory state; `source` is where their initial contents lie in this process, 0 for zeros."""
+
+    offset: int
+    size: int
+    source: int
+
+
+class Initial:
+    """The initial contents of a bundle's state but that of the random numbers: `rows`, valid while this object lives.
+
+    Large state is mostly zeros (a cache to be filled), which is found out once, so that neither a session nor a reset has to bring
+    zeros from a file.  Raises WeightsInvalid.
+    """
+
+    __slots__ = ("_mapped", "rows")
+
+    def __init__(self, folder: str, manifest: Manifest) -> None:
+        self._mapped = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS)
+        self.rows: list[Row] = []
+        for index, weight in enumerate(manifest.weights):
+            if weight.memory == STATE and index != manifest.random:
+                zero = _is_zero(self._mapped.data(weight.tensor))
+                size = extent(weight.dtype, weight.shape, weight.strides)
+                self.rows.append(Row(weight.offset, size, 0 if zero else self._mapped.address(weight.tensor)))
+
+
+def _is_zero(data: memoryview) -> bool:
+    zeros = bytes(CHUNK)
+    for begin in range(0, len(data), CHUNK):
+        part = bytes(data[begin : begin + CHUNK])
+        if part != zeros[: len(part)]:
+            return False
+    return True

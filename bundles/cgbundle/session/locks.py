@@ -1,0 +1,109 @@
+"""Who may use a program's memory: replays side by side, one after the other, or of one thread alone; and a close that waits."""
+
+from __future__ import annotations
+
+from threading import Condition, Lock, RLock, current_thread, enumerate, get_ident
+from types import TracebackType
+from typing import Protocol
+
+from ..errors import ProgramClosed, SessionBusy
+
+
+class Running:
+    """A context held by every replay of a program named `name`; any number may hold it.  `close` waits until none does.
+
+    Raises ProgramClosed where it is entered after that.
+    """
+
+    __slots__ = ("_closed", "_gate", "_held", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._gate, self._held, self._closed, self._name = Condition(Lock()), 0, False, name
+
+    def __enter__(self) -> None:
+        with self._gate:
+            if self._closed:
+                raise ProgramClosed(f"program {self._name!r} was closed")
+            self._held += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._gate:
+            self._held -= 1
+            if self._closed:
+                self._gate.notify_all()
+
+    def close(self) -> None:
+        """No one enters any more; returns when the last has left."""
+        with self._gate:
+            self._closed = True
+            self._gate.wait_for(lambda: not self._held)
+
+
+class Gate(Protocol):
+    """A lock, of threading's kind or `Exclusive`."""
+
+    def acquire(self) -> object: ...
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
+
+
+class Exclusive:
+    """The lock of a session of the program named `name`: it belongs to one thread at a time, and another one that comes meanwhile
+    is told so and does not wait.  `inner` is the lock itself, for who may wait."""
+
+    __slots__ = ("_holder", "_name", "inner")
+
+    def __init__(self, name: str) -> None:
+        self.inner, self._name, self._holder = RLock(), name, 0
+
+    def acquire(self) -> None:
+        """Raises SessionBusy."""
+        if not self.inner.acquire(blocking=False):
+            holder = next((thread.name for thread in enumerate() if thread.ident == self._holder), "another")
+            raise SessionBusy(
+                f"a session of program {self._name!r} is in use by thread {holder!r}, and thread {current_thread().name!r} used it "
+                "meanwhile"
+            )
+        self._holder = get_ident()
+
+    def release(self) -> None:
+        """Lets the next one in."""
+        self.inner.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.inner.release()
+
+
+class Turns:
+    """`Running` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time.
+
+    Raises ProgramClosed and SessionBusy.
+    """
+
+    __slots__ = ("_closed", "_gate", "_lock", "_name")
+
+    def __init__(self, name: str, *, alone: bool) -> None:
+        exclusive = Exclusive(name)
+        self._gate, self._closed, self._name = exclusive.inner, False, name
+        self._lock = exclusive if alone else self._gate
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._closed:
+            self._lock.release()
+            raise ProgramClosed(f"program {self._name!r} was closed")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lock.release()
+
+    def close(self) -> None:
+        """No one enters any more; returns when the last has left."""
+        with self._gate:
+            self._closed = True

@@ -1,0 +1,193 @@
+"""Recordings <-> bytes: `graphs/*.bin`.
+
+`encode` and `decode` are exact inverses: equal recordings give equal bytes, and bytes that `decode` accepts are what `encode` makes
+of the result.  The rest of the format stands beside it and can be imported from here: the view that executors read
+(`tableview.py`), the invariants (`tablecheck.py`) and the contents of modules (`modulestates.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .columns import Data, bounds, image_bytes, pack, utf8
+from .module_state import check_states, decode_states, encode_states, relocation_columns
+from .recording import Address, Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
+from .validation import check
+from .view import EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
+
+__all__ = [
+    "EMPTY", "KERNEL", "MEMCPY", "MEMSET", "Table", "check", "check_states", "decode", "decode_states", "encode", "encode_states",
+]  # fmt: skip
+
+
+def encode(recording: Recording) -> bytes:
+    """The bytes of `graphs/*.bin`.  Raises TableInvalid where a field has no place in the format (`check` says the rest)."""
+    functions, nodes, edges = recording.functions, recording.nodes, recording.edges
+    kernels = [node for node in nodes if isinstance(node, KernelNode)]
+    memsets = [node for node in nodes if isinstance(node, MemsetNode)]
+    memcpys = [node for node in nodes if isinstance(node, MemcpyNode)]
+    params = [pair for function in functions for pair in function.params]
+    settings = [pair for function in functions for pair in function.attributes]
+    relocations = [item for node in kernels for item in node.relocations]
+    undefined = [item for node in kernels for item in node.undefined]
+    attributes = [item for node in kernels for item in node.attributes]
+    symbols = [utf8(function.symbol) for function in functions]
+    blocks = b"".join(node.block + bytes(-len(node.block) % 8) for node in kernels)
+    columns = {
+        "key": recording.key,
+        "image": b"".join(image_bytes(function.image) for function in functions),
+        "symbol_bounds": bounds(map(len, symbols)),
+        "param_bounds": bounds(len(function.params) for function in functions),
+        "function_attribute_bounds": bounds(len(function.attributes) for function in functions),
+        "param_offset": [offset for offset, _ in params],
+        "param_size": [size for _, size in params],
+        "function_attribute_id": [number for number, _ in settings],
+        "function_attribute_value": [value for _, value in settings],
+        "kind": [_KINDS[type(node)] for node in nodes],
+        "function": [node.function for node in kernels],
+        **_axes("grid", [node.grid for node in kernels]),
+        **_axes("threads", [node.threads for node in kernels]),
+        "shared": [node.shared for node in kernels],
+        "block_offset": bounds(len(node.block) + -len(node.block) % 8 for node in kernels)[:-1],
+        "block_size": [len(node.block) for node in kernels],
+        "relocation_bounds": bounds(len(node.relocations) for node in kernels),
+        "undefined_bounds": bounds(len(node.undefined) for node in kernels),
+        "attribute_bounds": bounds(len(node.attributes) for node in kernels),
+        **relocation_columns(relocations),
+        "undefined_offset": [offset for offset, _ in undefined],
+        "undefined_size": [size for _, size in undefined],
+        "attribute_id": [number for number, _ in attributes],
+        "attribute_value": [value for _, values in attributes for value in values],
+        "memset_memory": [node.target.memory for node in memsets],
+        "memset_offset": [node.target.offset for node in memsets],
+        "memset_value": [node.value for node in memsets],
+        "memset_element": [node.element for node in memsets],
+        "memset_width": [node.width for node in memsets],
+        "memset_height": [node.height for node in memsets],
+        "memset_pitch": [node.pitch for node in memsets],
+        "memcpy_memory": [place.memory for node in memcpys for place in (node.source, node.target)],
+        "memcpy_offset": [place.offset for node in memcpys for place in (node.source, node.target)],
+        "memcpy_extent": [size for node in memcpys for size in (node.width, node.height, node.depth)],
+        "memcpy_pitch": [
+            size for node in memcpys for size in (node.source_pitch, node.source_height, node.target_pitch, node.target_height)
+        ],
+        "edge_source": [edge.source for edge in edges],
+        "edge_target": [edge.target for edge in edges],
+        "edge_from_port": [edge.from_port for edge in edges],
+        "edge_to_port": [edge.to_port for edge in edges],
+        "edge_type": [edge.type for edge in edges],
+        "symbols": b"".join(symbols),
+        "blocks": blocks,
+    }
+    counts = {
+        "keys": len(recording.key), "functions": len(functions), "params": len(params), "function_attributes": len(settings),
+        "symbol_bytes": len(columns["symbols"]), "nodes": len(nodes), "kernels": len(kernels), "relocations": len(relocations),
+        "undefined": len(undefined), "attributes": len(attributes), "memsets": len(memsets), "memcpys": len(memcpys),
+        "edges": len(edges), "block_bytes": len(blocks),
+    }  # fmt: skip
+    return pack(RECORDING, counts, columns)
+
+
+def decode(data: Data, where: str = "table") -> Recording:
+    """The recording in `data`.  Raises TableInvalid unless its structure is sound; `check` says the rest."""
+    table = Table(data, where)
+    return Recording(
+        key=tuple(table.key),
+        functions=tuple(_function(table, row) for row in range(table.counts["functions"])),
+        nodes=_nodes(table),
+        edges=tuple(
+            Edge(source=source, target=target, from_port=out, to_port=into, type=kind)
+            for source, target, out, into, kind in zip(
+                table.edge_source, table.edge_target, table.edge_from_port, table.edge_to_port, table.edge_type, strict=True
+            )
+        ),
+    )
+
+
+def _function(table: Table, row: int) -> Function:
+    params = slice(*table.param_bounds[row : row + 2])
+    settings = slice(*table.function_attribute_bounds[row : row + 2])
+    return Function(
+        image=table.images[row],
+        symbol=table.symbols[row],
+        params=tuple(zip(table.param_offset[params], table.param_size[params], strict=True)),
+        attributes=tuple(zip(table.function_attribute_id[settings], table.function_attribute_value[settings], strict=True)),
+    )
+
+
+def _nodes(table: Table) -> tuple[Node, ...]:
+    rows = [0, 0, 0, 0]
+    nodes: list[Node] = []
+    for kind in table.kind:
+        nodes.append(_READERS[kind](table, rows[kind]))
+        rows[kind] += 1
+    return tuple(nodes)
+
+
+def _empty(table: Table, row: int) -> EmptyNode:
+    return EmptyNode()
+
+
+def _kernel(table: Table, row: int) -> KernelNode:
+    undefined = slice(*table.undefined_bounds[row : row + 2])
+    first, last = table.attribute_bounds[row : row + 2]
+    values = table.attribute_value
+    begin = table.block_offset[row]
+    return KernelNode(
+        function=table.function[row],
+        grid=(table.grid_x[row], table.grid_y[row], table.grid_z[row]),
+        threads=(table.threads_x[row], table.threads_y[row], table.threads_z[row]),
+        shared=table.shared[row],
+        block=bytes(table.blocks[begin : begin + table.block_size[row]]),
+        relocations=_read_relocations(table, row),
+        undefined=tuple(zip(table.undefined_offset[undefined], table.undefined_size[undefined], strict=True)),
+        attributes=tuple(
+            (table.attribute_id[i], (values[3 * i], values[3 * i + 1], values[3 * i + 2])) for i in range(first, last)
+        ),
+    )
+
+
+def _read_relocations(table: Table, row: int) -> tuple[Relocation, ...]:
+    rows = slice(*table.relocation_bounds[row : row + 2])
+    return tuple(
+        Relocation(at=at, target=Address(memory=memory, offset=offset))
+        for at, memory, offset in zip(
+            table.relocation_at[rows], table.relocation_memory[rows], table.relocation_offset[rows], strict=True
+        )
+    )
+
+
+def _memset(table: Table, row: int) -> MemsetNode:
+    return MemsetNode(
+        target=Address(memory=table.memset_memory[row], offset=table.memset_offset[row]),
+        value=table.memset_value[row],
+        element=table.memset_element[row],
+        width=table.memset_width[row],
+        height=table.memset_height[row],
+        pitch=table.memset_pitch[row],
+    )
+
+
+def _memcpy(table: Table, row: int) -> MemcpyNode:
+    width, height, depth = table.memcpy_extent[3 * row : 3 * row + 3]
+    source_pitch, source_height, target_pitch, target_height = table.memcpy_pitch[4 * row : 4 * row + 4]
+    return MemcpyNode(
+        source=Address(memory=table.memcpy_memory[2 * row], offset=table.memcpy_offset[2 * row]),
+        target=Address(memory=table.memcpy_memory[2 * row + 1], offset=table.memcpy_offset[2 * row + 1]),
+        width=width,
+        height=height,
+        depth=depth,
+        source_pitch=source_pitch,
+        source_height=source_height,
+        target_pitch=target_pitch,
+        target_height=target_height,
+    )
+
+
+_KINDS: dict[type, int] = {EmptyNode: EMPTY, KernelNode: KERNEL, MemsetNode: MEMSET, MemcpyNode: MEMCPY}
+_READERS = (_empty, _kernel, _memset, _memcpy)
+
+
+def _axes(name: str, sizes: Iterable[tuple[int, int, int]]) -> dict[str, list[int]]:
+    rows = list(sizes)
+    return {f"{name}_{axis}": [row[i] for row in rows] for i, axis in enumerate("xyz")}

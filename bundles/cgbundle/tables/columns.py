@@ -1,0 +1,168 @@
+"""Flat binary files of columns: what a table and a module state are made of.
+
+A file is a header of 64-bit words (magic, version, bytes of the file, one count per kind of row) and then the columns of its
+layout in order, each little-endian and padded with zeros to a multiple of 8 bytes.  Where a column begins follows from the counts
+alone, so a file has one spelling: it is covered exactly, and equal columns give equal bytes.  A mapped file is read in place.
+
+Numbers are the processor's own: CUDA runs on little-endian machines only, and elsewhere the version word does not match.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ..errors import TableInvalid
+
+Data = bytes | bytearray | memoryview
+
+MAX_ROWS = 1 << 40
+"""Bound on every count, far above any recording."""
+
+
+class Column(NamedTuple):
+    """`format` is a code of `struct` (B, i, I, q, Q), `rows` the count it follows, `width` the items per row, `extra` the items
+    after the last row: 1 in a column of bounds, where row i owns the items of another column from bounds[i] to bounds[i + 1]."""
+
+    name: str
+    format: str
+    rows: str
+    width: int = 1
+    extra: int = 0
+
+
+class Layout(NamedTuple):
+    """What a kind of file holds: `magic` is 8 bytes, `counts` names the kinds of rows."""
+
+    magic: bytes
+    version: int
+    counts: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+    @property
+    def header(self) -> int:
+        """Bytes before the first column."""
+        return 8 * (3 + len(self.counts))
+
+
+def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data | Iterable[int]]) -> bytes:
+    """The file.  Raises TableInvalid where a number does not fit its column."""
+    out = bytearray(layout.header)
+    for column in layout.columns:
+        content = contents[column.name]
+        if isinstance(content, (bytes, bytearray, memoryview)):
+            data = bytes(content)
+        else:
+            try:
+                data = array(column.format, content).tobytes()
+            except (OverflowError, TypeError) as error:
+                raise TableInvalid(f"{column.name}: {error}") from None
+        if len(data) != _bytes(column, counts):
+            raise TableInvalid(f"{column.name}: {len(data)} bytes, expected {_bytes(column, counts)}")
+        out += data
+        out += bytes(-len(data) % 8)
+    words = array("Q", [layout.version, len(out), *(counts[name] for name in layout.counts)])
+    out[: layout.header] = layout.magic + words.tobytes()
+    return bytes(out)
+
+
+def unpack(layout: Layout, data: Data, where: str) -> tuple[dict[str, int], dict[str, memoryview]]:
+    """The counts, and views of the columns into `data` (not copied).
+
+    Raises TableInvalid, its message starting with `where`, unless the header and the columns cover `data` exactly.
+    """
+    view = memoryview(data).cast("B")
+    if bytes(view[:8]) != layout.magic:
+        raise TableInvalid(f"{where}: begins with {bytes(view[:8])!r}, expected {layout.magic!r}")
+    if len(view) < layout.header:
+        raise TableInvalid(f"{where}: {len(view)} bytes, fewer than its header of {layout.header}")
+    version, size, *numbers = view[8 : layout.header].cast("Q")
+    if version != layout.version:
+        raise TableInvalid(f"{where}: version {version}, expected {layout.version}")
+    if size != len(view):
+        raise TableInvalid(f"{where}: {len(view)} bytes, its header says {size}")
+    counts = dict(zip(layout.counts, numbers, strict=True))
+    for name, number in counts.items():
+        if number > MAX_ROWS:
+            raise TableInvalid(f"{where}: {number} {name}, more than fit the file")
+    columns: dict[str, memoryview] = {}
+    begin = layout.header
+    for column in layout.columns:
+        end = begin + _bytes(column, counts)
+        after = end + -end % 8
+        if after > len(view):
+            raise TableInvalid(f"{where}: column {column.name} ends at byte {after}, the file at {len(view)}")
+        if any(view[end:after]):
+            raise TableInvalid(f"{where}: column {column.name}: padding is not zero")
+        columns[column.name] = _cast(view[begin:end], column.format)
+        begin = after
+    if begin != len(view):
+        raise TableInvalid(f"{where}: the columns end at byte {begin}, the file at {len(view)}")
+    return counts, columns
+
+
+def check_bounds(bounds: memoryview, total: int, where: str) -> None:
+    """Raises TableInvalid unless `bounds` starts at 0, never falls and ends at `total`."""
+    values = bounds.tolist()
+    if values[0] != 0 or values[-1] != total or any(map(int.__gt__, values, values[1:])):
+        raise TableInvalid(f"{where}: bounds must rise from 0 to {total}")
+
+
+def bounds(lengths: Iterable[int]) -> list[int]:
+    """The column of bounds for rows of these lengths."""
+    out = [0]
+    for length in lengths:
+        out.append(out[-1] + length)
+    return out
+
+
+def check_below(values: memoryview | bytes, limit: int, where: str) -> None:
+    """Raises TableInvalid where a value reaches `limit`."""
+    if len(values) and max(values) >= limit:
+        raise TableInvalid(f"{where}: {max(values)} is not below {limit}")
+
+
+def image_bytes(name: str) -> bytes:
+    """The 32 bytes of an image's SHA-256.  Raises TableInvalid."""
+    try:
+        data = bytes.fromhex(name)
+    except ValueError:
+        data = b""
+    if len(data) != 32 or data.hex() != name:
+        raise TableInvalid(f"image {name[:80]!r}: expected a SHA-256 of 64 lower-case digits")
+    return data
+
+
+def image_names(column: memoryview) -> list[str]:
+    """The SHA-256s in a column of 32 bytes each."""
+    digits = column.hex()
+    return [digits[begin : begin + 64] for begin in range(0, len(digits), 64)]
+
+
+def utf8(name: str) -> bytes:
+    """The symbol in UTF-8.  Raises TableInvalid."""
+    try:
+        return name.encode()
+    except UnicodeEncodeError:
+        raise TableInvalid(f"symbol {name[:80]!r}: not UTF-8") from None
+
+
+def strings(data: memoryview, limits: memoryview, where: str) -> list[str]:
+    """The UTF-8 strings that `limits` cuts out of `data`.  Raises TableInvalid."""
+    raw = bytes(data)
+    try:
+        return [raw[limits[row] : limits[row + 1]].decode() for row in range(len(limits) - 1)]
+    except UnicodeDecodeError:
+        raise TableInvalid(f"{where}: a symbol is not UTF-8") from None
+
+
+def _bytes(column: Column, counts: Mapping[str, int]) -> int:
+    return (counts[column.rows] * column.width + column.extra) * _ITEM[column.format]
+
+
+def _cast(view: memoryview, code: str) -> memoryview:
+    return view if code == "B" else view.cast(code)  # type: ignore[call-overload]
+
+
+_ITEM = {"B": 1, "i": 4, "I": 4, "q": 8, "Q": 8}

@@ -1,0 +1,106 @@
+"""What the data symbols of kernel images held when they were recorded: `graphs/modules.bin`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ..errors import TableInvalid
+from ..format.schema import MEMORIES
+from .columns import Column, Data, Layout, bounds, check_below, check_bounds, image_bytes, image_names, pack, strings, unpack, utf8
+from .recording import Address, ModuleState, Relocation
+from .validation import place
+
+STATES = Layout(
+    magic=b"cgstate\0",
+    version=1,
+    counts=("states", "relocations", "symbol_bytes", "content_bytes"),
+    columns=(
+        Column("image", "B", "states", 32),
+        Column("symbol_bounds", "I", "states", 1, 1),
+        Column("content_bounds", "Q", "states", 1, 1),
+        Column("relocation_bounds", "I", "states", 1, 1),
+        Column("relocation_at", "Q", "relocations"),
+        Column("relocation_memory", "B", "relocations"),
+        Column("relocation_offset", "Q", "relocations"),
+        Column("symbols", "B", "symbol_bytes"),
+        Column("contents", "B", "content_bytes"),
+    ),
+)
+
+
+def encode_states(states: Sequence[ModuleState]) -> bytes:
+    """The bytes of `graphs/modules.bin`, in the order given.  Raises TableInvalid where a field has no place in the format."""
+    symbols = [utf8(state.symbol) for state in states]
+    relocations = [item for state in states for item in state.relocations]
+    contents = b"".join(state.contents for state in states)
+    columns = {
+        "image": b"".join(image_bytes(state.image) for state in states),
+        "symbol_bounds": bounds(map(len, symbols)),
+        "content_bounds": bounds(len(state.contents) for state in states),
+        "relocation_bounds": bounds(len(state.relocations) for state in states),
+        **relocation_columns(relocations),
+        "symbols": b"".join(symbols),
+        "contents": contents,
+    }
+    counts = {
+        "states": len(states),
+        "relocations": len(relocations),
+        "symbol_bytes": sum(map(len, symbols)),
+        "content_bytes": len(contents),
+    }
+    return pack(STATES, counts, columns)
+
+
+def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]:
+    """The module states in `data`.  Raises TableInvalid unless the structure is sound and relocations lie inside their contents."""
+    counts, columns = unpack(STATES, data, where)
+    total, symbols, contents = counts["states"], columns["symbols"], columns["contents"]
+    check_bounds(columns["symbol_bounds"], len(symbols), f"{where}: symbol")
+    check_bounds(columns["content_bounds"], len(contents), f"{where}: contents")
+    check_bounds(columns["relocation_bounds"], counts["relocations"], f"{where}: relocations")
+    check_below(columns["relocation_memory"], len(MEMORIES), f"{where}: memory")
+    names = strings(symbols, columns["symbol_bounds"], where)
+    images = image_names(columns["image"])
+    states = []
+    for row in range(total):
+        begin, end = columns["content_bounds"][row : row + 2]
+        rows = slice(*columns["relocation_bounds"][row : row + 2])
+        relocations = []
+        free = 0
+        for at, memory, offset in zip(
+            columns["relocation_at"][rows], columns["relocation_memory"][rows], columns["relocation_offset"][rows], strict=True
+        ):
+            if at < free or at + 8 > end - begin or any(contents[begin + at : begin + at + 8]):
+                raise TableInvalid(f"{where}: states[{row}].relocations: byte {at} is no free zeroed word of {end - begin} bytes")
+            free = at + 8
+            relocations.append(Relocation(at=at, target=Address(memory=memory, offset=offset)))
+        states.append(
+            ModuleState(image=images[row], symbol=names[row], contents=bytes(contents[begin:end]), relocations=tuple(relocations))
+        )
+    return tuple(states)
+
+
+def check_states(states: Sequence[ModuleState], where: str, memories: Mapping[str, int], images: Collection[str]) -> None:
+    """Raises TableInvalid unless every image is known, no symbol stands twice and every relocation points into its memory."""
+    sizes = [memories.get(name, -1) for name in MEMORIES]
+    seen = set()
+    for row, state in enumerate(states):
+        if state.image not in images:
+            raise TableInvalid(f"{where}: states[{row}].image: {state.image[:16]}... is not among the bundle's images")
+        if (state.image, state.symbol) in seen or not state.symbol.isprintable() or not state.symbol:
+            raise TableInvalid(f"{where}: states[{row}].symbol: {state.symbol[:80]!r} is no symbol, or stands twice")
+        seen.add((state.image, state.symbol))
+        for item in state.relocations:
+            memory, offset = item.target.memory, item.target.offset
+            if offset >= sizes[memory] and (offset or sizes[memory]):
+                found = place(memory, offset, sizes)
+                raise TableInvalid(f"{where}: states[{row}].relocations: the word at {item.at} points at {found}")
+
+
+def relocation_columns(relocations: Sequence[Relocation]) -> dict[str, list[int]]:
+    """The columns of relocations, whose names both kinds of file share."""
+    return {
+        "relocation_at": [item.at for item in relocations],
+        "relocation_memory": [item.target.memory for item in relocations],
+        "relocation_offset": [item.target.offset for item in relocations],
+    }

@@ -1,0 +1,178 @@
+"""A recording as the executors read it: views of the columns of a mapped `graphs/*.bin`, no object per node.
+
+Making a `Table` checks its structure (header, bounds, references), so whoever iterates one stays inside it; `tablecheck.check`
+states every other invariant, `tables.py` has the codec.
+"""
+
+from __future__ import annotations
+
+from ..errors import TableInvalid
+from ..format.schema import MEMORIES
+from .columns import Column, Data, Layout, check_below, check_bounds, image_names, strings, unpack
+
+EMPTY, KERNEL, MEMSET, MEMCPY = range(4)
+"""Kinds of nodes, as column `kind` holds them."""
+
+RECORDING = Layout(
+    magic=b"cgtable\0",
+    version=1,
+    counts=(
+        "keys", "functions", "params", "function_attributes", "symbol_bytes", "nodes", "kernels", "relocations", "undefined",
+        "attributes", "memsets", "memcpys", "edges", "block_bytes",
+    ),
+    columns=(
+        Column("key", "Q", "keys"),
+        # functions
+        Column("image", "B", "functions", 32),
+        Column("symbol_bounds", "I", "functions", 1, 1),
+        Column("param_bounds", "I", "functions", 1, 1),
+        Column("function_attribute_bounds", "I", "functions", 1, 1),
+        Column("param_offset", "I", "params"),
+        Column("param_size", "I", "params"),
+        Column("function_attribute_id", "I", "function_attributes"),
+        Column("function_attribute_value", "i", "function_attributes"),
+        # nodes: the n-th node of a kind is the n-th row of that kind
+        Column("kind", "B", "nodes"),
+        Column("function", "I", "kernels"),
+        Column("grid_x", "I", "kernels"),
+        Column("grid_y", "I", "kernels"),
+        Column("grid_z", "I", "kernels"),
+        Column("threads_x", "I", "kernels"),
+        Column("threads_y", "I", "kernels"),
+        Column("threads_z", "I", "kernels"),
+        Column("shared", "I", "kernels"),
+        Column("block_offset", "Q", "kernels"),
+        Column("block_size", "I", "kernels"),
+        Column("relocation_bounds", "I", "kernels", 1, 1),
+        Column("undefined_bounds", "I", "kernels", 1, 1),
+        Column("attribute_bounds", "I", "kernels", 1, 1),
+        Column("relocation_at", "I", "relocations"),
+        Column("relocation_memory", "B", "relocations"),
+        Column("relocation_offset", "Q", "relocations"),
+        Column("undefined_offset", "I", "undefined"),
+        Column("undefined_size", "I", "undefined"),
+        Column("attribute_id", "I", "attributes"),
+        Column("attribute_value", "q", "attributes", 3),
+        Column("memset_memory", "B", "memsets"),
+        Column("memset_offset", "Q", "memsets"),
+        Column("memset_value", "I", "memsets"),
+        Column("memset_element", "I", "memsets"),
+        Column("memset_width", "Q", "memsets"),
+        Column("memset_height", "Q", "memsets"),
+        Column("memset_pitch", "Q", "memsets"),
+        Column("memcpy_memory", "B", "memcpys", 2),  # source, target
+        Column("memcpy_offset", "Q", "memcpys", 2),  # source, target
+        Column("memcpy_extent", "Q", "memcpys", 3),  # width, height, depth
+        Column("memcpy_pitch", "Q", "memcpys", 4),  # source pitch, source height, target pitch, target height
+        # edges
+        Column("edge_source", "I", "edges"),
+        Column("edge_target", "I", "edges"),
+        Column("edge_from_port", "B", "edges"),
+        Column("edge_to_port", "B", "edges"),
+        Column("edge_type", "B", "edges"),
+        # bulk
+        Column("symbols", "B", "symbol_bytes"),
+        Column("blocks", "B", "block_bytes"),  # each begins at a multiple of 8
+    ),
+)  # fmt: skip
+
+
+class Table:
+    """A recording's columns, by their names in RECORDING: memoryviews of ints over the bytes given, which must stay.
+
+    `images` and `symbols` are the functions' identities, `where` what messages start with.  Raises TableInvalid.
+    """
+
+    __slots__ = ("counts", "images", "symbols", "where", *(column.name for column in RECORDING.columns if column.name != "symbols"))
+
+    counts: dict[str, int]
+    key: memoryview
+    image: memoryview
+    symbol_bounds: memoryview
+    param_bounds: memoryview
+    function_attribute_bounds: memoryview
+    param_offset: memoryview
+    param_size: memoryview
+    function_attribute_id: memoryview
+    function_attribute_value: memoryview
+    kind: memoryview
+    function: memoryview
+    grid_x: memoryview
+    grid_y: memoryview
+    grid_z: memoryview
+    threads_x: memoryview
+    threads_y: memoryview
+    threads_z: memoryview
+    shared: memoryview
+    block_offset: memoryview
+    block_size: memoryview
+    relocation_bounds: memoryview
+    undefined_bounds: memoryview
+    attribute_bounds: memoryview
+    relocation_at: memoryview
+    relocation_memory: memoryview
+    relocation_offset: memoryview
+    undefined_offset: memoryview
+    undefined_size: memoryview
+    attribute_id: memoryview
+    attribute_value: memoryview
+    memset_memory: memoryview
+    memset_offset: memoryview
+    memset_value: memoryview
+    memset_element: memoryview
+    memset_width: memoryview
+    memset_height: memoryview
+    memset_pitch: memoryview
+    memcpy_memory: memoryview
+    memcpy_offset: memoryview
+    memcpy_extent: memoryview
+    memcpy_pitch: memoryview
+    edge_source: memoryview
+    edge_target: memoryview
+    edge_from_port: memoryview
+    edge_to_port: memoryview
+    edge_type: memoryview
+    blocks: memoryview
+
+    def __init__(self, data: Data, where: str = "table") -> None:
+        self.where = where
+        self.counts, columns = unpack(RECORDING, data, where)
+        symbols = columns.pop("symbols")
+        for name, view in columns.items():
+            setattr(self, name, view)
+        self._check_structure(symbols)
+        self.images = image_names(self.image)
+        self.symbols = strings(symbols, self.symbol_bounds, f"{where}: functions")
+
+    def _check_structure(self, symbols: memoryview) -> None:
+        where, counts = self.where, self.counts
+        check_bounds(self.symbol_bounds, len(symbols), f"{where}: functions.symbol")
+        check_bounds(self.param_bounds, counts["params"], f"{where}: functions.params")
+        check_bounds(self.function_attribute_bounds, counts["function_attributes"], f"{where}: functions.attributes")
+        check_bounds(self.relocation_bounds, counts["relocations"], f"{where}: nodes.relocations")
+        check_bounds(self.undefined_bounds, counts["undefined"], f"{where}: nodes.undefined")
+        check_bounds(self.attribute_bounds, counts["attributes"], f"{where}: nodes.attributes")
+        kinds = bytes(self.kind)
+        for kind, rows in ((KERNEL, "kernels"), (MEMSET, "memsets"), (MEMCPY, "memcpys")):
+            if kinds.count(kind) != counts[rows]:
+                raise TableInvalid(f"{where}: nodes.kind: {kinds.count(kind)} {rows}, expected {counts[rows]}")
+        check_below(kinds, MEMCPY + 1, f"{where}: nodes.kind")
+        check_below(self.function, counts["functions"], f"{where}: nodes.function")
+        check_below(self.edge_source, counts["nodes"], f"{where}: edges.source")
+        check_below(self.edge_target, counts["nodes"], f"{where}: edges.target")
+        for memory in (self.relocation_memory, self.memset_memory, self.memcpy_memory):
+            check_below(memory, len(MEMORIES), f"{where}: memory")
+        _check_blocks(self.block_offset, self.block_size, self.blocks, where)
+
+
+def _check_blocks(offsets: memoryview, sizes: memoryview, blocks: memoryview, where: str) -> None:
+    end = 0
+    for offset, size in zip(offsets, sizes, strict=True):
+        begin = end + -end % 8
+        if offset != begin or offset + size > len(blocks) or any(blocks[end:begin]):
+            raise TableInvalid(
+                f"{where}: nodes.block: a block of {size} bytes at {offset}, expected at {begin} of {len(blocks)}, zeros before"
+            )
+        end = offset + size
+    if len(blocks) != end + -end % 8 or any(blocks[end:]):
+        raise TableInvalid(f"{where}: nodes.block: the blocks end at {end} of {len(blocks)} bytes")

@@ -1,0 +1,150 @@
+"""DLPack through ctypes: capsules in (looked at, not consumed) and out.  Layouts from dlpack.h, version 0.8 (DLManagedTensor)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputKind, InputUnwritable
+
+if TYPE_CHECKING:
+    from .tensor import Tensor
+
+CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+"""DLDeviceType."""
+
+_CODES = {(0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64", (1, 8): "uint8", (1, 16): "uint16",
+          (1, 32): "uint32", (1, 64): "uint64", (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
+          (4, 16): "bfloat16", (5, 64): "complex64", (5, 128): "complex128", (6, 8): "bool",
+          (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2"}  # fmt: skip
+_NAMES = {name: code for code, name in _CODES.items()}
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class _Versioned(ctypes.Structure):
+    """DLManagedTensorVersioned of version 1.0, as far as its flags."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+READ_ONLY = 1
+"""DLPACK_FLAG_BITMASK_READ_ONLY."""
+
+IMMUTABLE = ("jax", "jaxlib")
+"""Libraries whose arrays never change, whatever a capsule says."""
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+_api = ctypes.pythonapi
+_capsule_pointer = _api.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_capsule_is = _api["PyCapsule_IsValid"]  # of its own: `_destroy` declares others' arguments
+_capsule_is.restype, _capsule_is.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
+_capsule_new = _api.PyCapsule_New
+_capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+def read(value: Any, name: str) -> Tensor:
+    """A Tensor over the memory of any object with `__dlpack__`; the object is kept alive by it.
+
+    Raises InputKind for what cannot be read: other devices than CPU and CUDA, vector lanes, unknown dtypes.
+    """
+    from .tensor import Tensor
+
+    device_type, _ = value.__dlpack_device__()
+    if device_type not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
+        raise InputKind(f"input {name!r}: DLPack device type {device_type} is neither CPU nor CUDA")
+    # 1: the legacy default stream, in whose order the replay then runs
+    options = {"stream": 1} if device_type in (CUDA, CUDA_MANAGED) else {}
+    try:
+        capsule = value.__dlpack__(**options)
+    except (BufferError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise InputKind(f"input {name!r}: its library does not share it: {reason}") from None
+    managed = _Managed.from_address(_capsule_pointer(capsule, b"dltensor"))
+    source = managed.tensor
+    dtype = _CODES.get((source.code, source.bits))
+    if dtype is None or source.lanes != 1:
+        raise InputKind(
+            f"input {name!r}: DLPack dtype (code {source.code}, {source.bits} bits, {source.lanes} lanes) is not supported"
+        )
+    shape = source.shape[: source.ndim]
+    strides = source.strides[: source.ndim] if source.strides else None
+    on_host = device_type in (CPU, CUDA_HOST)
+    return Tensor((source.data or 0) + source.byte_offset, dtype, shape, strides, capsule, None if on_host else source.device_id)
+
+
+def check_writable(value: Any, name: str) -> None:
+    """Raises InputUnwritable unless an object with `__dlpack__` says that its memory may be written to, which it can from DLPack
+    1.0 on."""
+    library = type(value).__module__.partition(".")[0]
+    if library in IMMUTABLE:
+        raise InputUnwritable(f"input {name!r}: the model writes to it, and arrays of {library} never change", _COPY)
+    try:
+        capsule = value.__dlpack__(max_version=(1, 0))
+    except (TypeError, BufferError, RuntimeError):
+        capsule = None
+    if capsule is None or not _capsule_is(capsule, b"dltensor_versioned"):
+        raise InputUnwritable(
+            f"input {name!r}: the model writes to it, and its library ({library}) does not say whether it may be written to", _COPY
+        )
+    if _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned")).flags & READ_ONLY:
+        raise InputUnwritable(f"input {name!r}: the model writes to it, and its library ({library}) shares it read-only", _COPY)
+
+
+_COPY = "pass a copy of it as a NumPy array, a torch tensor or a cgbundle.Tensor"
+
+
+def export(tensor: Tensor) -> object:
+    """A capsule over the tensor's memory, which it keeps alive until its consumer lets go.
+
+    A consumer that refuses drops the capsule with its exception already set, and no callback written in Python can run then without
+    losing that exception.  So the tensor holds its last capsule itself and lets go in `__del__`, where Python has put exceptions
+    aside.  For the same reason NumPy, whose callbacks are written in C, is preferred where the caller uses it.
+    """
+    rank = len(tensor.shape)
+    managed = _Managed()
+    shape, strides = (ctypes.c_int64 * rank)(*tensor.shape), (ctypes.c_int64 * rank)(*tensor.strides)
+    device_type, device_id = tensor.__dlpack_device__()
+    code, bits = _NAMES[tensor.dtype]
+    managed.tensor = _DLTensor(
+        tensor.address, device_type, device_id, rank, code, bits, 1,
+        ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)), ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64)), 0,
+    )  # fmt: skip
+    managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
+    kept = (managed, shape, strides, tensor.owner)  # not the tensor: it holds the capsule
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    managed.context = id(kept)
+    return _capsule_new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destroy, ctypes.c_void_p).value)
+
+
+@_Deleter
+def _delete(address: int) -> None:
+    """The consumer is done: drop the reference that `export` took (after this the structure itself is gone)."""
+    kept = ctypes.cast(_Managed.from_address(address).context, ctypes.py_object)
+    ctypes.pythonapi.Py_DecRef(kept)
+
+
+@_Deleter
+def _destroy(capsule: int) -> None:
+    """The capsule dies; when nobody consumed it (it still has its first name) the tensor is released here."""
+    _is_valid = ctypes.pythonapi.PyCapsule_IsValid
+    _is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+    if _is_valid(capsule, b"dltensor"):
+        pointer = ctypes.pythonapi["PyCapsule_GetPointer"]
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_char_p)
+        _delete(pointer(capsule, b"dltensor"))

@@ -1,0 +1,219 @@
+"""A tensor without a tensor library: an address, a dtype, a shape and whoever keeps the memory alive.
+
+The runtime hands these out when the caller uses neither NumPy nor torch, and takes apart DLPack inputs with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..format.schema import DTYPES
+from . import dlpack
+
+
+class Tensor:
+    """`shape` and `strides` in elements, `address` in bytes, in CPU memory unless `device` is a CUDA device number; `owner` keeps
+    the memory alive.
+
+    Speaks DLPack and, on the CPU, the buffer protocol through `tobytes` and NumPy's `__array_interface__`.
+    """
+
+    __slots__ = ("_capsule", "address", "device", "dtype", "owner", "shape", "strides")
+
+    def __init__(
+        self,
+        address: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int] | None,
+        owner: Any,
+        device: int | None = None,
+    ) -> None:
+        self.address = address
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.strides = dense(shape) if strides is None else tuple(strides)
+        self.device = device
+        self.owner = owner
+        self._capsule: object = None
+
+    def __del__(self) -> None:
+        self._capsule = None  # here, not later: see `dlpack.export`
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie row-major without gaps."""
+        return is_dense(self.shape, self.strides)
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        """A view of ranges with step 1 along every axis."""
+        offset, shape = 0, []
+        for part, size, stride in zip(slices, self.shape, self.strides, strict=True):
+            start, stop, _ = part.indices(size)
+            offset += start * stride
+            shape.append(max(0, stop - start))
+        return Tensor(self.address + offset * DTYPES[self.dtype], self.dtype, shape, self.strides, self.owner, self.device)
+
+    def __setitem__(self, slices: tuple[slice, ...], value: Tensor) -> None:
+        """Copies `value`, of the same shape and dtype as the range, into it."""
+        copy(self[slices], value)
+
+    def clone(self) -> Tensor:
+        """A row-major copy in memory of its own.  Raises BufferError on a GPU, as `tobytes` does."""
+        fresh = empty(self.dtype, self.shape)
+        copy(fresh, self)
+        return fresh
+
+    def tobytes(self) -> bytes:
+        """The elements row-major."""
+        _check_near(self)
+        source = self if self.contiguous else self.clone()
+        return ctypes.string_at(source.address, count(self.shape) * DTYPES[self.dtype])
+
+    def tolist(self) -> Any:
+        """Nested lists of Python numbers; bfloat16, float16 and float8 as floats."""
+        numbers = decode(self.dtype, self.tobytes())
+        if self.dtype.startswith("complex"):
+            numbers = list(map(complex, numbers[::2], numbers[1::2]))
+        return _nest(numbers, self.shape)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        kinds = {"float": "f", "int": "i", "uint": "u", "bool": "b", "complex": "c"}
+        kind = kinds.get(self.dtype.rstrip("0123456789"))
+        if kind is None or self.device is not None:
+            raise AttributeError("__array_interface__")  # bfloat16 and float8 have no NumPy dtype
+        size = DTYPES[self.dtype]
+        strides = tuple(stride * size for stride in self.strides)
+        return {"version": 3, "shape": self.shape, "typestr": f"<{kind}{size}", "data": (self.address, False), "strides": strides}
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None) -> object:
+        if (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()) or (copy and self.device is not None):
+            raise BufferError(f"{self!r} can be shared where it lies only")
+        source = self.clone() if copy else self
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and hasattr(source, "__array_interface__"):
+            return numpy.asarray(source).__dlpack__()  # lets go in C: see `dlpack.export`
+        source._capsule = dlpack.export(source)
+        return source._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (dlpack.CPU, 0) if self.device is None else (dlpack.CUDA, self.device)
+
+    def __repr__(self) -> str:
+        return f"cgbundle.Tensor({self.dtype}, {list(self.shape)})"
+
+
+def empty(dtype: str, shape: Sequence[int]) -> Tensor:
+    """A row-major tensor of zeros in fresh CPU memory."""
+    memory = (ctypes.c_char * max(1, count(shape) * DTYPES[dtype]))()
+    return Tensor(ctypes.addressof(memory), dtype, shape, None, memory)
+
+
+def from_bytes(data: Any, dtype: str, shape: Sequence[int]) -> Tensor:
+    """A tensor over a copy of `data` (anything with the buffer protocol).  Raises ValueError when the length does not fit."""
+    raw = bytes(data)
+    if len(raw) != count(shape) * DTYPES[dtype]:
+        raise ValueError(f"{len(raw)} bytes do not make {dtype} {list(shape)}")
+    fresh = empty(dtype, shape)
+    ctypes.memmove(fresh.address, raw, len(raw))
+    return fresh
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copies elements between tensors of one shape and dtype in CPU memory, in runs as long as both layouts allow."""
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ValueError(f"cannot copy {source!r} into {target!r}")
+    _check_near(target)
+    _check_near(source)
+    size = DTYPES[target.dtype]
+    if not count(target.shape):
+        return
+    axes = [axis for axis in zip(target.shape, target.strides, source.strides, strict=True) if axis[0] != 1]
+    run = size
+    while axes and axes[-1][1] * size == run and axes[-1][2] * size == run:
+        run *= axes.pop()[0]
+    _copy(target.address, source.address, axes, run, size)
+
+
+def _check_near(tensor: Tensor) -> None:
+    if tensor.device is not None:
+        raise BufferError(f"{tensor!r} lies on CUDA device {tensor.device}: read and write it with torch.from_dlpack or the like")
+
+
+def _copy(target: int, source: int, axes: list[tuple[int, int, int]], run: int, size: int) -> None:
+    if not axes:
+        ctypes.memmove(target, source, run)
+        return
+    (length, into, out), rest = axes[0], axes[1:]
+    for index in range(length):
+        _copy(target + index * into * size, source + index * out * size, rest, run, size)
+
+
+def count(shape: Sequence[int]) -> int:
+    """Elements of a shape."""
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def dense(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Strides in elements of a tensor without gaps whose axes lie in memory in `order`, outermost first (default: row-major)."""
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(order if order is not None else range(len(shape))):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    return tuple(strides)
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int], order: Sequence[int] | None = None) -> bool:
+    """Whether `strides` are those of `dense`, where they matter (an axis of size 1 may have any)."""
+    if 0 in shape:
+        return True
+    return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense(shape, order), strict=True))
+
+
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The axes from outermost to innermost in memory: as they are for a row-major tensor, else by descending stride."""
+    axes = range(len(shape))
+    return tuple(axes) if is_dense(shape, strides) else tuple(sorted(axes, key=lambda axis: (-strides[axis], axis)))
+
+
+def decode(dtype: str, data: bytes) -> list[Any]:
+    """Python numbers from little-endian bytes; complex numbers as their two parts."""
+    import array
+    import struct
+
+    if dtype == "bfloat16":
+        return array.array("f", array.array("I", [half << 16 for half in array.array("H", data)]).tobytes()).tolist()
+    if dtype == "float8_e5m2":  # the upper half of a float16
+        return decode("float16", bytes([half for byte in data for half in (0, byte)]))
+    if dtype == "float8_e4m3fn":
+        return [_e4m3fn(byte) for byte in data]
+    if dtype == "float16":
+        return list(struct.unpack(f"<{len(data) // 2}e", data))
+    codes = {"float64": "d", "float32": "f", "int64": "q", "int32": "i", "int16": "h", "int8": "b",
+             "uint64": "Q", "uint32": "I", "uint16": "H", "uint8": "B", "complex64": "f", "complex128": "d"}  # fmt: skip
+    if dtype == "bool":
+        return [bool(byte) for byte in data]
+    return array.array(codes[dtype], data).tolist()
+
+
+def _e4m3fn(byte: int) -> float:
+    """4 bits of exponent, 3 of fraction, no infinity."""
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    if byte & 127 == 127:
+        return float("nan")
+    size = (8 + fraction) * 2.0 ** (exponent - 10) if exponent else fraction * 2.0**-9
+    return -size if byte & 128 else size
+
+
+def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
+    if not shape:
+        return flat[0]
+    step = count(shape[1:])
+    return [_nest(flat[index * step : (index + 1) * step], shape[1:]) for index in range(shape[0])]

@@ -1,0 +1,105 @@
+"""Lifetimes across the steps of a program: what is still to be read is not written over.
+
+Derived anew from the steps, the values and the recordings, with nothing of the planners' that placed them.  What a kernel writes is
+not to be seen in a recording, only where its arguments begin: an overwrite through an argument that begins elsewhere is the
+planner's to rule out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..errors import ManifestInvalid, TableInvalid
+from ..format.extents import overlap
+from ..format.schema import MEMORIES, Program, Step, Value
+
+if TYPE_CHECKING:
+    from ..tables.view import Table
+
+
+def check_lifetimes(program: Program, where: str) -> None:
+    """Raises ManifestInvalid where a step writes over what a later one, or the call's outputs, still need.
+
+    The outputs that a step declares may not share a byte with those of an earlier step that are still to be read.  Nor may they in
+    one step, with its inputs or each other, but for a graph step, whose recording reads and writes in an order of its own and whose
+    outputs may be views of one another.
+    """
+    values, last = program.values, _last_reads(program)
+    alive: list[int] = []
+    for place, step in enumerate(program.steps):
+        at = f"{where}.steps[{place}]"
+        alive = [index for index in alive if last.get(index, -1) > place]
+        for index in step.outputs:
+            for other in alive:
+                if overlap(values[index], values[other]):
+                    raise ManifestInvalid(f"{at}: writes value {index} over value {other}, which {_reader(program, last[other])}")
+        if step.kind != "graph":
+            _check_apart(values, step, at)
+        alive.extend(step.outputs)
+
+
+def _check_apart(values: tuple[Value, ...], step: Step, at: str) -> None:
+    """The outputs of a step share no byte with its inputs, nor with one another."""
+    for place, index in enumerate(step.outputs):
+        for other in (*step.inputs, *step.outputs[:place]):
+            if overlap(values[index], values[other]):
+                raise ManifestInvalid(f"{at}: value {index}, an output, lies over value {other} of this step")
+
+
+def check_recording(program: Program, place: int, table: Table, where: str) -> None:
+    """Raises TableInvalid where the recording of step `place` uses what others left for a later step: where an argument of a kernel
+    begins in a value that outlives the step and is none of its own, or a memset or memcpy writes over one.
+
+    `where` is the table's file.  The table is sound (see `tablecheck.check`).
+    """
+    last, step = _last_reads(program), program.steps[place]
+    before = {index for earlier in program.steps[:place] for index in earlier.outputs}
+    alive = [index for index in before if last.get(index, -1) > place]
+    if not alive:
+        return
+    own = [program.values[index] for index in (*step.inputs, *step.outputs)]
+    for target in _written(table):
+        for index in alive:
+            if overlap(target, program.values[index]):
+                raise TableInvalid(f"{where}: a node writes over value {index}, which {_reader(program, last[index])}")
+    for point in _points(table):
+        for index in alive:
+            if overlap(point, program.values[index]) and not any(overlap(point, value) for value in own):
+                raise TableInvalid(
+                    f"{where}: a node uses value {index}, which {_reader(program, last[index])}, and the step does not name it"
+                )
+
+
+def _last_reads(program: Program) -> dict[int, int]:
+    """By value, the last step that reads it; the number of steps for an output of the call."""
+    last = {index: place for place, step in enumerate(program.steps) for index in step.inputs}
+    return last | dict.fromkeys(program.outputs, len(program.steps))
+
+
+def _reader(program: Program, place: int) -> str:
+    return "the call gives out" if place == len(program.steps) else f"steps[{place}] reads"
+
+
+def _bytes(memory: int, offset: int, size: int) -> Value:
+    return Value(dtype="uint8", shape=(size,), strides=(1,), memory=MEMORIES[memory], offset=offset)
+
+
+def _points(table: Table) -> Iterator[Value]:
+    """The first byte of everything that kernels are given and that memcpys read."""
+    rows = zip(table.relocation_memory, table.relocation_offset, strict=True)
+    for memory, offset in sorted({*rows, *zip(table.memcpy_memory[::2], table.memcpy_offset[::2], strict=True)}):
+        yield _bytes(memory, offset, 1)
+
+
+def _written(table: Table) -> Iterator[Value]:
+    """What memsets and memcpys write, from the first byte to the last."""
+    for row in range(table.counts["memsets"]):
+        width, rows = table.memset_width[row] * table.memset_element[row], table.memset_height[row]
+        size = (rows - 1) * table.memset_pitch[row] + width
+        yield _bytes(table.memset_memory[row], table.memset_offset[row], size)
+    for row in range(table.counts["memcpys"]):
+        width, rows, slices = table.memcpy_extent[3 * row : 3 * row + 3]
+        pitch, height = table.memcpy_pitch[4 * row + 2 : 4 * row + 4]
+        size = ((slices - 1) * height + rows - 1) * pitch + width
+        yield _bytes(table.memcpy_memory[2 * row + 1], table.memcpy_offset[2 * row + 1], size)

@@ -1,0 +1,74 @@
+"""Every invariant of a manifest's programs but those of their steps: their keys, values, inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
+
+from ..errors import ManifestInvalid
+from ..format.extents import extent
+from ..format.schema import DTYPES, MEMORIES, Manifest, Program, TensorSpec, Value
+from ..format.size_expressions import evaluate
+from ..tensors.tensor import is_dense
+from .steps import check_steps, require
+
+
+def check_programs(manifest: Manifest) -> None:
+    """Raises ManifestInvalid unless the programs are sound."""
+    count = prod(len(dimension.sizes) for dimension in manifest.dimensions)
+    require(len(manifest.programs) == count, "programs", f"{len(manifest.programs)}, the dimensions' sizes make {count}")
+    keys = list(product(*[dimension.sizes for dimension in manifest.dimensions]))
+    found = [program.key for program in manifest.programs]
+    require(found == keys, "programs", f"keys {found[:4]}... are not the product of the dimensions' sizes")
+    for index, program in enumerate(manifest.programs):
+        _check_program(manifest, program, f"programs[{index}]")
+
+
+def _check_program(manifest: Manifest, program: Program, where: str) -> None:
+    memories = dict(manifest.memories)
+    looks = [program.outputs[alias.output] for alias in manifest.aliases if alias.output < len(program.outputs)]
+    for place, value in enumerate(program.values):
+        _check_value(manifest, memories, value, f"{where}.values[{place}]", look=place in looks)
+    sizes = {dimension.name: size for dimension, size in zip(manifest.dimensions, program.key, strict=True)}
+    for kind, positions, specs in (("inputs", program.inputs, manifest.inputs), ("outputs", program.outputs, manifest.outputs)):
+        require(len(positions) == len(specs), f"{where}.{kind}", f"{len(positions)} values, the signature has {len(specs)}")
+        for place, (position, spec) in enumerate(zip(positions, specs, strict=True)):
+            at = f"{where}.{kind}[{place}]"
+            require(0 <= position < len(program.values), at, f"no value {position}")
+            value = program.values[position]
+            require(value.dtype == spec.dtype, at, f"dtype {value.dtype}, the signature has {spec.dtype}")
+            expected = _shape(spec, sizes, at)
+            require(value.shape == expected, at, f"shape {list(value.shape)}, the signature gives {list(expected)}")
+            if kind == "inputs":
+                ordered = is_dense(value.shape, value.strides, spec.order)
+                require(ordered, at, f"strides {list(value.strides)} are not those of the signature's order {list(spec.order)}")
+    for field, memory, size in (("arena", "arena", program.arena), ("static", "inputs", program.static)):
+        require(0 <= size <= memories.get(memory, 0), f"{where}.{field}", f"{size} bytes, memory {memory} has less")
+    check_steps(manifest, program, where)
+
+
+def _shape(spec: TensorSpec, sizes: Mapping[str, int], where: str) -> tuple[int, ...]:
+    try:
+        return tuple([evaluate(size, sizes) for size in spec.shape])
+    except ZeroDivisionError:
+        raise ManifestInvalid(f"{where}: the signature's shape divides by zero at {dict(sizes)}") from None
+
+
+def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, where: str, *, look: bool) -> None:
+    """`look`: it is an output that shares memory, whose offset on the cpu target counts from what it shares that with."""
+    require(value.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {value.dtype!r}")
+    require(value.memory in MEMORIES, f"{where}.memory", f"unknown memory {value.memory!r}")
+    size = checked_extent(where, value.dtype, value.shape, value.strides)
+    if manifest.target.kind == "cpu" and value.memory == "host":
+        require(value.offset == 0 or look, f"{where}.offset", "a value in host memory has none")
+    else:
+        fits = value.offset >= 0 and value.offset + size <= memories.get(value.memory, 0)
+        require(fits, f"{where}.offset", f"outside memory {value.memory}")
+
+
+def checked_extent(where: str, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Bytes from the first to behind the last element.  Raises ManifestInvalid for a shape and strides of no tensor."""
+    require(len(shape) == len(strides), f"{where}.strides", "do not match the shape")
+    require(min(shape, default=0) >= 0 and min(strides, default=0) >= 0, where, "negative size or stride")
+    return extent(dtype, shape, strides)

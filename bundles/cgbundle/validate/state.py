@@ -1,0 +1,109 @@
+"""Invariants of what lasts from call to call: state, the state of the random numbers, and outputs that share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import WeightsInvalid
+from ..format import archive
+from ..format.extents import ELSEWHERE, extent, span
+from ..format.safetensors import ALIGNMENT, Entry
+from ..format.schema import Alias, Manifest, Program, Value
+from .steps import KEPT, require
+
+STATE = "state"
+SHARED = ("inputs", "outputs", "weights", STATE)
+
+
+def check_state(manifest: Manifest) -> None:
+    """Raises ManifestInvalid unless every buffer that calls change has bytes of memory state of its own and a tensor of its own in
+    the file, no call of such a model is padded or cut, and the state of the random numbers is two integers there."""
+    total = dict(manifest.memories).get(STATE, 0)
+    rows = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
+    places = []
+    for index, weight in rows:
+        where = f"weights[{index}]"
+        size = extent(weight.dtype, weight.shape, weight.strides)
+        require(weight.offset >= 0 and weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
+        require(weight.offset + size <= total, f"{where}.offset", f"outside memory {STATE}")
+        places.append((weight.offset, weight.offset + size, where))
+        users = [other for other in manifest.weights if other.tensor == weight.tensor]
+        require(users == [weight], f"{where}.tensor", f"{weight.tensor!r} is another weight's, too, and calls change it")
+    for index, region in enumerate(manifest.regions):
+        there = [weight for _, weight in region.constants if manifest.weights[weight].memory == STATE]
+        here = manifest.target.kind == "cpu" or not there
+        require(here, f"regions[{index}].constants", "a host region over state, which lies on the GPU")
+    for (_, end, _), (begin, _, where) in zip(sorted(places), sorted(places)[1:], strict=False):
+        require(end <= begin, f"{where}.offset", f"overlaps another row of memory {STATE}")
+    if manifest.random != -1:
+        known = 0 <= manifest.random < len(manifest.weights)
+        require(known, "random", f"no weight {manifest.random}")
+        row = manifest.weights[manifest.random]
+        fits = (row.memory, row.dtype, row.shape) == (STATE, "int64", (2,))
+        require(fits, "random", f"weight {row.name!r} is not two integers of memory {STATE}")
+    if any(index != manifest.random for index, _ in rows):
+        for index, dimension in enumerate(manifest.dimensions):
+            whole = dimension.pad == "no" and not dimension.chunk
+            require(whole, f"dimensions[{index}].pad", f"{dimension.name} is padded or cut, and calls change state")
+
+
+def check_aliases(manifest: Manifest) -> None:
+    """Raises ManifestInvalid unless every alias names an output, once, and something that is no alias itself."""
+    outputs = [alias.output for alias in manifest.aliases]
+    require(outputs == sorted(set(outputs)), "aliases", "not ascending, or an output stands twice")
+    counts = {"inputs": len(manifest.inputs), "outputs": len(manifest.outputs)}
+    for place, alias in enumerate(manifest.aliases):
+        where = f"aliases[{place}]"
+        require(alias.memory in SHARED, f"{where}.memory", f"unknown memory {alias.memory!r}")
+        require(0 <= alias.output < len(manifest.outputs), f"{where}.output", f"no output {alias.output}")
+        known = 0 <= alias.index < counts.get(alias.memory, len(manifest.weights))
+        require(known, f"{where}.index", f"no number {alias.index} of the {alias.memory}")
+        if alias.memory in ("weights", STATE):
+            require(manifest.weights[alias.index].memory == alias.memory, f"{where}.index", "that weight lies elsewhere")
+        loose = alias.memory != "outputs" or (alias.index not in outputs and alias.index != alias.output)
+        require(loose, f"{where}.index", "an output that is an alias itself")
+
+
+def check_looks(manifest: Manifest) -> None:
+    """Raises ManifestInvalid unless at every int_key every alias lies inside of what it shares memory with.  The manifest's
+    aliases, programs and weights are sound, each in itself."""
+    for alias in manifest.aliases:
+        on_gpu = alias.memory in KEPT and manifest.target.kind == "cuda"
+        there = not on_gpu or manifest.weights[alias.index].offset != ELSEWHERE
+        require(there, "aliases", f"output {alias.output} shares memory with a weight that is not on the GPU")
+        for index, program in enumerate(manifest.programs):
+            value, base = program.values[program.outputs[alias.output]], base_of(manifest, program, alias)
+            where = f"programs[{index}].outputs[{alias.output}]"
+            begin = value.offset
+            if manifest.target.kind == "cuda":
+                require(value.memory == base.memory, where, f"an alias in memory {value.memory}, of something in {base.memory}")
+                begin -= base.offset
+            inside = begin >= 0 and begin + span(value) <= span(base)
+            require(inside, where, "lies outside of what it shares memory with")
+
+
+def base_of(manifest: Manifest, program: Program, alias: Alias) -> Value:
+    """What an alias shares memory with in a program, as a value."""
+    if alias.memory in KEPT:
+        row = manifest.weights[alias.index]
+        return Value(dtype=row.dtype, shape=row.shape, strides=row.strides, memory=row.memory, offset=row.offset)
+    return program.values[(program.inputs if alias.memory == "inputs" else program.outputs)[alias.index]]
+
+
+def check_state_exam(manifest: Manifest, key: tuple[int, ...], entries: Mapping[str, Entry]) -> set[str]:
+    """The names of the exam's entries about the state after a call with `key`.  Raises WeightsInvalid where one is missing or of
+    another kind: `state-at` are pairs [first element, number of elements] of what changed, in memory order, `state` these elements
+    one after the other."""
+    names = set()
+    for index, weight in enumerate(manifest.weights):
+        if weight.memory != STATE:
+            continue
+        for kind, dtype, rank in (("state", weight.dtype, 1), ("state-at", "int64", 2)):
+            name = archive.exam_entry(key, kind, index)
+            names.add(name)
+            entry = entries.get(name)
+            if entry is None:
+                raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} is missing")
+            if entry.dtype != dtype or len(entry.shape) != rank or (rank == 2 and entry.shape[1] != 2):
+                raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}")
+    return names

@@ -1,0 +1,104 @@
+"""Every invariant of a program's steps: what each may read and write, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ..errors import ManifestInvalid
+from ..format.extents import overlap
+from ..format.schema import Alias, Manifest, Program, Region, Step
+from .lifetimes import check_lifetimes
+
+HOST = "host"
+KEPT = ("weights", "state")
+"""Memories that hold their contents from call to call: a step may read there what no step of its program wrote."""
+
+
+def require(holds: bool, where: str, message: str) -> None:
+    """Raises ManifestInvalid, naming the field, unless `holds`."""
+    if not holds:
+        raise ManifestInvalid(f"{where}: {message}")
+
+
+def check_steps(manifest: Manifest, program: Program, where: str) -> None:
+    """Raises ManifestInvalid unless the program's steps are sound; `where` is the program's path in the manifest."""
+    require(bool(program.steps), f"{where}.steps", "no step")
+    for place, step in enumerate(program.steps):
+        at = f"{where}.steps[{place}]"
+        require(step.kind in ("graph", "host", "copy"), f"{at}.kind", f"unknown kind {step.kind!r}")
+        require(all(0 <= value < len(program.values) for value in (*step.inputs, *step.outputs)), at, "no such value")
+        require((step.kind == "graph") == bool(step.file), f"{at}.file", "a graph step has a table, others none")
+        if step.kind == "copy":
+            _check_copy(program, step, at)
+        else:
+            _check_region(manifest.regions, step, at)
+    if manifest.target.kind == "cpu":
+        (step, *more) = program.steps
+        whole = step.kind == HOST and not more and step.inputs == program.inputs and step.outputs == program.outputs
+        require(whole, f"{where}.steps", "a cpu program is one host step over the call's values")
+    else:
+        _check_sides(program, where)
+        check_order(program, where, {alias.output: alias for alias in manifest.aliases})
+        check_lifetimes(program, where)
+
+
+def _check_copy(program: Program, step: Step, at: str) -> None:
+    require(len(step.inputs) == len(step.outputs) == 1, at, "a copy has one input and one output")
+    source, target = program.values[step.inputs[0]], program.values[step.outputs[0]]
+    same = (source.dtype, source.shape, source.strides) == (target.dtype, target.shape, target.strides)
+    require(same, at, "a copy between values of different layouts")
+
+
+def _check_region(regions: tuple[Region, ...], step: Step, at: str) -> None:
+    require(0 <= step.region < len(regions), f"{at}.region", f"no region {step.region}")
+    require(regions[step.region].kind == step.kind, f"{at}.region", "is of another kind")
+
+
+def _check_sides(program: Program, where: str) -> None:
+    """The host and the GPU meet in copies alone: a call's values and those of graph steps lie on the GPU, those of host steps do
+    not."""
+    values = program.values
+    for kind, positions in (("inputs", program.inputs), ("outputs", program.outputs)):
+        for place, index in enumerate(positions):
+            require(values[index].memory != HOST, f"{where}.{kind}[{place}]", "lies in memory host, not on the GPU")
+    for place, step in enumerate(program.steps):
+        at = f"{where}.steps[{place}]"
+        used = [(f"value {index}", values[index].memory) for index in (*step.inputs, *step.outputs)]
+        if step.kind == "copy":
+            require(not all(memory == HOST for _, memory in used), at, "a copy from host to host")
+        for name, memory in used:
+            if step.kind == HOST:
+                require(memory == HOST, at, f"a host step over {name}, which lies in memory {memory}")
+            elif step.kind == "graph":
+                require(memory != HOST, at, f"a graph step over {name}, which lies in memory host")
+
+
+def check_order(program: Program, where: str, aliases: Mapping[int, Alias] = MappingProxyType({})) -> None:
+    """Raises ManifestInvalid unless every step, and the call in the end, reads what was written before: inputs of the call, weights
+    and state, outputs of earlier steps.  Every value is written once, and by no step the call's inputs; a copy leaves weights and
+    the call's inputs as they are.  Of the `aliases`, by output, what they lie in is written."""
+    given = set(program.inputs)
+    written = given | {index for index, value in enumerate(program.values) if value.memory in KEPT}
+    made: dict[int, int] = {}
+    for place, step in enumerate(program.steps):
+        at = f"{where}.steps[{place}]"
+        for index in step.inputs:
+            require(index in written, at, f"reads value {index}, which nothing has written")
+        for index in set(step.outputs):
+            require(index not in given, at, f"writes value {index}, an input of the call")
+            require(index not in made, at, f"writes value {index}, which steps[{made.get(index)}] has written")
+            made[index] = place
+        written.update(step.outputs)
+        if step.kind == "copy":
+            target = program.values[step.outputs[0]]
+            require(target.memory != "weights", at, "copies into memory weights")
+            for index in program.inputs:
+                require(not overlap(target, program.values[index]), at, f"copies over value {index}, an input of the call")
+    for place, index in enumerate(program.outputs):
+        alias = aliases.get(place)
+        if alias is not None and alias.memory == "outputs":
+            index = program.outputs[alias.index]
+        elif alias is not None:
+            continue
+        require(index in written, f"{where}.outputs[{place}]", f"value {index}, which nothing has written")

@@ -1,0 +1,72 @@
+"""The parent's side of recorder processes: start them, pass their progress on, bring back what they found or refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from .errors import RecorderFailed, raise_named
+from .request import PREFIX, REFUSED, Request
+
+Tell = Callable[[str], None]
+
+
+def run_all(requests: Sequence[Request], folder: Path, environment: Mapping[str, str], workers: int, tell: Tell) -> list[Any]:
+    """Run recorder processes, at most `workers` at a time, and return their results in order.
+
+    A failure ends the processes that are still running.  Raises what a process refused, or RecorderFailed.
+    """
+    running: list[subprocess.Popen[str]] = []
+
+    def one(number: int) -> Any:
+        name = f"{requests[number].role}{number}"
+        path = folder / f"{name}.request"
+        path.write_bytes(pickle.dumps(requests[number]))
+        with open(folder / f"{name}.log", "w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "cgcompile.capture.worker.main", os.fspath(path)],
+                env={
+                    **os.environ,
+                    **environment,
+                    "PYTHONFAULTHANDLER": "1",
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            running.append(process)
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(PREFIX):
+                    tell(f"{name}: {line.removeprefix(PREFIX).strip()}")
+                else:
+                    log.write(line)
+            return _result(requests[number], process.wait(), folder / f"{name}.log")
+
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(one, number) for number in range(len(requests))]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+
+
+def _result(request: Request, status: int, log: Path) -> Any:
+    if status == 0:
+        return pickle.loads(request.result.read_bytes())
+    if status == REFUSED:
+        raise_named(*pickle.loads(request.result.read_bytes()))
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    last = lines[-1] if lines else "it wrote nothing"
+    raise RecorderFailed(f"a recorder process ended with status {status}: {last} (log: {log})")

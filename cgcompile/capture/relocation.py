@@ -1,0 +1,181 @@
+"""Two recordings of one graph, made in two processes, become one with every address named.  Pure: no GPU, no torch.
+
+Every 8-byte aligned word of a parameter block is one of (FACTS.md, "How to walk a graph"):
+
+* *relocation*: a live address in both recordings, of the same place.  It leaves the block and becomes (memory, offset).
+* *constant*: the bytes that are equal in both.
+* *undefined*: bytes that differ and are no address in both: padding, unused slots of arrays, stale stack.  They are zeroed
+  and listed, to be poisoned in the verification, which shows that no kernel reads them.  This is decided byte by byte,
+  since a word may hold four bytes of data beside four bytes of padding.  A word that is an address in one recording only
+  is of this kind.
+
+Refused: a word that is an address in both recordings but of different places, and one that points into pinned host
+memory in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from .errors import AddressDisagrees, MemoryRefused, RecordingsDiffer
+from .pairing import Known, meaning
+from .rows import Block, RawEmpty, RawGraph, RawKernel, RawMemcpy, RawMemset, RawNode, Take, Target, Word
+
+Link = tuple[int, Target]
+"""(offset in a block, where the 8 bytes there point)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Classified:
+    """A block without its addresses: `data` has zeros where `links` and `undefined` (offset, size) lie."""
+
+    data: bytes
+    links: tuple[Link, ...]
+    undefined: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Census:
+    """How many 8-byte words (the last may be shorter) of all blocks were of each kind; `one_sided` counts the undefined
+    words that were an address in one recording only, `shifted` the relocations whose address differed between the two."""
+
+    words: int
+    relocations: int
+    constants: int
+    undefined: int
+    one_sided: int
+    shifted: int
+
+
+def compare(a: Take, b: Take) -> None:
+    """Check that two takes hold the same graphs but for addresses and bytes.  Raises RecordingsDiffer."""
+    if [(g.key, g.region) for g in a.graphs] != [(g.key, g.region) for g in b.graphs]:
+        raise RecordingsDiffer(f"the recordings hold the keys {[g.key for g in a.graphs]} and {[g.key for g in b.graphs]}")
+    for x, y in zip(a.graphs, b.graphs, strict=True):
+        if len(x.nodes) != len(y.nodes):
+            raise RecordingsDiffer(f"int_key {x.key}: {len(x.nodes)} nodes in one recording, {len(y.nodes)} in the other")
+        for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
+            for what, mine, theirs in _traits(m, n):
+                if mine != theirs:
+                    raise RecordingsDiffer(f"{node_name(x, i)}: {what} is {mine} in one recording and {theirs} in the other")
+        if x.edges != y.edges:
+            raise RecordingsDiffer(f"int_key {x.key}: the edges differ, first {_first_difference(x.edges, y.edges)}")
+        for side, mine, theirs in (("input", x.inputs, y.inputs), ("output", x.outputs, y.outputs)):
+            shapes = [[(v.dtype, v.shape, v.strides) for v in values] for values in (mine, theirs)]
+            if shapes[0] != shapes[1]:
+                raise RecordingsDiffer(f"int_key {x.key}: the {side}s differ, first {_first_difference(*shapes)}")
+    states = [[(s.image[:12], s.symbol, len(s.block.data)) for s in take.states] for take in (a, b)]
+    if states[0] != states[1]:
+        raise RecordingsDiffer(f"other module variables had changed, first {_first_difference(*states)}")
+
+
+def classify(mine: Block, theirs: Block, known: Known, spot: Callable[[int], str]) -> Classified:
+    """Classify one block.  `spot` names the word at an offset in messages.  Raises AddressDisagrees, MemoryRefused."""
+    data = bytearray(mine.data)
+    links: list[Link] = []
+    others = {word.at: word for word in theirs.words}
+    for word in mine.words:
+        other = others.get(word.at)
+        if other is None:
+            continue
+        if word.targets[0].range in known.hosts[0] and other.targets[0].range in known.hosts[1]:
+            raise MemoryRefused(f"{spot(word.at)} is an address of pinned host memory ({address_at(mine, word.at):#x})")
+        target = meaning(word, other, known)
+        if target is None:
+            raise AddressDisagrees(
+                f"{spot(word.at)} is an address in both recordings, but not of the same place: {_both(word, other, known)}"
+            )
+        links.append((word.at, target))
+        data[word.at : word.at + 8] = bytes(8)
+    linked = {at + i for at, _ in links for i in range(8)}
+    differing = [i for i, (x, y) in enumerate(zip(mine.data, theirs.data, strict=True)) if x != y and i not in linked]
+    for i in differing:
+        data[i] = 0
+    return Classified(data=bytes(data), links=tuple(links), undefined=tuple(_runs(differing)))
+
+
+def classify_graph(x: RawGraph, y: RawGraph, known: Known) -> tuple[dict[int, Classified], Census]:
+    """Classify the parameter blocks of a graph's kernels, by position of the node.  Raises as `classify` does."""
+    found: dict[int, Classified] = {}
+    words = links = undefined = one_sided = shifted = 0
+    for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
+        if not isinstance(m, RawKernel) or not isinstance(n, RawKernel):
+            continue
+        part = classify(m.block, n.block, known, partial(_spot, node_name(x, i), m))
+        found[i] = part
+        links_at = {at for at, _ in part.links}
+        undefined_at = {8 * (at // 8) for start, size in part.undefined for at in range(start, start + size)}
+        words += -(-len(m.block.data) // 8)
+        links += len(part.links)
+        undefined += len(undefined_at)
+        one_sided += len(({w.at for w in m.block.words} ^ {w.at for w in n.block.words}) & undefined_at)
+        shifted += sum(address_at(m.block, at) != address_at(n.block, at) for at in links_at)
+    constants = words - links - undefined
+    census = Census(words=words, relocations=links, constants=constants, undefined=undefined, one_sided=one_sided, shifted=shifted)
+    return found, census
+
+
+def place_of(mine: Word, theirs: Word, known: Known, where: str) -> Target:
+    """The place that an address outside a block means: of a memset, a copy, an input or output.  Raises AddressDisagrees."""
+    target = meaning(mine, theirs, known)
+    if target is None:
+        raise AddressDisagrees(f"{where} is an address in both recordings, but not of the same place: {_both(mine, theirs, known)}")
+    return target
+
+
+def node_name(graph: RawGraph, i: int) -> str:
+    """A node in messages: "int_key (8,), node 17 (symbol)"."""
+    node = graph.nodes[i]
+    kind = {RawMemset: "memset", RawMemcpy: "memcpy", RawEmpty: "empty"}.get(type(node), "")
+    region = f"graph {graph.region + 1}, " if graph.region else ""
+    return f"int_key {graph.key}, {region}node {i} ({node.symbol if isinstance(node, RawKernel) else kind})"
+
+
+def address_at(block: Block, at: int) -> int:
+    """The 8-byte little-endian number at `at`."""
+    return int.from_bytes(block.data[at : at + 8], "little")
+
+
+def _traits(m: RawNode, n: RawNode) -> Iterator[tuple[str, object, object]]:
+    """What two nodes of two recordings must have in common, as (what, mine, theirs)."""
+    yield "the kind", type(m).__name__, type(n).__name__
+    if isinstance(m, RawKernel) and isinstance(n, RawKernel):
+        for what in ("symbol", "image", "grid", "threads", "shared", "params", "function_attributes", "attributes"):
+            yield what, getattr(m, what), getattr(n, what)
+        yield "the parameters' size", len(m.block.data), len(n.block.data)
+    elif isinstance(m, RawMemset | RawMemcpy) and isinstance(n, RawMemset | RawMemcpy):
+        yield "the shape", m.shape, n.shape
+
+
+def _spot(node: str, kernel: RawKernel, at: int) -> str:
+    for i, (offset, size) in enumerate(kernel.params):
+        if offset <= at < offset + size:
+            return f"{node}, parameter {i}, the word at {at - offset} of {size} bytes"
+    return f"{node}, the word at {at} of the parameters"
+
+
+def _both(mine: Word, theirs: Word, known: Known) -> str:
+    """What the two processes read there: kind and bytes of the range, and how far into it."""
+    said = []
+    for word, ranges in ((mine, known.ranges[0]), (theirs, known.ranges[1])):
+        places = [(ranges[target.range], target) for target in word.targets]
+        said.append(" or ".join(f"{piece.kind} of {piece.size:,} bytes, {target.offset:,} into it" for piece, target in places))
+    return f"{said[0]}; in the other process {said[1]}"
+
+
+def _runs(positions: list[int]) -> Iterator[tuple[int, int]]:
+    """Sorted positions as (start, length) of consecutive runs."""
+    start = 0
+    for i in range(1, len(positions) + 1):
+        if i == len(positions) or positions[i] != positions[i - 1] + 1:
+            yield positions[start], i - start
+            start = i
+
+
+def _first_difference(mine: Sequence[object], theirs: Sequence[object]) -> str:
+    for x, y in zip(mine, theirs, strict=False):
+        if x != y:
+            return f"{x} and {y}"
+    return f"{len(mine)} and {len(theirs)} of them"

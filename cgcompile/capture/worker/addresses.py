@@ -1,0 +1,97 @@
+"""What an address means in this process: readings of a number as places in known memory.
+
+Pure but for `probe`, which asks the driver about an address that lies in nothing known (tests pass a function of their own).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from ..rows import Block, Key, Pointee, Range, Target, Word
+
+LOWEST, HIGHEST = 1 << 20, 1 << 57
+"""Numbers outside are taken for data without asking the driver: no device address is that low, none has more than 57 bits."""
+
+Probe = Callable[[int], Pointee | None]
+
+
+class AddressMap:
+    """The known ranges of one process, and those found on the way.
+
+    `owned` are pieces of memory whose live parts are among the ranges (torch's segments): a number inside them that lies
+    in no range refers to something freed, which no kernel of a captured graph may use, so it is data.
+    """
+
+    def __init__(self, ranges: Iterable[Range], owned: Iterable[tuple[int, int]], probe: Probe) -> None:
+        self.ranges = list(ranges)
+        self._probe = probe
+        self._owned = sorted(owned)
+        self._probed: dict[int, tuple[Target, ...]] = {}
+        self._order = sorted(range(len(self.ranges)), key=lambda i: self.ranges[i].start)
+        self._starts = [self.ranges[i].start for i in self._order]
+        self._ends: dict[int, list[int]] = {}
+        for i, piece in enumerate(self.ranges):
+            self._ends.setdefault(piece.start + piece.size, []).append(i)
+
+    def readings(self, address: int, key: Key | None) -> tuple[Target, ...]:
+        """Every place that `address` can mean in a graph of `key`, the likeliest first; () when it is no live address.
+
+        Private pools of other keys do not count: nothing there is alive while the graph of this key runs.
+        """
+        if not LOWEST <= address < HIGHEST:
+            return ()
+        found = [Target(range=i, offset=address - self.ranges[i].start) for i in self._inside(address)]
+        found += [Target(range=i, offset=self.ranges[i].size) for i in self._ends.get(address, ())]
+        mine = tuple(t for t in found if self.ranges[t.range].key in (None, key))
+        if mine or found or self._is_owned(address):
+            return mine
+        if address not in self._probed:
+            self._probed[address] = self._ask(address)
+        return self._probed[address]
+
+    def block(self, data: bytes, key: Key | None) -> Block:
+        """`data` with the readings of each of its 8-byte aligned words."""
+        words = []
+        for at in range(0, len(data) - 7, 8):
+            targets = self.readings(int.from_bytes(data[at : at + 8], "little"), key)
+            if targets:
+                words.append(Word(at=at, targets=targets))
+        return Block(data=data, words=tuple(words))
+
+    def known_words(self, data: bytes) -> tuple[Word, ...]:
+        """The words of a large block that lie in a known range; the driver is not asked about the others."""
+        aligned = memoryview(data)[: len(data) // 8 * 8].cast("Q")
+        low, high = self._starts[0], max(self._ends)
+        words = []
+        for i, value in enumerate(aligned):
+            if low <= value <= high and (inside := self._inside(value)):
+                words.append(Word(at=8 * i, targets=(Target(range=inside[0], offset=value - self.ranges[inside[0]].start),)))
+        return tuple(words)
+
+    def fill(self, used: Iterable[int], read: Callable[[int, int], bytes], limit: int) -> tuple[Range, ...]:
+        """The ranges, with the contents of those in `used` that a bundle would have to carry and that are at most
+        `limit` bytes."""
+        wanted = {i for i in used if self.ranges[i].kind in ("torch", "device") and self.ranges[i].size <= limit}
+        return tuple(replace(r, contents=read(r.start, r.size)) if i in wanted else r for i, r in enumerate(self.ranges))
+
+    def _inside(self, address: int) -> list[int]:
+        at = bisect_right(self._starts, address) - 1
+        if at < 0:
+            return []
+        i = self._order[at]
+        return [i] if address < self.ranges[i].start + self.ranges[i].size else []
+
+    def _is_owned(self, address: int) -> bool:
+        at = bisect_right(self._owned, (address, 1 << 62)) - 1
+        return at >= 0 and address < self._owned[at][0] + self._owned[at][1]
+
+    def _ask(self, address: int) -> tuple[Target, ...]:
+        pointee = self._probe(address)
+        if pointee is None:
+            return ()
+        piece = Range(kind=pointee.kind, start=pointee.start, size=pointee.size)
+        if piece not in self.ranges:
+            self.ranges.append(piece)
+        return (Target(range=self.ranges.index(piece), offset=address - piece.start if piece.kind == "device" else 0),)

@@ -1,0 +1,222 @@
+"""Every kernel image that a process loads, with the module that it became: what CUPTI tells while it happens.
+
+Two subscriptions work together (cupti_callbacks.h, CUDA 12 and 13).  The resource callback MODULE_LOADED hands over the
+image but no handle; it fires *inside* the driver call that loads.  The driver-API callbacks keep a stack of calls per
+thread, and when such a call returns, its arguments hold the handle: a module that was just created, or the kernel,
+function or library whose first use loaded it.  FACTS.md, "Where kernel images come from".  A load in a call that is not
+in `HOLDERS` is an error: the name of a kernel does not identify it, so there is nothing to guess from.
+
+Subscribe before CUDA starts; the callbacks only copy bytes and read integers, and never call CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import hashlib
+import importlib.util
+import os
+import threading
+from dataclasses import dataclass
+
+from ..errors import CuptiUnavailable, LoaderUnknown
+from .driver import check, driver, succeeded
+
+DRIVER_API, RESOURCE = 1, 3  # CUpti_CallbackDomain
+MODULE_LOADED = 6  # CUpti_CallbackIdResource
+ENTER = 0  # CUpti_ApiCallbackSite
+
+HOLDERS = {
+    "cuModuleLoad": ("module", 0, True),
+    "cuModuleLoadData": ("module", 0, True),
+    "cuModuleLoadDataEx": ("module", 0, True),
+    "cuModuleLoadFatBinary": ("module", 0, True),
+    "cuLibraryLoadData": ("library", 0, True),
+    "cuLibraryLoadFromFile": ("library", 0, True),
+    "cuLibraryGetModule": ("library", 8, False),
+    "cuLibraryGetGlobal": ("library", 16, False),
+    "cuLibraryGetManaged": ("library", 16, False),
+    "cuKernelGetFunction": ("kernel", 8, False),
+    "cuKernelGetAttribute": ("kernel", 16, False),
+    "cuKernelSetAttribute": ("kernel", 8, False),
+    "cuKernelSetCacheConfig": ("kernel", 0, False),
+    "cuKernelGetParamInfo": ("kernel", 0, False),
+    "cuFuncGetModule": ("function", 8, False),
+    "cuFuncGetAttribute": ("function", 16, False),
+    "cuFuncSetAttribute": ("function", 0, False),
+    "cuFuncSetCacheConfig": ("function", 0, False),
+    "cuFuncGetParamInfo": ("function", 0, False),
+    "cuFuncLoad": ("function", 0, False),
+    "cuLaunchKernel": ("function", 0, False),
+    "cuLaunchKernelEx": ("function", 8, False),
+    "cuLaunchCooperativeKernel": ("function", 0, False),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": ("function", 8, False),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags": ("function", 8, False),
+    "cuOccupancyAvailableDynamicSMemPerBlock": ("function", 8, False),
+    "cuOccupancyMaxPotentialBlockSize": ("function", 16, False),
+    "cuOccupancyMaxPotentialBlockSizeWithFlags": ("function", 16, False),
+    "cuOccupancyMaxPotentialClusterSize": ("function", 8, False),
+    "cuOccupancyMaxActiveClusters": ("function", 8, False),
+}
+"""Driver call -> (kind of handle, byte offset in its parameter struct, whether it is a pointer to the handle).  The
+structs are those of generated_cuda_meta.h, CUDA 13.0."""
+
+
+class _CallbackData(ctypes.Structure):
+    _fields_ = (
+        ("site", ctypes.c_int),
+        ("function", ctypes.c_char_p),
+        ("params", ctypes.c_void_p),
+        ("result", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+class _ResourceData(ctypes.Structure):
+    _fields_ = (("context", ctypes.c_void_p), ("handle", ctypes.c_void_p), ("descriptor", ctypes.c_void_p))
+
+
+class _ModuleData(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_uint32), ("bytes", ctypes.c_size_t), ("image", ctypes.c_void_p))
+
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """One loaded image: the driver call it happened in (`serial` tells calls apart), and the handle that the call names
+    (`kind` "" if the call is unknown)."""
+
+    serial: int
+    call: str
+    kind: str
+    handle: int
+    image: str
+
+
+class ImageLog:
+    """The images loaded since `ImageLog()` was made.  One per process; `close()` ends the subscription."""
+
+    def __init__(self) -> None:
+        self._cupti = ctypes.CDLL(_find_cupti())
+        self._stacks = threading.local()
+        self._loads: list[Load] = []
+        self._images: dict[str, bytes] = {}
+        self._callback = _CALLBACK(self._on_event)  # referenced for as long as CUPTI may call it
+        self._subscriber = ctypes.c_void_p()
+        self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
+        self._call("cuptiEnableDomain", 1, self._subscriber, DRIVER_API)
+        self._call("cuptiEnableCallback", 1, self._subscriber, RESOURCE, MODULE_LOADED)
+
+    def close(self) -> None:
+        """Stop listening.  The log stays readable."""
+        self._call("cuptiUnsubscribe", self._subscriber)
+
+    @property
+    def images(self) -> dict[str, bytes]:
+        """sha256 -> bytes of every image seen."""
+        return dict(self._images)
+
+    def modules(self) -> dict[int, tuple[str, ...]]:
+        """CUmodule handle -> sha256 of the image it was made from; several when one call loaded several images.
+
+        A handle that was used again after an unload maps to its latest image.  Call this with the module's context current and
+        before the kernels of the graph may have been unloaded.  Raises LoaderUnknown.
+        """
+        strangers = sorted({load.call for load in self._loads if not load.kind})
+        if strangers:
+            raise LoaderUnknown(f"images were loaded inside {', '.join(strangers)}: the recorder does not know that call's module")
+        found: dict[int, tuple[str, ...]] = {}
+        previous = -1
+        for load in list(self._loads):
+            module = _module_of(load)
+            if module is None:  # a kernel or library that no longer exists: no node of a live graph can hold it
+                continue
+            together = load.serial == previous
+            found[module] = (*found[module], load.image) if together else (load.image,)
+            previous = load.serial
+        return found
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._cupti, name)(*arguments)
+        if code:
+            raise CuptiUnavailable(f"{name} failed with CUPTI error {code}")
+
+    def _stack(self) -> list[tuple[str, list[str]]]:
+        if not hasattr(self._stacks, "calls"):
+            self._stacks.calls = []
+        calls: list[tuple[str, list[str]]] = self._stacks.calls
+        return calls
+
+    def _on_event(self, _user: int, domain: int, _id: int, data: int) -> None:
+        stack = self._stack()
+        if domain == DRIVER_API:
+            call = ctypes.cast(data, ctypes.POINTER(_CallbackData)).contents
+            if call.site == ENTER:
+                stack.append((call.function.decode(), []))
+            elif stack:
+                name, images = stack.pop()
+                if images and not (call.result and ctypes.c_int.from_address(call.result).value):
+                    kind, handle = _handle(name, call.params)
+                    serial = len(self._loads)
+                    self._loads.extend(Load(serial=serial, call=name, kind=kind, handle=handle, image=image) for image in images)
+        elif domain == RESOURCE:
+            resource = ctypes.cast(data, ctypes.POINTER(_ResourceData)).contents
+            module = ctypes.cast(resource.descriptor, ctypes.POINTER(_ModuleData)).contents
+            image = ctypes.string_at(module.image, module.bytes)
+            digest = hashlib.sha256(image).hexdigest()
+            self._images.setdefault(digest, image)
+            if stack:
+                stack[-1][1].append(digest)
+            else:
+                self._loads.append(Load(serial=len(self._loads), call="no driver call", kind="", handle=0, image=digest))
+
+
+def _handle(name: str, params: int) -> tuple[str, int]:
+    """(kind, handle) that a driver call's parameters name; ("", 0) for a call that is not known."""
+    base = name.removesuffix("_ptsz").removesuffix("_v2")
+    if base not in HOLDERS:
+        return "", 0
+    kind, at, indirect = HOLDERS[base]
+    value = ctypes.c_void_p.from_address(params + at).value
+    if indirect and value:
+        value = ctypes.c_void_p.from_address(value).value
+    return kind, value or 0
+
+
+def _module_of(load: Load) -> int | None:
+    """The CUmodule behind a handle, or None if the handle is no longer valid.
+
+    cudart hands out CUkernel handles where a CUfunction is expected (cuda.h allows the cast), so both readings are tried.
+    """
+    if load.kind == "module":
+        return load.handle
+    if load.kind == "library":
+        result = driver.cuLibraryGetModule(driver.CUlibrary(load.handle))
+        return int(result[1]) if succeeded(result) else None
+    if load.kind == "function":
+        result = driver.cuFuncGetModule(driver.CUfunction(load.handle))
+        if succeeded(result):
+            return int(result[1])
+    result = driver.cuKernelGetFunction(driver.CUkernel(load.handle))
+    return int(check(driver.cuFuncGetModule(result[1]))) if succeeded(result) else None
+
+
+def _find_cupti() -> str:
+    """The libcupti that torch ships beside itself, else the toolkit's.  Raises CuptiUnavailable."""
+    roots = [os.path.join(path, "**") for path in _package_paths("nvidia")]
+    roots += [
+        os.path.join(root, "extras", "CUPTI", "lib64") for root in filter(None, [os.environ.get("CUDA_HOME"), "/usr/local/cuda"])
+    ]
+    for root in roots:
+        found = sorted(glob.glob(os.path.join(root, "libcupti.so*"), recursive=True))
+        if found:
+            return found[-1]
+    raise CuptiUnavailable("libcupti.so was found neither beside torch nor in the CUDA toolkit")
+
+
+def _package_paths(name: str) -> list[str]:
+    spec = importlib.util.find_spec(name)
+    return list(spec.submodule_search_locations or []) if spec else []

@@ -1,0 +1,71 @@
+"""Module state: variables of kernel images that no longer hold their initial bytes.
+
+A library may set a variable of its module from the host before its first launch (cuFFT's `lut_sp` is a pointer to a
+table that cuFFT allocated); a module loaded afresh would hold the initial bytes instead.  Every data symbol of every
+image used is read and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...targets.cuda.elf import Cubin
+from ..errors import ModuleStateUnreadable
+from ..rows import RawState
+from .addresses import AddressMap
+from .driver import allocation, driver, read_device, succeeded
+
+SECTIONS = (".nv.global", ".nv.constant")
+"""Sections of module variables; symbols elsewhere (shared memory) hold nothing between launches."""
+
+WRITABLE = ".nv.global"
+"""The section of variables that kernels can write and that start as zeros; `.nv.global.init` holds the others."""
+
+
+def changed_variables(
+    modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap
+) -> tuple[tuple[RawState, ...], tuple[str, ...]]:
+    """The changed variables of the images in `modules` (image -> CUmodule handle), sorted, and notes on what could not be read.
+
+    A symbol without a handle of its own is read at its distance from one of the same section, where that lies in the same
+    allocation: an address outside could be taken for host memory.  Raises
+    ModuleStateUnreadable when a section that kernels can write has no handle at all.
+    """
+    found: list[RawState] = []
+    notes: list[str] = []
+    for image, module in sorted(modules.items()):
+        handles: dict[str, int] = {}
+        starts: dict[str, tuple[int, int, int]] = {}
+        lost: dict[str, list[str]] = {}
+        variables = [s for s in cubins[image].data if s.section.startswith(SECTIONS)]
+        for symbol in variables:
+            result = driver.cuModuleGetGlobal(driver.CUmodule(module), symbol.name.encode())
+            if succeeded(result):
+                handles[symbol.name] = int(result[1])
+                piece = allocation(int(result[1]))
+                if piece:
+                    starts[symbol.section] = (int(result[1]) - symbol.value, piece[0], piece[0] + piece[1])
+        for symbol in variables:
+            address = handles.get(symbol.name)
+            if address is None and symbol.section in starts:
+                start, low, high = starts[symbol.section]
+                if low <= start + symbol.value <= high - len(symbol.initial):
+                    address = start + symbol.value
+            if address is None:
+                lost.setdefault(symbol.section, []).append(symbol.name)
+                continue
+            contents = read_device(address, len(symbol.initial))
+            if contents == symbol.initial:
+                continue
+            if symbol.name not in handles:
+                raise ModuleStateUnreadable(
+                    f"image {image[:12]}: variable {symbol.name} was changed, and has no handle to restore it by"
+                )
+            found.append(RawState(image=image, symbol=symbol.name, block=addresses.block(contents, None)))
+        if WRITABLE in lost:
+            names = ", ".join(lost[WRITABLE][:3])
+            raise ModuleStateUnreadable(
+                f"image {image[:12]}: {len(lost[WRITABLE])} variables that kernels can write have no handle: {names}"
+            )
+        notes += [f"image {image[:12]}: {len(names)} variables of {section} have no handle" for section, names in lost.items()]
+    return tuple(sorted(found, key=lambda s: (s.image, s.symbol))), tuple(notes)

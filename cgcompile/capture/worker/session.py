@@ -1,0 +1,185 @@
+"""Inside a recorder process: load the program, place its memory, lower, warm up, capture every key.
+
+Private torch interface: `torch._C._cuda_clearCublasWorkspaces` (2.11, 2.13).  cuBLAS workspaces live per handle and
+stream; without clearing them, a later key's graph would use a workspace in an earlier key's private pool.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export.passes import move_to_device_pass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from cgbundle.format.schema import Weight
+
+from ...model.source import load_code
+from ...targets.cuda.lowering import lower, lowering_errors, repair
+from ...targets.cuda.memory_layout import PAD
+from ...targets.cuda.tensors import Spot, apply_settings, place_inputs, place_weights, program_tensors, spot_of, tensor_at
+from ..errors import LoweringFailed, NotCapturable
+from ..request import Request
+from ..rows import Key
+from .driver import check, driver
+
+WARMUPS = 3
+SHIFTS = (1 << 20, 34 << 20, 200 << 20)
+"""Allocations that a shifted process makes first, bytes: one for each size class of the driver's address space."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """A loaded program: `module` computes with weights in the buffer `weights` and, those that it writes to, in the buffer `state`;
+    `originals` are their values before anything ran.  `sides` are the program on the CPU and on the GPU where parts of it stay on
+    the host, else None."""
+
+    request: Request
+    sides: tuple[torch.export.ExportedProgram, torch.export.ExportedProgram] | None
+    module: torch.nn.Module
+    originals: Mapping[str, torch.Tensor]
+    weights: torch.Tensor
+    state: torch.Tensor
+    inputs: torch.Tensor
+    calls: Mapping[Key, tuple[Call, Call]]
+
+    def tensor_of(self, row: Weight) -> torch.Tensor:
+        """Where a weight lies."""
+        buffer = self.state if row.memory == "state" else self.weights
+        return tensor_at(buffer, row.offset, row.dtype, row.shape, row.strides)
+
+    def restore_state(self) -> None:
+        """Puts back what the buffers that the program writes to held at first."""
+        for row in self.request.weights:
+            if row.memory == "state":
+                self.tensor_of(row).copy_(self.originals[row.name])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """A captured graph, not yet run: number `region` of its key.  `inputs` and `outputs` are the places of the tensors that it
+    takes and makes; `kept` are outputs of the program among them, whose memory nobody else gets."""
+
+    key: Key
+    region: int
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Spot, ...]
+    outputs: tuple[Spot, ...]
+    kept: tuple[torch.Tensor, ...]
+
+
+def open_session(request: Request) -> Session:
+    """Load the program, move it to the GPU, and place weights and static inputs."""
+    apply_settings(request.settings)
+    torch.cuda.init()
+    anchor = torch.zeros(1, device="cuda")  # makes the context current for the driver calls below
+    if request.shift:
+        for size in SHIFTS:
+            check(driver.cuMemAlloc(size))
+    if request.placements:
+        pass
+    if request.code:
+        load_code(request.code)
+    program = torch.export.load(request.program)
+    originals = program_tensors(program)
+    moved = move_to_device_pass(program, "cuda")
+    module = repair(moved.module(check_guards=False))  # the signature's checks run before a replay, not inside it
+    weights = torch.zeros(request.weights_end + PAD, dtype=torch.uint8, device="cuda")
+    state = torch.zeros(request.state_end + PAD, dtype=torch.uint8, device="cuda")
+    inputs = torch.zeros(request.inputs_end + PAD, dtype=torch.uint8, device="cuda")
+    place_weights(module, request.weights, originals, {"weights": weights, "state": state})
+    calls = torch.load(request.calls, weights_only=False)
+    sides = (torch.export.load(request.program), moved) if request.placements else None  # moving changes the program itself
+    del program, moved, anchor
+    gc.collect()
+    torch.cuda.empty_cache()
+    return Session(
+        request=request, sides=sides, module=module, originals=originals, weights=weights, state=state, inputs=inputs, calls=calls
+    )  # fmt: skip
+
+
+def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
+    """Lower the program for a key and run it on a side stream, each time on the example's values, although it may write to its
+    inputs and buffers.  Returns the call without arguments, and its static inputs, which hold these values again.
+
+    Raises LoweringFailed.
+    """
+    tell(f"lowering {key}")
+    leaves, spec = tree_flatten(session.calls[key][0])
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    examples = [leaves[i] for i in where]
+    static = place_inputs(examples, session.inputs)
+    for i, tensor in zip(where, static, strict=True):
+        leaves[i] = tensor
+    args, kwargs = tree_unflatten(leaves, spec)
+    lowered = lower(session.module, session.request.level, session.request.specialize)
+
+    def call() -> Any:
+        return lowered(*args, **kwargs)
+
+    def restore() -> None:
+        for i in session.request.written:
+            static[i].copy_(examples[i])
+        session.restore_state()
+
+    run_warm(call, f"int_key {key}, {session.request.level}", restore)
+    return call, tuple(static)
+
+
+def run_warm(call: Callable[[], Any], where: str, restore: Callable[[], None] = lambda: None) -> None:
+    """Run a lowered program on a side stream, which compiles it; `restore` comes after every run.  Raises LoweringFailed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(WARMUPS):
+                call()
+                restore()
+    except lowering_errors() as error:
+        raise LoweringFailed(f"{where}: {_first_line(error)}") from error
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+
+def capture(session: Session, key: Key, tell: Tell) -> Captured:
+    """Capture the program for a key into a private pool of its own.  Raises LoweringFailed, NotCapturable."""
+    call, static = warm_up(session, key, tell)
+    tell(f"capturing {key}")
+    graph, result = capture_call(call, f"int_key {key}")
+    outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return Captured(
+        key=key, region=0, graph=graph, inputs=tuple(map(spot_of, static)), outputs=tuple(map(spot_of, outputs)), kept=outputs
+    )
+
+
+def capture_call(call: Callable[[], Any], where: str, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A captured graph of a call that ran before, and what the call returned; `pool` is that of an earlier graph, whose memory this
+    one may use as far as nothing holds it.  Raises NotCapturable."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    try:
+        with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
+            result = call()
+    except RuntimeError as error:
+        raise NotCapturable(f"{where}: {_first_line(error)}") from error
+    torch._C._cuda_clearCublasWorkspaces()
+    return graph, result
+
+
+def _first_line(error: BaseException) -> str:
+    """The error's first line, and that of what caused it."""
+    said: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(said) < 3:
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        said.append(f"{type(cause).__name__}: {lines[0] if lines else ''}")
+        cause = cause.__cause__
+    return "; caused by ".join(said)

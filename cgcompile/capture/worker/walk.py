@@ -1,0 +1,211 @@
+"""A captured graph, read node by node with the driver API: CUgraph -> raw rows.
+
+Nodes of kinds that a bundle cannot hold are refused by name.  Parameters come in two forms (FACTS.md): an array of
+pointers, or, for cuBLAS, the `extra` list with one packed buffer.  Both become one packed block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import AttributeRefused, CopyRefused, ImageUnseen, NodeRefused, ParametersUnreadable
+from ..rows import Key, RawEmpty, RawKernel, RawMemcpy, RawMemset, RawNode, Word
+from .addresses import AddressMap
+from .driver import check, driver, succeeded
+
+REFUSED = {
+    "HOST": "it calls a function of the recording process",
+    "GRAPH": "child graphs are not recorded",
+    "WAIT_EVENT": "it waits for an event of the recording process",
+    "EVENT_RECORD": "it records an event of the recording process",
+    "EXT_SEMAS_SIGNAL": "it signals another API's semaphore",
+    "EXT_SEMAS_WAIT": "it waits for another API's semaphore",
+    "MEM_ALLOC": "it allocates memory while the graph runs",
+    "MEM_FREE": "it frees memory while the graph runs",
+    "BATCH_MEM_OP": "it reads or writes memory words from the stream",
+    "CONDITIONAL": "its body depends on a value on the device",
+}
+"""Kinds of node that a bundle cannot hold, with the reason."""
+
+FUNCTION_ATTRIBUTES = {8: 0, 9: -1, 14: 0, 15: 0}
+"""CUfunction_attribute -> default: dynamic shared memory, carve-out, non-portable cluster size, cluster scheduling policy."""
+
+ATTRIBUTES: dict[int, Callable[[Any], tuple[int, int, int]]] = {
+    2: lambda v: (v.cooperative, 0, 0),
+    4: lambda v: (v.clusterDim.x, v.clusterDim.y, v.clusterDim.z),
+    5: lambda v: (int(v.clusterSchedulingPolicyPreference), 0, 0),
+    8: lambda v: (v.priority, 0, 0),
+    9: lambda v: (v.memSyncDomainMap.default_, v.memSyncDomainMap.remote, 0),
+    10: lambda v: (int(v.memSyncDomain), 0, 0),
+    11: lambda v: (v.preferredClusterDim.x, v.preferredClusterDim.y, v.preferredClusterDim.z),
+    14: lambda v: (v.sharedMemCarveout, 0, 0),
+    16: lambda v: (v.nvlinkUtilCentricScheduling, 0, 0),
+}
+"""CUlaunchAttributeID -> reader of its values.  Programmatic dependent launch is in the edges once a launch was captured.
+
+What a driver reports for an attribute that nobody set is not documented (the cluster scheduling policy reads 1 on driver 580), so a
+value is recorded when it differs from that of a node just added with the same function."""
+
+REFUSED_ATTRIBUTES: dict[int, tuple[str, Callable[[Any], int]]] = {
+    1: ("an access policy window, which holds an address", lambda v: int(v.accessPolicyWindow.num_bytes)),
+    13: ("device-side updates of the node", lambda v: int(v.deviceUpdatableKernelNode.deviceUpdatable)),
+}
+
+
+def walk(
+    graph: int, key: Key, addresses: AddressMap, modules: Mapping[int, tuple[str, ...]], functions: Callable[[str], frozenset[str]]
+) -> tuple[tuple[RawNode, ...], tuple[tuple[int, int, int, int, int], ...], dict[str, int]]:
+    """Read a CUgraph.
+
+    `modules` maps CUmodule handles to images (ImageLog.modules), `functions` an image to its kernels' names.  Returns
+    the nodes, the edges as (source, target, from_port, to_port, type), and the module handle of every image used.
+    Raises the refusals of errors.py.
+    """
+    handle = driver.CUgraph(graph)
+    count = check(driver.cuGraphGetNodes(handle, 0))[1]
+    handles = check(driver.cuGraphGetNodes(handle, count))[0] if count else []
+    used: dict[str, int] = {}
+    scratch = check(driver.cuGraphCreate(0))
+    nodes: list[RawNode] = []
+    for i, node in enumerate(handles):
+        kind = check(driver.cuGraphNodeGetType(node)).name.removeprefix("CU_GRAPH_NODE_TYPE_")
+        where = f"int_key {key}, node {i}"
+        if kind == "KERNEL":
+            nodes.append(_kernel(node, where, key, addresses, modules, functions, used, scratch))
+        elif kind == "MEMSET":
+            nodes.append(_memset(node, where, key, addresses))
+        elif kind == "MEMCPY":
+            nodes.append(_memcpy(node, where, key, addresses))
+        elif kind == "EMPTY":
+            nodes.append(RawEmpty())
+        else:
+            raise NodeRefused(f"{where} is a node of kind {kind}: {REFUSED.get(kind, 'the recorder does not know it')}")
+    check(driver.cuGraphDestroy(scratch))
+    return tuple(nodes), _edges(handle, {int(node): i for i, node in enumerate(handles)}), used
+
+
+def _edges(graph: Any, index: Mapping[int, int]) -> tuple[tuple[int, int, int, int, int], ...]:
+    count = check(driver.cuGraphGetEdges(graph, 0))[-1]
+    if not count:
+        return ()
+    sources, targets, data, _count = check(driver.cuGraphGetEdges(graph, count))
+    edges = zip(sources, targets, data, strict=True)
+    return tuple((index[int(a)], index[int(b)], int(e.from_port), int(e.to_port), int(e.type)) for a, b, e in edges)
+
+
+def _kernel(
+    node: Any,
+    where: str,
+    key: Key,
+    addresses: AddressMap,
+    modules: Mapping[int, tuple[str, ...]],
+    functions: Callable[[str], frozenset[str]],
+    used: dict[str, int],
+    scratch: Any,
+) -> RawKernel:
+    params = check(driver.cuGraphKernelNodeGetParams(node))
+    function = params.func if int(params.func) else check(driver.cuKernelGetFunction(params.kern))
+    symbol = check(driver.cuFuncGetName(function)).decode()
+    module = int(check(driver.cuFuncGetModule(function)))
+    where = f"{where} ({symbol})"
+    images = [image for image in modules.get(module, ()) if symbol in functions(image)]
+    if len(images) != 1:
+        seen = "no image was" if not images else f"{len(images)} images were"
+        raise ImageUnseen(f"{where}: {seen} seen for its module ({module:#x})")
+    used[images[0]] = module
+    layout = _layout(function)
+    return RawKernel(
+        image=images[0],
+        symbol=symbol,
+        params=layout,
+        function_attributes=_function_attributes(function),
+        grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
+        threads=(params.blockDimX, params.blockDimY, params.blockDimZ),
+        shared=params.sharedMemBytes,
+        attributes=_attributes(node, params, scratch, where),
+        block=addresses.block(_parameters(params, layout, where), key),
+    )
+
+
+def _layout(function: Any) -> tuple[tuple[int, int], ...]:
+    """(offset, size) of every parameter: the driver answers until there is no further one."""
+    layout: list[tuple[int, int]] = []
+    while succeeded(info := driver.cuFuncGetParamInfo(function, len(layout))):
+        layout.append((int(info[1]), int(info[2])))
+    return tuple(layout)
+
+
+def _parameters(params: Any, layout: tuple[tuple[int, int], ...], where: str) -> bytes:
+    end = max((offset + size for offset, size in layout), default=0)
+    block = bytearray(end)
+    if params.kernelParams:
+        pointers = (ctypes.c_void_p * len(layout)).from_address(int(params.kernelParams))
+        for (offset, size), pointer in zip(layout, pointers, strict=True):
+            block[offset : offset + size] = ctypes.string_at(pointer, size)
+    elif params.extra:
+        words = (ctypes.c_size_t * 5).from_address(int(params.extra))
+        named = {words[0]: words[1], words[2]: words[3]}
+        if set(named) != {1, 2} or words[4]:  # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END
+            raise ParametersUnreadable(f"{where}: its `extra` list starts with {list(words)}, not with a buffer and its size")
+        packed = ctypes.string_at(named[1], ctypes.c_size_t.from_address(named[2]).value)
+        block = bytearray(packed.ljust(end, b"\0"))
+    elif layout:
+        raise ParametersUnreadable(f"{where}: it has {len(layout)} parameters, but neither kernelParams nor extra")
+    return bytes(block)
+
+
+def _function_attributes(function: Any) -> tuple[tuple[int, int], ...]:
+    found = []
+    for number, default in FUNCTION_ATTRIBUTES.items():
+        value = check(driver.cuFuncGetAttribute(driver.CUfunction_attribute(number), function))
+        if value != default:
+            found.append((number, int(value)))
+    return tuple(found)
+
+
+def _attributes(node: Any, params: Any, scratch: Any, where: str) -> tuple[tuple[int, tuple[int, int, int]], ...]:
+    """The attributes that differ from those of a node added to graph `scratch` with the same parameters."""
+    plain = _values(check(driver.cuGraphAddKernelNode(scratch, [], 0, params)))
+    for number, (what, read) in REFUSED_ATTRIBUTES.items():
+        result = driver.cuGraphKernelNodeGetAttribute(node, driver.CUlaunchAttributeID(number))
+        if succeeded(result) and read(result[1]):
+            raise AttributeRefused(f"{where} has launch attribute {number}: {what}")
+    return tuple((number, value) for number, value in _values(node).items() if value != plain.get(number))
+
+
+def _values(node: Any) -> dict[int, tuple[int, int, int]]:
+    values = {}
+    for number, read in ATTRIBUTES.items():
+        result = driver.cuGraphKernelNodeGetAttribute(node, driver.CUlaunchAttributeID(number))
+        if succeeded(result):
+            values[number] = read(result[1])
+    return values
+
+
+def _memset(node: Any, where: str, key: Key, addresses: AddressMap) -> RawMemset:
+    p = check(driver.cuGraphMemsetNodeGetParams(node))
+    target = Word(at=0, targets=addresses.readings(int(p.dst), key))
+    if not target.targets:
+        raise NodeRefused(f"{where} is a memset of {int(p.dst):#x}, which is no live memory of this graph")
+    return RawMemset(target=target, shape=(int(p.value), int(p.elementSize), int(p.width), int(p.height), int(p.pitch)))
+
+
+def _memcpy(node: Any, where: str, key: Key, addresses: AddressMap) -> RawMemcpy:
+    p = check(driver.cuGraphMemcpyNodeGetParams(node))
+    ends = []
+    for side in ("src", "dst"):
+        kind = getattr(p, side + "MemoryType").name.removeprefix("CU_MEMORYTYPE_")
+        if kind not in ("DEVICE", "UNIFIED"):
+            raise CopyRefused(f"{where} copies {'from' if side == 'src' else 'to'} {kind.lower()} memory")
+        pitch, rows = getattr(p, side + "Pitch"), getattr(p, side + "Height")
+        skipped = getattr(p, side + "XInBytes") + pitch * (getattr(p, side + "Y") + rows * getattr(p, side + "Z"))
+        address = int(getattr(p, side + "Device")) + skipped
+        word = Word(at=0, targets=addresses.readings(address, key))
+        if not word.targets or addresses.ranges[word.targets[0].range].kind == "host":
+            what = "pinned host memory" if word.targets else "no live device memory of this graph"
+            raise CopyRefused(f"{where} copies {'from' if side == 'src' else 'to'} {address:#x}, which is {what}")
+        ends.append(word)
+    shape = (p.WidthInBytes, p.Height, p.Depth, p.srcPitch, p.srcHeight, p.dstPitch, p.dstHeight)
+    return RawMemcpy(source=ends[0], target=ends[1], shape=tuple(int(x) for x in shape))

@@ -1,0 +1,158 @@
+"""The signature of a traced model: its inputs and outputs in terms of the declared dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from cgbundle.format.schema import Size, TensorSpec
+from cgbundle.format.size_expressions import evaluate, linear
+
+from ..errors import ExportFailed, OutputSizeUnknown, SizeExcluded, StructureUnsupported
+from ..model import dynamic_axes as axes
+from ..model.pytree import dtype_name
+from ..model.source import Source
+from .exported import Exported, Seen, Traced, memory_order
+
+
+def describe_signature(traced: Traced) -> Exported:
+    """The inputs and outputs in terms of the declared dimensions.  Raises SizeExcluded, ExportFailed, StructureUnsupported,
+    OutputSizeUnknown."""
+    source, program, flat = traced.source, traced.program, traced.flat
+    if flat.result is None or not flat.names:
+        raise StructureUnsupported(f"{source.label}: the model's result holds no tensor")
+    symbols = _symbols(source, program, traced.shapes, traced.sizes)
+    inputs = tuple(
+        [
+            TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor))
+            for (name, tensor), shape in zip(traced.like.leaves, traced.shapes, strict=True)
+        ]
+    )
+    outputs = _outputs(source, program, flat.names, symbols)
+    return Exported(
+        program=program,
+        flat=flat,
+        inputs=inputs,
+        outputs=tuple([_as_seen(source, spec, index, traced.seen) for index, spec in enumerate(outputs)]),
+        call=traced.call,
+        result=flat.result,
+        obstacles=traced.obstacles,
+    )
+
+
+def _symbols(
+    source: Source, program: ExportedProgram, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
+) -> dict[Any, Size]:
+    """Export's symbols in terms of the declared dimensions; checks that every declared size satisfies what export found."""
+    user = set(program.graph_signature.user_inputs)
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
+    found: dict[Any, Size] = {}
+    for value, shape in zip(values, shapes, strict=True):
+        for actual, size in zip(value.shape, shape, strict=True):
+            rule = linear(size)
+            if rule is None:
+                continue
+            name, scale, offset = rule
+            expr = actual.node.expr if isinstance(actual, torch.SymInt) else None
+            free = sorted(expr.free_symbols, key=str) if expr is not None else []
+            if len(free) != 1:
+                raise SizeExcluded(f"{source.label}: dimension {name!r} cannot vary: export fixed it to {actual}")
+            (symbol,) = free
+            assert expr is not None
+            step, shift = int(expr.subs(symbol, 1) - expr.subs(symbol, 0)), int(expr.subs(symbol, 0))
+            bounds = program.range_constraints.get(symbol)
+            for value_of in sizes[name]:
+                whole, rest = divmod(scale * value_of + offset - shift, step)
+                if rest:
+                    raise SizeExcluded(
+                        f"{source.label}: {name}={value_of} is excluded: the model needs a multiple of {step // scale}"
+                    )
+                if bounds is not None and not bounds.lower <= whole <= bounds.upper:
+                    low, high = [(step * end + shift - offset) // scale for end in (int(bounds.lower), int(bounds.upper))]
+                    raise SizeExcluded(
+                        f"{source.label}: {name}={value_of} is excluded: the model works from {name}={low} to {high}"
+                    )
+            found.setdefault(symbol, _invert(name, scale, offset, step, shift))
+    return found
+
+
+def _invert(name: str, scale: int, offset: int, inner: int, shift: int) -> Size:
+    """symbol from inner*symbol + shift = scale*name + offset."""
+    size = axes.expression(name, scale, offset - shift)
+    return size if inner == 1 else ("//", size, inner)
+
+
+def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], symbols: Mapping[Any, Size]) -> tuple[TensorSpec, ...]:
+    (node,) = [node for node in program.graph.nodes if node.op == "output"]
+    count = len(names)
+    values = [item.meta["val"] for item in node.args[0][-count:]]
+    specs = []
+    for name, value in zip(names, values, strict=True):
+        shape = tuple([_size(source, name, axis, size, symbols) for axis, size in enumerate(value.shape)])
+        specs.append(TensorSpec(name=name, dtype=dtype_name(value.dtype), shape=shape, order=tuple(range(value.dim()))))
+    return tuple(specs)
+
+
+def _as_seen(source: Source, spec: TensorSpec, index: int, seen: Sequence[Seen]) -> TensorSpec:
+    """`spec` with the shape that eager PyTorch gave.  Export can be wrong about axes of size 1: torch before 2.13 gives an LSTM's
+    states one too many (pytorch issue 151200).  Raises ExportFailed for any other difference."""
+    shapes = [spec.shape, *[spec.shape[:axis] + spec.shape[axis + 1 :] for axis, size in enumerate(spec.shape) if size == 1]]
+    for shape in shapes:
+        if all(tuple([evaluate(size, sizes) for size in shape]) == found[index] for sizes, found in seen):
+            return replace(spec, shape=shape, order=tuple(range(len(shape))))
+    raise ExportFailed(
+        f"{source.label}: output {spec.name!r}: export gives the shape {list(spec.shape)}, "
+        f"eager PyTorch {list(seen[-1][1][index])} at {seen[-1][0]}"
+    )
+
+
+def _size(source: Source, name: str, axis: int, size: Any, symbols: Mapping[Any, Size]) -> Size:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    unknown = sorted(str(symbol) for symbol in size.node.expr.free_symbols if symbol not in symbols)
+    if unknown:
+        raise OutputSizeUnknown(
+            f"{source.label}: output {name!r}, axis {axis}: its size {size} depends on data, not on the declared dimensions"
+        )
+    try:
+        return _convert(size.node.expr, symbols)
+    except KeyError:
+        raise StructureUnsupported(
+            f"{source.label}: output {name!r}, axis {axis}: the size {size} cannot be written in a bundle"
+        ) from None
+
+
+def _convert(expr: Any, symbols: Mapping[Any, Size]) -> Size:
+    """A sympy expression as a Size.  Raises KeyError for what the format has no operator for."""
+    if expr.is_Integer:
+        return int(expr)
+    if expr.is_Symbol:
+        return symbols[expr]
+    kind = type(expr).__name__
+    if kind in ("Add", "Mul"):
+        parts = sorted((_convert(part, symbols) for part in expr.args), key=lambda part: (isinstance(part, int), str(part)))
+        made = parts[0]
+        for part in parts[1:]:
+            made = (
+                ("-", made, -part)
+                if kind == "Add" and isinstance(part, int) and part < 0
+                else ("+" if kind == "Add" else "*", made, part)
+            )
+        return made
+    if kind == "Pow" and expr.args[1].is_Integer and 1 < int(expr.args[1]) < 5:
+        base = _convert(expr.args[0], symbols)
+        made = base
+        for _ in range(int(expr.args[1]) - 1):
+            made = ("*", made, base)
+        return made
+    operator = {"FloorDiv": "//", "CleanDiv": "//", "IntTrueDiv": "//", "Mod": "%", "PythonMod": "%"}[kind]
+    return (operator, _convert(expr.args[0], symbols), _convert(expr.args[1], symbols))
+
+
+def shape_at(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an input or output at `sizes`."""
+    return tuple([evaluate(size, sizes) for size in spec.shape])

@@ -1,0 +1,87 @@
+"""Sizes as the user gives them -> sizes per declared dimension.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from ..errors import SizesInvalid, TooManyKeys
+
+Given = Sequence[int] | Sequence[str] | Mapping[str, Sequence[int]] | str
+"""[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"]."""
+
+
+def declared_sizes(given: Given, dimensions: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Ascending sizes of every dimension, in declared order.  Raises SizesInvalid."""
+    pairs = _pairs(given, dimensions)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, sizes in pairs:
+        if name not in dimensions:
+            known = ", ".join(dimensions) or "none"
+            raise SizesInvalid(
+                f"sizes: {name!r} is no declared dimension (declared: {known})", "dimensions are the parameters of inputs()"
+            )
+        if name in found:
+            raise SizesInvalid(f"sizes: dimension {name!r} is given twice")
+        if not sizes:
+            raise SizesInvalid(f"sizes: no size for dimension {name!r}")
+        for size in sizes:
+            if size < 1:
+                raise SizesInvalid(f"sizes: {name}={size} is not a positive whole number")
+        doubles = sorted({size for size in sizes if list(sizes).count(size) > 1})
+        if doubles:
+            raise SizesInvalid(f"sizes: {name}={doubles[0]} is given twice")
+        found[name] = tuple(sorted(sizes))
+    for name in dimensions:
+        if name not in found:
+            raise SizesInvalid(f"sizes: no size for dimension {name!r}", f"add --sizes {name}=1,8")
+    return {name: found[name] for name in dimensions}
+
+
+def count_keys(sizes: Mapping[str, Sequence[int]], limit: int) -> int:
+    """The number of int_keys.  Raises TooManyKeys beyond `limit`."""
+    keys = prod(len(values) for values in sizes.values())
+    if keys > limit:
+        factors = " x ".join(f"{len(values)} {name}" for name, values in sizes.items())
+        raise TooManyKeys(
+            f"sizes: {factors} makes {keys} int_keys, more than {limit}", f"give fewer sizes, or allow it with --max-keys {keys}"
+        )
+    return keys
+
+
+def _pairs(given: Given, dimensions: Sequence[str]) -> list[tuple[str, list[int]]]:
+    if isinstance(given, Mapping):
+        return [(name, [_whole(size) for size in sizes]) for name, sizes in given.items()]
+    if isinstance(given, str):
+        given = [given]
+    items = list(given)
+    if items and all(isinstance(item, str) for item in items):
+        return [_parse(str(item), dimensions) for item in items]
+    if not items and not dimensions:
+        return []
+    return [(_only(dimensions), [_whole(item) for item in items])]
+
+
+def _parse(text: str, dimensions: Sequence[str]) -> tuple[str, list[int]]:
+    name, equals, rest = text.partition("=")
+    if not equals:
+        name, rest = _only(dimensions), text
+    return name.strip(), [_whole(part.strip()) for part in rest.split(",")] if rest.strip() else []
+
+
+def _whole(value: object) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        raise SizesInvalid(f"sizes: {value!r} is not a whole number") from None
+
+
+def _only(dimensions: Sequence[str]) -> str:
+    if len(dimensions) == 1:
+        return dimensions[0]
+    if not dimensions:
+        raise SizesInvalid("sizes: the model declares no dimension", "inputs() takes no parameter: leave --sizes out")
+    example = " ".join(f"--sizes {name}=1,8" for name in dimensions)
+    raise SizesInvalid(
+        f"sizes: the model declares {len(dimensions)} dimensions ({', '.join(dimensions)}): name each", f"for example {example}"
+    )

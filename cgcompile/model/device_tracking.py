@@ -1,0 +1,337 @@
+"""Where the user's code puts its tensors: a mode that keeps a virtual device per tensor while the model runs on the CPU.
+
+cgcompile exports on the CPU, with or without a GPU, so an explicit move (`.cpu()`, `.cuda()`, `.to(device)`, `device=`) would
+vanish from the graph.  `Placing` answers `tensor.device` as if everything were on a GPU, follows the moves, and leaves a marker
+operation in the graph for each: `cgcompile::to_host` or `cgcompile::to_device`, both copies.  A model that never names a device
+gets no marker.
+
+Places.  An input of the model is on the device; what an operation makes is where its tensors are; a tensor that no operation made
+(a parameter, a buffer, a constant) is free: it goes with the others, and is on the device by itself.  A tensor of no dimensions on
+the host may be combined with tensors on the device, as in PyTorch; any other mixture is PyTorch's error, and an obstacle here.
+
+Private names of torch used here, tested with 2.11 and 2.13: `FakeTensor.device` (a property of Python that no mode is asked
+about: replaced while the model is traced), `FakeTensor.constant`, `get_proxy_mode` and its `tracer`, `torch._C._nn._parse_to`,
+`torch.overrides._get_current_function_mode_stack`, `torch.autocast.__init__` (replaced, too: tensors are on the CPU, and autocast
+for cuda would do nothing to them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .side_effects import BRANCH, UNFINISHED, Obstacle, Run, here, user_frame
+
+HOST, DEVICE, FREE = "host", "device", "free"
+"""Places of a tensor."""
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+_LIBRARY = torch.library.Library("cgcompile", "DEF")
+for _name in ("to_host", "to_device"):
+    _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
+    _LIBRARY.impl(_name, lambda x: x.clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cgcompile::{_name}", lambda x: torch.empty_like(x), lib=_LIBRARY)
+
+TO_HOST, TO_DEVICE = torch.ops.cgcompile.to_host.default, torch.ops.cgcompile.to_device.default
+"""The markers: copies of a tensor to the other side.  On the CPU, where models are exported and compared, both are clones."""
+
+MARKERS = (TO_HOST, TO_DEVICE)
+
+
+class Placing(TorchFunctionMode):
+    """Active around one call of the user's model.
+
+    `inputs`: the model's tensors.  `like`: an earlier run with real tensors.  A trace, in which tensors hold no data, branches as
+    that run did, and gets the numbers from it that `known` names by position.  `run` is filled.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], like: Run, known: Set[int] = frozenset()) -> None:
+        super().__init__()
+        self.run = Run()
+        self._answers = iter(like.answers)
+        self._reads, self._known = like.reads, known
+        self._guess = False
+        self._places: Any = WeakTensorKeyDictionary()
+        for tensor in inputs:
+            self._places[tensor] = DEVICE
+
+    def place(self, tensor: torch.Tensor) -> str:
+        """HOST, DEVICE, or FREE for what no operation made."""
+        found: str = self._places.get(tensor, FREE)
+        return found
+
+    def device(self, tensor: torch.Tensor, real: torch.device) -> torch.device:
+        """What the user's code is told.  Tensors without memory keep their device."""
+        if real.type == "meta":
+            return real
+        return CPU if self.place(tensor) == HOST else CUDA
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))  # branches of torch.cond: they are traced without the mode
+        given = dict(kwargs or {})
+        special = _SPECIAL.get(func)
+        return special(self, func, list(args), given) if special else self._call(func, list(args), given)
+
+    # --- any operation ------------------------------------------------------------------------------------------------
+
+    def _call(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        wanted = None if isinstance(func, torch._ops.OpOverload) else self._wanted(kwargs)  # those of a saved program are no wish
+        tensors = _tensors((args, kwargs))
+        home = self._home(func, args, tensors)
+        far = [tensor for tensor in tensors if self.place(tensor) == _OTHER.get(home) and (tensor.dim() or home == HOST)]
+        if far:
+            if func not in _CROSSING:
+                self._mixed(func)
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, home), (args, kwargs))
+        return self._keep(_noted(func, args, kwargs), home, wanted)
+
+    def _home(self, func: Any, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
+        """Where the operation runs."""
+        places = [self.place(tensor) for tensor in tensors]
+        if func in _AT_FIRST and isinstance(args[0], torch.Tensor) and self.place(args[0]) != FREE:
+            return self.place(args[0])
+        if HOST not in places:
+            return FREE if places and DEVICE not in places else DEVICE
+        return DEVICE if DEVICE in places else HOST
+
+    def _wanted(self, kwargs: dict[str, Any]) -> str | None:
+        """The place that `device=` names.  The operation itself runs on the CPU."""
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+            self._saw("pinned-memory", "pin_memory=True: pinned memory of the user's is not used")
+        if kwargs.get("device") is None:
+            return None
+        place = self._named(kwargs["device"])
+        if place is not None:
+            kwargs["device"] = CPU
+        return place
+
+    def _named(self, device: Any) -> str | None:
+        """The place of a device as the user writes it, None for one without memory (meta)."""
+        found = torch.device(_device(device))
+        if found.type == "meta":
+            return None
+        if found.type == "cpu":
+            return HOST
+        if found.type != "cuda" or found.index:
+            self._saw("several-devices", f"a tensor on {found}: a bundle runs on one GPU and the host")
+        return DEVICE
+
+    def _moved(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
+        """`tensor` at `place`, with a marker where it was elsewhere."""
+        there = self.place(tensor)
+        if there == place or (there == FREE and place == DEVICE):
+            return tensor
+        made: torch.Tensor = _noted(TO_HOST if place == HOST else TO_DEVICE, [tensor], {})
+        self._places[made] = place
+        return made
+
+    def _keep(self, result: Any, home: str, wanted: str | None = None) -> Any:
+        """The result of an operation that ran at `home`, its tensors placed, and moved where `wanted` says so."""
+        for tensor in _tensors(result):
+            self._places[tensor] = home
+        if wanted is None or wanted == home or (home == FREE and wanted == DEVICE):
+            return result
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, wanted), result)
+
+    # --- moves --------------------------------------------------------------------------------------------------------
+
+    def _to(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """`x.to(...)` in all its forms, and `x.type_as(other)`."""
+        tensor, *rest = args
+        other = rest[0] if rest and isinstance(rest[0], torch.Tensor) else kwargs.pop("other", None)
+        copy = bool(kwargs.pop("copy", rest[3] if len(rest) > 3 else False))
+        if other is not None:
+            place: str | None = HOST if self.place(other) == HOST else DEVICE
+            dtype, layout = other.dtype, kwargs.get("memory_format")
+        else:
+            plain = [_device(value) for value in rest[:3]]
+            device, dtype, _, layout = torch._C._nn._parse_to(*plain, **{name: _device(value) for name, value in kwargs.items()})
+            place = self._named(device) if device is not None else None
+            if place is None:
+                return self._call(func, args, kwargs | ({"copy": True} if copy and len(rest) < 4 else {}))
+        return self._move(tensor, str(place), dtype, layout, copy)
+
+    def _cpu(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return self._move(args[0], HOST, None, kwargs.get("memory_format"), False)
+
+    def _cuda(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device", args[1] if len(args) > 1 else None)
+        place = self._named(device) if device is not None else DEVICE
+        return self._move(args[0], place or DEVICE, None, kwargs.get("memory_format"), False)
+
+    def _move(
+        self, tensor: torch.Tensor, place: str, dtype: torch.dtype | None, layout: torch.memory_format | None, copy: bool
+    ) -> torch.Tensor:
+        """The device converts: what goes there is copied first, what comes from there is copied last."""
+        crosses = place == HOST and self.place(tensor) != HOST
+        if not crosses:
+            there = self._moved(tensor, place)
+            tensor, copy = there, copy and there is tensor
+        home = self.place(tensor)
+        form = {} if layout is None else {"memory_format": layout}
+        if dtype is not None and dtype != tensor.dtype:
+            tensor = self._keep(_noted(torch.Tensor.to, [tensor, dtype], form), home)
+        elif copy and not crosses:
+            tensor = self._keep(_noted(torch.Tensor.clone, [tensor], form), home)
+        elif layout not in (None, torch.preserve_format):
+            tensor = self._keep(_noted(torch.Tensor.contiguous, [tensor], form), home)
+        return self._moved(tensor, place)
+
+    def _pin(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        self._saw("pinned-memory", "pin_memory(): pinned memory of the user's is not used")
+        return args[0]
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def _pack(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """A packed sequence holds its data where the input is, and the sizes of its batches on the host."""
+        data, sizes = self._call(func, args, kwargs)
+        self._places[sizes] = HOST
+        return data, sizes
+
+    def _truth(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
+        """`if tensor:` and its kind.  A trace has no data to decide by: it goes where the example inputs went, and says so."""
+        earlier = next(self._answers, None)
+        if not any(_unknown(tensor) for tensor in _tensors((args, kwargs))):
+            answer = bool(func(*args, **kwargs))
+        else:
+            self._saw("data-dependent-branch", BRANCH)
+            self._guess = not self._guess  # beyond the answers: no loop may wait for one of the two for ever
+            answer = self._guess if earlier is None else earlier
+        self.run.answers.append(answer)
+        return answer
+
+    def _read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """`.item()` and its kind."""
+        position = len(self.run.reads)
+        self.run.reads.append(UNFINISHED)
+        replayed = position in self._known and position < len(self._reads)
+        self.run.reads[position] = self._reads[position] if replayed else _noted(func, args, kwargs)
+        return self.run.reads[position]
+
+    # --- obstacles ----------------------------------------------------------------------------------------------------
+
+    def _mixed(self, func: Any) -> None:
+        self._saw(
+            "several-devices",
+            f"{getattr(func, '__name__', func)}: expected all tensors to be on the same device, found the GPU and the CPU",
+        )
+
+    def _saw(self, rule: str, message: str) -> None:
+        where, source = here()
+        seen = Obstacle(rule=rule, message=message, where=where, source=source)
+        if seen not in self.run.obstacles:
+            self.run.obstacles.append(seen)
+
+
+_OTHER = {HOST: DEVICE, DEVICE: HOST}
+
+_CROSSING = frozenset({
+    torch.Tensor.copy_, torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.Tensor.index_put,
+    torch._VF._pack_padded_sequence, torch.tensor_split, torch.Tensor.tensor_split,
+})  # fmt: skip
+"""What takes tensors of both places in PyTorch, too: copies, and indices and lengths on the host."""
+
+_AT_FIRST = frozenset({
+    torch.Tensor.copy_, torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.Tensor.index_put,
+    torch._VF._pack_padded_sequence,
+})  # fmt: skip
+"""What runs where its first tensor is."""
+
+_Handler = Callable[[Placing, Any, list[Any], dict[str, Any]], Any]
+
+_SPECIAL: dict[Any, _Handler] = {
+    torch.Tensor.to: Placing._to,
+    torch.Tensor.type_as: Placing._to,
+    torch.Tensor.cpu: Placing._cpu,
+    torch.Tensor.cuda: Placing._cuda,
+    torch.Tensor.pin_memory: Placing._pin,
+    torch.Tensor.is_pinned: lambda mode, func, args, kwargs: False,
+    torch.Tensor.device.__get__: lambda mode, func, args, kwargs: mode.device(args[0], func(*args)),
+    torch.Tensor.is_cuda.__get__: lambda mode, func, args, kwargs: mode.device(args[0], CPU) == CUDA,
+    torch.Tensor.is_cpu.__get__: lambda mode, func, args, kwargs: mode.device(args[0], CPU) == CPU,
+    torch.Tensor.get_device: lambda mode, func, args, kwargs: 0 if mode.device(args[0], CPU) == CUDA else -1,
+    torch.get_device: lambda mode, func, args, kwargs: 0 if mode.device(args[0], CPU) == CUDA else -1,
+    torch._VF._pack_padded_sequence: Placing._pack,
+    **dict.fromkeys(
+        (
+            torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.Tensor.equal, torch.allclose,
+            torch.Tensor.allclose,
+        ),
+        Placing._truth,
+    ),
+    **dict.fromkeys(
+        (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__),
+        Placing._read,
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def placing(inputs: Sequence[torch.Tensor], like: Run, known: Set[int] = frozenset()) -> Iterator[Run]:
+    """A Placing that is active inside.  Fake tensors answer `.device` by a property that asks no mode; while the user's own code
+    runs (and not what it calls: there the mode is off the stack) the property asks this one."""
+    mode = Placing(inputs, like, known)
+    fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
+
+    def device(tensor: FakeTensor) -> torch.device:
+        real: torch.device = fake.fget(tensor)
+        return mode.device(tensor, real) if mode in torch.overrides._get_current_function_mode_stack() else real
+
+    def on_the_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        autocast(self, device_type, dtype, *args, **kwargs)
+
+    FakeTensor.device = property(device, fake.fset)
+    torch.autocast.__init__ = on_the_cpu
+    try:
+        with mode:
+            yield mode.run
+    finally:
+        FakeTensor.device = fake
+        torch.autocast.__init__ = autocast
+
+
+def _noted(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls an operation.  In a trace, what it adds to the graph gets the user's innermost line: torch notes lines of functions
+    called forward alone."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return func(*args, **kwargs)
+    nodes = mode.tracer.graph.nodes
+    before = next(iter(reversed(nodes)), None)
+    made = func(*args, **kwargs)
+    line = user_frame()
+    for node in reversed(nodes):
+        if node is before:
+            break
+        trace = node.meta.get("stack_trace") or ""
+        if line not in trace:
+            node.meta["stack_trace"] = f"{trace}\n{line}"
+    return made
+
+
+def _device(value: Any) -> Any:
+    """A number names a GPU; torch looks for one when it is asked about it."""
+    return torch.device("cuda", value) if type(value) is int else value
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _unknown(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a trace has no data."""
+    return isinstance(tensor, FakeTensor) and tensor.constant is None

@@ -1,0 +1,74 @@
+"""Which axes of the inputs are dynamic: found by calling inputs() at several sizes and comparing shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cgbundle.format.schema import Size
+
+from ..errors import DimensionUnused, ShapeIrregular, SourceInvalid
+from .source import Sample, Source, sample
+
+
+def probe_sizes(sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The sizes that export sees: the largest of each dimension, and at least 2, because export treats 1 as a constant.
+
+    Distinct dimensions get distinct values where possible, so that export cannot take one for the other.
+    """
+    return {name: max(2, values[-1]) for name, values in sizes.items()}
+
+
+def input_shapes(source: Source, sizes: Mapping[str, Sequence[int]]) -> list[tuple[Size, ...]]:
+    """The shape of every input in terms of the declared dimensions.
+
+    Raises DimensionUnused, ShapeIrregular, or SourceInvalid when the nesting itself changes with a size.
+    """
+    base = probe_sizes(sizes)
+    first = sample(source, base)
+    shapes: list[list[Size]] = [list(tensor.shape) for tensor in first.tensors]
+    for name in source.dimensions:
+        used = False
+        # two more values, beside the base: a line through the first two must meet the third
+        others = [max(1, base[name] - 1), base[name] + 1]
+        probes = [(value, sample(source, {**base, name: value})) for value in others]
+        for _, other in probes:
+            _same_structure(source, first, other, name)
+        for index, (path, tensor) in enumerate(first.leaves):
+            for axis in range(tensor.dim()):
+                points = [(base[name], tensor.shape[axis]), *[(value, other.tensors[index].shape[axis]) for value, other in probes]]
+                rule = _line(points)
+                if rule is None or (rule != (0, tensor.shape[axis]) and not isinstance(shapes[index][axis], int)):
+                    raise ShapeIrregular(
+                        f"{source.label}: input {path!r}, axis {axis}: sizes {[size for _, size in points]} at {name}="
+                        f"{[value for value, _ in points]} are not a multiple of one dimension plus a constant"
+                    )
+                if rule[0]:
+                    used = True
+                    shapes[index][axis] = expression(name, *rule)
+        if not used:
+            raise DimensionUnused(
+                f"{source.label}: dimension {name!r} changes no shape of the inputs",
+                f"use {name} in a shape, or remove the parameter",
+            )
+    return [tuple(shape) for shape in shapes]
+
+
+def expression(name: str, scale: int, offset: int) -> Size:
+    """`scale * name + offset` as a Size."""
+    size: Size = name if scale == 1 else ("*", name, scale)
+    return ("+", size, offset) if offset > 0 else ("-", size, -offset) if offset < 0 else size
+
+
+def _line(points: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """(scale, offset) of the line with scale >= 0 through the points, or None."""
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    scale, rest = divmod(y1 - y0, x1 - x0)
+    offset = y0 - scale * x0
+    fits = all(y == scale * x + offset for x, y in points)
+    return (scale, offset) if rest == 0 and scale >= 0 and fits else None
+
+
+def _same_structure(source: Source, first: Sample, other: Sample, name: str) -> None:
+    same = first.call == other.call and [tensor.dim() for tensor in first.tensors] == [tensor.dim() for tensor in other.tensors]
+    if not same or [tensor.dtype for tensor in first.tensors] != [tensor.dtype for tensor in other.tensors]:
+        raise SourceInvalid(f"{source.label}: the nesting, ranks, dtypes or constants of the inputs change with {name}")

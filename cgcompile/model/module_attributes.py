@@ -1,0 +1,77 @@
+"""What a call of the model leaves behind in Python: attributes of its modules that are no buffers.
+
+torch.export traces a call once and leaves no trace of these in the program: a counter stays where it was, a tensor that forward()
+kept for the next call is the one of the trace.  Found by looking, before and after calls with the same inputs: what changes at the
+second, too, is no cache that the first one filled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+
+from .side_effects import shown
+
+ATTRIBUTE_FIX = "register it as a buffer and write to that, or leave it out of forward()"
+
+DEEP, WIDE = 3, 256
+"""How far down and along containers and objects are looked into."""
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_OWN = ("_parameters", "_buffers", "_modules", "training")
+
+Marks = dict[str, Any]
+"""By `module.attribute`: something that is equal as long as the attribute is the same."""
+
+
+def marks(model: torch.nn.Module) -> Marks:
+    """Of every module's attributes that are no parameters, buffers or modules."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OWN and not name.endswith("_hooks"):
+                found[f"{prefix}.{name}" if prefix else name] = _mark(value, DEEP)
+    return found
+
+
+def changed(before: Marks, after: Marks) -> list[str]:
+    """The attributes that are not what they were, or are new."""
+    nothing = object()
+    return [name for name, mark in after.items() if before.get(name, nothing) != mark]
+
+
+def _mark(value: Any, deep: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version  # by identity: who assigns an equal tensor assigns what an input may have made
+    if isinstance(value, _PLAIN):
+        return value
+    if deep and isinstance(value, list | tuple):
+        return [type(value).__name__, len(value), [_mark(each, deep - 1) for each in value[:WIDE]]]
+    if deep and isinstance(value, dict):
+        return [len(value), {str(key): _mark(each, deep - 1) for key, each in list(value.items())[:WIDE]}]
+    if deep and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type) and not callable(value):
+        return [id(value), {key: _mark(each, deep - 1) for key, each in list(vars(value).items())[:WIDE]}]
+    return id(value)
+
+
+def place(model: torch.nn.Module, name: str) -> tuple[str, str]:
+    """(file:line, source line) of the first assignment to an attribute in the class of its module outside __init__, else of its
+    forward(); ("", "") where there is no source to read."""
+    path, _, leaf = name.rpartition(".")
+    kind = type(model.get_submodule(path))
+    try:
+        file, (lines, first) = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)
+    except (OSError, TypeError):
+        return "", ""
+    inside, forward, found = "", 0, None
+    for number, line in enumerate(lines):
+        if header := re.match(r"\s*def (\w+)", line):
+            inside = header[1]
+            forward = number if inside == "forward" else forward
+        elif found is None and inside != "__init__" and re.search(rf"\.{re.escape(leaf)}\b\s*([-+*/|&@%]?=[^=]|\[|\.\w+\()", line):
+            found = number
+    at = forward if found is None else found
+    return f"{shown(file)}:{first + at}", lines[at].strip()

@@ -1,0 +1,96 @@
+"""A launch's parameter block -> its arguments: the reverse of what the assembler does, written on its own so that one checks the
+other.  Imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+import struct
+
+from cgbundle.tables.recording import Address, Function, KernelNode, Recording
+
+from ..errors import OrderBroken, ParameterMismatch
+from ..traced import Variant
+
+FORMATS = {
+    "i1": "?", "u1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
+    "fp16": "e", "bf16": "H", "fp32": "f", "f32": "f", "fp64": "d",
+}  # fmt: skip
+"""How a scalar parameter of a Triton type lies in the block (little-endian); bf16 as its bits."""
+
+SCRATCH = 2
+"""Pointers that Triton 3.6 and 3.7 may add behind a kernel's own parameters (global and profile scratch memory)."""
+
+DIVISOR = 16
+"""What the arguments in `Variant.divisible` are multiples of."""
+
+CLUSTER_DIMENSION = 4
+"""CUlaunchAttributeID: blocks per cluster along each axis.  A Triton program is a cluster, a launch's grid counts blocks."""
+
+POISON = 0xFF
+"""What stands in bytes of a block that no kernel reads."""
+
+Argument = Address | int | float | None
+"""A place, a number, or a null pointer."""
+
+
+def arguments(variant: Variant, function: Function, node: KernelNode) -> dict[str, Argument]:
+    """The value of every argument of the variant that is no constexpr, as this launch passes it.
+
+    Raises ParameterMismatch when block, parameters, relocations and signature do not fit each other: another number of parameters,
+    a parameter outside the block or of another size than its type, a relocation that is not exactly one pointer parameter.
+    """
+    where = f"kernel {variant.name}"
+    names = [(name, kind) for name, kind in variant.signature if kind != "constexpr"]
+    if not 0 <= len(function.params) - len(names) <= SCRATCH:
+        raise ParameterMismatch(
+            f"{where}: the image has {len(function.params)} parameters, the signature {len(names)} (and at most {SCRATCH} more)"
+        )
+    block = bytearray(node.block)
+    for offset, size in node.undefined:
+        block[offset : offset + size] = bytes([POISON]) * size
+    targets = {relocation.at: relocation.target for relocation in node.relocations}
+    if len(targets) != len(node.relocations):
+        raise ParameterMismatch(f"{where}: two relocations write the same word")
+    values: dict[str, Argument] = {}
+    for (name, kind), (offset, size) in zip(names, function.params[: len(names)], strict=True):
+        if offset + size > len(block):
+            raise ParameterMismatch(f"{where}: argument {name} ends at byte {offset + size} of a block of {len(block)}")
+        piece = bytes(block[offset : offset + size])
+        if kind.startswith("*"):
+            values[name] = _pointer(where, name, piece, targets.pop(offset, None))
+        elif kind not in FORMATS or struct.calcsize(FORMATS[kind]) != size:
+            raise ParameterMismatch(f"{where}: argument {name} is {kind!r}, its parameter has {size} bytes")
+        else:
+            (values[name],) = struct.unpack("<f", b"\0\0" + piece) if kind == "bf16" else struct.unpack(f"<{FORMATS[kind]}", piece)
+    for offset, _ in function.params[len(names) :]:
+        targets.pop(offset, None)  # scratch memory: the interpreter needs none
+    if targets:
+        raise ParameterMismatch(f"{where}: a relocation at byte {min(targets)} is no pointer parameter")
+    for name in variant.divisible:
+        value = values.get(name)
+        number = value.offset if isinstance(value, Address) else value
+        if number is not None and number % DIVISOR:
+            raise ParameterMismatch(f"{where}: argument {name} is {number}, no multiple of {DIVISOR} as the kernel was promised")
+    return values
+
+
+def programs(node: KernelNode) -> tuple[int, int, int]:
+    """Program instances along each axis.  Raises ParameterMismatch when the grid is no multiple of the cluster."""
+    x, y, z = dict(node.attributes).get(CLUSTER_DIMENSION, (1, 1, 1))
+    if node.grid[0] % x or node.grid[1] % y or node.grid[2] % z:
+        raise ParameterMismatch(f"a grid of {node.grid} blocks is no multiple of its cluster {(x, y, z)}")
+    return node.grid[0] // x, node.grid[1] // y, node.grid[2] // z
+
+
+def check_order(recording: Recording) -> None:
+    """Raise OrderBroken unless every edge goes from a row to a later one, so that the rows may run one after the other."""
+    for edge in recording.edges:
+        if not 0 <= edge.source < edge.target < len(recording.nodes):
+            raise OrderBroken(f"int_key {recording.key}: an edge goes from row {edge.source} to row {edge.target}")
+
+
+def _pointer(where: str, name: str, piece: bytes, target: Address | None) -> Address | None:
+    if len(piece) != 8:
+        raise ParameterMismatch(f"{where}: pointer {name} has {len(piece)} bytes")
+    if any(piece):
+        raise ParameterMismatch(f"{where}: pointer {name} holds an address of its own")
+    return target

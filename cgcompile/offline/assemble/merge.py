@@ -1,0 +1,169 @@
+"""The traced regions of a program at one int_key -> one traced program over one set of buffers.  Pure.
+
+A value that a later region reads is the same buffer there, so that one plan places them all and knows how long each is needed; what
+the host reads between two regions is an event of its own.  What the host makes lies in memory `inputs`, behind the call's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import PlaceInvalid, SizesUnlike
+from ..traced import (
+    TEMPORARY,
+    WEIGHT,
+    Buffer,
+    Chain,
+    Constant,
+    Copy,
+    Event,
+    Fill,
+    Key,
+    Launch,
+    Place,
+    Read,
+    Section,
+    Tensor,
+    Traced,
+    Variant,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A region of a program: the names of the values that it takes and makes, and what tracing gave; None for one of the host."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    traced: Traced | None
+
+
+def whole(traced: Traced) -> Chain:
+    """A program that is one graph."""
+    section = Section(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
+    return Chain(traced=traced, sections=(section,))
+
+
+def merge(key: Key, pieces: Sequence[Piece], given: Sequence[str], outputs: Sequence[str]) -> Chain:
+    """The regions as one program.
+
+    `pieces` in the order in which they run.  `given`: the values that lie in memory `inputs`, in the order of INPUT buffers: the
+    call's, and behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to
+    the end.  Raises SizesUnlike and PlaceInvalid when a region takes a value otherwise than an earlier one made it.
+    """
+    growing = _Merged(key=key, given={name: place for place, name in enumerate(given)})
+    for piece in pieces:
+        if piece.traced is None:
+            growing.read(piece.inputs)
+        else:
+            growing.add(piece, piece.traced)
+    return growing.chain(outputs)
+
+
+class _Merged:
+    """The merged program as it grows.  `made`: the values that the regions so far made; `shared`: weights and inputs by kind and
+    name, which several regions may take; `on_host`: values that the host has a copy of."""
+
+    def __init__(self, key: Key, given: Mapping[str, int]) -> None:
+        self.key = key
+        self.given = given
+        self.buffers: list[Buffer] = []
+        self.variants: dict[Variant, int] = {}
+        self.events: list[Event] = []
+        self.sections: list[Section] = []
+        self.constants: dict[str, Constant] = {}
+        self.made: dict[str, Tensor] = {}
+        self.shared: dict[tuple[str, str], int] = {}
+        self.on_host: set[str] = set()
+
+    def read(self, names: Sequence[str]) -> None:
+        """A host region takes these values."""
+        for name in names:
+            if name in self.made and name not in self.on_host:
+                self.on_host.add(name)
+                self.events.append(Read(buffer=self.made[name].place.buffer))
+
+    def add(self, piece: Piece, traced: Traced) -> None:
+        """A graph region."""
+        start = len(self.events)
+        places = [self._place(piece, traced, buffer) for buffer in traced.buffers]
+        variants = [self.variants.setdefault(variant, len(self.variants)) for variant in traced.variants]
+        self.events += [_moved(event, places, variants) for event in traced.events]
+        inputs, outputs = [[_tensor(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
+        self.sections.append(
+            Section(name=piece.name, start=start, stop=len(self.events), inputs=tuple(inputs), outputs=tuple(outputs))
+        )
+        self.made.update(zip(piece.outputs, outputs, strict=True))
+        self.constants.update({constant.name: constant for constant in traced.constants})
+
+    def chain(self, outputs: Sequence[str]) -> Chain:
+        """All of it; `outputs` of the call."""
+        traced = Traced(
+            key=self.key,
+            buffers=tuple(self.buffers),
+            variants=tuple(self.variants),
+            events=tuple(self.events),
+            inputs=(),
+            outputs=tuple([self.made[name] for name in outputs if name in self.made]),
+            constants=tuple(self.constants.values()),
+        )
+        return Chain(traced=traced, sections=tuple(self.sections))
+
+    def _place(self, piece: Piece, traced: Traced, buffer: Buffer) -> Place:
+        """Where a buffer of a region begins among all buffers."""
+        if buffer.kind == TEMPORARY:
+            return self._new(replace(buffer, name=f"{piece.name}.{buffer.name}"))
+        if buffer.kind == WEIGHT:
+            return self._shared(buffer)
+        name, tensor = piece.inputs[int(buffer.name)], traced.inputs[int(buffer.name)]
+        if name in self.given:
+            return self._shared(replace(buffer, name=str(self.given[name])))
+        made, where = self.made[name], f"int_key {self.key}, {piece.name}"
+        if _layout(made) != _layout(tensor):
+            raise SizesUnlike(f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(made)}")
+        if made.place.offset + buffer.nbytes > self.buffers[made.place.buffer].nbytes:
+            raise PlaceInvalid(f"{where}: {name}, {buffer.nbytes} bytes, does not lie inside the buffer that it was made in")
+        return made.place
+
+    def _new(self, buffer: Buffer) -> Place:
+        self.buffers.append(buffer)
+        return Place(buffer=len(self.buffers) - 1, offset=0)
+
+    def _shared(self, buffer: Buffer) -> Place:
+        known = self.shared.get((buffer.kind, buffer.name))
+        if known is None:
+            known = self.shared[buffer.kind, buffer.name] = self._new(buffer).buffer
+        elif self.buffers[known].nbytes < buffer.nbytes:
+            self.buffers[known] = buffer
+        return Place(buffer=known, offset=0)
+
+
+def _layout(tensor: Tensor) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The dtype, and (size, stride) of every axis that has more than one element."""
+    axes = zip(tensor.shape, tensor.strides, strict=True)
+    return tensor.dtype, tuple([(size, stride if size > 1 else 0) for size, stride in axes])
+
+
+def _tensor(tensor: Tensor, places: Sequence[Place]) -> Tensor:
+    return replace(tensor, place=_at(tensor.place, places))
+
+
+def _at(place: Place, places: Sequence[Place]) -> Place:
+    begin = places[place.buffer]
+    return Place(buffer=begin.buffer, offset=begin.offset + place.offset)
+
+
+def _moved(event: Event, places: Sequence[Place], variants: Sequence[int]) -> Event:
+    """An event of a region, over all buffers and variants."""
+    match event:
+        case Launch():
+            arguments = tuple([_at(each, places) if isinstance(each, Place) else each for each in event.arguments])
+            return replace(event, variant=variants[event.variant], arguments=arguments)
+        case Copy():
+            return replace(event, source=_at(event.source, places), target=_at(event.target, places))
+        case Fill():
+            return replace(event, target=_at(event.target, places))
+        case _:  # of a temporary, which begins where its buffer does
+            return replace(event, buffer=places[event.buffer].buffer)

@@ -1,0 +1,85 @@
+"""Arguments of a launch -> the parameter block that the driver copies to the device.  Pure.
+
+Values are laid out as triton's launcher does it (backends/nvidia/driver.c, 3.6 and 3.7), at the places that the image names.  It
+converts what does not fit; here that is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from ctypes import c_float
+from typing import NamedTuple
+
+from ..compile.kernels import Compiled
+from ..errors import ParameterMismatch
+from ..traced import Launch, Place
+
+INTEGERS = {
+    "i1": (1, 0, 1), "i8": (1, -(1 << 7), (1 << 7) - 1), "i16": (2, -(1 << 15), (1 << 15) - 1),
+    "i32": (4, -(1 << 31), (1 << 31) - 1), "i64": (8, -(1 << 63), (1 << 63) - 1),
+    "u1": (1, 0, 1), "u8": (1, 0, (1 << 8) - 1), "u16": (2, 0, (1 << 16) - 1),
+    "u32": (4, 0, (1 << 32) - 1), "u64": (8, 0, (1 << 64) - 1),
+}  # fmt: skip
+"""Type -> bytes, lowest and highest value."""
+
+FLOATS = {"fp16": 2, "bf16": 2, "fp32": 4, "f32": 4, "fp64": 8}
+"""Type -> bytes."""
+
+POINTER = 8
+
+
+class Block(NamedTuple):
+    """A parameter block with zeros where `places` (offset in the block, what its address stands there) lie."""
+
+    data: bytes
+    places: tuple[tuple[int, Place], ...]
+
+
+def pack(compiled: Compiled, launch: Launch, where: str) -> Block:
+    """The parameter block of a launch, up to the end of the last parameter; scratch pointers and padding are zero.
+
+    Raises ParameterMismatch when an argument is missing, is too large for its type, or its type for its place in the block.
+    """
+    if len(launch.arguments) != len(compiled.params):
+        raise ParameterMismatch(f"{where} has {len(launch.arguments)} arguments for {len(compiled.params)} parameters")
+    data = bytearray(max((offset + size for offset, size in compiled.layout), default=0))
+    places: list[tuple[int, Place]] = []
+    for (type_, name), (offset, size), value in zip(compiled.params, compiled.layout, launch.arguments, strict=False):
+        what = f"{where}, parameter {name} ({type_})"
+        if type_.startswith("*"):
+            if not isinstance(value, Place):
+                raise ParameterMismatch(f"{what}: {value!r} is no buffer")
+            places.append((offset, value))
+            packed = bytes(POINTER)
+        elif isinstance(value, Place):
+            raise ParameterMismatch(f"{what}: buffer {value.buffer} is no number")
+        else:
+            packed = scalar(type_, value, what)
+        if len(packed) != size:
+            raise ParameterMismatch(f"{what}: {len(packed)} bytes, the image has {size} for it")
+        data[offset : offset + size] = packed
+    return Block(data=bytes(data), places=tuple(places))
+
+
+def scalar(type_: str, value: int | float, what: str) -> bytes:
+    """A number of a Triton type, little-endian.  fp32 is rounded to nearest; bf16 cut off from fp32, as triton's launcher does.
+
+    Raises ParameterMismatch when the type is not known, or the value does not fit it.
+    """
+    if type_ in INTEGERS:
+        size, low, high = INTEGERS[type_]
+        if not isinstance(value, int) or not low <= value <= high:
+            raise ParameterMismatch(f"{what}: {value!r} is no whole number from {low} to {high}")
+        return int(value).to_bytes(size, "little", signed=low < 0)
+    if type_ not in FLOATS:
+        raise ParameterMismatch(f"{what}: a parameter of an unknown type")
+    number = float(value)
+    if type_ == "fp64":
+        return struct.pack("<d", number)
+    if type_ == "fp16":
+        try:
+            return struct.pack("<e", number)
+        except OverflowError:
+            raise ParameterMismatch(f"{what}: {value!r} is too large") from None
+    single = bytes(c_float(number))  # rounds as C does, and gives infinity where it has to
+    return single[2:] if type_ == "bf16" else single

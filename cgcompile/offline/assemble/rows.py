@@ -1,0 +1,197 @@
+"""A traced program, its kernel images and its arena plan -> the rows of a bundle.  Pure.
+
+Every address is known by its kind, so nothing is searched for: a buffer is a weight, an input or a temporary, and its place in that
+memory plus the offset into it is what the relocation says.  The nodes run one after the other, as Inductor's wrapper launches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from cgbundle.format.schema import MEMORIES, Value
+from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
+
+from ..compile.kernels import Compiled
+from ..errors import ParameterMismatch, PlaceInvalid
+from ..traced import INPUT, TEMPORARY, WEIGHT, Chain, Copy, Fill, Launch, Place, Section, Tensor, Traced
+from .arena import Plan
+from .parameter_block import pack
+
+MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14
+"""CUfunction_attribute: dynamic shared memory beyond DEFAULT_SHARED, and clusters beyond PORTABLE_CLUSTER, have to be asked for."""
+
+DEFAULT_SHARED = 48 << 10
+PORTABLE_CLUSTER = 8
+
+COOPERATIVE, CLUSTER_DIMENSION, CLUSTER_SCHEDULING = 2, 4, 5
+SPREAD = 1
+"""CUlaunchAttributeID, and the cluster scheduling policy that triton's launcher sets with a cluster."""
+
+LARGEST_ROW = 1 << 30
+
+DIVISOR = 16
+"""What the arguments in `Variant.divisible` are multiples of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Graph:
+    """What one key needs of a graph region: its recording, the tensors that it takes and makes, and the bytes of the key's
+    arena."""
+
+    recording: Recording
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    arena: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Where:
+    """Where each buffer of a traced program begins."""
+
+    traced: Traced
+    bases: tuple[Address | None, ...]
+
+    def address(self, place: Place, nbytes: int, where: str) -> Address:
+        """The address of `nbytes` bytes.  Raises PlaceInvalid when they do not lie in the buffer."""
+        buffer, base = self.traced.buffers[place.buffer], self.bases[place.buffer]
+        if base is None:
+            raise PlaceInvalid(f"{where}: buffer {place.buffer} ({buffer.kind} {buffer.name}) has no place in any memory")
+        if place.offset < 0 or place.offset + nbytes > buffer.nbytes:
+            raise PlaceInvalid(
+                f"{where}: {nbytes} bytes at {place.offset} of buffer {place.buffer} ({buffer.name}), which has {buffer.nbytes}"
+            )
+        return Address(memory=base.memory, offset=base.offset + place.offset)
+
+
+def assemble(traced: Traced, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> Graph:
+    """The rows of one key whose program is one graph.  Arguments and errors as those of `assemble_chain`."""
+    whole = Section(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
+    (graph,) = assemble_chain(Chain(traced=traced, sections=(whole,)), compiled, plan, weights, inputs)
+    return graph
+
+
+def assemble_chain(
+    chain: Chain, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+) -> tuple[Graph, ...]:
+    """The rows of one key, a graph per section.
+
+    `compiled`: one per variant of `chain.traced`.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`;
+    `inputs`: the offset of each INPUT buffer, by number, in memory `inputs`.  Launches, copies and fills of nothing are left out.
+    Raises ParameterMismatch, and PlaceInvalid for a buffer without a place or bytes outside their buffer.
+    """
+    where = _Where(traced=chain.traced, bases=tuple(_bases(chain.traced, plan, weights, inputs)))
+    return tuple([_assemble(section, compiled, plan.arena, where) for section in chain.sections])
+
+
+def _assemble(section: Section, compiled: Sequence[Compiled], arena: int, where: _Where) -> Graph:
+    traced = where.traced
+    functions: dict[Function, int] = {}
+    nodes: list[Node] = []
+    for moment, event in enumerate(traced.events[section.start : section.stop], section.start):
+        spot = f"int_key {traced.key}, event {moment}"
+        if isinstance(event, Launch) and all(event.grid):
+            function = functions.setdefault(_function(compiled[event.variant]), len(functions))
+            nodes.append(_kernel(event, function, compiled[event.variant], where, spot))
+        elif isinstance(event, Copy) and event.nbytes:
+            nodes += _copies(event, where, spot)
+        elif isinstance(event, Fill) and event.count:
+            nodes.append(_fill(event, where, spot))
+    edges = tuple(Edge(source=a, target=b, from_port=0, to_port=0, type=0) for a, b in pairwise(range(len(nodes))))
+    return Graph(
+        recording=Recording(key=traced.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges),
+        inputs=tuple(_value(tensor, where, f"int_key {traced.key}, input {i}") for i, tensor in enumerate(section.inputs)),
+        outputs=tuple(_value(tensor, where, f"int_key {traced.key}, output {i}") for i, tensor in enumerate(section.outputs)),
+        arena=arena,
+    )
+
+
+def _bases(traced: Traced, plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> list[Address | None]:
+    places = {
+        WEIGHT: (MEMORIES.index("weights"), weights),
+        INPUT: (MEMORIES.index("inputs"), {str(i): offset for i, offset in enumerate(inputs)}),
+    }
+    bases: list[Address | None] = []
+    for i, buffer in enumerate(traced.buffers):
+        if buffer.kind == TEMPORARY:
+            memory, offset = MEMORIES.index("arena"), plan.offsets.get(i)
+        else:
+            memory, known = places[buffer.kind]
+            offset = known.get(buffer.name)
+        bases.append(None if offset is None else Address(memory=memory, offset=offset))
+    return bases
+
+
+def _function(compiled: Compiled) -> Function:
+    attributes: list[tuple[int, int]] = []
+    if compiled.shared > DEFAULT_SHARED:
+        attributes.append((MAX_DYNAMIC_SHARED, compiled.shared))
+    if compiled.cluster[0] > PORTABLE_CLUSTER:
+        attributes.append((NON_PORTABLE_CLUSTER, 1))
+    return Function(image=compiled.sha256, symbol=compiled.symbol, params=compiled.layout, attributes=tuple(attributes))
+
+
+def _kernel(launch: Launch, function: int, compiled: Compiled, where: _Where, spot: str) -> KernelNode:
+    variant = where.traced.variants[launch.variant]
+    spot = f"{spot} ({variant.name})"
+    block = pack(compiled, launch, spot)
+    relocations = tuple(Relocation(at=at, target=where.address(place, 0, spot)) for at, place in block.places)
+    # code that was compiled for multiples of 16 reads and writes elsewhere when they are none
+    for (_, name), value in zip(compiled.params, launch.arguments, strict=True):
+        number = where.address(value, 0, spot).offset if isinstance(value, Place) else value
+        if name in variant.divisible and number % DIVISOR:
+            raise ParameterMismatch(f"{spot}, parameter {name}: {number} is no multiple of {DIVISOR}, which the kernel relies on")
+    attributes: list[tuple[int, tuple[int, int, int]]] = []
+    if compiled.cooperative:
+        attributes.append((COOPERATIVE, (1, 0, 0)))
+    if compiled.cluster != (1, 1, 1):
+        attributes += [(CLUSTER_DIMENSION, compiled.cluster), (CLUSTER_SCHEDULING, (SPREAD, 0, 0))]
+    x, y, z = (size * blocks for size, blocks in zip(launch.grid, compiled.cluster, strict=True))
+    return KernelNode(
+        function=function,
+        grid=(x, y, z),
+        threads=(compiled.threads, 1, 1),
+        shared=compiled.shared,
+        block=block.data,
+        relocations=relocations,
+        undefined=(),
+        attributes=tuple(attributes),
+    )
+
+
+def _copies(copy: Copy, where: _Where, spot: str) -> Iterator[MemcpyNode]:
+    """The copy as rows of one line each, in pieces that a driver takes: a row may have 2 GiB at most (MAX_PITCH)."""
+    source, target = where.address(copy.source, copy.nbytes, spot), where.address(copy.target, copy.nbytes, spot)
+    for start in range(0, copy.nbytes, LARGEST_ROW):
+        width = min(LARGEST_ROW, copy.nbytes - start)
+        yield MemcpyNode(
+            source=Address(memory=source.memory, offset=source.offset + start),
+            target=Address(memory=target.memory, offset=target.offset + start),
+            width=width,
+            height=1,
+            depth=1,
+            source_pitch=width,
+            source_height=1,
+            target_pitch=width,
+            target_height=1,
+        )
+
+
+def _fill(fill: Fill, where: _Where, spot: str) -> MemsetNode:
+    target = where.address(fill.target, fill.count * fill.element, spot)
+    if target.offset % fill.element:
+        raise PlaceInvalid(f"{spot}: a fill with elements of {fill.element} bytes at offset {target.offset}")
+    value = fill.value & ((1 << (8 * fill.element)) - 1)
+    return MemsetNode(target=target, value=value, element=fill.element, width=fill.count, height=1, pitch=0)
+
+
+def _value(tensor: Tensor, where: _Where, spot: str) -> Value:
+    address = where.address(tensor.place, 0, spot)
+    return Value(
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        strides=tensor.strides,
+        memory=MEMORIES[address.memory],
+        offset=address.offset,
+    )

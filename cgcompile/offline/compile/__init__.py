@@ -1,0 +1,3 @@
+"""Kernels as Inductor wrote them become cubins for the named architecture.
+Compiled by Triton in worker processes, kept by content.
+"""

@@ -1,0 +1,114 @@
+"""The parameter layout of a kernel, read from its cubin as the driver would report it (cuFuncGetParamInfo).  Pure.
+
+NVIDIA does not document `.nv.info.<kernel>`; what is read here was seen in cubins of ptxas 12.8 and 13.1 for sm_80 to sm_120 and
+agrees with what `cuobjdump -elf` prints of them.  The section is a row of records: format (1 byte), attribute (1 byte), 2 bytes
+that hold a value or, in format 4, the length of the payload that follows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...capture.errors import ImageFormat
+from ...targets.cuda.elf import read_sections
+
+EIATTR_REQNTID, EIATTR_CTA_PER_CLUSTER = 0x10, 0x3D
+"""Attributes: the threads of a block and the blocks of a cluster that a launch must have, per axis."""
+
+EIATTR_KPARAM_INFO, EIATTR_CBANK_PARAM_SIZE, EIATTR_KPARAM_INFO_V2 = 0x17, 0x19, 0x45
+"""Attributes: a parameter, the bytes of all parameters, a parameter of a kernel that has more than 4 KiB of them."""
+
+EIFMT_SVAL = 4
+"""The format with a payload; formats 1 to 3 have none."""
+
+_RECORD = struct.Struct("<BBH")
+_PARAM = struct.Struct("<IHHI")  # index, ordinal, offset; alignment (8 bits), space (4), bank (5), one more, size (14)
+_PARAM_V2 = struct.Struct("<IHHHH")  # index, ordinal, offset, size; alignment and space
+_AXES = struct.Struct("<III")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A kernel's launch: (offset, size) of each parameter in order, and the threads of a block and blocks of a cluster that it was
+    compiled for (None: any)."""
+
+    params: tuple[tuple[int, int], ...]
+    threads: tuple[int, int, int] | None
+    cluster: tuple[int, int, int] | None
+
+
+def read_entry(image: bytes, symbol: str, what: str = "image") -> Entry:
+    """Read the launch of kernel `symbol` of a cubin.  `what` stands for the image in messages.
+
+    Raises ImageFormat when the image is no cubin, has no such kernel, is damaged, or describes its parameters in another way.
+    """
+    name = f".nv.info.{symbol}"
+    found = [section for section in read_sections(image, what) if section.name == name]
+    if len(found) != 1:
+        raise ImageFormat(f"{what}: {len(found)} sections {name}, expected one")
+    info = image[found[0].offset : found[0].offset + found[0].size]
+    where = f"{what}: {name}"
+    places: dict[int, tuple[int, int]] = {}
+    axes: dict[int, tuple[int, int, int]] = {}
+    total = 0
+    for attribute, value, payload in _records(info, where):
+        if attribute in (EIATTR_KPARAM_INFO, EIATTR_KPARAM_INFO_V2):
+            ordinal, place = _param(attribute, payload, where)
+            if ordinal in places:
+                raise ImageFormat(f"{where}: parameter {ordinal} stands twice")
+            places[ordinal] = place
+        elif attribute == EIATTR_CBANK_PARAM_SIZE:
+            total = value
+        elif attribute in (EIATTR_REQNTID, EIATTR_CTA_PER_CLUSTER):
+            x, y, z = _unpack(_AXES, payload, where)
+            axes[attribute] = (x, y, z)
+    if sorted(places) != list(range(len(places))):
+        raise ImageFormat(f"{where}: the parameters {sorted(places)} are not numbered from 0")
+    params = tuple(places[i] for i in range(len(places)))
+    end = 0
+    for i, (offset, size) in enumerate(params):
+        if offset < end or not size:
+            raise ImageFormat(f"{where}: parameter {i} has {size} bytes at {offset}, expected some from byte {end} on")
+        end = offset + size
+    if end != total:
+        raise ImageFormat(f"{where}: the parameters end at byte {end}, the kernel says {total}")
+    return Entry(params=params, threads=axes.get(EIATTR_REQNTID), cluster=axes.get(EIATTR_CTA_PER_CLUSTER))
+
+
+def read_parameters(image: bytes, symbol: str, what: str = "image") -> tuple[tuple[int, int], ...]:
+    """(offset, size) in bytes of each parameter of kernel `symbol`, in order.  Raises ImageFormat as `read_entry` does."""
+    return read_entry(image, symbol, what).params
+
+
+def _records(info: bytes, where: str) -> Iterator[tuple[int, int, bytes]]:
+    """(attribute, value, payload) of every record; formats without payload give b""."""
+    at = 0
+    while at < len(info):
+        if at + _RECORD.size > len(info):
+            raise ImageFormat(f"{where}: a record at byte {at} is cut off")
+        form, attribute, value = _RECORD.unpack_from(info, at)
+        at += _RECORD.size
+        if not 1 <= form <= EIFMT_SVAL:
+            raise ImageFormat(f"{where}: a record of format {form}, which is not known")
+        size = value if form == EIFMT_SVAL else 0
+        if at + size > len(info):
+            raise ImageFormat(f"{where}: a record's {size} bytes at {at} do not fit the section's {len(info)}")
+        yield attribute, value, info[at : at + size]
+        at += size
+
+
+def _param(attribute: int, payload: bytes, where: str) -> tuple[int, tuple[int, int]]:
+    """A parameter's number and place."""
+    if attribute == EIATTR_KPARAM_INFO:
+        _index, ordinal, offset, packed = _unpack(_PARAM, payload, where)
+        return ordinal, (offset, packed >> 18)
+    _index, ordinal, offset, size, _rest = _unpack(_PARAM_V2, payload, where)
+    return ordinal, (offset, size)
+
+
+def _unpack(layout: struct.Struct, payload: bytes, where: str) -> tuple[int, ...]:
+    if len(payload) != layout.size:
+        raise ImageFormat(f"{where}: a record of {len(payload)} bytes, expected {layout.size}")
+    return layout.unpack(payload)

@@ -1,0 +1,168 @@
+"""What depends on weights alone is computed when the bundle is built: the scale of a batch normalization, a weight laid out anew.
+
+A view of a weight costs nothing and stays.  A result is kept when it is small, or not much larger than the weights it comes from: a
+copy in a wider type would be read from memory at every call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ...targets.cuda.tensors import contents, dtype_name
+from ..traced import WEIGHT, Constant
+from .retrace import Retraced
+
+aten = torch.ops.aten
+
+VIEWS = frozenset({
+    aten.view.default, aten.permute.default, aten.t.default, aten.transpose.int, aten.expand.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor, aten.select.int, aten.alias.default,
+    aten.detach.default, aten.as_strided.default, aten._unsafe_view.default, aten.reshape.default, aten.split.Tensor,
+})  # fmt: skip
+"""Operations whose result is another view of the same memory."""
+
+SMALL = 64 << 10
+"""Bytes of a result that is always kept."""
+
+GROWTH = 1.25
+"""A larger result may have so many times the bytes of the weights that it comes from."""
+
+
+def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retraced, tuple[Constant, ...]]:
+    """`retraced`, its graph changed in place, with what is computed now as further weights; these follow, by their contents' hash.
+
+    `values`: the program's tensors by name, on the CPU.  Weights that the program changes are left alone.
+    """
+    graph = retraced.graph.graph
+    known = _weights(retraced, values)
+    derived = _derived(graph, known)
+    constants: dict[str, Constant] = {}
+    tensors, names = list(retraced.tensors), list(retraced.names)
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
+    # all of them first: one may be computed from another, which is a placeholder once it is replaced
+    computed = [(node, _computed(node, derived, known)) for node in _wanted(graph, derived, known)]
+    for node, made in computed:
+        if made is None:
+            continue
+        constant = _constant(made)
+        constants[constant.name] = constant
+        with graph.inserting_after(last[0]):
+            placeholder = graph.placeholder(f"folded_{len(names)}")
+        placeholder.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(placeholder)
+        last[0] = placeholder
+        tensors.append(node.meta["val"])
+        names.append((WEIGHT, constant.name))
+    graph.eliminate_dead_code()
+    retraced.graph.recompile()
+    return replace(retraced, tensors=tuple(tensors), names=tuple(names)), tuple(constants.values())
+
+
+def _weights(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> dict[Node, torch.Tensor]:
+    """The placeholders of weights that nothing writes to, with their values."""
+    placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
+    found = {}
+    for node, (kind, name) in zip(placeholders, retraced.names, strict=True):
+        if kind == WEIGHT and not any(user.target is aten.copy_.default and user.args[0] is node for user in node.users):
+            found[node] = values[name].detach()
+    return found
+
+
+def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> dict[Node, None]:
+    """Nodes that compute one tensor from weights, from other such nodes, and from nothing (a range, a constant)."""
+    free: set[Node] = set()
+    derived: dict[Node, None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor) or not _is_pure(node):
+            continue
+        given = node.all_input_nodes
+        if not given:
+            free.add(node)
+        elif all(each in known or each in derived or each in free for each in given):
+            if any(each not in free for each in given):
+                derived[node] = None
+            else:
+                free.add(node)
+    return derived | dict.fromkeys(free)
+
+
+def _is_pure(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not node.is_impure()
+
+
+def _wanted(graph: torch.fx.Graph, derived: Mapping[Node, None], known: Mapping[Node, torch.Tensor]) -> Iterator[Node]:
+    """Derived nodes that the rest of the graph reads, those below their views, each once and in order."""
+    wanted: dict[Node, None] = {}
+    for node in graph.nodes:
+        if node in derived or node in known:
+            continue
+        for each in node.all_input_nodes:
+            below = each
+            while below in derived and below.target in VIEWS and below.all_input_nodes:
+                below = below.all_input_nodes[0]
+            if below in derived and _from_weights(below, derived, known):
+                wanted[below] = None
+    yield from wanted
+
+
+def _from_weights(node: Node, derived: Mapping[Node, None], known: Mapping[Node, torch.Tensor]) -> frozenset[Node]:
+    """The weights that a node depends on."""
+    found: set[Node] = set()
+    waiting = [node]
+    seen: set[Node] = set()
+    while waiting:
+        each = waiting.pop()
+        if each in known:
+            found.add(each)
+        elif each not in seen:
+            seen.add(each)
+            waiting += each.all_input_nodes
+    return frozenset(found)
+
+
+def _computed(node: Node, derived: Mapping[Node, None], known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
+    """The value of a node, laid out as the graph has it; None when it is not worth keeping."""
+    seen = node.meta["val"]
+    size = seen.numel() * seen.element_size()
+    sources = sum(value.numel() * value.element_size() for value in (known[each] for each in _from_weights(node, derived, known)))
+    if size > max(SMALL, GROWTH * sources) or not _is_dense(seen):
+        return None
+    with torch.no_grad():
+        value = _run(node, dict(known))
+    return torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype).copy_(value)
+
+
+def _run(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
+    if node not in values:
+        for each in node.all_input_nodes:
+            _run(each, values)
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+        args, kwargs = torch.utils._pytree.tree_map(_on_cpu, (args, kwargs))
+        values[node] = node.target(*args, **kwargs)
+    return values[node]
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda axis: (axis[1], axis[0])):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size if size != 1 else 1
+    return math.prod(tensor.shape) > 0
+
+
+def _constant(value: torch.Tensor) -> Constant:
+    dtype, shape, strides, data = dtype_name(value), tuple(value.shape), value.stride(), contents(value, value.stride())
+    name = hashlib.sha256(repr((dtype, shape, strides)).encode() + data).hexdigest()[:16]
+    return Constant(name=f"cgcompile.folded.{name}", contents=data)

@@ -1,0 +1,205 @@
+"""Operations that have no Triton kernel in Inductor, in terms of those that have one.
+
+Two tables: `REPLACED` by operation of the exported program (before torch takes it apart), and `decompositions()` by the smaller
+operations that a program is retraced to.  Functions there return NotImplemented for what Inductor lowers well itself.
+
+Private interfaces (torch 2.11, 2.13): `torch._inductor.decomposition.select_decomp_table`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import get_decompositions
+from torch._inductor.decomposition import select_decomp_table
+
+from ..errors import OperationNeedsGpu, RandomnessUnsupported
+from .attention import SHORTEST, WIDEST, attend, fits
+from .convolutions import PRODUCTS, convolution
+from .sort import sort, topk
+
+aten = torch.ops.aten
+
+LONGEST = 512
+"""Sequences up to here may have their whole matrix of attention scores in memory."""
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The table for retracing: Inductor's own, and ours."""
+    return {
+        **select_decomp_table(),
+        **get_decompositions(
+            [aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default, aten.upsample_trilinear3d.default]
+        ),
+        aten.mm.default: product,
+        aten.bmm.default: product,
+        aten.addmm.default: added_product,
+        aten.baddbmm.default: added_product,
+        aten.convolution.default: convolution,
+        aten._trilinear.default: trilinear,
+        aten._cdist_forward.default: distances,
+        aten.sort.default: lambda x, dim=-1, descending=False: sort(x, dim=dim, descending=descending),
+        aten.sort.stable: sort,
+        aten.topk.default: topk,
+    }
+
+
+def normalized(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """Batch normalization of `x` (n, c, ...) with statistics that are weights: one product and one sum per element.  The two
+    factors (c) depend on weights alone and are computed at build time; two factors are two loads in an epilogue and not four."""
+    if training or mean is None or var is None:
+        return NotImplemented
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    scale = torch.rsqrt(var.to(wide) + eps)
+    if weight is not None:
+        scale = scale * weight.to(wide)
+    shift = -mean.to(wide) * scale
+    if bias is not None:
+        shift = shift + bias.to(wide)
+    axes = [1, -1] + [1] * (x.dim() - 2)
+    return (x.to(wide) * scale.view(axes) + shift.view(axes)).to(x.dtype)
+
+
+# --- products -------------------------------------------------------------------------------------------------
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """(..., m, k) by (..., k, n), both with the same leading axes.  A product with a vector reads its matrix once, so a sum does as
+    well as a tensor core; types without a template become a sum too."""
+    if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
+        return NotImplemented
+    wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
+    return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide).to(a.dtype)
+
+
+def added_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """beta * added + alpha * (a by b), with the sum of `product` where that takes a sum."""
+    if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
+        return NotImplemented
+    wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
+    scaled = alpha * (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide)
+    return (scaled if beta == 0 else beta * added.to(wide) + scaled).to(a.dtype)
+
+
+def trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Tensor:
+    """The sum over `sumdim` of three factors' product, each with axes of size 1 put in where its `expand` says."""
+    for axes, position in ((expand1, 0), (expand2, 1), (expand3, 2)):
+        for axis in sorted(axes):
+            a, b, c = [x.unsqueeze(axis) if i == position else x for i, x in enumerate((a, b, c))]
+    return (a * b * c).sum(list(sumdim)) if sumdim else a * b * c
+
+
+def distances(a: Tensor, b: Tensor, p: float, compute_mode: int | None) -> Tensor:
+    """The p-norm of the difference of every row of a and every row of b: (..., n, d) by (..., m, d) -> (..., n, m)."""
+    return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=-1)
+
+
+# --- attention ------------------------------------------------------------------------------------------------
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """(..., heads, rows, width) by (..., heads, columns, width): one kernel where it `fits`, else with float32 scores in memory."""
+    if dropout_p > 0:
+        raise RandomnessUnsupported(f"attention with dropout_p={dropout_p} draws random numbers")
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if fits(query, key, value, attn_mask):
+        return attend(query, key, value, attn_mask, is_causal, factor)
+    rows, columns = query.shape[-2], key.shape[-2]
+    if min(rows, columns) >= SHORTEST and max(rows, columns) > LONGEST:
+        raise OperationNeedsGpu(
+            f"scaled_dot_product_attention over {rows} by {columns} positions, {query.dtype}, heads {query.shape[-1]} wide: such "
+            f"long sequences are lowered to Triton in half precision or float32, for heads up to {WIDEST} wide"
+        )
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = torch.matmul(query, key.transpose(-2, -1)).to(torch.float32) * factor
+    if is_causal:
+        below = torch.arange(columns, device=query.device) <= torch.arange(rows, device=query.device).unsqueeze(-1)
+        scores = torch.where(below, scores, -math.inf)
+    if attn_mask is not None:
+        scores = torch.where(attn_mask, scores, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return torch.matmul(aten._safe_softmax(scores, -1).to(value.dtype), value)
+
+
+# --- embedding bags -------------------------------------------------------------------------------------------
+
+
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bags of rows of `weight`, summed (mode 0), averaged (1) or their maximum (2): every bag looks at every index, in a fixed
+    order, so that equal inputs give equal bits.  Of the four results only the first is of use without gradients."""
+    starts = offsets[:-1] if include_last_offset else offsets
+    ends = torch.cat([offsets[1:], offsets[-1:] if include_last_offset else offsets.new_full((1,), indices.shape[0])])
+    ends = offsets[1:] if include_last_offset else ends
+    position = torch.arange(indices.shape[0], device=indices.device)
+    inside = (position >= starts.unsqueeze(-1)) & (position < ends.unsqueeze(-1)) & (indices != padding_idx)  # (bags, indices)
+    rows = weight[indices].to(torch.float32)
+    count = inside.sum(-1)
+    if mode == 2:
+        most = torch.where(inside.unsqueeze(-1), rows, -math.inf).amax(1)
+        bags = torch.where(count.unsqueeze(-1) > 0, most, 0.0)
+    else:
+        rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(-1)
+        bags = torch.where(inside.unsqueeze(-1), rows, 0.0).sum(1)
+        bags = bags / count.clamp(min=1).unsqueeze(-1) if mode == 1 else bags
+    return bags.to(weight.dtype), torch.zeros_like(indices), count, torch.zeros_like(offsets)
+
+
+# --- operations as a whole -------------------------------------------------------------------------------------
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: attention,
+    aten.batch_norm.default: normalized,
+    aten.embedding_bag.default: embedding_bag,
+    aten.embedding_bag.padding_idx: embedding_bag,
+    **get_decompositions(
+        [
+            *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
+            *(aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec),
+        ]
+    ),
+}
+"""Operations of exported programs that are replaced as a whole."""

@@ -1,0 +1,287 @@
+"""program + key -> a graph of small operations on fake cuda tensors, every size a constant.
+
+Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, `torch.fx.traceback.preserve_node_meta` and the `from_node` that
+it leaves in the metadata, `torch.func.functionalize`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
+
+from ...errors import BuildError
+from ...export.exported import memory_order
+from ...model.source import first_line, is_user_file
+from ...targets.cuda.lowering import repair
+from ..errors import (
+    ConstantUnknown,
+    InputChanged,
+    LoweringBroken,
+    OperationNeedsGpu,
+    RandomnessUnsupported,
+    SizesUnlike,
+    StateShared,
+)
+from ..traced import INPUT, WEIGHT
+from .operators import REPLACED, decompositions
+
+DEVICE = torch.device("cuda", 0)
+
+ASSERTIONS = (
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    torch.ops.aten.sym_constrain_range.default,
+)
+"""What export saw to be so holds by the signature, which the runtime checks before a call."""
+
+KINDS = {
+    InputKind.PARAMETER: WEIGHT,
+    InputKind.BUFFER: WEIGHT,
+    InputKind.CONSTANT_TENSOR: WEIGHT,
+    InputKind.USER_INPUT: INPUT,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retraced:
+    """`graph` takes `tensors` (fake, on cuda) and returns the outputs of the call; `names` says of each tensor its kind and its
+    buffer's name.  `mode` made the fake tensors."""
+
+    graph: torch.fx.GraphModule
+    tensors: tuple[torch.Tensor, ...]
+    names: tuple[tuple[str, str], ...]
+    mode: FakeTensorMode
+
+
+ALIGNED = 16
+"""Kernels are compiled for tensors that begin at a multiple of so many bytes."""
+
+
+def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[int, ...] | None] = ()) -> Retraced:
+    """The program at the sizes of `tensors`, inside `offline`.  `layouts`: of each output of the call the strides that it must
+    have, None for any; () for any of all.
+
+    Raises SizesUnlike, InputChanged, StateShared, ConstantUnknown, RandomnessUnsupported, OperationNeedsGpu.
+    """
+    if any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
+        program = program.run_decompositions({})  # takes vmap's batch axes out, and leaves the operations as they are
+    rows = _inputs(program, tensors)
+    changed = _changed(program)
+    module = _on_device(program.graph_module)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = tuple([_fake(tensor) for _, _, tensor in rows if tensor is not None])
+    wanted = [spec.kind == OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs]
+
+    def run(*given: torch.Tensor) -> tuple[Any, ...]:
+        remaining = iter(given)
+        arguments = [None if tensor is None else next(remaining) for _, _, tensor in rows]
+        results = _Replacing(module).run(*arguments, enable_io_processing=False)
+        for position, name in changed:
+            (old,) = [given for given, (_, row, _) in zip(arguments, rows, strict=True) if row == name and given is not None]
+            old.copy_(results[position])
+        kept = [result for result, keep in zip(results, wanted, strict=True) if keep]
+        return tuple([_settled(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)])
+
+    with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+        traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*fakes)
+    _check(traced, [name for kind, name, tensor in rows if tensor is not None and kind == INPUT], rows)
+    return Retraced(
+        graph=traced, tensors=fakes, names=tuple([(kind, name) for kind, name, tensor in rows if tensor is not None]), mode=mode
+    )
+
+
+def place(node: torch.fx.Node) -> str:
+    """ "model.py:12", the user's line that a node comes from, or ""."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    mine = [f"{file}:{line}" for file, line in found if is_user_file(file)]
+    return mine[-1] if mine else ""
+
+
+def operator(node: torch.fx.Node) -> str:
+    """The operator of the exported program that a node of a retraced graph comes from, as --host-op takes it; "" if unknown."""
+    sources = node.meta.get("from_node") or []
+    return str(sources[-1].target).removesuffix(".default") if sources else ""
+
+
+def host_hint(operators: Iterable[str]) -> str:
+    """What to do about operators that have no Triton kernel: the host has one of each, eager PyTorch ran the model there."""
+    options = " ".join([f"--host-op {name}" for name in dict.fromkeys(operators) if name])
+    return f"{OperationNeedsGpu.hint}; or keep it on the host: cgcompile build ... {options}" if options else OperationNeedsGpu.hint
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------
+
+Row = tuple[str, str, torch.Tensor | None]
+"""Kind, name, and a tensor like it; None for an argument that is None or a number."""
+
+
+def _inputs(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> list[Row]:
+    rows: list[Row] = []
+    state: dict[str, Any] = {**program.state_dict, **program.constants}
+    given = 0
+    for spec, node in zip(
+        program.graph_signature.input_specs, [n for n in program.graph.nodes if n.op == "placeholder"], strict=True
+    ):
+        if isinstance(spec.arg, ConstantArgument):
+            rows.append((INPUT, "", None))
+            continue
+        if spec.kind not in KINDS:
+            raise ConstantUnknown(f"input {spec.arg.name} of the program is of the kind {spec.kind.name}")
+        if spec.kind == InputKind.USER_INPUT:
+            if given >= len(tensors):
+                raise SizesUnlike(f"the program takes more than the {len(tensors)} tensors of the call")
+            tensor, seen = tensors[given], node.meta["val"]
+            if (tensor.dtype, tensor.dim()) != (seen.dtype, seen.dim()):
+                raise SizesUnlike(f"input {given} is {_text(tensor)}, the program takes {_text(seen)}")
+            rows.append((INPUT, str(given), tensor))
+            given += 1
+        else:
+            rows.append((WEIGHT, spec.target, state[spec.target]))
+    if given != len(tensors):
+        raise SizesUnlike(f"the program takes {given} tensors, the call has {len(tensors)}")
+    return rows
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """A cuda tensor of the same sizes: inputs and weights are stored dense, with the axes in their order in memory."""
+    return torch.empty_permuted(tuple(tensor.shape), memory_order(tensor), dtype=tensor.dtype, device=DEVICE)
+
+
+def _changed(program: ExportedProgram) -> list[tuple[int, str]]:
+    """Outputs of the program that are new values of buffers: position and the buffer's name."""
+    found = []
+    for position, spec in enumerate(program.graph_signature.output_specs):
+        if spec.kind == OutputKind.USER_INPUT_MUTATION:
+            raise InputChanged(f"the program writes into its input {spec.target}")
+        if spec.kind == OutputKind.BUFFER_MUTATION:
+            found.append((position, spec.target))
+        elif spec.kind != OutputKind.USER_OUTPUT:
+            raise OperationNeedsGpu(f"output {position} of the program is of the kind {spec.kind.name}")
+    return found
+
+
+# --- the graph ------------------------------------------------------------------------------------------------
+
+
+def _on_device(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy without assertions whose operations make their tensors on cuda."""
+    made = copy.deepcopy(module)
+    for part in [m for m in made.modules() if isinstance(m, torch.fx.GraphModule)]:
+        for node in list(part.graph.nodes):
+            if node.target in ASSERTIONS and not node.users:
+                part.graph.erase_node(node)
+                continue
+            node.args = tree_map(_move, node.args)
+            node.kwargs = tree_map(_move, node.kwargs)
+        repair(part)
+    return made
+
+
+def _move(value: Any) -> Any:
+    return DEVICE if isinstance(value, torch.device) else value
+
+
+class _Replacing(torch.fx.Interpreter):
+    """Runs a program with the operations of REPLACED replaced; what fails is named with the user's line."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        try:
+            result = super().run_node(n)
+            return _laid_out(result, n.meta.get("val")) if n.target in REPLACED else result
+        except OperationNeedsGpu as error:
+            raise OperationNeedsGpu(f"{_named(n)}: {error}", host_hint([str(n.target).removesuffix(".default")])) from error
+        except BuildError:
+            raise
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise OperationNeedsGpu(
+                f"{_named(n)}: its result's shape, or what the program does next, depends on data",
+                host_hint([str(n.target).removesuffix(".default")]),
+            ) from error
+        except Exception as error:
+            raise LoweringBroken(f"{_named(n)} cannot be traced for cuda: {type(error).__name__}: {first_line(error)}") from error
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(REPLACED.get(target, target), args, kwargs)
+
+
+def _laid_out(result: Any, like: Any) -> Any:
+    """`result` with its axes in memory in the order of `like`: what follows was exported for that order, views above all."""
+    if not isinstance(result, torch.Tensor) or not isinstance(like, torch.Tensor):
+        return result
+    strides = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in like.stride()]
+    order = sorted(range(result.dim()), key=lambda axis: (-strides[axis], axis))
+    return result.permute(order).contiguous().permute([order.index(axis) for axis in range(result.dim())])
+
+
+def _settled(result: Any, strides: tuple[int, ...] | None) -> Any:
+    """An output of the call with these strides, beginning where kernels may read it."""
+    if strides is None:
+        return result
+    if same_layout(result.shape, result.stride(), strides) and not result.storage_offset() * result.element_size() % ALIGNED:
+        return result
+    order = sorted(range(result.dim()), key=lambda axis: (-strides[axis], axis))
+    dense = result.permute(order).clone(memory_format=torch.contiguous_format)
+    return dense.permute([order.index(axis) for axis in range(result.dim())])
+
+
+def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether strides mean the same: those of axes with one element, or of empty tensors, say nothing."""
+    pairs = zip(shape, one, other, strict=True)
+    return 0 in shape or all(size == 1 or mine == its for size, mine, its in pairs)
+
+
+def _check(traced: torch.fx.GraphModule, inputs: Sequence[str], rows: Sequence[Row]) -> None:
+    """Refuses what the graph must not hold: random numbers, tensors of its own, changed inputs or shared weights."""
+    random: list[str] = []
+    own: list[str] = []
+    branches: list[str] = []
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            (branches if isinstance(getattr(traced, node.target), torch.nn.Module) else own).append(node.target)
+        tags = getattr(node.target, "tags", ())
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags:
+            random.append(_named(node))
+    if random:
+        raise RandomnessUnsupported(f"random numbers: {', '.join(dict.fromkeys(random))}")
+    if branches:
+        raise OperationNeedsGpu(f"control flow that depends on data: {', '.join(branches)}")
+    if own:
+        raise ConstantUnknown(f"the program holds tensors of its own: {', '.join(own)}")
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    given = [row for row in rows if row[2] is not None]
+    for node, (kind, name, tensor) in zip(placeholders, given, strict=True):
+        if not any(user.target == torch.ops.aten.copy_.default and user.args[0] is node for user in node.users):
+            continue
+        if kind == INPUT:
+            raise InputChanged(f"the program writes into its input {name}")
+        assert tensor is not None
+        for other_kind, other, value in given:
+            if other_kind == WEIGHT and other != name and value is not None and _share(value, tensor):
+                raise StateShared(f"{name}, which the program changes, lies in the same memory as {other}")
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _named(node: torch.fx.Node) -> str:
+    where = place(node)
+    return f"{node.target}{f' at {where}' if where else ''}"

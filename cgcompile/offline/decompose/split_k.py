@@ -1,0 +1,61 @@
+"""Cut the inner axis of matrix products in a retraced graph: a batched product of the pieces, and the sum of their float32 results.
+
+Private interfaces (torch 2.11, 2.13): the overload `aten.bmm.dtype`, which gives float32 sums of half precision factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..tuning.cost_model import Problem
+from .retrace import Retraced
+
+aten = torch.ops.aten
+
+Pieces = Callable[[Problem], int]
+"""How many pieces a product is cut into; 1 leaves it whole."""
+
+
+def split_products(retraced: Retraced, arch: str, pieces: Pieces) -> Retraced:
+    """`retraced`, its graph changed in place: every product that `pieces` cuts is a batched product and a sum."""
+    graph = retraced.graph.graph
+    for node in list(graph.nodes):
+        if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+            continue
+        a, b = node.args[-2:]
+        (m, k), n = a.meta["val"].shape, b.meta["val"].shape[1]
+        kind = "mm" if node.target is aten.mm.default else "addmm"
+        dtype = str(a.meta["val"].dtype).removeprefix("torch.")
+        cut = pieces(Problem(kind=kind, batch=1, m=m, n=n, k=k, dtype=dtype, arch=arch))
+        if cut > 1:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_sum_of_pieces(retraced, node, cut))
+            graph.erase_node(node)
+    retraced.graph.recompile()
+    return retraced
+
+
+def _sum_of_pieces(retraced: Retraced, node: Node, cut: int) -> Node:
+    """New nodes before `node` that compute the same; the last of them."""
+    a, b = node.args[-2:]
+    assert isinstance(a, Node) and isinstance(b, Node)
+    (m, k), n, dtype = a.meta["val"].shape, b.meta["val"].shape[1], node.meta["val"].dtype
+
+    def call(target: Any, *args: Any) -> Node:
+        made = retraced.graph.graph.call_function(target, args)
+        with retraced.mode:
+            made.meta["val"] = target(*torch.fx.map_arg(args, lambda each: each.meta["val"]))
+        made.meta.update({name: node.meta[name] for name in ("stack_trace", "original_aten", "from_node") if name in node.meta})
+        return made
+
+    left = call(aten.permute.default, call(aten.view.default, a, [m, cut, k // cut]), [1, 0, 2])
+    right = call(aten.view.default, b, [cut, k // cut, n])
+    product = call(aten.bmm.default, left, right) if dtype == torch.float32 else call(aten.bmm.dtype, left, right, torch.float32)
+    total = call(aten.sum.dim_IntList, product, [0])
+    if node.target is aten.addmm.default:
+        total = call(aten.add.Tensor, total, node.args[0])
+    return total if dtype == torch.float32 else call(torch.ops.prims.convert_element_type.default, total, dtype)

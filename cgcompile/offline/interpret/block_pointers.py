@@ -1,0 +1,61 @@
+"""Block pointers and tensor descriptors: a block of a strided tensor in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from . import values
+from .values import Array, Handle
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPointer:
+    """`base` is the tensor's address; `shape`, `strides` (in elements) and `offsets` are scalars, one for each axis; `padding` is
+    what a descriptor puts outside the tensor."""
+
+    base: Handle
+    shape: tuple[Handle, ...]
+    strides: tuple[Handle, ...]
+    offsets: tuple[Handle, ...]
+    block: tuple[int, ...]
+    padding: Any = None
+
+    def moved(self, by: Sequence[Handle]) -> BlockPointer:
+        """The block `by` elements further along each axis."""
+        pairs = zip(self.offsets, by, strict=True)
+        return self.at([Handle(old.data.astype(np.int64) + step.data, tl.int64) for old, step in pairs])
+
+    def at(self, offsets: Sequence[Handle]) -> BlockPointer:
+        """The block at other offsets."""
+        return dataclasses.replace(self, offsets=tuple(offsets))
+
+    def elements(self, checked: Iterable[int]) -> tuple[Handle, Handle | None]:
+        """The address of every element, and which of them lie inside the tensor along the axes `checked` (None: no axis)."""
+        rank = len(self.block)
+        size = self.base.dtype.element_ty.primitive_bitwidth // 8
+        places = self.base.data.reshape(-1, *(1,) * rank)
+        inside: Array = np.ones((1,) * (rank + 1), bool)
+        for axis in range(rank):
+            along = [1] * rank
+            along[axis] = self.block[axis]
+            start: Array = self.offsets[axis].data.astype(np.int64).reshape(-1, *(1,) * rank)
+            index = start + np.arange(self.block[axis]).reshape(1, *along)
+            places = places + size * index * self.strides[axis].data.reshape(-1, *(1,) * rank)
+            if axis in checked:
+                inside = inside & (index >= 0) & (index < self.shape[axis].data.reshape(-1, *(1,) * rank))
+        mask = Handle(np.broadcast_to(inside, (len(inside), *self.block)), tl.int1) if checked else None
+        return Handle(places, self.base.dtype), mask
+
+    def filling(self, padding: Any) -> Handle | None:
+        """What is read outside the tensor: zero, NaN, or nothing that a kernel may use (None)."""
+        if padding is None:
+            return None
+        dtype = self.base.dtype.element_ty
+        number = np.nan if padding.name == "PAD_NAN" else 0
+        return Handle(np.full((1,) * (len(self.block) + 1), number).astype(values.working(dtype)), dtype)

@@ -1,0 +1,213 @@
+"""The proof without a GPU: the rows of recordings run on the CPU, kernels in Triton's interpreter, over poisoned memory.
+
+What runs is what a bundle holds: grids, parameter blocks and relocations, decoded on their own (`blocks`), over one arena planned
+as in the bundle.  Where the host works between two graphs, what it takes is read, and what it makes is written, as the program's
+copies would.  What it does not show is that ptxas compiled the kernels rightly.  Each int_key has a process of its own, because
+Triton is told to interpret before it is imported.  Imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cgbundle.format.schema import Value, Weight
+from cgbundle.tables.recording import Function, KernelNode, MemcpyNode, MemsetNode, Recording
+
+from ...targets.cuda.fills import memset_of
+from ...util.content_cache import digest, recall, remember, sources, versions
+from ...util.workers import ask
+from ..assemble.block_reader import arguments, check_order
+from ..errors import InterpreterDied
+from ..traced import Key, Variant
+
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""One thread per process: threads that wait for each other made a busy machine ten times slower.  And memory that is freed is kept:
+without that, every large array costs page faults (a third of the time)."""
+
+TEMPLATE_LINES = 20
+"""Lines of the loop of a matrix product's kernel."""
+
+START = 4.0
+"""Seconds that a process needs before its first kernel (torch's import): part of every estimate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """A recording, None where nothing runs; tensors that come from outside before it, with their bytes, row-major; and the places
+    that are read when all its rows have run."""
+
+    given: tuple[tuple[Value, bytes], ...] = field(repr=False)
+    recording: Recording | None
+    read: tuple[Value, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One int_key to run, stage by stage over the same memory.
+
+    `variants`: what each (image's sha256, symbol) of the recordings was compiled from.  `sizes`: (name, bytes) of each memory.
+    `weights`: the bundle's weights.safetensors, and `placed` where its tensors lie in memory `weights`.
+    """
+
+    key: Key
+    stages: tuple[Stage, ...]
+    variants: tuple[tuple[tuple[str, str], Variant], ...]
+    sizes: tuple[tuple[str, int], ...]
+    weights: Path
+    placed: tuple[Weight, ...]
+
+    @property
+    def recordings(self) -> tuple[Recording, ...]:
+        """Of the stages in which something runs."""
+        return tuple([stage.recording for stage in self.stages if stage.recording])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What was read, stage after stage: bytes, row-major.  `seconds`: what the rows took, without starting the process."""
+
+    key: Key
+    read: tuple[bytes, ...] = field(repr=False)
+    seconds: float
+
+
+def estimate(task: Task) -> float:
+    """How much work a key is, to compare keys of one program with each other: elements of blocks times lines of the kernel that
+    work on them, over all program instances.
+
+    The unit means nothing by itself: `interpret` measures the smallest key in seconds.
+    """
+    variants = dict(task.variants)
+    total = 0.0
+    for recording, node in [(each, node) for each in task.recordings for node in each.nodes]:
+        match node:
+            case KernelNode() if (fill := memset_of(recording.functions[node.function], node)) is not None:
+                total += fill.width
+            case KernelNode():
+                function = recording.functions[node.function]
+                variant = variants.get((function.image, function.symbol))
+                total += math.prod(node.grid) * (_work(variant, function, node) if variant else 1)
+            case MemsetNode():
+                total += node.width * node.height
+            case MemcpyNode():
+                total += node.width * node.height * node.depth
+    return max(total, 1.0)
+
+
+def interpret(
+    tasks: Sequence[Task],
+    folder: Path,
+    *,
+    budget: float,
+    cache: Path | None = None,
+    workers: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> tuple[Outcome, ...]:
+    """Run recordings, those excepted whose outcome stands in `cache`, the smallest first; its time tells which others fit into
+    `budget` seconds.  These run, the others have no Outcome, and `tell` says which.  The smallest always runs.  Outcomes stand
+    in the order of `tasks`.
+
+    `workers` processes run at a time (default: one for each processor); `folder` takes their files and logs.
+
+    Raises OrderBroken, ParameterMismatch, NoStandIn, ReadOutside, WroteOutside, KernelAsserted, KernelUnreadable, InterpreterDied.
+    """
+    for recording in [recording for task in tasks for recording in task.recordings]:
+        check_order(recording)
+    files = {path: _hash(path) for path in {task.weights for task in tasks}} if cache else {}  # mostly one, and large
+    kept = [cache / "interpreted" / _name(task, files[task.weights]) if cache else None for task in tasks]
+    known = {task.key: outcome for task, path in zip(tasks, kept, strict=True) if path and (outcome := recall(path))}
+    left = [task for task in tasks if task.key not in known]
+    if known:
+        tell(f"{len(known)} of {len(tasks)} int_keys were interpreted before, with the same rows, kernels, weights and inputs")
+    for outcome in _interpret(left, folder, budget, workers, tell) if left else ():
+        known[outcome.key] = outcome
+    for task, path in zip(tasks, kept, strict=True):
+        if path and task in left and task.key in known:
+            remember(path, known[task.key])
+    return tuple([known[task.key] for task in tasks if task.key in known])
+
+
+def _name(task: Task, weights: str) -> str:
+    """The hash of all that an outcome depends on; `weights` is that of the file."""
+    stages = [(stage.given, stage.recording, stage.read) for stage in task.stages]  # `repr` of a stage leaves the bytes out
+    rest = (task.key, stages, task.variants, task.sizes, task.placed)
+    return digest(weights, rest, versions(), sources())
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _interpret(
+    tasks: Sequence[Task], folder: Path, budget: float, workers: int | None, tell: Callable[[str], None]
+) -> tuple[Outcome, ...]:
+    folder.mkdir(parents=True, exist_ok=True)
+    at_once = workers or os.cpu_count() or 1
+    work = [estimate(task) for task in tasks]
+    smallest, *others = sorted(range(len(tasks)), key=lambda i: (work[i], i))
+    tell(f"interpreting int_key {tasks[smallest].key}, the smallest of {len(tasks)}; {budget:.0f} s for all")
+    began = time.monotonic()
+    outcomes = {smallest: _run(tasks[smallest], folder, smallest)}
+    spent = time.monotonic() - began
+    rate = outcomes[smallest].seconds / work[smallest]
+    tell(f"int_key {tasks[smallest].key} took {spent:.1f} s")
+    chosen: list[int] = []
+    for i in others:
+        seconds = START + rate * work[i]
+        if spent + seconds / min(at_once, len(chosen) + 1) > budget:
+            left = ", ".join(str(tasks[j].key) for j in others[len(chosen) :])
+            tell(f"not interpreted, over the budget of {budget:.0f} s: {left} (the next would take about {seconds:.0f} s)")
+            break
+        spent += seconds / at_once
+        chosen.append(i)
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = {i: pool.submit(_run, tasks[i], folder, i) for i in reversed(chosen)}  # the longest first
+        try:
+            for i, future in futures.items():
+                outcomes[i] = future.result()
+                tell(f"int_key {tasks[i].key} took {outcomes[i].seconds:.1f} s")
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return tuple(outcomes[i] for i in sorted(outcomes))
+
+
+def _work(variant: Variant, function: Function, node: KernelNode) -> float:
+    """Elements times lines of one program instance, as far as the names tell that Inductor gives to sizes."""
+    known = {name: int(number) for name, number in _CONSTANT.findall(variant.source)}
+    known |= {name: value for name, value in variant.constants if type(value) is int}
+    known |= {name: value for name, value in arguments(variant, function, node).items() if type(value) is int}
+    lines = variant.source.count("\n") + 1
+    if "BLOCK_K" in known:
+        m, n, k = known.get("BLOCK_M", 1), known.get("BLOCK_N", 1), max(1, known["BLOCK_K"])
+        return (m + n) * max(known.get("K", k), k) * TEMPLATE_LINES + m * n * max(0, lines - TEMPLATE_LINES)
+    width = math.prod(max(1, known.get(f"{axis}BLOCK", 1)) for axis in "XYZ")
+    reduced = math.prod(max(1, known.get(f"R{i}_BLOCK", 1), known.get(f"r{i}_numel", 1)) for i in (0, 1))
+    return width * reduced * lines
+
+
+_CONSTANT = re.compile(r"^ +(\w+)(?: *: *tl\.constexpr)? = (\d+)$", re.MULTILINE)
+"""An assignment of a number in a kernel's source."""
+
+
+def _run(task: Task, folder: Path, number: int) -> Outcome:
+    place = folder / f"interpret{number}-{'x'.join(map(str, task.key)) or 'call'}"
+    environment = {"TRITON_INTERPRET": "1", **QUIET}
+    outcome: Outcome = ask(
+        "cgcompile.offline.interpret.worker", task, place, environment, InterpreterDied, f"interpreting int_key {task.key}"
+    )
+    return outcome

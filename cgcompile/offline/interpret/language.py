@@ -1,0 +1,254 @@
+"""Triton's front end, told to run kernels as Python over our builder.  Only in a process of its own: it changes Triton for good.
+
+Private interfaces, Triton 3.6 and 3.7: `triton.runtime.interpreter` (`_patch_lang`, `interpreter_builder`, `interpreter_semantic`,
+`InterpreterOptions`, `InterpretedFunction.rewrite` and `.__call__`), `triton.language.core.tensor`, `triton.language.standard` by
+name, and the front end's rule that TRITON_INTERPRET=1 at import makes `triton.jit` give an `InterpretedFunction`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import functools
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+from ..errors import KernelUnreadable
+from . import reductions
+from .builder import Builder
+from .memory import Memory
+from .values import Array, Handle, working
+
+PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
+"""What tl.dot may be asked for: as triton.backends.nvidia allows."""
+
+TURNS = 1 << 16
+"""A kernel's `while` loops end sooner; one that waits for an instance of another batch never does."""
+
+_HELPER = "_lockstep"
+"""The name under which rewritten functions find `Steps`."""
+
+
+class Diverged(Exception):
+    """A branch or a loop bound has different values in the instances of a batch: `values`, one for each."""
+
+    def __init__(self, values: Array) -> None:
+        super().__init__("instances of a batch do not agree")
+        self.values = values
+
+
+class Steps:
+    """What rewritten kernels call where Python itself would decide: the rules are those of Triton's compiler
+    (triton.compiler.code_generator), in which a tensor is no Python truth."""
+
+    def __init__(self, builder: Builder, semantic: Any) -> None:
+        self.builder = builder
+        self.semantic = semantic
+
+    def to_tensor(self, value: Any) -> Any:
+        """A number that is assigned becomes a tensor."""
+        return self.semantic.to_tensor(value, False)
+
+    def truth(self, value: Any) -> bool:
+        """The value of a condition.  Raises Diverged."""
+        return bool(self.number(value)) if isinstance(value, tl.tensor) else bool(value)
+
+    def again(self, value: Any) -> bool:
+        """The condition of a `while`.  Raises Diverged, and NoStandIn for a loop that does not end."""
+        self.builder.turns += 1
+        if self.builder.turns > TURNS:
+            raise self.builder.refusal(f"a loop of more than {TURNS} turns: it may wait for another program instance")
+        return self.truth(value)
+
+    def number(self, value: Any) -> Any:
+        """The value of a scalar tensor, the same for all instances.  Raises Diverged."""
+        data = value.handle.data
+        if data.size != len(data):
+            raise self.builder.refusal("a branch or a bound that is a block")
+        data = data.reshape(-1)
+        if not (data == data[0]).all():
+            raise Diverged(data)
+        return data[0].item()
+
+    def negation(self, value: Any) -> Any:
+        """`not value`."""
+        return self.semantic.not_(value) if isinstance(value, tl.tensor) else not value
+
+    def conjunction(self, *parts: Callable[[], Any]) -> Any:
+        """`a and b`: a constant may end it early, tensors are all evaluated."""
+        return self._fold(parts, False, self.semantic.logical_and)
+
+    def disjunction(self, *parts: Callable[[], Any]) -> Any:
+        """`a or b`, likewise."""
+        return self._fold(parts, True, self.semantic.logical_or)
+
+    def _fold(self, parts: tuple[Callable[[], Any], ...], ends: bool, join: Callable[[Any, Any], Any]) -> Any:
+        tensors: list[Any] = []
+        value: Any = None
+        for part in parts:
+            value = part()
+            if isinstance(value, tl.tensor):
+                tensors.append(value)
+            elif bool(value) is ends:
+                return value
+        return functools.reduce(join, tensors) if tensors else value
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Truth, `not`, `and`, `or` and assignments go through `Steps`."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.decorator_list = []
+        return self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        node.value = _call("to_tensor", node.value)
+        return node
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        self.generic_visit(node)
+        node.test = _call("again", node.test)
+        return node
+
+    def _test(self, node: Any) -> ast.AST:
+        self.generic_visit(node)
+        node.test = _call("truth", node.test)
+        return node
+
+    visit_If = visit_IfExp = visit_Assert = _test
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        return _call("negation", node.operand) if isinstance(node.op, ast.Not) else node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        parts = [ast.Lambda(args=nothing, body=value) for value in node.values]
+        return _call("conjunction" if isinstance(node.op, ast.And) else "disjunction", *parts)
+
+
+def _call(name: str, *arguments: ast.expr) -> ast.Call:
+    function = ast.Attribute(value=ast.Name(id=_HELPER, ctx=ast.Load()), attr=name, ctx=ast.Load())
+    return ast.Call(func=function, args=list(arguments), keywords=[])
+
+
+def rewritten(function: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
+    """A function of a kernel whose decisions go through `steps`; its globals gain `Steps`, and min and max if they lack them."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    code = compile(ast.fix_missing_locations(_Rewriter().visit(tree)), f"<{function.__qualname__} in step>", "exec")
+    names = function.__globals__
+    names[_HELPER] = steps
+    names.setdefault("min", _either(builtins.min, "minimum"))
+    names.setdefault("max", _either(builtins.max, "maximum"))
+    local: dict[str, Any] = {}
+    exec(code, names, local)
+    result: Callable[..., Any] = local[function.__name__]
+    return result
+
+
+def _either(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Python's min and max, which Triton's compiler takes for tl.minimum and tl.maximum."""
+
+    def smaller_or_larger(*items: Any) -> Any:
+        if any(isinstance(item, tl.tensor) for item in items):
+            return functools.reduce(getattr(tl, name), items)
+        return plain(*items)
+
+    return smaller_or_larger
+
+
+def install(memory: Memory) -> tuple[Builder, Steps]:
+    """Make Triton run kernels over `memory`.  Once in a process; nothing can be taken back."""
+    assert isinstance(tl.zeros, interpreter.InterpretedFunction), "TRITON_INTERPRET=1 must be set before Triton is imported"
+    options = dataclasses.replace(
+        interpreter.InterpreterOptions(),
+        sanitize_overflow=False,  # the compiler's default outside debug builds: integers wrap
+        debug=True,  # assertions are checked even where the GPU would not
+        allowed_dot_input_precisions=PRECISIONS,
+    )
+    builder = Builder(memory, options)
+    semantic: Any = TritonSemantic(builder)
+    steps = Steps(builder, semantic)
+    interpreter.interpreter_builder = builder
+    interpreter.interpreter_semantic = semantic
+    interpreter._patch_lang(_sees_all_of_triton)
+
+    cache: dict[Any, Callable[..., Any]] = {}
+
+    def rewrite(self: Any) -> Callable[..., Any]:
+        if self.fn not in cache:
+            cache[self.fn] = rewritten(self.fn, steps)
+        return cache[self.fn]
+
+    interpreter.InterpretedFunction.rewrite = rewrite
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+
+    def reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: Any) -> Any:
+        items = input if isinstance(input, tuple) else (input,)
+        result = reductions.reduce(builder, items, _plain(axis), combine_fn, bool(_plain(keep_dims)))
+        return result if isinstance(input, tuple) else result[0]
+
+    def scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> Any:
+        items = input if isinstance(input, tuple) else (input,)
+        result = reductions.scan(builder, items, _plain(axis), combine_fn, bool(_plain(reverse)))
+        return result if isinstance(input, tuple) else result[0]
+
+    for module in (tl, tl.core):
+        module.reduce, module.associative_scan = reduce, scan
+        module.static_print = lambda *args, **kwargs: None
+    tl.tensor.__bool__ = lambda self: True  # Triton's own code asks for `if mask`: a tensor is there
+    tl.tensor.__index__ = lambda self: int(steps.number(self))
+    tl.tensor.T = property(
+        lambda self: semantic.permute(self, (*range(len(self.shape) - 2), len(self.shape) - 1, len(self.shape) - 2))
+    )
+    return builder, steps
+
+
+def function_of(source: str, name: str, steps: Steps) -> Callable[..., Any]:
+    """The function that a variant's source defines, rewritten.  Raises KernelUnreadable."""
+    from torch._inductor.runtime import triton_helpers  # here: torch takes seconds to import, and looks at Triton's switch
+
+    where = f"<kernel {name} {len(linecache.cache)}>"
+    linecache.cache[where] = (len(source), None, source.splitlines(keepends=True), where)
+    names: dict[str, Any] = {
+        "triton": triton, "tl": tl, "triton_helpers": triton_helpers, "libdevice": triton_helpers.libdevice,
+        "tl_math": triton_helpers.math, "tl_extra": tl.extra, "__name__": where,
+    }  # fmt: skip
+    try:
+        exec(compile(source, where, "exec"), names)
+    except (SyntaxError, NameError, AttributeError) as error:
+        raise KernelUnreadable(f"kernel {name}: its source cannot be run: {error}") from error
+    found = names.get(name)
+    if found is None:
+        raise KernelUnreadable(f"kernel {name}: its source does not define it")
+    return rewritten(getattr(found, "fn", found), steps)
+
+
+def argument(number: float, kind: str) -> Any:
+    """A parameter's value, the same for all instances: an address for "*bf16", a number for "i32"."""
+    dtype = tl.str_to_ty(kind, None)
+    return tl.tensor(Handle(np.array([number]).astype(working(dtype)), dtype), dtype)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def _sees_all_of_triton() -> tuple[Any, Any]:
+    """`_patch_lang` looks at a function's globals to find what to patch: this one's hold `tl` and `_core`."""
+    return tl, _core
+
+
+_core = tl.core

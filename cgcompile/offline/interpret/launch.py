@@ -1,0 +1,66 @@
+"""One launch: all program instances of a grid, in batches that go in step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...errors import BuildError
+from ..errors import KernelUnreadable
+from .builder import Builder
+from .language import Diverged
+from .values import Array
+
+ELEMENTS = 1 << 20
+"""A batch is as large as lets its widest value have so many elements: past the caches more instances at a time gain nothing."""
+
+
+def launch(
+    builder: Builder, function: Callable[..., Any], arguments: Mapping[str, Any], grid: tuple[int, int, int], kernel: str
+) -> None:
+    """Run every instance of `grid`.  `kernel` names it in messages.
+
+    The first instance runs alone and shows how wide the kernel's values are.  A batch whose instances take different ways is undone
+    and run again in groups.  Raises NoStandIn, ReadOutside, WroteOutside, KernelAsserted, KernelUnreadable.
+    """
+    builder.kernel = builder.memory.where = kernel
+    builder.grid = grid
+    builder.widest = 1
+    total = grid[0] * grid[1] * grid[2]
+    _run(builder, function, arguments, np.arange(min(1, total)))
+    size = max(1, ELEMENTS // builder.widest)
+    for start in range(1, total, size):
+        _run(builder, function, arguments, np.arange(start, min(total, start + size)))
+
+
+def _run(builder: Builder, function: Callable[..., Any], arguments: Mapping[str, Any], batch: Array) -> None:
+    waiting = [batch] if len(batch) else []
+    x, y, _ = builder.grid
+    while waiting:
+        batch = waiting.pop()
+        builder.instances = (_ids(batch % x), _ids(batch // x % y), _ids(batch // (x * y)))
+        builder.memory.journal = [] if len(batch) > 1 else None
+        builder.turns = 0
+        try:
+            with np.errstate(all="ignore"):
+                function(**arguments)
+        except Diverged as apart:
+            builder.memory.undo()
+            waiting.extend(reversed(_groups(batch, apart.values)))
+        except BuildError:
+            raise
+        except Exception as error:  # whatever Triton's front end raises on a kernel that its compiler would refuse too
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise KernelUnreadable(f"{builder.kernel}: the interpreter failed: {what}") from error
+
+
+def _ids(numbers: Array) -> Array:
+    return numbers.astype(np.int32)
+
+
+def _groups(batch: Array, values: Array) -> list[Array]:
+    """The instances that agree, those with the first instance first."""
+    _, first, group = np.unique(values, return_index=True, return_inverse=True)
+    return [batch[group == kind] for kind in np.argsort(first)]

@@ -1,0 +1,156 @@
+"""The memories of a bundle in one buffer, filled with poison; every access is checked.
+
+Addresses are positions in that buffer.  Between memories, and before the first, lie gaps that belong to none, so that address 0 and
+whatever strays out of its memory is found.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cgbundle.format.schema import MEMORIES
+
+from ..errors import ReadOutside, WroteOutside
+from .values import Array
+
+GAP, ALIGNMENT = 4096, 256
+"""Bytes before and between memories; what the driver promises of an allocation's address."""
+
+POISON = 0xFF
+"""Every byte that nothing has written: NaN in all float types, -1 in integers."""
+
+ROUNDS = 64
+"""So many times may one address stand in an atomic operation before its elements are taken one by one."""
+
+Journal = list[tuple[Array, Array, Array]]
+
+
+class Memory:
+    """`sizes`: (name of schema.MEMORIES, bytes) of each.  `where` names the kernel in messages.  While `journal` is a list, stores
+    note what they overwrite, and `undo` puts it back."""
+
+    def __init__(self, sizes: Sequence[tuple[str, int]]) -> None:
+        self.where = ""
+        self.journal: Journal | None = None
+        self._names = [name for name, _ in sizes]
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        end = 0
+        for _, size in sizes:
+            self._starts.append(-(-(end + GAP) // ALIGNMENT) * ALIGNMENT)
+            end = self._starts[-1] + size
+            self._ends.append(end)
+        self.buffer: Array = np.full(-(-(end + GAP) // ALIGNMENT) * ALIGNMENT, POISON, np.uint8)
+
+    def address(self, memory: int, offset: int) -> int:
+        """The address of a byte of a memory (position in schema.MEMORIES).  Raises ReadOutside when there is no such memory."""
+        if MEMORIES[memory] not in self._names:
+            raise ReadOutside(f"{self.where} names memory {MEMORIES[memory]!r}, which this recording does not have")
+        return self._starts[self._names.index(MEMORIES[memory])] + offset
+
+    def span(self, memory: int, offset: int, nbytes: int, verb: str = "reads") -> Array:
+        """The bytes of a piece of a memory, to read and write.  Raises ReadOutside or WroteOutside."""
+        start = self.address(memory, offset)
+        if nbytes:
+            self._check(np.array([start, start + nbytes - 1]), 1, verb)
+        return self.buffer[start : start + nbytes]
+
+    def load(self, pointers: Array, mask: Array | None, other: Array | None, dtype: np.dtype[np.generic]) -> Array:
+        """Elements at addresses.  Where `mask` is false nothing is read, and the value is that of `other`, or poison."""
+        view = self.buffer.view(dtype)
+        shift = dtype.itemsize.bit_length() - 1
+        if mask is None or mask.all():
+            self._check(pointers, dtype.itemsize, "reads")
+            found: Array = view.take(pointers >> shift)
+            return found if mask is None else np.broadcast_to(found, np.broadcast_shapes(found.shape, mask.shape))
+        pointers, mask = np.broadcast_arrays(pointers, mask)
+        shape = pointers.shape if other is None else np.broadcast_shapes(pointers.shape, other.shape)
+        result = np.empty(shape, dtype)
+        result[...] = np.full(dtype.itemsize, POISON, np.uint8).view(dtype)[0] if other is None else other
+        if shape != pointers.shape:
+            pointers, mask = np.broadcast_to(pointers, shape), np.broadcast_to(mask, shape)
+        active = pointers[mask]
+        if active.size:
+            self._check(active, dtype.itemsize, "reads")
+            result[mask] = view.take(active >> shift)
+        return result
+
+    def store(self, pointers: Array, values: Array, mask: Array | None) -> None:
+        """Write elements to addresses, where `mask` is true."""
+        dtype = values.dtype
+        if mask is None or mask.all():
+            pointers, values = np.broadcast_arrays(pointers, values)
+        else:
+            pointers, values, mask = np.broadcast_arrays(pointers, values, mask)
+            pointers, values = pointers[mask], values[mask]
+        if pointers.size:
+            self._check(pointers, dtype.itemsize, "writes")
+            self._write(self.buffer.view(dtype), pointers >> (dtype.itemsize.bit_length() - 1), values)
+
+    def atomic(
+        self,
+        pointers: Array,
+        operands: tuple[Array, ...],
+        mask: Array,
+        dtype: np.dtype[np.generic],
+        combine: Callable[[Array, tuple[Array, ...]], Array],
+    ) -> Array:
+        """Every element of `pointers` (all of one shape, instances first) in order: new = combine(old, operands).  Returns the old
+        values, poison where `mask` is false.  Values are in their stored type."""
+        result = np.full((*pointers.shape, dtype.itemsize), POISON, np.uint8).view(dtype)[..., 0]
+        active = pointers[mask]
+        if not active.size:
+            return result
+        self._check(active, dtype.itemsize, "writes")
+        view = self.buffer.view(dtype)
+        places = active >> (dtype.itemsize.bit_length() - 1)
+        given = tuple(operand[mask] for operand in operands)
+        old = np.empty(places.shape, dtype)
+        for take in _rounds(places):
+            old[take] = view[places[take]]
+            self._write(view, places[take], combine(old[take], tuple(operand[take] for operand in given)))
+        result[mask] = old
+        return result
+
+    def undo(self) -> None:
+        """Put back what the journal holds, last first, and empty it."""
+        for view, places, old in reversed(self.journal or []):
+            view[places] = old
+        self.journal = [] if self.journal is not None else None
+
+    def _write(self, view: Array, places: Array, values: Array) -> None:
+        if self.journal is not None:
+            self.journal.append((view, places, view[places]))
+        view[places] = values
+
+    def _check(self, pointers: Array, size: int, verb: str) -> None:
+        low, high = int(pointers.min()), int(pointers.max())
+        region = bisect_right(self._starts, low) - 1
+        if region < 0 or high + size > self._ends[region]:
+            found = np.searchsorted(self._starts, pointers, "right") - 1
+            ends = np.array([*self._ends, 0])[found]  # -1, before the first memory, takes the 0
+            outside = pointers[pointers + size > ends]
+            if outside.size:
+                raise self._error(int(outside[0]), size, verb, f", {outside.size} of {pointers.size} elements outside")
+        if size > 1 and int(np.bitwise_or.reduce(pointers, axis=None)) & (size - 1):
+            raise self._error(int(pointers[(pointers & (size - 1)) != 0][0]), size, verb, ", which is not aligned")
+
+    def _error(self, address: int, size: int, verb: str, what: str) -> ReadOutside | WroteOutside:
+        regions = zip(self._names, self._starts, self._ends, strict=True)
+        name, start, end = min(regions, key=lambda region: max(region[1] - address, address - region[2]))
+        kind = WroteOutside if verb == "writes" else ReadOutside
+        return kind(f"{self.where} {verb} {size} bytes at byte {address - start} of memory {name!r} ({end - start} bytes){what}")
+
+
+def _rounds(places: Array) -> list[Array]:
+    """Positions of `places` in turns: no place stands twice in a turn, and each place's turns are in order."""
+    order = np.argsort(places, kind="stable")
+    ordered = places[order]
+    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    turn = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
+    if turn.max() > ROUNDS:
+        return [order[i : i + 1] for i in range(len(order))]
+    return [order[turn == i] for i in range(int(turn.max()) + 1)]

@@ -1,0 +1,140 @@
+"""An interpreter process: `python -m cgcompile.offline.interpret.worker PLACE` (see `children`), asked for a `Task`.
+
+TRITON_INTERPRET=1 must be set from outside: `triton.jit` looks at it when Triton and Inductor's helpers are imported.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cgbundle.format import safetensors
+from cgbundle.format.extents import ELSEWHERE
+from cgbundle.format.schema import DTYPES, MEMORIES, Value
+from cgbundle.tables.recording import Address, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
+
+from ...targets.cuda.fills import memset_of
+from ...util.workers import answer
+from ..assemble.block_reader import arguments, check_order, programs
+from ..errors import NoStandIn
+from .interpret import Outcome, Task
+from .memory import Memory
+from .values import Array
+
+
+def execute(task: Task) -> Outcome:
+    """Run all rows of all stages in order.  Once in a process, which Triton is changed in."""
+    for recording in task.recordings:
+        check_order(recording)
+    memory = Memory(task.sizes)
+    memory.where = f"int_key {task.key}"
+    _fill(memory, task)
+    kernels = _Kernels(memory, task)
+    began = time.monotonic()
+    read: list[bytes] = []
+    for stage in task.stages:
+        memory.where = f"int_key {task.key}, what it is given"
+        for value, contents in stage.given:
+            view = _view(memory, value, "writes")
+            view[...] = np.frombuffer(contents, view.dtype).reshape(view.shape)
+        if stage.recording:
+            _run(memory, kernels, stage.recording)
+        memory.where = f"int_key {task.key}, its outputs"
+        read += [_view(memory, value, "reads").tobytes() for value in stage.read]
+    return Outcome(key=task.key, read=tuple(read), seconds=time.monotonic() - began)
+
+
+def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> None:
+    for row, node in enumerate(recording.nodes):
+        match node:
+            case KernelNode() if (fill := memset_of(recording.functions[node.function], node)) is not None:
+                _set(memory, fill, f"memset, row {row}")
+            case KernelNode():
+                kernels.launch(row, recording.functions[node.function], node)
+            case MemsetNode():
+                _set(memory, node, f"memset, row {row}")
+            case MemcpyNode():
+                _copy(memory, node, f"memcpy, row {row}")
+            case EmptyNode():
+                pass
+
+
+class _Kernels:
+    """Launches by row; every kernel's source is read once."""
+
+    def __init__(self, memory: Memory, task: Task) -> None:
+        from . import language
+        from . import libdevice as standins  # here, with the two below: they import Triton and change it
+
+        self.language = language
+        self.memory = memory
+        self.task = task
+        self.variants = dict(task.variants)
+        self.functions: dict[tuple[str, str], Callable[..., Any]] = {}
+        self.builder, self.steps = language.install(memory)
+        standins.install(self.builder, self.steps.semantic)
+
+    def launch(self, row: int, function: Function, node: KernelNode) -> None:
+        from .launch import launch
+
+        which = function.image, function.symbol
+        where = f"kernel {function.symbol}, row {row} of int_key {self.task.key}"
+        if which not in self.variants:
+            raise NoStandIn(f"{where}: the interpreter has no source of image {function.image[:12]}")
+        variant = self.variants[which]
+        if which not in self.functions:
+            self.functions[which] = self.language.function_of(variant.source, variant.name, self.steps)
+        self.memory.where = where
+        kinds = dict(variant.signature)
+        given: dict[str, Any] = dict(variant.constants)
+        for name, value in arguments(variant, function, node).items():
+            if isinstance(value, Address):
+                value = self.memory.address(value.memory, value.offset)
+            given[name] = self.language.argument(value or 0, kinds[name])
+        launch(self.builder, self.functions[which], given, programs(node), where)
+
+
+def _fill(memory: Memory, task: Task) -> None:
+    """The weights, but for those of the host alone; everything else stays poison."""
+    with open(task.weights, "rb") as file:
+        entries = safetensors.read_header(file, task.weights.name)
+        for tensor, offset in {(row.tensor, row.offset) for row in task.placed if row.offset != ELSEWHERE}:
+            entry = entries[tensor]
+            file.seek(entry.begin)
+            file.readinto(memoryview(memory.span(MEMORIES.index("weights"), offset, entry.end - entry.begin, "writes")))  # type: ignore[arg-type]
+
+
+def _view(memory: Memory, value: Value, verb: str) -> Array:
+    """The elements of a tensor in memory, as opaque items of its dtype's size."""
+    item = DTYPES[value.dtype]
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
+    nbytes = (last + 1) * item if all(value.shape) else 0
+    flat: Array = memory.span(MEMORIES.index(value.memory), value.offset, nbytes, verb).view(f"V{item}")
+    return np.lib.stride_tricks.as_strided(flat, value.shape, [stride * item for stride in value.strides])
+
+
+def _set(memory: Memory, node: MemsetNode, where: str) -> None:
+    memory.where = where
+    pattern = np.frombuffer(node.value.to_bytes(8, "little")[: node.element], np.uint8)
+    for line in range(node.height):
+        at = node.target.offset + line * node.pitch
+        piece = memory.span(node.target.memory, at, node.width * node.element, "writes")
+        piece.reshape(node.width, node.element)[...] = pattern
+
+
+def _copy(memory: Memory, node: MemcpyNode, where: str) -> None:
+    memory.where = where
+    for layer in range(node.depth):
+        for line in range(node.height):
+            source = node.source.offset + (layer * node.source_height + line) * node.source_pitch
+            target = node.target.offset + (layer * node.target_height + line) * node.target_pitch
+            piece = memory.span(node.source.memory, source, node.width, "reads").copy()
+            memory.span(node.target.memory, target, node.width, "writes")[...] = piece
+
+
+if __name__ == "__main__":
+    sys.exit(answer(sys.argv[1], execute))

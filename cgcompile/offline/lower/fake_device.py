@@ -1,0 +1,296 @@
+"""The one room where torch and Triton believe in a GPU that is not there.
+
+Everything of theirs that is replaced is listed here, with what it is for, and put back at the end.  No GPU is touched, also where
+there is one: it is hidden from the process, so torch must not have looked for GPUs before (a process of its own is best).
+
+Private interfaces, tested with torch 2.11 (triton 3.6) and 2.13 (triton 3.7): the names in `_replacements`, `_forgotten`,
+`_interfaces` and `_device_guard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ...errors import TorchUnsupported
+from ...targets.architectures import Arch
+from ..errors import GpuVisible
+
+TESTED = "torch 2.11 and 2.13, triton 3.6 and 3.7"
+CUDA = "13.0"
+"""The version of CUDA that torch says it was built with, in the room."""
+
+METHODS = 64
+"""More than a device guard of torch has."""
+
+CUDA_TYPE = 1
+"""c10::DeviceType::CUDA."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replaced:
+    """A name of torch or Triton and what stands for it in the room.  `absent`: builds of torch without CUDA lack it."""
+
+    owner: str
+    name: str
+    value: Any
+    why: str
+    absent: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelSource:
+    """A kernel of a wrapper, neither loaded nor compiled: the module text that Inductor wrote, and the function's name in it."""
+
+    name: str
+    text: str
+
+
+@contextlib.contextmanager
+def offline(arch: Arch) -> Iterator[None]:
+    """Inside, torch has one GPU "cuda:0", of architecture `arch`; tensors there can only be fake, and kernels are not compiled:
+    `async_compile.triton` of a wrapper gives a `KernelSource`.
+
+    Raises TorchUnsupported when this torch or Triton lacks a name that has to be replaced, GpuVisible when the process sees a GPU.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
+        if torch.cuda.is_initialized() or torch.cuda.device_count():
+            raise GpuVisible("this process has looked for GPUs already and sees one, so it cannot be hidden any more")
+        forget = [_find(owner, name) for owner, name in _forgotten()]
+        for cached in forget:
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
+        for row in _replacements(arch):
+            owner = _find(row.owner)
+            if not (row.absent or hasattr(owner, row.name)):
+                raise _lacks(f"{row.owner}.{row.name}", row.why)
+            stack.enter_context(mock.patch.object(owner, row.name, row.value, create=row.absent))
+        stack.enter_context(_interfaces())
+        stack.enter_context(_device_guard())
+        yield
+
+
+# --- what stands for what -------------------------------------------------------------------------------------
+
+
+def _replacements(arch: Arch) -> list[Replaced]:
+    properties = device_properties(arch)
+    state = torch.zeros(16, dtype=torch.uint8)
+    cuda, c, fake = "torch.cuda", "torch._C", "torch._subclasses.fake_tensor"
+    rows = [
+        # what Inductor asks of the GPU
+        (cuda, "is_available", lambda: True, "Inductor lowers for cuda"),
+        (cuda, "device_count", lambda: 1, "there is one GPU"),
+        (cuda, "current_device", lambda: 0, "and it is the current one"),
+        (cuda, "get_device_properties", lambda device=None: properties, "heuristics read multiprocessors and memory"),
+        (cuda, "get_device_capability", lambda device=None: (arch.major, arch.minor), "what the code may use"),
+        (cuda, "get_device_name", lambda device=None: arch.gpu, "it is part of keys and reports"),
+        (cuda, "is_bf16_supported", lambda including_emulation=True: True, "every target has bfloat16"),
+        (cuda, "is_tf32_supported", lambda: True, "every target has tf32"),
+        # what would wake a GPU
+        (cuda, "_lazy_init", lambda: None, "no context is made"),
+        (cuda, "is_initialized", lambda: False, "nor is there one"),
+        (cuda, "synchronize", lambda device=None: None, "nothing runs"),
+        (cuda, "set_device", lambda device: None, "generated code selects the device"),
+        (cuda, "device", lambda device: contextlib.nullcontext(), "lowering runs with the device selected"),
+        (cuda, "_DeviceGuard", lambda index: contextlib.nullcontext(), "generated code runs with the device selected"),
+        (cuda, "get_rng_state", lambda device="cuda": state, "Inductor keeps the random state of every device"),
+        (cuda, "set_rng_state", lambda new_state, device="cuda": None, "and puts it back"),
+        (cuda + ".random", "get_rng_state", lambda device="cuda": state, "the same under its other name"),
+        (cuda + ".random", "set_rng_state", lambda new_state, device="cuda": None, "the same under its other name"),
+        (fake, "init_gpu_context", lambda device: None, "fake tensors allocate one real tensor on their device"),
+        (fake + ".FakeTensorMode", "avoid_device_init", True, "literals stay on the CPU until they are moved"),
+        ("torch.version", "cuda", CUDA, "the same code whichever build of torch makes it"),
+        # what would compile, load or measure kernels
+        ("torch._inductor.async_compile.AsyncCompile", "triton", _keep_source, "kernels are compiled later, all at once"),
+        (
+            "torch._inductor.select_algorithm.AlgorithmSelectorCache",
+            "make_precompile_fn",
+            _refuse("compile candidates of a template to measure them"),
+            "templates get one candidate each",
+        ),
+        ("torch._inductor.runtime.triton_helpers", "set_driver_to_gpu", lambda: None, "a kernel's module would load it when read"),
+        ("triton.runtime.driver.driver", "_active", _Driver(arch), "Triton would load the CUDA driver"),
+    ]
+    made = [Replaced(owner=owner, name=name, value=value, why=why) for owner, name, value, why in rows]
+    stream = Replaced(
+        owner=c, name="_cuda_getCurrentRawStream", value=lambda index: 0, why="generated code imports it", absent=True
+    )
+    return [*made, stream]
+
+
+def _forgotten() -> list[tuple[str, str]]:
+    """Functions that remember what they were told of a device: they forget it before and after."""
+    utils = "torch._inductor.utils"
+    return [
+        ("torch._inductor.runtime.hints.DeviceProperties", "create"),
+        (utils, "get_gpu_type"),
+        (utils, "is_big_gpu"),
+        (utils, "get_max_num_sms"),
+        (utils, "get_backend_num_stages"),
+        (utils, "get_device_tflops"),
+        (utils, "get_gpu_dram_gbps"),
+        (utils, "use_decompose_k_choice"),
+        (utils, "get_k_splits"),
+        ("torch.utils._triton", "has_triton_tma_device"),
+        ("torch.utils._triton", "has_triton"),
+        ("torch.utils._triton", "triton_hash_with_backend"),
+    ]
+
+
+def device_properties(arch: Arch) -> SimpleNamespace:
+    """`arch` under the names of `torch.cuda.get_device_properties`."""
+    return SimpleNamespace(
+        name=arch.gpu,
+        major=arch.major,
+        minor=arch.minor,
+        multi_processor_count=arch.multiprocessors,
+        total_memory=arch.memory,
+        warp_size=arch.warp,
+        regs_per_multiprocessor=arch.registers,
+        max_threads_per_multi_processor=arch.threads_sm,
+        max_threads_per_block=arch.threads_block,
+        shared_memory_per_block=arch.shared_block,
+        shared_memory_per_block_optin=arch.shared_optin,
+        shared_memory_per_multiprocessor=arch.shared_sm,
+        L2_cache_size=arch.l2,
+        gcnArchName="",
+    )
+
+
+@contextlib.contextmanager
+def _interfaces() -> Iterator[None]:
+    """Inductor's table of devices, with "cuda" for the calls above: rows made before hold the real functions."""
+    module = _find("torch._dynamo.device_interface")
+    for name in ("CudaInterface", "device_interfaces", "init_device_reg", "register_interface_for_device"):
+        if not hasattr(module, name):
+            raise _lacks(f"torch._dynamo.device_interface.{name}", "Inductor's table of devices")
+    module.init_device_reg()
+    with mock.patch.dict(module.device_interfaces):
+        made = _interface(module.CudaInterface)
+        module.register_interface_for_device("cuda", made)
+        module.register_interface_for_device("cuda:0", made)
+        yield
+
+
+def _interface(base: type) -> type:
+    class Worker:
+        @staticmethod
+        def set_device(device: int) -> None:
+            return None
+
+        @staticmethod
+        def current_device() -> int:
+            return 0
+
+        @staticmethod
+        def get_device_properties(device: Any = None) -> Any:
+            return torch.cuda.get_device_properties(device)
+
+    members: dict[str, Any] = {
+        name: staticmethod(getattr(torch.cuda, name))
+        for name in ("is_available", "device_count", "current_device", "set_device", "synchronize", "get_device_properties")
+    }
+    members["is_bf16_supported"] = staticmethod(lambda including_emulation=False: True)
+    members["get_raw_stream"] = staticmethod(lambda index: 0)
+    members["exchange_device"] = members["maybe_exchange_device"] = staticmethod(lambda device: 0)
+    members["is_triton_capable"] = staticmethod(lambda device=None: True)
+    members["raise_if_triton_unavailable"] = staticmethod(lambda device=None: None)
+    return type("OfflineInterface", (base,), {"Worker": Worker, **members})
+
+
+@contextlib.contextmanager
+def _device_guard() -> Iterator[None]:
+    """A guard for cuda devices that does nothing.
+
+    Operations on fake cuda tensors ask for the guard of their device.  Without a GPU, a build of torch with CUDA puts in one that
+    does nothing (`FakeTensorMode` asks for it); a build without CUDA has none to replace, and operations fail.  So it gets one that
+    claims no devices, and torch then replaces that as usual.
+    """
+    if torch.backends.cuda.is_built():
+        yield
+        return
+    try:
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+        register = library._ZN3c104impl24DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE
+        replace = library._ZN3c104impl24ensureCUDADeviceGuardSetEv
+    except (OSError, AttributeError) as error:
+        raise _lacks("c10::impl::DeviceGuardImplRegistrar in libc10.so", "this build has no guard for cuda") from error
+    register.argtypes = [ctypes.c_void_p, ctypes.c_byte, ctypes.c_void_p]
+    register.restype = replace.restype = None
+    nothing = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+    table = (ctypes.c_void_p * METHODS)(*[ctypes.cast(nothing, ctypes.c_void_p).value] * METHODS)
+    claims_none = ctypes.c_void_p(ctypes.addressof(table))  # an object is a pointer to its methods
+    registrar = ctypes.create_string_buffer(64)
+    register(registrar, CUDA_TYPE, ctypes.addressof(claims_none))
+    replace()  # asks the guard for its number of devices, which is 0, and puts torch's own in
+    try:
+        yield
+    finally:
+        register(registrar, CUDA_TYPE, None)
+
+
+class _Driver:
+    """What stands for Triton's CUDA driver: it knows its target and nothing else."""
+
+    def __init__(self, arch: Arch) -> None:
+        self._arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._arch.capability, self._arch.warp)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def _keep_source(compiler: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> KernelSource:
+    return KernelSource(name=kernel_name, text=source_code)
+
+
+def _refuse(what: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise TorchUnsupported(f"torch {torch.__version__} wanted to {what}, which needs a GPU; tested with {TESTED}")
+
+    return refuse
+
+
+# --- names ----------------------------------------------------------------------------------------------------
+
+
+def _find(path: str, name: str = "") -> Any:
+    """The object at a dotted path.  Raises TorchUnsupported."""
+    parts = [*path.split("."), *([name] if name else [])]
+    for cut in range(len(parts), 0, -1):
+        module = ".".join(parts[:cut])
+        if module not in sys.modules:
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError:
+                continue
+        found: Any = sys.modules[module]
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                raise _lacks(".".join(parts), "it has to be replaced")
+            found = getattr(found, part)
+        return found
+    raise _lacks(".".join(parts), "it has to be replaced")
+
+
+def _lacks(name: str, why: str) -> TorchUnsupported:
+    return TorchUnsupported(f"torch {torch.__version__} has no {name} ({why}); tested with {TESTED}")

@@ -1,0 +1,274 @@
+"""program + key -> Traced: retrace for cuda at the key's sizes, lower with Inductor, follow what its wrapper does.  No kernel is
+compiled, nothing is measured, and no GPU is needed: everything here runs inside `offline`.
+
+Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the `source_code` of its result, `user_visible_output_idxs` in the
+metadata of a graph's output, `V.set_choices_handler` with a subclass of `InductorChoices`, and the options below.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch._inductor.choices import InductorChoices
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.exc import InductorError
+from torch._inductor.select_algorithm import ExternKernelChoice
+from torch._inductor.virtualized import V
+from torch.export import ExportedProgram
+
+from ...errors import BuildError
+from ...model.source import first_line
+from ...targets.architectures import Arch
+from ..decompose.constant_folding import fold
+from ..decompose.retrace import Retraced, host_hint, operator, place, retrace, same_layout
+from ..decompose.split_k import Pieces, split_products
+from ..errors import LoweringBroken, OperationNeedsGpu
+from ..traced import Key, Tensor, Traced
+from ..tuning import cost_model as choosing
+from ..tuning.cost_model import Candidate, Problem
+from .fake_device import offline
+from .launches import Followed, direct, follow
+from .variants import Configuration, load
+
+Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
+"""As `choosing.choose`."""
+
+OPTIONS: dict[str, Any] = {
+    # products and convolutions become Triton kernels, one candidate each
+    "max_autotune_gemm": True,
+    "max_autotune_gemm_backends": "TRITON",
+    "unroll_reductions_threshold": 9,  # the sum over at most 8 pieces of a product is part of the kernel that reads it
+    "max_autotune_conv_backends": "TRITON",
+    "conv_1x1_as_mm": True,
+    "triton.num_decompose_k_splits": 0,
+    "triton.enable_persistent_tma_matmul": False,
+    "benchmark_epilogue_fusion": False,
+    "prologue_fusion": True,
+    # nothing is measured, and nothing depends on an earlier run
+    "benchmark_kernel": False,
+    "benchmark_fusion": False,
+    "benchmark_combo_kernel": False,
+    "combo_kernels": False,
+    "coordinate_descent_tuning": False,
+    "shape_padding": False,
+    "triton.multi_kernel": 0,
+    "triton.cooperative_reductions": False,
+    "triton.mix_order_reduction": False,
+    "triton.autotune_at_compile_time": False,
+    "freezing": False,
+    "force_disable_caches": True,
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+    "autotune_local_cache": False,
+    "autotune_remote_cache": False,
+    "bundle_triton_into_fx_graph_cache": False,
+    "compile_threads": 1,
+    # one wrapper that does nothing but launch
+    "cpp_wrapper": False,
+    "fx_wrapper": False,
+    "graph_partition": False,
+    "triton.cudagraphs": False,
+    "memory_planning": False,
+    "allow_buffer_reuse": False,  # a buffer per value: shorter lives, and our own plan lays them over each other
+    "use_static_cuda_launcher": False,
+    "use_static_triton_launcher": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "nan_asserts": False,
+    "scalar_asserts": False,
+    "profiler_mark_wrapper_call": False,
+    "implicit_fallbacks": True,
+}
+"""Inductor's options; those that a version does not have are left out."""
+
+
+def lower_key(
+    program: ExportedProgram,
+    key: Key,
+    tensors: Sequence[torch.Tensor],
+    arch: Arch,
+    *,
+    layouts: Sequence[tuple[int, ...] | None] = (),
+    choose: Choose = choosing.choose,
+    pieces: Pieces = lambda problem: 1,
+    float32: str = "tf32x3",
+) -> Traced:
+    """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.
+
+    `layouts`: of each output the strides, dense ones, that it must have, None for any; () for any of all.
+    `choose` picks the configuration of products and convolutions, `pieces` says what products are cut into; `float32` says how
+    float32 is multiplied (`variants.FLOAT32`).  Equal arguments give equal results, in every process.
+
+    Raises OperationNeedsGpu, RandomnessUnsupported, InputChanged, StateShared, ConstantUnknown, SizesUnlike, LoweringBroken,
+    TorchUnsupported, GpuVisible.
+    """
+    with offline(arch):
+        held = {
+            name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
+        }
+        retraced, constants = fold(retrace(program, tensors, layouts), held)
+        retraced = split_products(retraced, arch.name, pieces)
+        chosen: dict[Configuration, str] = {}
+        handler = _Choices(arch, choose, chosen)
+        known = torch._inductor.config.get_config_copy()
+        options = {name: value for name, value in OPTIONS.items() if name in known}
+        with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `float32` says how float32 is multiplied
+            followed = _follow(retraced, key, layouts, lambda source: load(source, chosen, float32))
+    if followed.unknown:
+        origins = [_origin(name, retraced) for name in followed.unknown]
+        raise OperationNeedsGpu(
+            f"int_key {key}: no Triton kernel for {', '.join([text for text, _ in origins])}",
+            host_hint([each for _, operators in origins for each in operators]),
+        )
+    by_name = {int(name): tensor for (kind, name), tensor in zip(retraced.names, followed.inputs, strict=True) if kind == "input"}
+    return Traced(
+        key=key,
+        buffers=followed.buffers,
+        variants=followed.variants,
+        events=followed.events,
+        inputs=tuple([by_name[index] for index in range(len(by_name))]),
+        outputs=_as_wanted(followed.outputs, layouts, key),
+        constants=constants,
+    )
+
+
+def _as_wanted(outputs: tuple[Tensor, ...], layouts: Sequence[tuple[int, ...] | None], key: Key) -> tuple[Tensor, ...]:
+    """The outputs with the strides of `layouts`, which may differ where an axis has one element.  Raises LoweringBroken."""
+    if not layouts:
+        return outputs
+    made = []
+    for number, (tensor, wanted) in enumerate(zip(outputs, layouts, strict=True)):
+        strides = tensor.strides if wanted is None else wanted
+        if not same_layout(tensor.shape, tensor.strides, strides):
+            raise LoweringBroken(
+                f"int_key {key}: Inductor gives output {number} the strides {tensor.strides}, {strides} were asked for"
+            )
+        made.append(replace(tensor, strides=strides))
+    return tuple(made)
+
+
+def _follow(retraced: Retraced, key: Key, layouts: Sequence[tuple[int, ...] | None], load_kernel: Callable[..., Any]) -> Followed:
+    placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
+    (output,) = [node for node in retraced.graph.graph.nodes if node.op == "output"]
+    if not any(node.op == "call_function" for node in retraced.graph.graph.nodes):
+        return direct(retraced.tensors, retraced.names, [placeholders.index(node) for node in output.args[0]])
+    fixed = [index for index, strides in enumerate(layouts) if strides is not None]
+    output.meta["user_visible_output_idxs"] = fixed  # Inductor pads others, and lays images out by its own taste
+    try:
+        compiled = compile_fx_inner(
+            retraced.graph, list(retraced.tensors), static_input_idxs=range(len(retraced.tensors)), is_inference=True
+        )
+    except InductorError as error:
+        raise _explain(error, key, retraced) from error
+    return follow(compiled.source_code, retraced.tensors, retraced.names, load_kernel)
+
+
+def _explain(error: InductorError, key: Key, retraced: Retraced) -> BuildError:
+    """Our own errors as they are; what Inductor has no lowering for by name; the rest as a failure of Inductor."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, BuildError):
+            return cause
+        if type(cause).__name__ in ("NoValidChoicesError", "MissingOperatorWithoutDecomp", "MissingOperatorWithDecomp"):
+            target = re.search(r"target: ([\w.]+)", str(error))
+            text, operators = _origin(target[1], retraced) if target else ("an operation", [])
+            return OperationNeedsGpu(f"int_key {key}: no Triton kernel for {text}: {first_line(cause)}", host_hint(operators))
+        cause = cause.__cause__ or cause.__context__
+    return LoweringBroken(f"int_key {key}: Inductor failed: {first_line(error)}")
+
+
+def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
+    """The name of a call with the user's line where an operation of that name came from, and the operators of the program that such
+    operations came from."""
+    plain = re.sub(r"^(torch\.ops\.|extern_kernels\.)", "", name)
+    stem = plain.removesuffix(".default").removeprefix("aten.")
+    nodes = [n for n in retraced.graph.graph.nodes if n.op == "call_function" and stem in str(n.target)]
+    where = next((line for node in nodes if (line := place(node))), "")
+    return f"{plain}{f' ({where})' if where else ''}", [operator(node) for node in nodes]
+
+
+# --- configurations -------------------------------------------------------------------------------------------
+
+
+class _Choices(InductorChoices):
+    """Inductor's choices, with one configuration for every template; how each was found is left in `found`."""
+
+    def __init__(self, arch: Arch, choose: Choose, found: dict[Configuration, str]) -> None:
+        super().__init__()
+        self._arch = arch
+        self._choose = choose
+        self._found = found
+
+    def _finalize_template_configs(self, template_choices: Any, kernel_inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        offered = [choice for choices in template_choices.values() for choice in choices]
+        offered = [choice for choice in offered if not isinstance(choice.template, ExternKernelChoice)]
+        described = [_candidate(choice.params.to_kwargs()) for choice in offered]
+        if not offered:
+            return []
+        m, n, k = [int(size) for size in kernel_inputs.mnk_symbolic()]
+        shape = [int(size) for size in kernel_inputs.output_layout().size]
+        problem = Problem(
+            kind=args[1] if len(args) > 1 else kwargs["op_name"],
+            batch=shape[0] if len(shape) == 3 else 1,
+            m=m,
+            n=n,
+            k=k,
+            dtype=str(kernel_inputs.dtype()).removeprefix("torch."),
+            arch=self._arch.name,
+        )
+        return [offered[self._pick(problem, described)]]
+
+    def get_conv_configs(self, device_type: str | None = "cuda") -> Any:
+        """Inductor's configurations of a convolution, reduced to one."""
+        configs = super().get_conv_configs(device_type)
+
+        def one(m: Any, n: Any, k: Any, **kwargs: Any) -> list[Any]:
+            offered = list(configs(m, n, k, **kwargs))
+            problem = _convolution(V.graph.current_node, self._arch)
+            return [offered[self._pick(problem, [_candidate(_settings(config)) for config in offered])]]
+
+        return one
+
+    def _pick(self, problem: Problem, candidates: Sequence[Candidate]) -> int:
+        try:
+            index, how = self._choose(problem, candidates, self._arch)
+        except ValueError as error:
+            raise OperationNeedsGpu(str(error)) from error
+        picked = candidates[index]
+        self._found[picked.block_m, picked.block_n, picked.block_k, picked.stages, picked.warps] = how
+        return index
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    return {**config.kwargs, "num_stages": config.num_stages, "num_warps": config.num_warps}
+
+
+def _candidate(settings: dict[str, Any]) -> Candidate:
+    return Candidate(
+        block_m=settings["BLOCK_M"],
+        block_n=settings["BLOCK_N"],
+        block_k=settings["BLOCK_K"],
+        stages=settings["num_stages"],
+        warps=settings["num_warps"],
+        group=settings.get("GROUP_M", 0),
+    )
+
+
+def _convolution(node: torch.fx.Node, arch: Arch) -> Problem:
+    weight, out, groups = node.args[1].meta["val"], node.meta["val"], node.args[8]
+    return Problem(
+        kind="conv",
+        batch=groups,
+        m=out.numel() // out.shape[1],
+        n=out.shape[1] // groups,
+        k=weight.numel() // weight.shape[0],
+        dtype=str(out.dtype).removeprefix("torch."),
+        arch=arch.name,
+    )

@@ -1,0 +1,301 @@
+"""Runs the wrapper that Inductor wrote with stand-ins for its tensors and kernels, and writes down what it does.
+
+The stand-ins of one buffer share a handle; when the wrapper drops the last of them, Python drops the handle, and that is the
+buffer's release.  So reuse, views and in-place kernels need no rules of their own.
+
+What Inductor's wrapper uses (torch 2.11, 2.13): the names in `_namespace`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..errors import ConstantUnknown, LoweringBroken
+from ..traced import TEMPORARY, Allocate, Buffer, Copy, Event, Fill, Launch, Place, Release, Tensor, Variant
+from .fake_device import KernelSource
+from .variants import Kernel
+
+Load = Callable[[KernelSource], Kernel]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Followed:
+    """What a wrapper did.  `unknown`: what it called that is no Triton kernel, in order."""
+
+    buffers: tuple[Buffer, ...]
+    variants: tuple[Variant, ...]
+    events: tuple[Event, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    unknown: tuple[str, ...]
+
+
+def follow(wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load) -> Followed:
+    """Run the wrapper's `call` on stand-ins for `tensors`, whose kinds and names are `names`.
+
+    Raises ConstantUnknown, LoweringBroken.
+    """
+    log = _Log(load=load)
+    given = [log.given(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
+    inputs = tuple([value.tensor() for value in given])
+    scope = _namespace(wrapper, log)
+    results = scope["call"](list(given))
+    outputs = tuple([value.tensor() for value in results if isinstance(value, StandIn)])
+    if len(outputs) != len(results) and not log.unknown:
+        raise LoweringBroken(f"the wrapper returned {[type(value).__name__ for value in results]}, expected tensors")
+    events = tuple(log.events)  # before `results` are dropped: outputs live to the end
+    return Followed(
+        buffers=tuple(log.buffers),
+        variants=tuple(log.variants),
+        events=events,
+        inputs=inputs,
+        outputs=outputs,
+        unknown=tuple(dict.fromkeys(log.unknown)),
+    )
+
+
+def direct(tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], outputs: Sequence[int]) -> Followed:
+    """A program without operations: outputs are tensors that it was given, by position."""
+    log = _Log(load=lambda source: _impossible(source.name))
+    given = [log.given(kind, name, tensor).tensor() for (kind, name), tensor in zip(names, tensors, strict=True)]
+    return Followed(
+        buffers=tuple(log.buffers),
+        variants=(),
+        events=(),
+        inputs=tuple(given),
+        outputs=tuple([given[index] for index in outputs]),
+        unknown=(),
+    )
+
+
+# --- stand-ins ------------------------------------------------------------------------------------------------
+
+
+class _Handle:
+    """A buffer in use: its position, and a release when nothing refers to it any more."""
+
+    __slots__ = ("buffer", "dropped")
+
+    def __init__(self, buffer: int, dropped: Callable[[int], None]) -> None:
+        self.buffer = buffer
+        self.dropped = dropped
+
+    def __del__(self) -> None:
+        self.dropped(self.buffer)
+
+
+class StandIn:
+    """A tensor of the wrapper: where it lies, and its layout in elements."""
+
+    __slots__ = ("dtype", "handle", "log", "offset", "shape", "strides")
+
+    def __init__(
+        self, log: _Log, handle: _Handle, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self.log = log
+        self.handle = handle
+        self.offset = offset
+        self.shape = tuple(shape)
+        self.strides = tuple(strides)
+        self.dtype = dtype
+
+    def tensor(self) -> Tensor:
+        name = str(self.dtype).removeprefix("torch.")
+        return Tensor(place=self.place(), dtype=name, shape=self.shape, strides=self.strides)
+
+    def place(self) -> Place:
+        return Place(buffer=self.handle.buffer, offset=self.offset)
+
+    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> StandIn:
+        """The same memory in another layout, `offset` elements further on."""
+        return StandIn(self.log, self.handle, self.offset + offset * self.dtype.itemsize, shape, strides, self.dtype)
+
+    def span(self) -> int:
+        """Bytes from the first element to behind the last."""
+        return span(self.shape, self.strides) * self.dtype.itemsize
+
+    def zero_(self) -> StandIn:
+        """Inductor clears workspaces so, which are dense."""
+        if span(self.shape, self.strides) != math.prod(self.shape):
+            raise LoweringBroken(f"the wrapper clears a tensor with gaps: {self.shape}, strides {self.strides}")
+        self.log.events.append(Fill(target=self.place(), value=0, element=1, count=self.span()))
+        return self
+
+    def copy_(self, source: Any, non_blocking: bool = False) -> StandIn:
+        """A copy between equal layouts."""
+        dense = span(self.shape, self.strides) == math.prod(self.shape)
+        if not isinstance(source, StandIn) or (source.shape, source.strides, source.dtype) != (
+            self.shape,
+            self.strides,
+            self.dtype,
+        ):
+            raise LoweringBroken(f"the wrapper copies between different layouts: {source} to {self.shape}, {self.strides}")
+        if not dense:
+            raise LoweringBroken(f"the wrapper copies a tensor with gaps: {self.shape}, strides {self.strides}")
+        self.log.events.append(Copy(source=source.place(), target=self.place(), nbytes=self.span()))
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise LoweringBroken(f"the wrapper uses a tensor's {name!r}")
+
+
+class Unknown:
+    """The result of something that is no Triton kernel: goes wherever a tensor goes, so that all such calls are found."""
+
+    def __init__(self, log: _Log, name: str) -> None:
+        self._log = log
+        self._name = name
+
+    def __getattr__(self, name: str) -> Unknown:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unknown(self._log, f"{self._name}.{name}")
+
+    def __getitem__(self, index: Any) -> Unknown:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Unknown:
+        self._log.unknown.append(self._name)
+        return Unknown(self._log, self._name)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Log:
+    """What has been seen so far."""
+
+    load: Load
+    buffers: list[Buffer] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    kernels: dict[tuple[str, str], Kernel] = field(default_factory=dict)
+
+    def given(self, kind: str, name: str, tensor: torch.Tensor) -> StandIn:
+        """An input or a weight, which is never released."""
+        nbytes = span(tensor.shape, tensor.stride()) * tensor.dtype.itemsize
+        self.buffers.append(Buffer(kind=kind, name=name, nbytes=nbytes))
+        handle = _Handle(len(self.buffers) - 1, lambda buffer: None)
+        return StandIn(self, handle, 0, tensor.shape, tensor.stride(), tensor.dtype)
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> StandIn:
+        """A new temporary."""
+        buffer = len(self.buffers)
+        nbytes = span(shape, strides) * dtype.itemsize
+        self.buffers.append(Buffer(kind=TEMPORARY, name=f"t{buffer}", nbytes=nbytes))
+        self.events.append(Allocate(buffer=buffer))
+        handle = _Handle(buffer, lambda gone: self.events.append(Release(buffer=gone)))
+        return StandIn(self, handle, 0, shape, strides, dtype)
+
+    def launch(self, source: KernelSource, arguments: Sequence[Any]) -> None:
+        if any(isinstance(value, Unknown) for value in arguments):
+            return  # the program is refused in any case
+        key = (source.name, source.text)
+        if key not in self.kernels:
+            self.kernels[key] = self.load(source)
+        kernel = self.kernels[key]
+        if len(arguments) != len(kernel.parameters):
+            raise LoweringBroken(f"kernel {source.name}: called with {len(arguments)} arguments, takes {kernel.parameters}")
+        values = dict(zip(kernel.parameters, arguments, strict=True))
+        _check_strides(kernel.variant, values)
+        grid = kernel.grid({name: value for name, value in values.items() if not isinstance(value, StandIn)})
+        passed: list[Place | int | float] = []
+        for name, kind in kernel.variant.signature:
+            if kind != "constexpr":
+                passed.append(_argument(source.name, name, kind, values[name]))
+        if kernel.variant not in self.variants:
+            self.variants.append(kernel.variant)
+        variant = self.variants.index(kernel.variant)
+        if min(grid) > 0:
+            self.events.append(Launch(variant=variant, grid=(int(grid[0]), int(grid[1]), int(grid[2])), arguments=tuple(passed)))
+
+
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to behind the last of a tensor."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if math.prod(shape) else 0
+
+
+def _argument(kernel: str, name: str, kind: str, value: Any) -> Place | int | float:
+    if kind.startswith("*"):
+        if not isinstance(value, StandIn):
+            raise ConstantUnknown(f"kernel {kernel}: argument {name} is {type(value).__name__}, a tensor that Inductor made itself")
+        return value.place()
+    if not isinstance(value, int | float):
+        raise LoweringBroken(f"kernel {kernel}: argument {name} of type {kind} is {type(value).__name__}")
+    return value
+
+
+def _check_strides(variant: Variant, values: Mapping[str, Any]) -> None:
+    """A kernel of ours has its tensors' strides as constants, TENSOR_stride_AXIS: Inductor must not have laid them out anew."""
+    for name, wanted in variant.constants:
+        tensor, found, axis = name.rpartition("_stride_")
+        given = values.get(tensor)
+        if found and isinstance(given, StandIn) and given.shape[int(axis)] > 1 and given.strides[int(axis)] != wanted:
+            raise LoweringBroken(
+                f"kernel {variant.name}: {tensor} has strides {given.strides}, {wanted} was expected for axis {axis}"
+            )
+
+
+def _impossible(name: str) -> Kernel:
+    raise LoweringBroken(f"a program without operations launches {name}")
+
+
+# --- the wrapper's names --------------------------------------------------------------------------------------
+
+
+class _Kernels:
+    """Stands for a kernel of the wrapper."""
+
+    def __init__(self, log: _Log, source: KernelSource) -> None:
+        self._log = log
+        self._source = source
+
+    def run(self, *arguments: Any, stream: Any = 0, **others: Any) -> None:
+        """As the wrapper calls it."""
+        if others:
+            raise LoweringBroken(f"kernel {self._source.name}: called with {sorted(others)}")
+        self._log.launch(self._source, arguments)
+
+
+def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
+    """The wrapper's module, executed, with stand-ins in the place of what it imports."""
+    scope: dict[str, Any] = {"__name__": "wrapper"}
+    exec(compile(wrapper, "<wrapper>", "exec"), scope)
+    for name, value in list(scope.items()):
+        if isinstance(value, KernelSource):
+            scope[name] = _Kernels(log, value)
+    cuda = SimpleNamespace(_DeviceGuard=lambda index: contextlib.nullcontext(), set_device=lambda index: None)
+    scope |= {
+        "empty_strided_cuda": log.empty,
+        "empty_strided_cpu": Unknown(log, "tensors on the CPU"),
+        "reinterpret_tensor": lambda tensor, shape, strides, offset=0: (
+            tensor if isinstance(tensor, Unknown) else tensor.view(shape, strides, offset)
+        ),
+        "assert_size_stride": lambda *_: None,
+        "assert_alignment": lambda *_: None,
+        "copy_if_misaligned": lambda tensor: tensor,
+        "get_raw_stream": lambda index: 0,
+        "extern_kernels": Unknown(log, "extern_kernels"),
+        "aten": Unknown(log, "aten"),
+        "inductor_ops": Unknown(log, "inductor_ops"),
+        "torch": _Torch(log, cuda),
+    }
+    return scope
+
+
+class _Torch:
+    """Stands for `torch`: types and devices are real, the device guard does nothing, the rest is unknown."""
+
+    def __init__(self, log: _Log, cuda: Any) -> None:
+        self._log = log
+        self.cuda = cuda
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(torch, name)
+        return real if isinstance(real, torch.dtype) or name == "device" else Unknown(self._log, f"torch.{name}")

@@ -1,0 +1,122 @@
+"""A kernel as Inductor wrote it -> the Variant that Triton compiles, its launch grid and the order of its arguments.
+
+Inductor itself says what it would give to `triton.compile`: the methods of its `CachingAutotuner` are called, short of compiling.
+Private interfaces (torch 2.11, 2.13): `_load_triton_kernel_from_source`, `CachingAutotuner._create_compile_meta` and
+`_create_compile_options`, `CompileResult._get_arg_lists`, `GridExpr`, `get_constexprs`.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch._inductor.async_compile import _load_triton_kernel_from_source
+from torch._inductor.runtime.triton_heuristics import CompileResult, GridExpr, get_constexprs
+
+from ..errors import LoweringBroken
+from ..traced import Variant
+from .fake_device import KernelSource
+
+FLOAT32 = ("tf32x3", "tf32", "ieee")
+"""How float32 is multiplied: by three products of tf32 (about as exact as float32), by one (10 bits), or without tensor cores."""
+
+BLOCKS = re.compile(r"^    (BLOCK_M|BLOCK_N|BLOCK_K) : tl\.constexpr = (\d+)$", re.MULTILINE)
+
+Configuration = tuple[int, int, int, int, int]
+"""block_m, block_n, block_k, stages, warps of a template's kernel."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """`variant`, and how the wrapper calls it: `parameters` names the arguments of the call in order, `grid` gives the launch grid
+    from those that are numbers."""
+
+    variant: Variant
+    parameters: tuple[str, ...]
+    grid: Callable[[Mapping[str, int]], tuple[int, int, int]]
+
+
+def load(source: KernelSource, chosen: Mapping[Configuration, str], float32: str) -> Kernel:
+    """Read a kernel of the wrapper.  `chosen` says how the configurations of templates were found.  Raises LoweringBroken.
+
+    Where Inductor offers several configurations it would measure them; the first is the one that it takes when it may not.
+    """
+    tuner = _load_triton_kernel_from_source(source.name, source.text)
+    config = tuner.configs[0]
+    meta = tuner._create_compile_meta(config)
+    options = tuner._create_compile_options(config, meta)
+    names = list(tuner.fn.arg_names)
+    call = CompileResult(None, config, meta, tuner.inductor_meta)._get_arg_lists(names, get_constexprs(tuner.fn))[1]
+    signature = tuple([(name, meta["signature"][name]) for name in names if name in meta["signature"]])
+    if len(signature) != len(names) or any(name not in dict(signature) for name in meta["constants"]):
+        raise LoweringBroken(f"kernel {source.name}: its signature {list(meta['signature'])} does not name its arguments {names}")
+    text = exact_products(constant_factors(_functions(source.text, source.name)), float32)
+    variant = Variant(
+        name=source.name,
+        source=text,
+        signature=signature,
+        constants=tuple([(name, meta["constants"][name]) for name in names if name in meta["constants"]]),
+        divisible=_divisible(source.name, names, meta["configs"]),
+        warps=options.pop("num_warps"),
+        stages=options.pop("num_stages"),
+        options=tuple(sorted(options.items())),
+        chosen=_how(text, config, chosen, len(tuner.configs)),
+    )
+    inductor_meta = tuner.inductor_meta
+
+    def grid(numbers: Mapping[str, int]) -> tuple[int, int, int]:
+        return GridExpr.from_meta(inductor_meta, config).eval_slow(dict(numbers))
+
+    return Kernel(variant=variant, parameters=tuple(call), grid=grid)
+
+
+def exact_products(source: str, float32: str) -> str:
+    """`source` with every product of a template told how to compute float32; other types are not affected.
+
+    Templates say `allow_tf32=ALLOW_TF32`, and without tf32 Triton multiplies on the ordinary cores, several times slower.
+    """
+    assert float32 in FLOAT32, float32
+    return source.replace("allow_tf32=ALLOW_TF32", f'input_precision="{float32}"')
+
+
+def constant_factors(source: str) -> str:
+    """`source` of a product with the constants in it as matrices: where a factor is a constant, torch 2.11 and 2.13 broadcast a
+    vector of one element to a matrix, which Triton refuses."""
+    if len(set(BLOCKS.findall(source))) != 3 or "tl.dot(" not in source:
+        return source
+    return source.replace("tl.full([1], ", "tl.full([1, 1], ")
+
+
+def _functions(text: str, name: str) -> str:
+    """The kernel's function without decorators, and behind it its helpers (of scans and reductions) with theirs."""
+    parts = re.split(r"^(?=@triton|@triton_heuristics|def )", text, flags=re.MULTILINE)
+    kernel, helpers = "", []
+    for before, part in zip(["", *parts], parts, strict=False):
+        found = re.match(r"def (\w+)", part)
+        if found and found[1] == name:
+            kernel = part
+        elif found and before.startswith("@triton.jit"):
+            helpers.append("@triton.jit\n" + part.strip() + "\n")
+    if not kernel:
+        raise LoweringBroken(f"kernel {name}: Inductor's module defines no such function")
+    return "\n\n".join([textwrap.dedent(kernel).strip() + "\n", *helpers])
+
+
+def _divisible(name: str, names: list[str], configs: Any) -> tuple[str, ...]:
+    found = []
+    for (index,), attributes in configs[0].items():
+        if attributes != [["tt.divisibility", 16]]:
+            raise LoweringBroken(f"kernel {name}: argument {names[index]} has the attributes {attributes}")
+        found.append(names[index])
+    return tuple(found)
+
+
+def _how(text: str, config: Any, chosen: Mapping[Configuration, str], count: int) -> str:
+    blocks = dict(BLOCKS.findall(text))
+    if len(blocks) == 3:
+        sizes = int(blocks["BLOCK_M"]), int(blocks["BLOCK_N"]), int(blocks["BLOCK_K"])
+        return chosen.get((*sizes, config.num_stages, config.num_warps), "heuristic")
+    return "only" if count == 1 else "heuristic"

@@ -1,0 +1,157 @@
+"""The proof of a bundle that cannot run here: its steps as stages for the interpreter, and what was read, against eager PyTorch.
+
+The stages follow from the manifest's own rows, so that the order of the steps and the places of the copies are proved with the
+recordings.  Host regions do not run: what they make is what eager PyTorch makes of the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from cgbundle.format.schema import Program, Proof, Value, Weight
+from cgbundle.tables.recording import Recording
+
+from ..bundle.emit import KeyExam
+from ..errors import ProofFailed
+from ..partition.regions import run
+from ..targets.cuda.host_regions import Mixed
+from ..targets.cuda.tensors import row_major
+from ..util.tolerance import largest_error
+from .compile.kernels import Compiled
+from .interpret.interpret import Outcome, Stage, Task
+from .traced import Key, Variant
+
+Sources = tuple[tuple[tuple[str, str], Variant], ...]
+"""(image's sha256, symbol) of a kernel, and what it was compiled from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """The stages of a program, and what eager PyTorch says of all that is read, in order: `crossing` goes to the host, and in the
+    end come the `outputs` of the call."""
+
+    key: Key
+    stages: tuple[Stage, ...]
+    crossing: tuple[torch.Tensor, ...] = field(repr=False)
+    outputs: tuple[torch.Tensor, ...] = field(repr=False)
+
+
+def make_trial(program: Program, exam: KeyExam, recordings: Mapping[str, Recording], mixed: Mixed | None) -> Trial:
+    """The steps of a program on the exam's inputs.  `recordings` by the file of the step; `mixed` None for one graph alone."""
+    contents = _contents(program, exam, mixed)
+    rows = _Rows()
+    crossing = []
+    rows.give([(program.values[index], contents[index]) for index in program.inputs])
+    for step in program.steps:
+        if step.kind == "graph":
+            rows.run(recordings[step.file])
+        elif step.kind == "copy":
+            source, target = step.inputs[0], step.outputs[0]
+            if program.values[target].memory != "host":
+                rows.give([(program.values[target], contents[source])])
+            else:
+                rows.read.append(program.values[source])
+                crossing.append(contents[source])
+    rows.read += [program.values[index] for index in program.outputs]
+    rows.close()
+    return Trial(key=program.key, stages=tuple(rows.stages), crossing=tuple(crossing), outputs=exam.outputs)
+
+
+def _contents(program: Program, exam: KeyExam, mixed: Mixed | None) -> dict[int, torch.Tensor]:
+    """Position of a value -> what eager PyTorch says it holds, on the CPU."""
+    found = dict(zip(program.inputs, exam.inputs, strict=True))
+    if mixed is None:
+        return found
+    values = run(mixed.chains[exam.key], mixed.parts, exam.inputs)
+    regions = iter([part for part in mixed.parts.regions if part.kind == "graph" or part.operations])
+    for step in program.steps:
+        if step.kind == "copy":
+            found[step.outputs[0]] = found[step.inputs[0]]
+        else:
+            found.update(zip(step.outputs, [values[name] for name in next(regions).outputs], strict=True))
+    return found
+
+
+def kernel_sources(compiled: Mapping[Variant, Compiled]) -> Sources:
+    """What the kernels of a build were compiled from."""
+    return tuple({(kernel.sha256, kernel.symbol): variant for variant, kernel in compiled.items()}.items())
+
+
+def make_task(
+    trial: Trial, program: Program, sources: Sources, memories: Sequence[tuple[str, int]], weights: Path, placed: tuple[Weight, ...]
+) -> Task:
+    """What the interpreter is asked for: the memories are as large as this key needs them."""
+    functions = {each for stage in trial.stages if stage.recording for each in stage.recording.functions}
+    used = {(function.image, function.symbol) for function in functions}
+    return Task(
+        key=trial.key,
+        stages=trial.stages,
+        variants=tuple([pair for pair in sources if pair[0] in used]),
+        sizes=(("weights", dict(memories)["weights"]), ("inputs", program.static), ("arena", program.arena)),
+        weights=weights,
+        placed=placed,
+    )
+
+
+def proved(proof: Proof, trial: Trial, outcomes: Sequence[Outcome]) -> Proof:
+    """`proof` as the outcome of its key makes it, itself when there is none.  Raises ProofFailed when anything that was read is
+    further from eager PyTorch than the proof's tolerance."""
+    found = [outcome for outcome in outcomes if outcome.key == trial.key]
+    if not found:
+        return proof
+    (outcome,) = found
+    count = len(trial.crossing)
+    given, made = outcome.read[:count], outcome.read[count:]
+    errors = [_difference(want, got) for want, got in zip(trial.crossing, given, strict=True)]
+    errors += [_error(want, got) for want, got in zip(trial.outputs, made, strict=True)]
+    error = max(errors, default=0.0)
+    if not error <= proof.tolerance:
+        raise ProofFailed(
+            f"int_key {proof.key}: the interpreted kernels differ from eager PyTorch by {error:.1e}, allowed {proof.tolerance:.1e}",
+            "nothing was published; please report this model",
+        )
+    return Proof(key=proof.key, method="interpret", error=error, tolerance=proof.tolerance)
+
+
+def _error(expected: torch.Tensor, got: bytes) -> float:
+    return largest_error(expected, _tensor(expected, got)) if expected.numel() else 0.0
+
+
+def _difference(expected: torch.Tensor, got: bytes) -> float:
+    """Of numbers as of an output; of integers and booleans the share that differs: rounding may turn a comparison over that is the
+    host's to use, and what follows is computed with eager PyTorch's."""
+    if expected.is_floating_point() or expected.is_complex() or not expected.numel():
+        return _error(expected, got)
+    return float((expected != _tensor(expected, got)).double().mean())
+
+
+def _tensor(like: torch.Tensor, contents: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(contents), dtype=like.dtype).reshape(like.shape)
+
+
+class _Rows:
+    """Stages, growing: what is given after a recording ran begins the next."""
+
+    def __init__(self) -> None:
+        self.stages: list[Stage] = []
+        self.given: list[tuple[Value, bytes]] = []
+        self.recording: Recording | None = None
+        self.read: list[Value] = []
+
+    def give(self, tensors: Sequence[tuple[Value, torch.Tensor]]) -> None:
+        if self.recording or self.read:
+            self.close()
+        self.given += [(value, row_major(tensor)) for value, tensor in tensors]
+
+    def run(self, recording: Recording) -> None:
+        if self.recording or self.read:
+            self.close()
+        self.recording = recording
+
+    def close(self) -> None:
+        self.stages.append(Stage(given=tuple(self.given), recording=self.recording, read=tuple(self.read)))
+        self.given, self.recording, self.read = [], None, []

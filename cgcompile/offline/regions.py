@@ -1,0 +1,55 @@
+"""What has to be lowered of a program: all of it at every int_key, or each of its graph regions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.export import ExportedProgram
+
+from ..model.source import first_line
+from ..partition.regions import Link
+from ..targets.cuda.host_regions import Mixed
+from ..targets.cuda.memory_layout import dense_strides
+from .errors import LoweringBroken
+from .lower.jobs import Name, Work
+from .traced import Key
+
+WHOLE = "model"
+"""The name of the one region of a program that is one graph."""
+
+
+def whole_works(program: ExportedProgram, calls: Mapping[Key, Sequence[torch.Tensor]]) -> dict[Name, Work]:
+    """A program that is one graph, at every key."""
+    return {(WHOLE, key): Work(program=program, tensors=tuple(tensors), layouts=()) for key, tensors in calls.items()}
+
+
+def region_works(mixed: Mixed) -> dict[Name, Work]:
+    """Every graph region at every key.  What another region reads has the strides that eager PyTorch gives it, dense ones where
+    these leave gaps: the regions are lowered apart and must agree.  Raises LoweringBroken."""
+    read = {name for part in mixed.parts.regions for name in part.inputs}
+    works = {}
+    for key, chain in mixed.chains.items():
+        values = {name: _laid_out(value) for name, value in mixed.values[key].items()}
+        for link in chain:
+            if link.part.kind == "graph":
+                given = tuple([values[name] for name in link.part.inputs])
+                layouts = tuple([values[name].stride() if name in read else None for name in link.part.outputs])
+                works[link.part.name, key] = Work(program=_exported(link, key, given), tensors=given, layouts=layouts)
+    return works
+
+
+def _laid_out(value: torch.Tensor) -> torch.Tensor:
+    """A tensor like a value, laid out as it is between regions."""
+    shape = tuple(value.shape)
+    return torch.empty_strided(shape, dense_strides(shape, value.stride()), dtype=value.dtype)
+
+
+def _exported(link: Link, key: Key, given: Sequence[torch.Tensor]) -> ExportedProgram:
+    try:
+        with torch.no_grad():
+            return torch.export.export(link.module, tuple(given), strict=False)
+    except Exception as error:
+        raise LoweringBroken(
+            f"int_key {key}, {link.part.name}: torch.export cannot take it alone: {type(error).__name__}: {first_line(error)}"
+        ) from error

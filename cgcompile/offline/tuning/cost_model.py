@@ -1,0 +1,164 @@
+"""Which configuration a matrix product or convolution gets: by a table of measurements, or by a model of cost.
+
+Pure Python.  A configuration is the size of the block that one program computes, the depth of its pipeline, and its warps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...targets.architectures import Arch
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "int32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes of an element."""
+
+ALIKE = {"addmm": "mm", "baddbmm": "bmm", "bfloat16": "float16"}
+"""Kinds and dtypes that take the same time: what is added is part of writing the result, and the tensor cores' rate is the same."""
+
+REACH = 2.0
+"""How far a measured problem may lie from the one at hand: Euclidean distance of (batch, m, n, k) in powers of two."""
+
+LATENCY = 700.0
+"""Cycles from asking global memory (L2) for a block until it can be multiplied."""
+
+L2_BYTES = 64.0
+"""Bytes per cycle that one multiprocessor gets from L2."""
+
+LAUNCHED = 2000.0
+"""Cycles to start a wave of blocks, fill the pipeline's addresses and write the result."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """`batch` products of (m, k) by (k, n).  `kind` is the operation ("mm", "addmm", "bmm", "baddbmm", "conv"), `dtype` that of the
+    factors ("bfloat16"), `arch` the target's name.  For a convolution m counts output positions, n output channels of a group, k
+    input channels of a group times the kernel's size, and batch the groups."""
+
+    kind: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    arch: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A configuration: a program computes block_m x block_n and advances block_k at a time, loading `stages` blocks ahead; `group`
+    rows of programs run together for the sake of the cache (0: the kernel has no such parameter)."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+    group: int
+
+
+Table = Mapping[Problem, Sequence[tuple[Candidate, float]]]
+"""Measured microseconds per problem."""
+
+
+def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table: Table | None = None) -> tuple[int, str]:
+    """The position of the best candidate, and how it was found: "only", "table" (this problem was measured), "nearest" (one close
+    to it was), "heuristic" (the model of cost).
+
+    Raises ValueError when there is no candidate that fits the target's shared memory.
+    """
+    fitting = [index for index, candidate in enumerate(candidates) if fits(problem, candidate, arch)]
+    if not fitting:
+        raise ValueError(f"no configuration of {len(candidates)} fits {arch.name}: {problem}")
+    if len(candidates) == 1:
+        return 0, "only"
+    known = {candidates[index]: index for index in reversed(fitting)}
+    if table:
+        if problem in table and (found := _fastest(table[problem], known)) is not None:
+            return found, "table"
+        for near in nearest(problem, table):
+            if (found := _fastest(table[near], known)) is not None:
+                return found, "nearest"
+    return min(fitting, key=lambda index: (cost(problem, candidates[index], arch), index)), "heuristic"
+
+
+def fits(problem: Problem, candidate: Candidate, arch: Arch) -> bool:
+    """Whether the pipeline's blocks fit the shared memory that a block may ask for, and the result the registers (255 a thread)."""
+    results = candidate.block_m * candidate.block_n / (32 * candidate.warps)
+    return shared_bytes(problem, candidate) <= arch.shared_optin and results < 255
+
+
+def shared_bytes(problem: Problem, candidate: Candidate) -> int:
+    """Bytes of shared memory of a program: both factors' blocks, `stages` times."""
+    rows = candidate.block_m + candidate.block_n
+    return max(1, candidate.stages) * rows * candidate.block_k * ITEMSIZE[problem.dtype]
+
+
+def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
+    """Estimated cycles.
+
+    Every block takes ceil(k / block_k) steps.  A multiprocessor runs as many blocks at a time as fit; its steps take as long as the
+    tensor cores or L2 need for all of them, and no step is shorter than the latency that the pipeline leaves uncovered.  A partly
+    filled last wave costs as much as a full one, and what a block computes beyond m and n costs as much as the rest.
+    """
+    blocks = problem.batch * math.ceil(problem.m / candidate.block_m) * math.ceil(problem.n / candidate.block_n)
+    steps = math.ceil(problem.k / candidate.block_k)
+    resident = _resident(problem, candidate, arch)
+    waves = math.ceil(blocks / (arch.multiprocessors * resident))
+    together = min(resident, math.ceil(blocks / arch.multiprocessors))
+    flops = 2 * candidate.block_m * candidate.block_n * candidate.block_k
+    multiply = together * flops / _rate(problem, candidate, arch)
+    load = together * (candidate.block_m + candidate.block_n) * candidate.block_k * ITEMSIZE[problem.dtype] / L2_BYTES
+    uncovered = LATENCY / max(1, candidate.stages - 1)
+    return waves * (LAUNCHED + LATENCY + steps * max(multiply, load, uncovered))
+
+
+def _rate(problem: Problem, candidate: Candidate, arch: Arch) -> float:
+    """Operations per cycle and multiprocessor.
+
+    Half precision runs on the tensor cores at the target's rate; float32 as three products of tf32, which runs at half of it; what
+    the tensor cores do not know at 256.  Small blocks reach less: each warp then has too few independent products.  On Hopper and
+    later only groups of four warps and 64 rows use the wide instructions, others about half the rate.
+    """
+    rates = {"float16": 1.0, "bfloat16": 1.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 2.0, "float32": 1 / 6}
+    if problem.dtype not in rates:
+        return 256.0
+    wide = arch.major < 9 or arch.major == 12 or (candidate.block_m >= 64 and candidate.warps % 4 == 0)
+    results = candidate.block_m * candidate.block_n / (32 * candidate.warps)
+    filled = min(1.0, results / 32) * (1.0 if results <= 128 else 0.8)
+    busy = min(1.0, (0.4 + 0.15 * candidate.warps) * _resident(problem, candidate, arch))
+    return arch.tensor_flops * rates[problem.dtype] * (1.0 if wide else 0.5) * filled * busy
+
+
+def _resident(problem: Problem, candidate: Candidate, arch: Arch) -> int:
+    """Blocks that one multiprocessor runs at a time, by shared memory, threads and registers."""
+    threads = 32 * candidate.warps
+    per_thread = 48 + candidate.block_m * candidate.block_n / threads
+    by_shared = arch.shared_sm // (shared_bytes(problem, candidate) + 1024)
+    by_registers = int(arch.registers // (threads * min(255.0, per_thread)))
+    return max(1, min(by_shared, arch.threads_sm // threads, by_registers, 32))
+
+
+def _fastest(measured: Iterable[tuple[Candidate, float]], known: Mapping[Candidate, int]) -> int | None:
+    """The position of the fastest measured candidate among those on offer."""
+    offered = [(time, known[candidate]) for candidate, time in measured if candidate in known]
+    return min(offered)[1] if offered else None
+
+
+def nearest(problem: Problem, table: Table) -> list[Problem]:
+    """Measured problems of the same target and of a kind and dtype that run alike, within REACH, nearest first; of equally near
+    ones that of the same kind and dtype."""
+
+    def distance(other: Problem) -> float:
+        pairs = ((problem.batch, other.batch), (problem.m, other.m), (problem.n, other.n), (problem.k, other.k))
+        return math.hypot(*[math.log2(max(1, a) / max(1, b)) for a, b in pairs])
+
+    def alike(each: Problem) -> tuple[str, str, str]:
+        return ALIKE.get(each.kind, each.kind), ALIKE.get(each.dtype, each.dtype), each.arch
+
+    same = [p for p in table if alike(p) == alike(problem)]
+    near = [p for p in same if distance(p) <= REACH]
+    return sorted(
+        near, key=lambda p: (distance(p), p.kind != problem.kind, p.dtype != problem.dtype, p.batch, p.m, p.n, p.k, p.kind, p.dtype)
+    )

@@ -1,0 +1,96 @@
+"""Targets: what `--target` may name, what this machine can build, and by which recorder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import TargetUnavailable
+from .architectures import arch
+
+LOWERINGS = ("eager", "inductor", "max-autotune")
+SPECIALIZE = ("size", "shared")
+RECORDERS = ("auto", "capture", "trace")
+PROVE = ("interpret", "none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """`target`: "cpu", or an architecture such as "sm_90".  `recorder`: "host" for the cpu, "capture" (the GPU is here), or "trace"
+    (it need not be).  `runs_here`: this machine can replay the bundle."""
+
+    target: str
+    recorder: str
+    runs_here: bool
+
+
+def choose(target: str, lower: str, specialize: str = "size", recorder: str = "auto", prove: str = "interpret") -> Chosen:
+    """What is built, and how.  Raises TargetUnavailable.
+
+    A GPU that is here is captured; for every other architecture, or with recorder="trace", launches are traced.
+    """
+    for name, value, known in (
+        ("lower", lower, LOWERINGS),
+        ("specialize", specialize, SPECIALIZE),
+        ("record", recorder, RECORDERS),
+        ("prove", prove, PROVE),
+    ):
+        if value not in known:
+            raise TargetUnavailable(f"{name} {value!r}: expected one of {', '.join(known)}")
+    here = _here()
+    if target not in ("auto", "cpu", "cuda", here):
+        arch(target)  # raises where there is no such architecture
+    if target == "cpu" or (target == "auto" and not here and recorder != "trace"):
+        return _cpu(lower, specialize, recorder)
+    wanted = here if target in ("auto", "cuda") else target
+    if not wanted:
+        raise TargetUnavailable(
+            f"target {target}: there is no GPU on this machine",
+            "name the GPU that the bundle is for: --target sm_90 (H100, H200), sm_80 (A100), ...",
+        )
+    if wanted == here and recorder != "trace":
+        return Chosen(target=wanted, recorder="capture", runs_here=True)
+    if recorder == "capture":
+        raise TargetUnavailable(
+            f"target {target}: this machine {f'has {here}' if here else 'has no GPU'}, and only a GPU that is here can be captured",
+            "leave --record out: the launches are then traced",
+        )
+    return _trace(wanted, lower, specialize, wanted == here)
+
+
+def _here() -> str:
+    """The architecture of this machine's GPU, or ""."""
+    if not torch.cuda.is_available():
+        return ""
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _cpu(lower: str, specialize: str, recorder: str) -> Chosen:
+    if lower != "inductor":
+        raise TargetUnavailable(
+            f"lower {lower!r}: the cpu target has one lowering, inductor", "leave --lower out, or build for a GPU"
+        )
+    if specialize != "size":
+        raise TargetUnavailable(
+            f"specialize {specialize!r}: the cpu target always has one lowering for all sizes", "leave --specialize out"
+        )
+    if recorder != "auto":
+        raise TargetUnavailable(f"record {recorder!r}: the cpu target records nothing", "leave --record out, or build for a GPU")
+    return Chosen(target="cpu", recorder="host", runs_here=True)
+
+
+def _trace(wanted: str, lower: str, specialize: str, runs_here: bool) -> Chosen:
+    arch(wanted)  # raises for a GPU that is here, but whose properties nobody wrote down
+    if lower != "inductor":
+        raise TargetUnavailable(
+            f"lower {lower!r}: a build for {wanted} without that GPU has one lowering, inductor with everything in Triton",
+            f"leave --lower out, or build on a machine with a GPU of {wanted}",
+        )
+    if specialize != "size":
+        raise TargetUnavailable(
+            f"specialize {specialize!r}: a build for {wanted} without that GPU lowers every size for itself",
+            "leave --specialize out",
+        )
+    return Chosen(target=wanted, recorder="trace", runs_here=runs_here)

@@ -1,0 +1,179 @@
+"""lower, for the cpu target: AOTInductor turns the exported program into one shared object without weights.
+
+Private APIs of torch used here: `torch._inductor.aot_compile` and the options below (tested with torch 2.13).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from ...errors import CompilerFailed, TorchUnsupported
+from ...model.source import first_line
+
+TESTED = "2.13"
+
+OPTIONS = {
+    "aot_inductor.package": False,  # a plain shared object, not a zip
+    "aot_inductor.package_constants_in_so": False,  # weights are files of the bundle
+    # its symbols come from the libraries that the runtime has loaded: a dependency on libtorch.so would bring torch's CUDA
+    # libraries in with it, where it is found at all (torch's CUDA builds)
+    "aot_inductor.link_libtorch": False,
+    "aot_inductor.precompile_headers": False,  # pays only when many models share one cache
+    "aot_inductor.enable_line_tables": False,  # debug information: four fifths of the file
+    "cpp.vec_isa_ok": True,  # /proc/cpuinfo decides; compiling a probe per instruction set takes 7 s
+}
+"""Options of Inductor; those that a version of torch does not know are left out."""
+
+FILE_NAME = re.compile(rb"/c[a-z2-7]{51}\.")
+"""Inductor's name of a generated file: "c" and a SHA-256 in base 32 (torch._inductor.codecache.code_hash)."""
+
+UNFOLDED = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
+"""More of them for a program whose weights may change.  Inductor takes small constants, and constants whose elements are all equal,
+for numbers of the code, also buffers that are written to: every call would begin where the build did (seen with 2.13)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """A shared object, and the processor features that its code uses."""
+
+    path: Path
+    features: tuple[str, ...]
+
+
+def compile_cpu(
+    program: ExportedProgram, work: Path, tell: Callable[[str], None], shared: Collection[int] = (), changing: bool = False
+) -> Compiled:
+    """Compiles `program` to a shared object in the folder `work`.
+
+    `shared`: outputs that share memory with something else; of these it gives copies, because compiled code hands out one tensor
+    under two names, or a constant, which the caller would free twice (seen with torch 2.13).  `changing`: its weights may change,
+    because it writes to its buffers or hands weights out.
+    Raises CompilerFailed, TorchUnsupported.
+    """
+    if not hasattr(torch._inductor, "aot_compile"):
+        raise TorchUnsupported(f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}")
+    if shutil.which(_compiler()) is None:
+        raise CompilerFailed(f"no C++ compiler: {_compiler()!r} is not on the PATH", "install g++, or set CXX")
+    target = work / "model.so"
+    known = torch._inductor.config.get_config_copy()
+    wanted = OPTIONS | (UNFOLDED if changing else {})
+    if changing and (missing := sorted(UNFOLDED.keys() - known.keys())):
+        raise TorchUnsupported(
+            f"torch {torch.__version__}: Inductor has no option {missing[0]}; cgcompile was tested with {TESTED}"
+        )
+    options = {name: value for name, value in wanted.items() if name in known}
+    with _private_cache(work / "cache"), _watched(work, tell), torch.no_grad():
+        try:
+            made = torch._inductor.aot_compile(
+                _apart(program.module(), shared),
+                program.example_inputs[0],
+                options={**options, "aot_inductor.output_path": str(target)},
+            )
+        except Exception as error:
+            raise CompilerFailed(f"Inductor failed: {type(error).__name__}: {first_line(error)}") from error
+    if not isinstance(made, str) or not target.exists():
+        raise TorchUnsupported(f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}")
+    _make_reproducible(target, work)
+    return Compiled(path=target, features=_native_features())
+
+
+def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.GraphModule:
+    """The module with a copy for each of these outputs."""
+    if shared:
+        output = module.graph.output_node()
+        results = list(output.args[0])
+        with module.graph.inserting_before(output):
+            for index in shared:
+                results[index] = module.graph.call_function(torch.ops.aten.clone.default, (results[index],))
+        output.args = (tuple(results),)
+        module.recompile()
+    return module
+
+
+def _make_reproducible(target: Path, work: Path) -> None:
+    """Takes out what differs from build to build: symbols named after files, the build id, and, in the `__FILE__` of checks of
+    indices, the paths of the work folder and of torch, and the files' names, which Inductor makes of a hash over these paths.
+    Others of the same length take their place."""
+    strip = shutil.which("strip")
+    if strip is None:
+        raise CompilerFailed("`strip` is not on the PATH", "install binutils")
+    subprocess.run([strip, "--strip-all", "--remove-section=.note.gnu.build-id", str(target)], check=True)
+    data = target.read_bytes()
+    for old, new in ((str(work), "/cgcompile"), (os.path.dirname(os.path.abspath(torch.__file__)), "/torch")):
+        data = data.replace(old.encode(), new.encode().ljust(len(old.encode()), b"/")[: len(old.encode())])
+    target.write_bytes(FILE_NAME.sub(b"/" + b"c" * 52 + b".", data))
+
+
+@contextmanager
+def _private_cache(folder: Path) -> Iterator[None]:
+    """Inductor's cache in a folder of this build: nothing leaks from one build into another."""
+    folder.mkdir(parents=True)
+    old = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if old is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = old
+
+
+@contextmanager
+def _watched(work: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """Tells what Inductor is doing, from the files that appear: it reports nothing itself."""
+    done = threading.Event()
+
+    def watch() -> None:
+        said = ""
+        while not done.wait(0.25):
+            names = [name for _, _, files in os.walk(work) for name in files]
+            objects = sum(name.endswith(".o") for name in names)
+            sources = sum(name.endswith(".cpp") for name in names)
+            text = f"compiling C++, {objects} of {sources} files" if sources else "generating code"
+            if text != said:
+                said = text
+                tell(text)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+_FLAG_NAMES = {"sse3": "pni", "lzcnt": "abm", "pclmul": "pclmulqdq", "sha": "sha_ni", "rdrnd": "rdrand", "sse4_1": "sse4_1"}
+"""Compiler macros whose /proc/cpuinfo flag has another name."""
+
+
+def _native_features() -> tuple[str, ...]:
+    """The processor flags that code compiled with -march=native may use: the macros that the option turns on, as /proc/cpuinfo
+    names them."""
+    from cgbundle.cpu.processor import processor_flags
+
+    macros = _macros("-march=native") - _macros()
+    names = {macro.strip("_").lower() for macro in macros}
+    return tuple(sorted({_FLAG_NAMES.get(name, name) for name in names} & processor_flags()))
+
+
+def _macros(*options: str) -> set[str]:
+    command = [_compiler(), *options, "-dM", "-E", "-x", "c++", os.devnull]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {line.split()[1] for line in listed.stdout.splitlines() if line.startswith("#define ")}

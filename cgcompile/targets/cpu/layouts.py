@@ -1,0 +1,83 @@
+"""What the compiled code of a host region really does with memory: which constants it wants, and how it lays its outputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from cgbundle.cpu import libtorch
+from cgbundle.cpu.host_region import HostRegion, Layout
+from cgbundle.format.schema import Weight
+
+from ...errors import CompilerFailed, ConstantUnsaved
+from ...export.weights import weight_tensors
+from ...model.flat_module import PREFIX
+from ...model.pytree import dtype_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """A loaded shared object and, for the manifest, (its name of a constant, position of the weight).  `state`: what it writes to,
+    with what that held at first."""
+
+    region: HostRegion
+    constants: tuple[tuple[str, int], ...]
+    state: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    def restore(self) -> None:
+        """Puts the state back."""
+        for now, first in self.state:
+            now.copy_(first)
+
+
+def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weight]) -> Bound:
+    """Loads the shared object of `program` here, with the model's own tensors as constants, and copies of those that it writes to.
+
+    Raises ConstantUnsaved for a constant that is no weight.
+    """
+    torch_library = libtorch.load(torch.__version__)
+    region = HostRegion(str(path), torch_library, path.name)
+    tensors = weight_tensors(program)
+    positions = {row.name: index for index, row in enumerate(weights)}
+    pairs, bound, state = [], {}, []
+    for own, model in region.constants():
+        name = model.removeprefix(PREFIX)
+        if model not in tensors or name not in positions:
+            raise ConstantUnsaved(
+                f"the compiled code wants the constant {own!r} ({model or 'made by Inductor'}), which is no weight of the model"
+            )
+        pairs.append((own, positions[name]))
+        value = tensors[model].detach()
+        if weights[positions[name]].memory == "state":
+            state.append((value.clone(), value))
+            value = state[-1][0]
+        bound[own] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))
+    region.bind(bound)
+    return Bound(region=region, constants=tuple(pairs), state=tuple(state))
+
+
+def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Runs the region once, from its first state, and returns the strides of its outputs.  Raises CompilerFailed when their number,
+    dtype or shape is not eager PyTorch's."""
+    torch_library = libtorch.load(torch.__version__)
+    layouts = [Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()) for value in inputs]
+    bound.restore()
+    handles = bound.region.run([value.data_ptr() for value in inputs], layouts, len(outputs))
+    found = []
+    try:
+        for index, (handle, expected) in enumerate(zip(handles, outputs, strict=True)):
+            dtype, shape, strides = torch_library.layout(handle or 0)
+            if shape != tuple(expected.shape) or dtype != torch_library.dtype(dtype_name(expected.dtype)):
+                raise CompilerFailed(
+                    f"the compiled code gives output {index} the shape {list(shape)}, "
+                    f"eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}"
+                )
+            found.append(strides)
+    finally:
+        for handle in handles:
+            torch_library.delete(handle)
+    return found

@@ -1,0 +1,3 @@
+"""What both recorders of a cuda target share: memory layout, lowering levels, host regions, steps, kernel images.
+Nothing here knows which recorder made a recording.
+"""

@@ -1,0 +1,222 @@
+"""The program's tensors: what torch knows of them -> plain shapes, and tensors at addresses of our choosing.
+
+Public torch interfaces only: a tensor at an address comes from `__cuda_array_interface__` and `Tensor.set_`, so that
+every weight and every input has a storage of its own.  Views of one large storage would make AOTAutograd treat them as
+aliases of each other.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from cgbundle.format.schema import DTYPES, Weight
+
+from ...errors import DtypeUnsupported
+from ...util.raw_bytes import raw
+from ...util.tolerance import tolerance
+from .memory_layout import Shape, align, dense_strides, tensor_bytes
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The name of a tensor's dtype in schema.DTYPES.  Raises DtypeUnsupported."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES or tensor.layout != torch.strided:
+        raise DtypeUnsupported(f"a tensor is {name} ({tensor.layout}), which a bundle cannot hold")
+    return name
+
+
+def program_tensors(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and tensor constants of a program under their names, in the program's order."""
+    named = {**program.state_dict, **program.constants}
+    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    """What `memory.lay_out` needs.  Tensors that are the same memory are tied; gaps and overlaps inside a tensor are closed."""
+    first: dict[Any, str] = {}
+    shapes = {}
+    for name, tensor in tensors.items():
+        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
+        owner = first.setdefault(identity, name)
+        shape, strides = tuple(tensor.shape), dense_strides(tuple(tensor.shape), tensor.stride())
+        shapes[name] = Shape(dtype=dtype_name(tensor), shape=shape, strides=strides, same_as="" if owner == name else owner)
+    return shapes
+
+
+def entangled(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Names of tensors that share memory with another without being the same: placed apart, the two no longer follow
+    each other."""
+    groups: dict[int, set[Any]] = {}
+    for t in tensors.values():
+        groups.setdefault(t.untyped_storage().data_ptr(), set()).add((t.data_ptr(), t.shape, t.stride()))
+    return frozenset(n for n, t in tensors.items() if t.numel() and len(groups[t.untyped_storage().data_ptr()]) > 1)
+
+
+def contents(tensor: torch.Tensor, strides: Iterable[int]) -> bytes:
+    """The bytes of a tensor in the order of memory that `strides` (dense, in elements) describe."""
+    order = sorted(range(tensor.dim()), key=lambda axis: -tuple(strides)[axis])
+    dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous().cpu()
+    return raw(dense).numpy().tobytes()
+
+
+def row_major(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor in row-major order."""
+    return contents(tensor.contiguous(), tensor.contiguous().stride())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Span:
+    """Bytes of device memory, as the CUDA array interface describes them.  `owner` keeps them alive; None: somebody else does."""
+
+    address: int
+    size: int
+    owner: torch.Tensor | None
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": (self.address, False), "strides": None}
+
+
+def tensor_at(buffer: torch.Tensor, offset: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with a storage of its own at `offset` bytes into a one-dimensional uint8 buffer on the device."""
+    empty = torch.empty(0, dtype=getattr(torch, dtype), device=buffer.device)
+    size = tensor_bytes(dtype, shape)
+    if not size:
+        return empty.new_empty(shape)
+    span = _Span(address=buffer.data_ptr() + offset, size=size, owner=buffer)
+    storage = torch.as_tensor(span, device=buffer.device).untyped_storage()
+    return empty.set_(storage, 0, shape, strides)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spot:
+    """Where a tensor on the device lies and how, without keeping its memory: strides in elements."""
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor again, which must be dense; whoever asks knows that its memory is still there."""
+        empty = torch.empty(0, dtype=getattr(torch, self.dtype), device="cuda")
+        size = tensor_bytes(self.dtype, self.shape)
+        if not size:
+            return empty.new_empty(self.shape)
+        storage = torch.as_tensor(_Span(address=self.address, size=size, owner=None), device="cuda").untyped_storage()
+        return empty.set_(storage, 0, self.shape, self.strides)
+
+
+def spot_of(tensor: torch.Tensor) -> Spot:
+    """The place of a tensor."""
+    return Spot(address=tensor.data_ptr(), dtype=dtype_name(tensor), shape=tuple(tensor.shape), strides=tensor.stride())
+
+
+def place_weights(
+    module: torch.nn.Module, rows: Iterable[Weight], tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy every tensor to its offset in the buffer of its memory and point the module's parameter, buffer or attribute of that
+    name there, if it has one."""
+    placed: dict[str, torch.Tensor] = {}
+    for row in rows:
+        if row.tensor not in placed:
+            placed[row.tensor] = tensor_at(buffers[row.memory], row.offset, row.dtype, row.shape, row.strides)
+            placed[row.tensor].copy_(tensors[row.tensor])
+        owner_name, _, leaf = row.name.rpartition(".")
+        owner: Any = module
+        for name in owner_name.split(".") if owner_name else ():
+            owner = getattr(owner, name, None)
+        held = getattr(owner, leaf, None)
+        if held is None:  # a tensor that the graph does not use
+            continue
+        if isinstance(held, torch.nn.Parameter):
+            held.data = placed[row.tensor]
+        else:
+            setattr(owner, leaf, placed[row.tensor])
+
+
+def place_inputs(tensors: Iterable[torch.Tensor], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Static inputs: tensors like the given ones (values too), one behind the other from the start of `buffer`."""
+    placed = []
+    offset = 0
+    for tensor in tensors:
+        name, shape = dtype_name(tensor), tuple(tensor.shape)
+        static = tensor_at(buffer, offset, name, shape, dense_strides(shape, tensor.stride()))
+        placed.append(static.copy_(tensor))
+        offset = align(offset + tensor_bytes(name, shape))
+    return placed
+
+
+def inputs_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that `place_inputs` needs, the last tensor's alignment included."""
+    return sum(align(tensor_bytes(dtype_name(t), t.shape)) for t in tensors)
+
+
+def freshen(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Other values of the same kind: floats of the same mean and spread, everything else permuted, so that indices stay valid."""
+    if tensor.dtype.is_floating_point and tensor.numel() and tensor.element_size() > 1:
+        wide = tensor.detach().cpu().double()
+        spread = wide.std(correction=0).item() or 1.0
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * spread + wide.mean().item()
+        return torch.empty_like(tensor, device="cpu").copy_(noise)
+    flat = tensor.detach().cpu().reshape(-1)
+    order = torch.randperm(flat.numel(), generator=generator)
+    return torch.empty_like(tensor, device="cpu").copy_(flat[order].reshape(tensor.shape))
+
+
+def dtype_bound(program: torch.export.ExportedProgram) -> float:
+    """The bound for the error against exact eager PyTorch that the narrowest floating dtype in the program's graph sets."""
+    values = tree_leaves([node.meta.get("val") for node in program.graph.nodes])
+    return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
+
+
+def tolerance_of(program: torch.export.ExportedProgram) -> float:
+    """The bound for the error against eager PyTorch on a GPU, which may round float32 to TF32."""
+    bound = dtype_bound(program)
+    convolves = any(isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _CUDNN for node in program.graph.nodes)
+    tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
+    return max(bound, TF32) if tf32 else bound
+
+
+TF32 = 2e-3
+"""The bound where eager PyTorch itself rounds float32 operands to TF32 (10 bits of mantissa, 5e-4), which cuDNN does by
+default: the lowered kernels may not.  Measured: 3.8e-4 (a ViT's patches), 4.4e-4 (an LSTM)."""
+
+_CUDNN = frozenset(
+    f"aten::{name}"
+    for name in (
+        "conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding",
+        "convolution", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input",
+        "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input",
+    )
+)  # fmt: skip
+
+
+def settings() -> dict[str, Any]:
+    """The process-wide switches of torch that choose kernels, for `apply_settings` in another process."""
+    return {path: operator.attrgetter(path)(torch) for path in _SETTINGS} | {"": torch.get_float32_matmul_precision()}
+
+
+def apply_settings(values: Mapping[str, Any]) -> None:
+    """Set the switches that `settings` read."""
+    for path, value in values.items():
+        if path:
+            owner, _, leaf = path.rpartition(".")
+            setattr(operator.attrgetter(owner)(torch), leaf, value)
+    torch.set_float32_matmul_precision(values[""])
+
+
+_SETTINGS = (
+    "backends.cudnn.allow_tf32",
+    "backends.cudnn.benchmark",
+    "backends.cudnn.deterministic",
+    "backends.cudnn.enabled",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+)

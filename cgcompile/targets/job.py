@@ -1,0 +1,42 @@
+"""What the targets' halves of a build share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cgbundle.format.schema import Dimension, Exam, Program, Region, Target, Weight
+
+from ..export.exported import Exported
+from ..model.source import Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is built: the model, its sizes per declared dimension, and how.  `placements`: nodes that must be on the host beside a
+    GPU, with the reasons.  `recorder` is that of `targets.Chosen`, the rest are options of `build`."""
+
+    source: Source
+    exported: Exported
+    sizes: dict[str, tuple[int, ...]]
+    dimensions: tuple[Dimension, ...]
+    placements: Mapping[str, str]
+    target: str
+    recorder: str
+    lower: str
+    specialize: str
+    prove: str
+    torch_version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The fields of the manifest that depend on the target; the files they name are in the stage."""
+
+    target: Target
+    weights: tuple[Weight, ...]
+    memories: tuple[tuple[str, int], ...]
+    regions: tuple[Region, ...]
+    programs: tuple[Program, ...]
+    module_state: str
+    exam: Exam

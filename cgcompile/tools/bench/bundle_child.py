@@ -1,0 +1,154 @@
+"""The bundle in a measured process: cgbundle and the standard library alone, as a server without torch has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cgbundle.cuda.driver import Context
+    from cgbundle.format.safetensors import Mapped
+    from cgbundle.tensors.tensor import Tensor
+
+    from .clock import Laps
+
+
+class Bundle:
+    """`child.Served`.  A process that `stays` on a GPU times calls with inputs on the GPU and outputs="view"; all others take and
+    give tensors in host memory, outputs="copy"."""
+
+    def __init__(self, job: dict[str, Any], laps: Laps, stays: bool) -> None:
+        import cgbundle
+
+        load = cgbundle.load
+        laps.mark("import")
+        self._context: Context | None = None
+        self._free = 0
+        if stays and job["target"] == "cuda":
+            from cgbundle.cuda import driver
+
+            self._context = driver.Context(0)
+            with self._context:
+                self._free = driver.free_bytes()
+        self._program = load(job["bundle"], outputs="view" if self._context else "copy")
+        laps.mark("load")
+        self._keys = [tuple(key) for key in job["keys"]]
+        self._resets = job["state"]
+        self._gpu = job["target"] == "cuda"
+        from cgbundle import exam
+        from cgbundle.format import archive
+        from cgbundle.format.pytree import builder
+        from cgbundle.format.safetensors import Mapped
+
+        self._exam = Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)
+        self._given = [exam.inputs_of(self._exam, self._program.manifest, key) for key in self._keys]
+        self._arrange = [builder(tree) for _, tree in self._program.manifest.call["call"]]
+        laps.skip()
+
+    def call(self, key: int) -> None:
+        """See `child.Served`."""
+        for output in self._program.replay(self._given[key]):
+            _plain(output)
+
+    def settle(self, key: int) -> None:
+        """Once: loading made every recording ready."""
+        if key:
+            self.call(key)
+
+    def differs(self, key: int) -> dict[str, Any]:
+        """As `cgbundle.exam` compares."""
+        from cgbundle import exam
+        from cgbundle.format import archive
+
+        if self._resets:
+            self._program.reset()
+        number = self._keys[key]
+        for _ in range(self._program.manifest.exam.calls):
+            given = exam.inputs_of(self._exam, self._program.manifest, number)
+            made = [_plain(output) for output in self._program.replay(given)]
+        found = [("output", index, value) for index, value in enumerate(made)]
+        found += [("written", index, given[index]) for index in self._program.manifest.written]
+        worst, exact = 0.0, True
+        for kind, index, value in found:
+            expected, got = _stored(self._exam, archive.exam_entry(number, kind, index)), value.tobytes()
+            if expected != got:
+                exact, worst = False, max(worst, exam.relative_error(value.dtype, expected, got))
+        return {"error": worst, "exact": exact}
+
+    def prepare(self, key: int) -> Callable[[], object]:
+        """See `child.Served`."""
+        given = (
+            [self._upload(tensor, index) for index, tensor in enumerate(self._given[key])] if self._context else self._given[key]
+        )
+        arguments = [arrange(given) for arrange in self._arrange]
+        program = self._program
+        return lambda: program(*arguments)
+
+    def synchronize(self) -> None:
+        """See `child.Served`."""
+        from cgbundle.cuda import driver
+
+        assert self._context is not None
+        with self._context:
+            driver.check("cuCtxSynchronize", driver.cu.cuCtxSynchronize())
+
+    def elapsed(self, call: Callable[[], object], count: int) -> float:
+        """Between two events on the stream that calls with tensors of no library go to."""
+        from cgbundle.cuda import driver
+        from cgbundle.tensors.libraries import LEGACY_STREAM
+
+        cu, check = driver.cu, driver.check
+        assert self._context is not None
+        with self._context:
+            stream = cu.CUstream(LEGACY_STREAM)
+            start, end = [check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2)]
+            check("cuEventRecord", cu.cuEventRecord(start, stream))
+            for _ in range(count):
+                call()
+            check("cuEventRecord", cu.cuEventRecord(end, stream))
+            check("cuEventSynchronize", cu.cuEventSynchronize(end))
+            milliseconds = float(check("cuEventElapsedTime", cu.cuEventElapsedTime(start, end)))
+            for event in (start, end):
+                check("cuEventDestroy", cu.cuEventDestroy(event))
+        return milliseconds / 1000
+
+    def about(self) -> dict[str, Any]:
+        """See `child.Served`."""
+        if not self._gpu:
+            return {}
+        from cgbundle.cuda import driver
+
+        context = self._context or driver.Context(0)
+        found: dict[str, Any] = {"gpu": context.name, "driver": driver.driver_version()}
+        if self._context is not None:
+            with context:
+                found["device"] = self._free - driver.free_bytes()
+        return found
+
+    def _upload(self, value: Tensor, index: int) -> Tensor:
+        """`value` on the GPU, its axes in memory as the signature wants them: there the runtime rearranges no tensor that belongs
+        to no library."""
+        from cgbundle.cuda import driver
+        from cgbundle.tensors import tensor
+
+        order = self._program.inputs[index].order
+        laid = tensor.empty(value.dtype, value.shape)
+        laid.strides = tensor.dense(value.shape, order)
+        tensor.copy(laid, value)
+        size = max(1, len(value.tobytes()))
+        assert self._context is not None
+        with self._context:
+            address = driver.check("cuMemAlloc", driver.cu.cuMemAlloc(size))
+            driver.check("cuMemcpyHtoD", driver.cu.cuMemcpyHtoD(address, laid.address, size))
+        return tensor.Tensor(int(address), value.dtype, value.shape, laid.strides, None, 0)
+
+
+def _plain(output: Any) -> Tensor:
+    """An output as a tensor, also one that is handed out as a view."""
+    made: Tensor = getattr(output, "tensor", output)
+    return made
+
+
+def _stored(exam: Mapped, name: str) -> bytes:
+    return bytes(exam.data(name))

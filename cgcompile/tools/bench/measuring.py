@@ -1,0 +1,298 @@
+"""The benchmark: fresh processes in turns for cold starts, then one process per peer whose calls are timed in turns.
+
+Turns, because a machine drifts: what slows one peer down for a while slows down the others as much.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cgbundle.exam import BITS, name_key
+from cgbundle.format import archive
+from cgbundle.format.schema import Manifest
+from cgbundle.validate import bundle as verify
+
+from ...errors import BenchFailed, PeerFailed, SourceMissing
+from ...util.progress import Stages, Watcher, silent
+from .clock import PHASES, STAY
+from .jobs import write
+from .machine import machine
+from .peers import TORCH, choose
+from .processes import Child, compiler_cache
+from .report import BUNDLE, Error, Key, Memory, Peer, Report, Timing
+
+ROUNDS = 5
+SHOWN = 4
+"""int_keys that are measured without being asked: each is compiled and captured by every peer that does so."""
+
+COLD, WARM = "compile", "compile-warm"
+"""The two peers that differ in their cache alone: the first fills it, once; calls are timed in one process for both."""
+
+HOW = {COLD: "compile", WARM: "compile"}
+"""What a child is told to be, where it is not the peer's own name."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Found:
+    """What is known of one peer so far."""
+
+    starts: list[tuple[float, ...]] = field(default_factory=list)
+    seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    memory: Memory | None = None
+    errors: dict[int, Error] = field(default_factory=dict)
+    why: str = ""
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def measure(
+    path: str | os.PathLike[str],
+    *,
+    against: Sequence[str] = (),
+    keys: Sequence[Key] = (),
+    rounds: int = ROUNDS,
+    model: str = "",
+    progress: Watcher | None = None,
+) -> Report:
+    """Measures the bundle at `path` beside its peers, and compares everybody's outputs with the exam's.
+
+    `against`: names among `peers.PEERS` (default: all that this bundle's target has; those whose packages are missing are skipped
+    and say so).  `keys`: int_keys of the bundle (default: all, or four of many).  `rounds`: fresh processes per peer, and turns of
+    timed calls; torch.compile with an empty cache is measured once.  `model`: a model.py or package.module:attribute that PyTorch
+    runs instead of the bundle's own program.  A peer that fails has a row that says why.  KeyboardInterrupt ends the measuring:
+    what was found by then is returned.
+
+    Raises PeerUnknown, SourceMissing, BenchFailed where the bundle itself does not run, and what cgbundle finds wrong with the
+    bundle; ValueError for rounds below 1 or an int_key that the bundle lacks.
+    """
+    folder = os.path.abspath(path)
+    manifest = archive.read_manifest(os.fspath(path))
+    verify.check_bundle(os.fspath(path), manifest)
+    recorded = [program.key for program in manifest.programs]
+    if model.endswith((".py", ".pt2")) and not os.path.isfile(model):
+        raise SourceMissing(f"{model}: no such model file")
+    if rounds < 1 or any(key not in recorded for key in keys):
+        raise ValueError("expected 1 round or more, and int_keys of the bundle")
+    chosen = [key for key in recorded if key in keys] if keys else some(recorded)
+    live, skipped = choose(against, manifest.target.kind)
+    peers = [BUNDLE, *live]
+    found = {name: _Found(why=skipped.get(name, "")) for name in (BUNDLE, *_ordered([*live, *skipped]))}
+    load = os.getloadavg()[0]
+    interrupted = False
+    with tempfile.TemporaryDirectory(prefix="cgcompile-bench-") as scratch:
+        run = _Run(
+            folder=Path(scratch),
+            job=write(folder, manifest, chosen, model, Path(scratch)),
+            found=found,
+            manifest=manifest,
+            keys=chosen,
+        )
+        stages = Stages(progress or silent)
+        try:
+            run.prepare(peers, stages)
+            run.cold(peers, rounds, stages)
+            run.calls(peers, rounds, stages)
+        except KeyboardInterrupt:
+            interrupted = True
+    return Report(
+        path=os.fspath(path),
+        name=manifest.name,
+        target=manifest.target.kind,
+        machine=machine(found[BUNDLE].about, load),
+        keys=tuple(chosen),
+        names=tuple([name_key(manifest, key) for key in chosen]),
+        recorded=len(recorded),
+        rounds=rounds,
+        peers=tuple([_peer(name, each, chosen) for name, each in found.items()]),
+        notes=tuple(_notes(found, manifest, model, load)),
+        interrupted=interrupted,
+    )
+
+
+def some(keys: Sequence[Key], limit: int = SHOWN) -> list[Key]:
+    """At most `limit` of the int_keys, evenly from the smallest to the largest, in their order."""
+    if len(keys) <= limit:
+        return list(keys)
+    return [keys[round(index * (len(keys) - 1) / (limit - 1))] for index in range(limit)]
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """The processes of one benchmark, with a working folder; `found` is filled."""
+
+    folder: Path
+    job: Path
+    found: dict[str, _Found]
+    manifest: Manifest
+    keys: Sequence[Key]
+
+    def prepare(self, peers: Sequence[str], stages: Stages) -> None:
+        """The bundle once, to see whether it runs; then what peers run: the program as Python, and as ONNX for ONNX Runtime."""
+        torch = [name for name in peers if name in TORCH]
+        jobs = [(torch, "cgcompile.tools.bench.written", "the program as Python")] if torch and not self._own_model() else []
+        if "ort" in peers:
+            jobs.append((["ort"], "cgcompile.tools.bench.ort_child", "the program for ONNX Runtime"))
+        with stages("prepare") as tell:
+            self._start(BUNDLE, tell, "", measured=False)
+            for names, module, what in jobs:
+                tell(what)
+                with self._failing(*names), Child(module, self.job, log=self.folder / "prepare.log") as child:
+                    child.finish()
+            tell(", ".join(["the bundle runs", *(what for _, _, what in jobs)]))
+
+    def cold(self, peers: Sequence[str], rounds: int, stages: Stages) -> None:
+        """Fresh processes: once to warm the page cache (torch.compile, whose own cache is empty then, is measured), then `rounds`
+        times in turns."""
+        turns = [name for name in peers if name != COLD]
+        with stages("warm up") as tell:
+            for name in turns:
+                if name not in (BUNDLE, WARM):
+                    self._start(name, tell, "", measured=False)
+            if COLD in peers or WARM in peers:
+                self._fill(COLD if COLD in peers else WARM, tell)
+        with stages("cold") as tell:
+            for index in range(rounds):
+                for name in turns:
+                    self._start(name, tell, f"round {index + 1} of {rounds}, ")
+            tell(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
+
+    def calls(self, peers: Sequence[str], rounds: int, stages: Stages) -> None:
+        """One process per peer, all alive at once; one after the other times calls for a moment."""
+        several = COLD in peers and WARM in peers
+        timed = [name for name in peers if not (several and name == WARM)]
+        whats = ("call",) if self.manifest.target.kind == "cpu" else ("device", "dispatch")
+        with stages("calls") as tell, ExitStack() as stack:
+            children: dict[str, Child] = {}
+            for name in timed:
+                if self.found[name].why:
+                    continue
+                tell(f"starting {name}")
+                with self._failing(name):
+                    child = stack.enter_context(self._child(name, self._cache(), STAY))
+                    self._take(name, child.answer(), start=False)
+                    children[name] = child
+            for index in range(rounds):
+                for number in range(len(self.keys)):
+                    for what in whats:
+                        for name, child in list(children.items()):
+                            tell(f"round {index + 1} of {rounds}, {name}")
+                            with self._failing(name):
+                                seconds = child.ask(f"{what} {number}")["seconds"]
+                                self.found[name].seconds.setdefault((what, number), []).append(seconds)
+                            if self.found[name].why:
+                                del children[name]
+            tell(f"{rounds} round{'s' if rounds > 1 else ''} in turns")
+
+    def _start(self, name: str, tell: Callable[[str], None], when: str, measured: bool = True) -> None:
+        """One cold start."""
+        if not self.found[name].why:
+            tell(f"{when}{name}")
+            with self._failing(name), self._child(name, self._cache() if name == WARM else {}) as child:
+                self._take(name, child.answer(), start=measured)
+
+    def _fill(self, name: str, tell: Callable[[str], None]) -> None:
+        """torch.compile with an empty cache, which is warm afterwards."""
+        if not self.found[name].why:
+            tell(f"{COLD}, empty cache")
+            with self._failing(*[each for each in (COLD, WARM) if each in self.found]), self._child(COLD, self._cache()) as child:
+                self._take(name, child.answer(), start=name == COLD)
+
+    def _child(self, name: str, environment: dict[str, str], *more: str) -> Child:
+        log = self.folder / f"{name}.log"
+        return Child("cgcompile.tools.bench.child", HOW.get(name, name), self.job, *more, log=log, environment=environment)
+
+    def _cache(self) -> dict[str, str]:
+        return compiler_cache(self.folder / "cache")
+
+    def _own_model(self) -> bool:
+        return bool(json.loads(self.job.read_text())["model"])
+
+    def _take(self, name: str, answer: dict[str, Any], start: bool) -> None:
+        """What a child reported.  A start that is not measured still says whether the outputs are right."""
+        found = self.found[name]
+        if start:
+            found.starts.append(tuple([answer["laps"].get(phase, 0.0) for phase in PHASES]))
+        found.memory = Memory(device=answer.get("device", -1), **answer["memory"])
+        found.about |= answer
+        for number, row in enumerate(answer["errors"]):
+            made = self._error(name, number, row)
+            if number not in found.errors or made.error > found.errors[number].error or made.wrong:
+                found.errors[number] = made
+        if name == BUNDLE and answer["torch"]:
+            raise BenchFailed("the bundle's process imported torch: it would show nothing about serving without it")
+
+    def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
+        """The bundle has its own promise; a peer may be as far from eager PyTorch as the bundle may, on the other side of it."""
+        proof = next(each for each in self.manifest.exam.proofs if each.key == self.keys[number])
+        if name == BUNDLE:
+            allowed = 0.0 if self.manifest.exam.compare == BITS else proof.tolerance
+        else:
+            allowed = proof.tolerance + proof.error if proof.tolerance else 0.0
+        return Error(key=self.keys[number], error=row["error"], allowed=allowed, exact=row["exact"])
+
+    @contextmanager
+    def _failing(self, *names: str) -> Iterator[None]:
+        """Peers that fail say so in their rows.  Raises BenchFailed where it is the bundle."""
+        try:
+            yield
+        except PeerFailed as error:
+            if BUNDLE in names:
+                raise BenchFailed(f"the bundle does not run here: {error}", error.hint) from None
+            for name in names:
+                self.found[name].why = self.found[name].why or f"failed: {error}"
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def _ordered(names: Sequence[str]) -> list[str]:
+    from .peers import PEERS
+
+    return [name for name in PEERS if name in names]
+
+
+def _peer(name: str, found: _Found, keys: Sequence[Key]) -> Peer:
+    timings = [Timing(what=what, key=keys[number], seconds=tuple(seconds)) for (what, number), seconds in found.seconds.items()]
+    return Peer(
+        name=name,
+        starts=tuple(found.starts),
+        timings=tuple(timings),
+        memory=found.memory,
+        errors=tuple([found.errors[number] for number in sorted(found.errors)]),
+        why=found.why,
+    )
+
+
+def _notes(found: dict[str, _Found], manifest: Manifest, model: str, load: float) -> list[tuple[str, str]]:
+    """What one must know to read the numbers."""
+    notes = []
+    cores = len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        notes.append(("noise", f"the machine was busy before: load average {load:.1f} on {cores} cores; measure again when idle"))
+    cuda = manifest.target.kind == "cuda"
+    if any(name in TORCH and found[name].memory for name in found):
+        ours = "run the bundle's program as plain operations (--model: your module)"
+        notes.append(("PyTorch", f"peers run the module of {model}" if model else f"peers {ours}"))
+        if cuda and not model and any(region.kind == "host" for region in manifest.regions):
+            notes.append(("host", "regions that the bundle runs on the host, PyTorch runs on the GPU here"))
+    if COLD in found and found[COLD].starts:
+        notes.append((COLD, f"with an empty cache, measured once; {WARM} starts with what it left there"))
+    if WARM in found and found[WARM].starts:
+        if not found[WARM].about.get("hits"):
+            notes.append((WARM, "found nothing in its cache: its figures are those of an empty one"))
+        if COLD in found and found[COLD].seconds:
+            notes.append((WARM, f"its calls are those of {COLD}"))
+    if cuda:
+        notes.append(("calls", 'take inputs on the GPU and leave outputs there (the bundle: outputs="view")'))
+    if manifest.random >= 0:
+        notes.append(("outputs", "not compared: the model draws random numbers"))
+    return notes

@@ -1,0 +1,42 @@
+"""What a bundle is compared with, and what must be there for it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+from ...errors import PeerUnknown
+
+TORCH = {
+    "eager": "eager PyTorch",
+    "compile": "torch.compile, empty cache",
+    "compile-warm": "torch.compile in a new process, warm disk cache",
+    "manual": "CUDA graphs of PyTorch's eager kernels, captured by hand",
+}
+"""Peers that run in PyTorch, and what they are."""
+
+PEERS = {**TORCH, "ort": "ONNX Runtime"}
+"""All peers, in the order of the tables."""
+
+
+def choose(against: Sequence[str], target: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """(peers to measure, why others are not measured); without `against` all that this target has.  Raises PeerUnknown."""
+    unknown = [name for name in against if name not in PEERS]
+    if unknown:
+        raise PeerUnknown(f"no peer {unknown[0]!r}: there are {', '.join(PEERS)}")
+    wanted = [name for name in PEERS if name in against or (not against and not (name == "manual" and target == "cpu"))]
+    reasons = {name: why for name in wanted if (why := _missing(name, target))}
+    return tuple([name for name in wanted if name not in reasons]), reasons
+
+
+def _missing(name: str, target: str) -> str:
+    if name == "manual" and target == "cpu":
+        return "skipped: it captures CUDA graphs, and this bundle is for the CPU"
+    if name == "ort":
+        lacking = [package for package in ("onnxruntime", "onnx", "onnxscript") if importlib.util.find_spec(package) is None]
+        if "onnxruntime" in lacking:
+            return "skipped: ONNX Runtime is not installed (pip install onnxruntime onnx onnxscript)"
+        if lacking:
+            return f"skipped: exporting for ONNX Runtime needs {' and '.join(lacking)}"
+    lacking = [package for package in ("torch", "safetensors") if importlib.util.find_spec(package) is None]
+    return f"skipped: {lacking[0]} is not installed" if lacking else ""

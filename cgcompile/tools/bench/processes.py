@@ -1,0 +1,115 @@
+"""Starting measured processes and hearing what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import cgbundle
+
+from ...errors import PeerFailed
+from .clock import MARK, SPAWNED, now
+
+HOME = Path(__file__).resolve().parents[3]
+"""The folder that holds cgcompile."""
+
+LONGEST = 300
+"""Characters of a reason."""
+
+
+class Child:
+    """`python -m MODULE ARGUMENTS` in a session of its own, so that it and whatever it starts (compile workers) can be ended
+    together, and an interrupt of the terminal's reaches the parent alone.  What it writes to its standard error goes to `log`.
+
+    A context manager that ends the process, whatever it is doing.
+    """
+
+    def __init__(self, module: str, *arguments: object, log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._log = log
+        with open(log, "w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, arguments)],
+                env={**_environment(), **(environment or {}), SPAWNED: repr(now())},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+
+    def answer(self) -> dict[str, Any]:
+        """The next answer.  Raises PeerFailed with what the process said when it failed or ended."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                if "failed" in found:
+                    raise PeerFailed(found["failed"][:LONGEST], found["hint"])
+                return found
+        raise PeerFailed(self._death(self._process.wait()))
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """The answer to a line.  Raises as `answer` does."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: the answer says how
+            self._process.stdin.write(f"{request}\n")
+            self._process.stdin.flush()
+        return self.answer()
+
+    def finish(self) -> None:
+        """Waits for a process that answers nothing.  Raises PeerFailed unless it ends well."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                raise PeerFailed(json.loads(line.removeprefix(MARK))["failed"][:LONGEST])
+        if self._process.wait():
+            raise PeerFailed(self._death(self._process.returncode))
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with suppress(ProcessLookupError):  # it and all that it started have ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with suppress(BrokenPipeError):  # a request that it did not read
+                    stream.close()
+
+    def _death(self, status: int) -> str:
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        said = f": {lines[-1][:LONGEST]}" if lines else ""
+        if status == -signal.SIGKILL:
+            return f"killed by signal 9, as the system does when memory runs out{said}"
+        return f"killed by signal {-status}{said}" if status < 0 else f"ended with exit status {status}{said}"
+
+
+def compiler_cache(folder: Path) -> dict[str, str]:
+    """Environment variables that keep what torch.compile caches inside `folder`, and ask no remote cache."""
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),
+        "TRITON_CACHE_DIR": os.fspath(folder / "triton"),
+        "CUDA_CACHE_PATH": os.fspath(folder / "driver"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        "TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE": "0",
+        "TORCHINDUCTOR_AUTOTUNE_REMOTE_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_REMOTE_CACHE": "0",
+    }
+
+
+def _environment() -> dict[str, str]:
+    """What every child inherits: this environment, with the packages of this tree where they are not installed."""
+    runtime = Path(cgbundle.__file__).resolve().parents[1]
+    paths = [os.fspath(HOME), os.fspath(runtime), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

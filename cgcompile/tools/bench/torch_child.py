@@ -1,0 +1,267 @@
+"""PyTorch in a measured process: eager, torch.compile, or CUDA graphs captured by hand.
+
+The model is the user's own module, or the bundle's program written as Python (`written`), which starts faster than most modules do:
+nothing is built and initialized before its weights are loaded.
+
+Private torch interfaces, in 2.11 and 2.13: `torch._dynamo.config.recompile_limit`, `torch._dynamo.utils.counters`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .clock import Laps
+
+WARMUPS = 3
+"""Runs before a capture, as PyTorch's documentation has them; and calls of torch.compile with mode="reduce-overhead" until an
+int_key is replayed: one that runs, one that records, one that replays."""
+
+
+class Torch:
+    """`child.Served` in PyTorch, `how` being eager, compile or manual."""
+
+    def __init__(self, how: str, job: dict[str, Any], laps: Laps) -> None:
+        torch.set_grad_enabled(False)
+        laps.mark("import")
+        self._how, self._job = how, job
+        self._device = job["target"]
+        self._gpu = self._device == "cuda"
+        self._free = torch.cuda.mem_get_info()[0] if self._gpu else 0
+        self._model = UserModel(job) if job["model"] else Written(job)
+        laps.mark("load")
+        self._graphs: dict[int, _Graph] = {}
+        self._pool: Any = None
+        self._function = self._model.module
+        if how == "compile":
+            torch._dynamo.config.recompile_limit = max(8, len(job["keys"]) + 1)
+            self._function = torch.compile(self._function, mode="reduce-overhead" if self._gpu else None, dynamic=False)
+            laps.mark("import")  # of the compiler
+        from .exam_tensors import stored
+
+        self._given = [stored(job, key, "input") for key in range(len(job["keys"]))]
+        laps.skip()
+
+    def call(self, key: int) -> None:
+        """See `child.Served`."""
+        given = self._fresh(key)
+        for output in self._model.outputs(self._run(key, given)):
+            output.to("cpu")
+
+    def settle(self, key: int) -> None:
+        """See `child.Served`."""
+        needed = WARMUPS if self._how == "compile" and self._gpu else 1
+        for _ in range(needed if key else needed - 1):
+            if needed > 1:
+                torch.compiler.cudagraph_mark_step_begin()
+            self._run(key, self._fresh(key))
+        self.synchronize()
+
+    def differs(self, key: int) -> dict[str, Any]:
+        """See `child.Served`."""
+        from ...util.tolerance import largest_error
+        from .exam_tensors import stored
+
+        self._model.reset()
+        for _ in range(self._job["calls"]):
+            given = self._fresh(key)
+            made = [output.to("cpu", copy=True) for output in self._model.outputs(self._run(key, given))]
+        made += [given[index].to("cpu") for index in self._job["written"]]
+        expected = [*stored(self._job, key, "output"), *stored(self._job, key, "written")]
+        if len(made) != len(expected):
+            raise SystemExit(f"the model gave {len(made)} tensors, the bundle's exam has {len(expected)}")
+        pairs = list(zip(expected, made, strict=True))
+        errors = [largest_error(want, got) if want.dtype == got.dtype else float("inf") for want, got in pairs]
+        return {"error": max(errors), "exact": all(torch.equal(want, got) for want, got in pairs)}
+
+    def prepare(self, key: int) -> Callable[[], object]:
+        """See `child.Served`."""
+        given = self._fresh(key)
+        if self._how == "manual":
+            return lambda: self._run(key, given)
+        function, (args, kwargs) = self._function, self._model.arrange(given)
+        return lambda: function(*args, **kwargs)
+
+    def synchronize(self) -> None:
+        """See `child.Served`."""
+        if self._gpu:
+            torch.cuda.synchronize()
+
+    def elapsed(self, call: Callable[[], object], count: int) -> float:
+        """Between two events on the current stream."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+    def about(self) -> dict[str, Any]:
+        """See `child.Served`."""
+        found: dict[str, Any] = {}
+        if self._gpu:
+            found["device"] = self._free - torch.cuda.mem_get_info()[0]
+        if self._how == "compile":
+            from torch._dynamo.utils import counters
+
+            found["hits"] = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        return found
+
+    def _fresh(self, key: int) -> list[torch.Tensor]:
+        """The inputs on the device; copies where the model writes to them."""
+        return [tensor.to(self._device, copy=bool(self._job["written"])) for tensor in self._given[key]]
+
+    def _run(self, key: int, given: Sequence[torch.Tensor]) -> Any:
+        if self._how == "manual":
+            if key not in self._graphs:
+                self._capture(key, given)
+            return self._graphs[key].replay(given, self._job["written"])
+        args, kwargs = self._model.arrange(given)
+        return self._function(*args, **kwargs)
+
+    def _capture(self, key: int, given: Sequence[torch.Tensor]) -> None:
+        static = [tensor.clone() for tensor in given]
+        args, kwargs = self._model.arrange(static)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMUPS):
+                self._function(*args, **kwargs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = self._function(*args, **kwargs)
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = _Graph(graph, static, outputs)
+        self._model.reset()
+
+
+class _Graph:
+    """A graph captured by hand, with its static inputs and outputs."""
+
+    def __init__(self, graph: Any, static: Sequence[torch.Tensor], outputs: Any) -> None:
+        self._graph, self._static, self._outputs = graph, static, outputs
+
+    def replay(self, given: Sequence[torch.Tensor], written: Sequence[int]) -> Any:
+        """What a careful user writes: copy the inputs, replay, read the static outputs."""
+        for static, tensor in zip(self._static, given, strict=True):
+            static.copy_(tensor)
+        self._graph.replay()
+        for index in written:
+            given[index].copy_(self._static[index])
+        return self._outputs
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Written:
+    """The bundle's program as Python, with the bundle's weights."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from safetensors.torch import load_file
+
+        made = _imported(job["program"])
+        self.module: Any = made.Program()
+        tensors = load_file(job["weights"], device=job["target"])
+        placed: dict[Any, Any] = {}
+        for name, tensor, order, parameter in made.WEIGHTS:
+            if (tensor, order, parameter) not in placed:
+                value = tensors[tensor].permute(sorted(range(len(order)), key=order.__getitem__))
+                placed[tensor, order, parameter] = torch.nn.Parameter(value, requires_grad=False) if parameter else value
+            if parameter:
+                self.module.register_parameter(name, placed[tensor, order, parameter])
+            else:
+                self.module.register_buffer(name, placed[tensor, order, parameter])
+        self._start = _state(self.module) if job["state"] else {}
+
+    def arrange(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """(args, kwargs) of a call."""
+        return tensors, {}
+
+    def outputs(self, result: Any) -> Sequence[torch.Tensor]:
+        """The result's tensors in the signature's order."""
+        found: Sequence[torch.Tensor] = result
+        return found
+
+    def reset(self) -> None:
+        """Puts buffers that calls change back to what they start with."""
+        _restore(self.module, self._start)
+
+
+class UserModel:
+    """The user's own module with its own weights."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from ...model.source import load_source
+
+        self.module: Any = load_source(job["model"]).model.to(job["target"])
+        self._start = _state(self.module) if job["state"] else {}
+        from cgbundle.format.pytree import builder
+
+        self._call = [(name, builder(tree)) for name, tree in job["call"]]
+
+    def arrange(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """(args, kwargs) of a call: by position as far as the module's forward() takes them so."""
+        import inspect
+
+        left = {name: build(tensors) for name, build in self._call}
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, parameter in inspect.signature(self.module.forward).parameters.items():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                args += [left.pop(each) for each in list(left) if each.startswith(f"{name}_")]
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                kwargs |= left
+            elif name in left and parameter.kind is parameter.KEYWORD_ONLY:
+                kwargs[name] = left.pop(name)
+            elif name in left and not kwargs and len(args) == _position(self.module.forward, name):
+                args.append(left.pop(name))
+            elif name in left:
+                kwargs[name] = left.pop(name)
+        return args, kwargs
+
+    def outputs(self, result: Any) -> Sequence[torch.Tensor]:
+        """See `Written`."""
+        from ...model.pytree import describe
+
+        leaves: list[tuple[str, torch.Tensor]] = []
+        describe(result, "", leaves)
+        return [tensor for _, tensor in leaves]
+
+    def reset(self) -> None:
+        """See `Written`."""
+        _restore(self.module, self._start)
+
+
+def _imported(path: str) -> Any:
+    """A file of Python as a module that can be found by its name, as torch.compile wants it."""
+    import sys
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("cgcompile_bench_program", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _position(function: Any, name: str) -> int:
+    import inspect
+
+    return list(inspect.signature(function).parameters).index(name)
+
+
+def _state(module: Any) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def _restore(module: Any, start: dict[str, torch.Tensor]) -> None:
+    for name, buffer in module.named_buffers():
+        if name in start:
+            buffer.copy_(start[name])

@@ -1,0 +1,166 @@
+"""The bundle's exported program as a Python file of plain PyTorch operations, so that a peer starts without torch.export.
+
+    python -m cgcompile.tools.bench.written JOB
+
+writes `job["program"]`, with a class `Program` (a module without weights) and `WEIGHTS`: for each of its parameters and buffers the
+name, the tensor in weights.safetensors, the order of its axes in memory, and whether it is a parameter.
+
+Private torch interfaces, in 2.11 and 2.13: `Graph.python_code` and its `globals`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.passes import move_to_device_pass
+
+from cgbundle.format.schema import Weight
+from cgbundle.tensors.tensor import memory_order
+
+from ...errors import PeerUnwritable
+from ...model.flat_module import PREFIX
+from ...partition import without_markers
+from ...targets.cuda.lowering import repair
+
+HEADED = "def forward(self"
+"""How torch begins the code of a graph."""
+
+KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+def load(path: str, target: str) -> ExportedProgram:
+    """The program at `path` for the device `target`, without markers of moves between devices.  Raises PeerUnwritable."""
+    from ...model import device_tracking as placing  # noqa: F401 (a program may hold the operators that mark moves)
+
+    try:
+        program = without_markers(torch.export.load(path))
+    except Exception as error:  # an operator of the user's that is registered nowhere here, above all
+        lines = str(error).strip().splitlines() or [""]
+        raise PeerUnwritable(f"program.pt2: torch.export.load failed: {type(error).__name__}: {lines[0]}") from error
+    if target != "cpu":
+        program = move_to_device_pass(program, target)
+    repair(program.graph_module)
+    return program
+
+
+def filled(program: ExportedProgram, weights: Mapping[str, Weight], path: str) -> ExportedProgram:
+    """`program`, changed in place, with its weights from the file at `path`; `weights` are the manifest's rows by name."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+
+    def value(name: str) -> torch.Tensor:
+        row = weights[name.removeprefix(PREFIX)]
+        order = memory_order(row.shape, row.strides)
+        return tensors[row.tensor].permute(sorted(range(len(order)), key=order.__getitem__))
+
+    for name, hollow in program.state_dict.items():
+        made = value(name)
+        program.state_dict[name] = torch.nn.Parameter(made, hollow.requires_grad) if _is_parameter(hollow) else made
+    for name, hollow in program.constants.items():
+        if isinstance(hollow, torch.Tensor):
+            program.constants[name] = value(name)
+    return program
+
+
+def _is_parameter(value: torch.Tensor) -> bool:
+    return isinstance(value, torch.nn.Parameter)
+
+
+def write(program: ExportedProgram, weights: Mapping[str, Weight]) -> str:
+    """The file's text; `weights` are the manifest's rows by name.  Raises PeerUnwritable for what cannot be spelled."""
+    inputs: list[str] = []
+    rows: list[tuple[str, str, tuple[int, ...], bool]] = []
+    for spec in program.graph_signature.input_specs:
+        name = str(spec.arg.name)
+        if spec.kind in KINDS and spec.target is not None:
+            row = weights.get(str(spec.target).removeprefix(PREFIX))
+            if row is None:
+                raise PeerUnwritable(f"program.pt2: {spec.target!r} is not among the bundle's weights")
+            rows.append((name, row.tensor, memory_order(row.shape, row.strides), spec.kind is InputKind.PARAMETER))
+            inputs.append(f"self.{name}")
+        elif spec.kind is InputKind.USER_INPUT:
+            inputs.append(name)
+        else:
+            raise PeerUnwritable(f"program.pt2: input {name!r} is a {spec.kind.name}, which no file of Python can hold")
+    if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
+        raise PeerUnwritable("program.pt2: an output that is no output of the model's")
+    known: dict[str, Any] = {}
+    body = "\n".join(_class("Graph", program.graph_module, known))
+    given = ", ".join(name for name in inputs if not name.startswith("self."))
+    spelled = "\n".join(_spell(name, value) for name, value in sorted(known.items()))
+    return f"""{spelled}
+
+WEIGHTS = {rows!r}
+
+{body}
+
+class Program(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.graph = Graph()
+
+    def forward(self, {given}):
+        return self.graph({", ".join(inputs)})
+"""
+
+
+def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
+    """A class for a graph and those of the graphs that it calls (the branches of a condition), before it."""
+    children = [(child, f"{name}_{child}") for child, _ in module.named_children()]
+    for child, made in children:
+        yield from _class(made, getattr(module, child), known)
+    code = module.graph.python_code("self")
+    for word, value in code.globals.items():
+        if known.setdefault(word, value) is not value and value == value:
+            raise PeerUnwritable(f"program.pt2: {word!r} means two things in its graphs")
+    head, found, source = code.src.partition(HEADED)
+    if not found or head.strip():
+        raise PeerUnwritable("program.pt2: torch writes the code of a graph in another way than cgcompile knows")
+    yield f"class {name}(torch.nn.Module):"
+    yield "    def __init__(self):"
+    yield "        super().__init__()"
+    yield from (f"        self.{child} = {made}()" for child, made in children)
+    yield from (f"    {line}" for line in (found + source).splitlines())
+    yield ""
+
+
+def _spell(name: str, value: Any) -> str:
+    """The line that gives `name` its meaning.  Raises PeerUnwritable."""
+    if isinstance(value, ModuleType):
+        return f"import {value.__name__} as {name}"
+    if isinstance(value, float):
+        return f'{name} = float("{value}")'
+    if value is type(None):
+        return f"{name} = type(None)"
+    home, word = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if home and word and getattr(sys.modules.get(home), word, None) is value:
+        return f"from {home} import {word} as {name}"
+    raise PeerUnwritable(f"program.pt2: its code uses {value!r}, which cannot be imported by a name")
+
+
+def main(path: str) -> None:
+    """Writes the file that the job names, or says why not."""
+    from cgbundle.format import archive
+
+    from .child import fail
+
+    sys.excepthook = fail
+    with open(path) as file:
+        job = json.load(file)
+    manifest = archive.read_manifest(job["bundle"])
+    program = load(f"{job['bundle']}/{archive.PROGRAM}", job["target"])
+    text = write(program, {row.name: row for row in manifest.weights})
+    with open(job["program"], "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

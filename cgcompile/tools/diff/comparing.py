@@ -1,0 +1,56 @@
+"""Two bundles -> their differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cgbundle.format import archive
+
+from . import contents, graphs, manifests
+from .differences import Difference
+from .reading import Bundle, module_states
+
+UNCOUNTED = ("created", "source", "machine")
+"""What of a bundle's provenance is no difference: where and when it was built, not what it is."""
+
+PARTS = (
+    "bundle", "target", "signature", "sizes", "memory", "weights", "regions", "steps", "kernels", "nodes", "module state",
+    "findings", "exam", "versions", "options", "files",
+)  # fmt: skip
+"""The parts, in the order in which they are told."""
+
+
+def compare(a: Bundle, b: Bundle) -> tuple[Difference, ...]:
+    """Everything that differs, by part; () for two builds of the same thing.
+
+    Files to which both manifests give the same SHA-256 are not read: `cgcompile verify` says whether they have it.
+    Raises FileDamaged, TableInvalid, WeightsInvalid for a file that has to be read and is damaged.
+    """
+    rows = [*manifests.compare(a.manifest, b.manifest), *contents.weights(a, b), *contents.exam(a, b)]
+    same = graphs.same_tables(a, b)
+    launched = [{} if same else graphs.launches(each) for each in (a, b)]
+    rows += [*graphs.kernels(*launched), *graphs.nodes(a, b)]
+    if _state_hash(a) != _state_hash(b):
+        rows += graphs.states(module_states(a), module_states(b))
+    told = {row.part for row in rows}
+    rows += contents.files(a, b, {*_told(a, launched[0], told), *_told(b, launched[1], told)})
+    return tuple(sorted(rows, key=lambda row: PARTS.index(row.part)))
+
+
+def _state_hash(bundle: Bundle) -> str:
+    return bundle.files[bundle.manifest.module_state].sha256 if bundle.manifest.module_state else ""
+
+
+def _told(bundle: Bundle, launched: graphs.Launches, parts: set[str]) -> Iterator[str]:
+    """The files whose differences, if any, are those of `parts` that were told of.
+
+    A recording that differs in nothing that was told differs in bytes that no kernel reads.
+    """
+    yield from graphs.files(bundle).values()
+    yield from [f"kernels/{image}" for images in launched.values() for image in images]
+    if "weights" in parts:
+        yield archive.WEIGHTS
+    if parts & {"exam", "sizes"}:
+        yield archive.EXAM
+    if parts & {"kernels", "module state"}:
+        yield bundle.manifest.module_state

@@ -1,0 +1,132 @@
+"""Recordings: the kernels that all of them launch, and node by node what two of one int_key and region do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+
+from cgbundle.tables.recording import ModuleState, Recording
+
+from .differences import Difference, Row, numbered, rows_beside
+from .manifests import regions, spelled
+from .nodes import DIGITS, IMAGE, changes, kind, place, title
+from .reading import Bundle, recording, table
+
+Launches = Mapping[str, Counter[str]]
+"""Symbol -> SHA-256 of an image -> launches per call, summed over all int_keys."""
+
+SHOWN = 3
+"""Images of one symbol that are named before the rest is counted."""
+
+
+def launches(bundle: Bundle) -> Launches:
+    """What the bundle's recordings launch.  Raises FileDamaged, TableInvalid."""
+    found: dict[str, Counter[str]] = {}
+    for name in files(bundle).values():
+        view = table(bundle, name)
+        for function, count in Counter(view.function).items():
+            found.setdefault(view.symbols[function], Counter())[view.images[function]] += count
+    return found
+
+
+def same_tables(a: Bundle, b: Bundle) -> bool:
+    """Whether both have the same recordings, by their hashes."""
+    hashes = [{where: found.files[name].sha256 for where, name in files(found).items()} for found in (a, b)]
+    return hashes[0] == hashes[1]
+
+
+def kernels(a: Launches, b: Launches) -> Iterator[Difference]:
+    """Symbols that only one launches, or from other images, or not as often; those launched most first."""
+    for symbol in sorted({*a, *b}, key=lambda name: (-max(a.get(name, Counter()).total(), b.get(name, Counter()).total()), name)):
+        mine, theirs = a.get(symbol, Counter()), b.get(symbol, Counter())
+        facts = {"launches_a": mine.total(), "launches_b": theirs.total()}
+        if not mine or not theirs:
+            sides = [_images(each) if each else None for each in (mine, theirs)]
+            yield Difference(part="kernels", name=symbol, a=sides[0], b=sides[1], facts=facts)
+            continue
+        gone, new = [
+            Counter({image: each[image] for image in each if image not in other})
+            for each, other in ((mine, theirs), (theirs, mine))
+        ]
+        if gone or new:
+            yield Difference(part="kernels", name=symbol, field="image", a=_images(gone), b=_images(new), facts=facts)
+        elif mine != theirs:
+            yield Difference(part="kernels", name=symbol, a=_images(mine), b=_images(theirs), facts=facts)
+
+
+def _images(found: Counter[str]) -> str:
+    """`3af2c01b9d11 (4 launches)`."""
+    texts = [f"{image[:DIGITS]} ({count} launch{'' if count == 1 else 'es'})" for image, count in found.most_common(SHOWN)]
+    return ", ".join([*texts, *([f"{len(found) - SHOWN} more images"] if len(found) > SHOWN else [])]) or "none"
+
+
+def nodes(a: Bundle, b: Bundle) -> Iterator[Difference]:
+    """Per int_key and region of both: the number of nodes by kind, the first one that differs, and the edges."""
+    theirs = files(b)
+    for where, name in files(a).items():
+        if where in theirs and a.files[name].sha256 != b.files[theirs[where]].sha256:
+            yield from recordings(where, recording(a, name), recording(b, theirs[where]))
+
+
+def recordings(where: str, a: Recording, b: Recording) -> Iterator[Difference]:
+    """The differences between two recordings, under the name `where`."""
+    counts = [Counter([kind(node) for node in found.nodes]) for found in (a, b)]
+    if counts[0] != counts[1]:
+        texts = [_kinds(each) for each in counts]
+        yield Difference(
+            part="nodes", name=where, a=texts[0], b=texts[1], facts={"nodes_a": counts[0].total(), "nodes_b": counts[1].total()}
+        )
+    together = min(len(a.nodes), len(b.nodes))
+    told = [(number, found) for number in range(together) if (found := changes(a, b, number))]
+    if told:
+        alone = [number for number, found in told if [name for name, _ in found] == [IMAGE]]
+        first, found = next((each for each in told if each[0] not in alone), told[0])
+        head = f"{len(told)} of {together} nodes differ" + (f", {len(alone)} in the kernel's image alone" if alone else "")
+        if len(a.nodes) != len(b.nodes):
+            head = f"alike up to node {first}" if not alone else f"but for images alike up to node {first}"
+        what = "; ".join([f"{name} {texts}" for name, texts in found])
+        facts = {"nodes": together, "differ": len(told), "images": len(alone), "first": first}
+        yield Difference(part="nodes", name=where, note=f"{head}; node {first} ({title(a, first)}): {what}", facts=facts)
+    elif len(a.nodes) != len(b.nodes):
+        side, longer = ("A", a) if len(a.nodes) > together else ("B", b)
+        note = f"node {together} ({title(longer, together)}) and what follows it: only in {side}"
+        yield Difference(part="nodes", name=where, note=note, facts={"first": together})
+    edges = [Counter(found.edges) for found in (a, b)]
+    if counts[0] == counts[1] and edges[0] != edges[1]:
+        only = [(edges[0] - edges[1]).total(), (edges[1] - edges[0]).total()]
+        yield Difference(
+            part="nodes", name=where, field="order", note=f"edges only in A: {only[0]}, only in B: {only[1]}",
+            facts={"edges_a": only[0], "edges_b": only[1]},
+        )  # fmt: skip
+
+
+def _kinds(counts: Counter[str]) -> str:
+    """`40 nodes: 38 kernel, 2 memset`."""
+    return f"{counts.total()} nodes: " + (", ".join([f"{number} {name}" for name, number in counts.most_common()]) or "none")
+
+
+def states(a: Sequence[ModuleState], b: Sequence[ModuleState]) -> Iterator[Difference]:
+    """What the data symbols of images hold: which symbol, its contents, and the addresses in them."""
+    yield from rows_beside(
+        "module state", *[numbered([(each.symbol, _state(each)) for each in found]) for found in (a, b)], ordered=False
+    )
+
+
+def _state(state: ModuleState) -> Row:
+    contents = state.contents.hex() if len(state.contents) <= 16 else f"SHA-256 {sha256(state.contents).hexdigest()[:DIGITS]}"
+    return {
+        "bytes": len(state.contents),
+        "contents": contents,
+        "addresses": tuple([f"{each.at}: {place(each.target)}" for each in state.relocations]),
+    }
+
+
+def files(bundle: Bundle) -> dict[str, str]:
+    """The file of every recording, by int_key and region: `batch=8, model`."""
+    manifest, found = bundle.manifest, []
+    for program in manifest.programs:
+        names = regions(manifest, program)
+        steps = zip(names, program.steps, strict=True)
+        found += [(f"{spelled(manifest, program.key)}, {name}", step.file) for name, step in steps if step.kind == "graph"]
+    return numbered(found)

@@ -1,0 +1,192 @@
+"""What two manifests say: everything but what stands in other files.
+
+Rows are matched by name, values and steps by position; where a row refers to another by its number, names are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+from cgbundle.format.schema import Alias, Manifest, Program, Value, Weight
+from cgbundle.tensors.tensor import dense
+
+from .differences import ROW_MAJOR, Difference, Row, fields_beside, numbered, row, rows_beside, said
+
+ELSEWHERE = frozenset({
+    "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "result", "weights", "memories", "regions",
+    "programs", "module_state", "findings", "waivers", "exam", "provenance", "files",
+})  # fmt: skip
+"""Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
+
+
+def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
+    """The differences, part by part."""
+    both = (a, b)
+    yield from fields_beside("bundle", "", *[row(each, *ELSEWHERE) for each in both])
+    yield from fields_beside("target", "", *[row(each.target, "features") for each in both])
+    yield from _sets("target", "features", a.target.features, b.target.features)
+    yield from _signature(a, b)
+    yield from rows_beside("sizes", *[{each.name: row(each, "name") for each in found.dimensions} for found in both])
+    yield from _memory(a, b)
+    yield from rows_beside("weights", *[{each.name: _weight(each) for each in found.weights} for found in both])
+    yield from _regions(a, b)
+    yield from _steps(a, b)
+    yield from rows_beside("findings", *[numbered([(each.rule, row(each, "rule")) for each in found.findings]) for found in both])
+    yield from _sets("findings", "waivers", a.waivers, b.waivers)
+    yield from _proofs(a, b)
+    for part, pairs in (
+        ("versions", [dict(each.provenance.versions) for each in both]),
+        ("options", [dict(each.provenance.options) for each in both]),
+    ):
+        yield from fields_beside(part, "", *pairs)
+
+
+def spelled(manifest: Manifest, key: Sequence[int]) -> str:
+    """An int_key for people: `batch=8, seq=128`."""
+    return ", ".join([f"{each.name}={size}" for each, size in zip(manifest.dimensions, key, strict=True)]) or "no dimensions"
+
+
+def common(a: Manifest, b: Manifest) -> list[tuple[str, Program, Program]]:
+    """The programs of the int_keys that both have, with the key as text; `sizes` tells of the others."""
+    theirs = {program.key: program for program in b.programs}
+    return [(spelled(a, mine.key), mine, theirs[mine.key]) for mine in a.programs if mine.key in theirs]
+
+
+def regions(manifest: Manifest, program: Program) -> list[str]:
+    """The name of every step's region, "" for a copy."""
+    return ["" if step.kind == "copy" else manifest.regions[step.region].name for step in program.steps]
+
+
+def place(memory: str, offset: int) -> str:
+    """`arena+512`."""
+    return f"{memory}+{offset}"
+
+
+# --- parts ------------------------------------------------------------------------------------------------------
+
+
+def _sets(part: str, name: str, a: Sequence[str], b: Sequence[str]) -> Iterator[Difference]:
+    gone, new = sorted(set(a) - set(b)), sorted(set(b) - set(a))
+    texts = [f"only in {side}: {', '.join(found)}" for side, found in (("A", gone), ("B", new)) if found]
+    if texts or tuple(a) != tuple(b):
+        yield Difference(part=part, name=name, note="; ".join(texts) or f"{said(a)} -> {said(b)}")
+
+
+def _signature(a: Manifest, b: Manifest) -> Iterator[Difference]:
+    for side in ("input", "output"):
+        yield from rows_beside("signature", *[_specs(each, side) for each in (a, b)])
+    trees = [{"call": each.call, "result": each.result} for each in (a, b)]
+    for name, what in (("call", "nesting of the inputs"), ("result", "nesting of the outputs")):
+        texts = [json.dumps(each[name], separators=(",", ":")) for each in trees]
+        yield from fields_beside("signature", "", {what: texts[0]}, {what: texts[1]})
+    yield from fields_beside("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in (a, b)])
+
+
+def _specs(manifest: Manifest, side: str) -> dict[str, Row]:
+    """The inputs or outputs: what the call does to them is a property of theirs."""
+    if side == "input":
+        return {
+            f"{side} {spec.name}": row(spec, "name", updated=index in manifest.written)
+            for index, spec in enumerate(manifest.inputs)
+        }
+    aliases = {alias.output: alias for alias in manifest.aliases}
+    return {
+        f"{side} {spec.name}": row(spec, "name", shares=_shared(manifest, aliases.get(index)))
+        for index, spec in enumerate(manifest.outputs)
+    }
+
+
+def _shared(manifest: Manifest, alias: Alias | None) -> str:
+    """What an output shares its memory with."""
+    if alias is None:
+        return ""
+    if alias.memory in ("inputs", "outputs"):
+        specs = manifest.inputs if alias.memory == "inputs" else manifest.outputs
+        return f"{alias.memory.removesuffix('s')} {specs[alias.index].name}"
+    return f"{alias.memory} {_weight_name(manifest, alias.index)}"
+
+
+def _weight_name(manifest: Manifest, index: int) -> str:
+    return manifest.weights[index].name if index >= 0 else ""
+
+
+def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
+    yield from _bytes("", dict(a.memories), dict(b.memories))
+    for key, mine, theirs in common(a, b):
+        yield from _bytes(key, *[{"arena": each.arena, "inputs": each.static} for each in (mine, theirs)])
+    before, after = [{each.name: each.offset for each in found.weights} for found in (a, b)]
+    moved = [name for name, offset in before.items() if after.get(name, offset) != offset]
+    if moved:
+        note = f"{len(moved)} of {len(before)} lie elsewhere, first {moved[0]}: {before[moved[0]]} -> {after[moved[0]]}"
+        yield Difference(part="memory", name="places of weights", note=note, facts={"weights": len(before), "moved": len(moved)})
+
+
+def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Difference]:
+    for each in fields_beside("memory", name, a, b):
+        known = each.facts
+        yield replace(each, b=f"{each.b} bytes ({known['b'] - known['a']:+})" if known else each.b)
+
+
+def _weight(weight: Weight) -> Row:
+    layout = ROW_MAJOR if weight.strides == dense(weight.shape) else weight.strides
+    return row(weight, "name", "offset", "strides", layout=layout, tensor="" if weight.tensor == weight.name else weight.tensor)
+
+
+def _regions(a: Manifest, b: Manifest) -> Iterator[Difference]:
+    both = (a, b)
+    yield from rows_beside(
+        "regions", *[numbered([(each.name, row(each, "name", "constants")) for each in found.regions]) for found in both]
+    )
+    named_a, named_b = [
+        {each.name: {constant: _weight_name(found, index) for constant, index in each.constants} for each in found.regions}
+        for found in both
+    ]
+    for name in named_a:
+        if name in named_b:
+            for each in fields_beside("regions", "", named_a[name], named_b[name]):
+                yield Difference(part="regions", name=name, field=f"constant {each.name}", a=each.a, b=each.b)
+
+
+def _steps(a: Manifest, b: Manifest) -> Iterator[Difference]:
+    """Per int_key the chain of steps, and where that is the same the first value that differs."""
+    for key, mine, theirs in common(a, b):
+        chains = [
+            said([f"{step.kind} {name}".strip() for step, name in zip(each.steps, regions(found, each), strict=True)])
+            for found, each in ((a, mine), (b, theirs))
+        ]
+        if chains[0] != chains[1]:
+            yield Difference(part="steps", name=key, a=chains[0], b=chains[1])
+            continue
+        pairs = list(zip_longest(_values(a, mine), _values(b, theirs), fillvalue=("nothing", "nothing")))
+        other = [(one, two) for one, two in pairs if one != two]
+        if other:
+            (where, before), (other_where, after) = other[0]
+            same = where == other_where
+            note = f"{where} {before} -> {after if same else f'{other_where} {after}'}"
+            note += f"; {len(other) - 1} more of {len(pairs)} values differ" if len(other) > 1 else ""
+            yield Difference(part="steps", name=key, note=note, facts={"values": len(pairs), "differ": len(other)})
+
+
+def _values(manifest: Manifest, program: Program) -> list[tuple[str, str]]:
+    """Every value that the call or a step reads or writes: where, and what it is.  Its number is part of that: on the cpu target
+    all lie at offset 0."""
+    found = [(f"input {spec.name}", index) for spec, index in zip(manifest.inputs, program.inputs, strict=True)]
+    found += [(f"output {spec.name}", index) for spec, index in zip(manifest.outputs, program.outputs, strict=True)]
+    for number, step in enumerate(program.steps):
+        for verb, positions in (("reads", step.inputs), ("writes", step.outputs)):
+            found += [(f"step {number} ({step.kind}) {verb}", index) for index in positions]
+    return [(where, f"v{index} {_value(program.values[index])}") for where, index in found]
+
+
+def _value(value: Value) -> str:
+    return f"{value.dtype} {said(value.shape)} strides {said(value.strides)} at {place(value.memory, value.offset)}"
+
+
+def _proofs(a: Manifest, b: Manifest) -> Iterator[Difference]:
+    yield from fields_beside("exam", "", row(a.exam, "proofs"), row(b.exam, "proofs"))
+    proofs = [{each.key: each for each in found.exam.proofs} for found in (a, b)]
+    for key, mine, _ in common(a, b):
+        yield from fields_beside("exam", f"proof {key}", *[row(each[mine.key], "key") for each in proofs])

@@ -1,0 +1,96 @@
+"""A bundle on disk, and its files as they are needed.  Messages of errors begin with the bundle's path: there are two."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cgbundle.errors import CgbundleError
+from cgbundle.format import archive
+from cgbundle.format.safetensors import Mapped
+from cgbundle.format.schema import File, Manifest
+from cgbundle.tables.codec import decode
+from cgbundle.tables.module_state import decode_states
+from cgbundle.tables.recording import ModuleState, Recording
+from cgbundle.tables.view import Table
+from cgbundle.validate import bundle as verify
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """A bundle on disk: its sound manifest, and the manifest's files by path."""
+
+    path: str
+    manifest: Manifest
+    files: dict[str, File]
+
+
+def open_bundle(path: str) -> Bundle:
+    """The bundle at `path`: its manifest is checked, and every file has its length.
+
+    Raises BundleMissing, NotABundle, FormatUnsupported, ManifestInvalid, FileDamaged.
+    """
+    with _about(path):
+        manifest = archive.read_manifest(path)
+        verify.check_manifest(manifest)
+        archive.check_sizes(path, manifest)
+    return Bundle(path=path, manifest=manifest, files={file.path: file for file in manifest.files})
+
+
+def recording(bundle: Bundle, name: str) -> Recording:
+    """The recording in a file of the bundle.  Raises FileDamaged, TableInvalid."""
+    with _about(bundle.path):
+        return decode(_read(bundle, name), name)
+
+
+def table(bundle: Bundle, name: str) -> Table:
+    """The columns of a recording in a file of the bundle.  Raises FileDamaged, TableInvalid."""
+    with _about(bundle.path):
+        return Table(_read(bundle, name), name)
+
+
+def module_states(bundle: Bundle) -> tuple[ModuleState, ...]:
+    """What the data symbols of the bundle's images hold; () without any.  Raises FileDamaged, TableInvalid."""
+    if not bundle.manifest.module_state:
+        return ()
+    with _about(bundle.path):
+        return decode_states(_read(bundle, bundle.manifest.module_state), bundle.manifest.module_state)
+
+
+@contextmanager
+def tensors(bundle: Bundle, name: str) -> Iterator[Mapped]:
+    """A safetensors file of the bundle, mapped, its header checked against the manifest; the data is not hashed, gigabytes may be.
+
+    Raises WeightsInvalid.
+    """
+    with _about(bundle.path):
+        _CHECKS[name](bundle.path, bundle.manifest)
+        mapped = Mapped(os.path.join(bundle.path, name), name)
+    try:
+        yield mapped
+    finally:
+        mapped.close()
+
+
+_CHECKS: dict[str, Callable[[str, Manifest], None]] = {
+    archive.WEIGHTS: verify.check_weights,
+    archive.EXAM: verify.check_exam,
+}
+
+
+def _read(bundle: Bundle, name: str) -> bytes:
+    archive.check_hash(bundle.path, bundle.files[name])
+    with open(os.path.join(bundle.path, name), "rb") as file:
+        return file.read()
+
+
+@contextmanager
+def _about(path: str) -> Iterator[None]:
+    try:
+        yield
+    except CgbundleError as error:
+        if str(error).startswith(path):
+            raise
+        raise type(error)(f"{path}: {error}", error.hint) from None

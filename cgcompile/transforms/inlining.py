@@ -1,0 +1,117 @@
+"""Operators of a host region that its code cannot call become what they do: custom ones, written in Python over PyTorch's own
+operations, and a few of PyTorch's that AOTInductor has no C interface for.
+
+The code of a host region runs without Python, where a custom operator would have to be called through the interpreter that
+registered it.  One that PyTorch can trace is traced; any other is refused.
+
+Private interface (torch 2.11, 2.13): `torch._library.custom_ops`, for the Python functions behind `torch.library.custom_op`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from ..errors import OperatorWithoutCode, TorchUnsupported
+from ..model.source import Source, first_line
+
+OWN = frozenset({"aten", "prims", "prim", "quantized", "cgcompile"})
+"""Namespaces of operators that PyTorch registers itself, or we do."""
+
+
+def inlined(program: ExportedProgram) -> ExportedProgram:
+    """The same program without operators that need Python at run time.  Raises OperatorWithoutCode, TorchUnsupported."""
+    if any(node.target in SPELLED for node in program.graph.nodes):
+        program = program.run_decompositions(dict(SPELLED))
+    for _ in range(8):  # an operator may be written with others
+        operators = custom_operators(program)
+        if not operators:
+            return program
+        try:
+            program = program.run_decompositions({op: _function(op) for op in operators})
+        except OperatorWithoutCode:
+            raise
+        except Exception as error:
+            names = ", ".join(sorted(op.name() for op in operators))
+            raise OperatorWithoutCode(
+                f"{names}: runs on the host without Python, and its code cannot be traced: {first_line(error)}"
+            ) from error
+    raise OperatorWithoutCode(f"{', '.join(sorted(op.name() for op in custom_operators(program)))}: calls itself")
+
+
+def unique(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """What `torch.unique` gives of all elements: values in order, where each element went, how many there are of each."""
+    ordered, order = torch.sort(x.reshape(-1), stable=True)
+    values, places, numbers = unique_consecutive(ordered, True, True)
+    back = torch.empty_like(order).scatter(0, order, places) if inverse else x.new_empty(0, dtype=torch.int64)
+    return values, back.reshape(x.shape) if inverse else back, numbers if counts else x.new_empty(0, dtype=torch.int64)
+
+
+def unique_consecutive(
+    x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `torch.unique_consecutive` gives of all elements; NotImplemented along one axis."""
+    if dim is not None and x.dim() != 1:
+        return NotImplemented
+    flat = x.reshape(-1)
+    first = torch.cat([flat.new_ones(1, dtype=torch.bool), flat[1:] != flat[:-1]]) if flat.numel() else flat.to(torch.bool)
+    starts = torch.nonzero(first).reshape(-1)
+    places = (torch.cumsum(first.to(torch.int64), 0) - 1).reshape(x.shape)
+    ends = torch.cat([starts, starts.new_full((1,), flat.numel())])
+    nothing = x.new_empty(0, dtype=torch.int64)
+    return flat[starts], places if inverse else nothing, ends[1:] - ends[:-1] if counts else nothing
+
+
+def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """What `torch.bincount` gives; `x` holds one element at least."""
+    size = torch.clamp(x.max() + 1, min=minlength).item()
+    torch._check(size >= 0)
+    ones = torch.ones_like(x) if weights is None else weights.to(torch.float64 if weights.dtype != torch.float32 else torch.float32)
+    return torch.zeros(size, dtype=ones.dtype).scatter_add(0, x.to(torch.int64), ones)
+
+
+SPELLED: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._unique2.default: unique,
+    torch.ops.aten.unique_consecutive.default: unique_consecutive,
+    torch.ops.aten.bincount.default: bincount,
+}
+"""PyTorch's operators without a C interface in AOTInductor (torch 2.13: its fallback calls them through Python)."""
+
+
+def custom_operators(program: ExportedProgram) -> set[Any]:
+    """The operators of other libraries that a program calls."""
+    modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    targets = {node.target for module in modules for node in module.graph.nodes if node.op == "call_function"}
+    return {op for op in targets if isinstance(op, torch._ops.OpOverload) and op.namespace not in OWN}
+
+
+def code_of(source: Source, program: ExportedProgram) -> str:
+    """What another process must import before it loads the program ("": nothing).  Raises OperatorWithoutCode."""
+    operators = custom_operators(program)
+    if operators and not source.code:
+        names = ", ".join(sorted(op.name() for op in operators))
+        raise OperatorWithoutCode(
+            f"{names}: registered where the processes of a build cannot import it",
+            "put the model and its operators into a file of their own",
+        )
+    return source.code if operators else ""
+
+
+def _function(op: Any) -> Callable[..., Any]:
+    """What the operator's author registered for the CPU, or for every device."""
+    import torch._library.custom_ops as custom_ops
+
+    if not hasattr(custom_ops, "OPDEFS"):
+        raise TorchUnsupported(
+            f"torch {torch.__version__} does not say what custom operators do; cgcompile was tested with 2.11 and 2.13"
+        )
+    made = custom_ops.OPDEFS.get(f"{op.namespace}::{op._opname}")
+    found = getattr(made, "_backend_fns", {})
+    function: Callable[..., Any] | None = found.get("cpu") or found.get(None)
+    if function is None:
+        raise OperatorWithoutCode(f"{op.name()}: runs on the host without Python, and has no Python code for the CPU to be traced")
+    return function

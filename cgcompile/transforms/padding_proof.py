@@ -1,0 +1,158 @@
+"""The proof that a call may be filled up or cut, per declared dimension: the model itself is run on whole, padded and cut inputs.
+
+A dimension is "rows" when outputs stay the same whatever the filling and no operation joins rows, "zeros" when they stay the same
+for zeros only (an attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and every output
+has exactly one axis that is a multiple of it.  The tests run in eager PyTorch, within the tolerance of the outputs' dtypes: other
+batch sizes take other kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cgbundle.format.schema import Dimension
+from cgbundle.format.size_expressions import linear, names
+
+from ..export.exported import Exported
+from ..model.flat_module import PREFIX, run_eager
+from ..model.source import Source, sample
+from ..util.tolerance import largest_error, tolerance
+from .row_mixing import joined
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Inputs at the small size, in a frame of the large size: `short` rows of `long`."""
+
+    short: int
+    long: int
+    small: dict[str, int]
+    large: dict[str, int]
+
+
+def prove_padding(
+    source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
+) -> tuple[Dimension, ...]:
+    """The declared dimensions, each with what was proved."""
+    proved = []
+    for name, values in sizes.items():
+        tell(name)
+        pad, reason = _prove_pad(source, exported, sizes, name)
+        chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, exported, sizes, name)
+        if shared := _partial(exported, "outputs"):
+            chunk, cut_reason = False, f"output {shared!r} is a part of another output, and parts of a call are joined one by one"
+        proved.append(
+            Dimension(name=name, sizes=values, pad=pad, chunk=chunk, reason=reason if pad == "no" or chunk else cut_reason)
+        )
+    return tuple(proved)
+
+
+def _prove_pad(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[str, str]:
+    if exported.written:
+        return "no", f"forward() writes to its input {exported.inputs[exported.written[0]].name!r}"
+    if exported.computed:
+        return "no", "forward() draws random numbers, and others for other sizes"
+    if exported.state:
+        return "no", f"forward() writes to its buffer {exported.state[0].removeprefix(PREFIX)!r}"
+    if shared := _partial(exported, "inputs"):
+        return "no", f"output {shared!r} is a part of an input, and the caller's own would not be padded"
+    pad, reason = "rows", f"rows along {name} do not depend on each other"
+    for trial in _trials(sizes, name):
+        short, long = sample(source, trial.small).tensors, sample(source, trial.large).tensors
+        zeros = [torch.zeros_like(tensor) for tensor in long]
+        expected = run_eager(exported.flat, short)
+        problem = _compare(exported, short, zeros, expected)
+        if not problem and _compare(exported, short, long, expected):
+            pad, reason = "zeros", f"outputs depend on what {name} is filled up with; zeros were proved to change nothing"
+            flipped = [_negated(tensor) for tensor in short]
+            problem = _compare(exported, flipped, zeros, run_eager(exported.flat, flipped))
+        if problem:
+            return "no", f"{problem} when {name}={trial.short} is filled up with zeros to {trial.long}"
+    if pad == "rows" and (why := joined(exported, name)):
+        return "zeros", f"{why}; zeros were seen to change nothing"
+    return pad, reason
+
+
+def _partial(exported: Exported, memory: str) -> str:
+    """The name of an output that is a look at an input or output, but not the whole of it, or ""."""
+    specs = {"inputs": exported.inputs, "outputs": exported.outputs}[memory]
+    for each in exported.aliases:
+        own = exported.outputs[each.output]
+        moved = any(look.offset or look.strides != look.base for look in each.looks.values())
+        if each.memory == memory and (moved or own.shape != specs[each.index].shape):
+            return own.name
+    return ""
+
+
+def _trials(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
+    """A nearly full and a nearly empty frame of the smallest size above 1; the other dimensions at their smallest."""
+    long = next((size for size in sizes[name] if size > 1), 2)
+    others = {other: values[0] for other, values in sizes.items()}
+    shorts = sorted({long - 1, max(1, long // 3)}, reverse=True)
+    return [_Trial(short, long, {**others, name: short}, {**others, name: long}) for short in shorts]
+
+
+def _compare(exported: Exported, short: Tensors, frame: Tensors, expected: Tensors) -> str:
+    """ "" when the padded run gives the expected outputs in front, else what differs."""
+    filled = []
+    for inner, outer in zip(short, frame, strict=True):
+        made = outer.clone()
+        made[tuple(slice(0, size) for size in inner.shape)] = inner
+        filled.append(made)
+    try:
+        outputs = run_eager(exported.flat, filled)
+    except (RuntimeError, IndexError, ValueError) as failure:
+        return f"the model fails ({type(failure).__name__})"
+    for spec, want, output in zip(exported.outputs, expected, outputs, strict=True):
+        front = output[tuple(slice(0, size) for size in want.shape)]
+        if front.shape != want.shape:
+            return f"output {spec.name!r} has shape {list(output.shape)}"
+        error = largest_error(want, front)
+        if error > tolerance(want.dtype):
+            return f"output {spec.name!r} changes by {error:.1e}"
+    return ""
+
+
+def _prove_cut(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[bool, str]:
+    for spec in exported.outputs:
+        rules = [linear(size) for size in spec.shape if name in names(size)]
+        if len(rules) != 1 or rules[0] is None or rules[0][2] != 0:
+            return False, f"output {spec.name!r} has no axis that is a multiple of {name}, so that parts of a call cannot be joined"
+    for spec in exported.inputs:
+        if any(rule[0] == name and rule[2] != 0 for size in spec.shape if (rule := linear(size))):
+            return False, f"input {spec.name!r} has an axis that is not a multiple of {name}, so that a call cannot be cut"
+    long = max(3, next((size for size in sizes[name] if size > 1), 2))
+    others = {other: values[0] for other, values in sizes.items()}
+    whole = sample(source, {**others, name: long}).tensors
+    try:
+        expected = run_eager(exported.flat, whole)
+        for start, stop in ((0, 1), (1, long)):
+            part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(whole, exported.inputs, strict=True)]
+            for spec, want, output in zip(exported.outputs, expected, run_eager(exported.flat, part), strict=True):
+                error = largest_error(_range(want, spec.shape, name, start, stop), output)
+                if error > tolerance(want.dtype):
+                    return False, f"output {spec.name!r} changes by {error:.1e} when {name}={long} is cut at {start or stop}"
+    except (RuntimeError, IndexError, ValueError) as failure:
+        return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
+    return True, f"rows along {name} do not depend on each other"
+
+
+def _range(tensor: torch.Tensor, shape: Sequence[object], name: str, start: int, stop: int) -> torch.Tensor:
+    slices = []
+    for size in shape:
+        rule = linear(size)  # type: ignore[arg-type]
+        slices.append(slice(rule[1] * start, rule[1] * stop) if rule and rule[0] == name else slice(None))
+    return tensor[tuple(slices)]
+
+
+def _negated(tensor: torch.Tensor) -> torch.Tensor:
+    """Floats with the opposite sign (a maximum over positive inputs would not notice zeros); masks of zeros and ones as they
+    are."""
+    if not tensor.dtype.is_floating_point or bool(((tensor == 0) | (tensor == 1)).all()):
+        return tensor
+    return -tensor

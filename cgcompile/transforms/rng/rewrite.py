@@ -1,0 +1,280 @@
+"""Random numbers in a program: its random operators are rewritten so that the program computes the numbers itself.
+
+The program gets one more buffer, RNG: int64 [seed, calls so far].  Every random operator becomes ordinary operations that make its
+numbers from that buffer (random_operators.py, sampling.py, philox.py), and the last operation adds 1 to the calls.  Nothing is
+frozen, and nothing but these two integers is kept between calls.  All other nodes keep their names and metadata; the new ones carry
+the metadata of the operator whose place they take, and the one that gives its result takes its name.
+
+Private interface (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, under which a composite operator falls
+apart as in torch.export.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from ...export.exported import Exported
+from ...export.torch_program import copied_graph, with_graph
+from .distributions import BLOCK, Stream, axes_in_memory
+from .operators import COMPOSITES, LEAVES
+from .philox import block, schedule
+from .recurrent_dropout import RECURRENT, split_layers
+
+aten = torch.ops.aten
+
+RNG = "cgcompile_rng"
+"""The buffer that the program gets: int64 [seed, calls so far], zeros at first."""
+
+ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "from_node")
+"""What a node's metadata says of the user's code."""
+
+
+def supported() -> frozenset[torch._ops.OpOverload]:
+    """The random operators that `with_generator` rewrites."""
+    return frozenset(LEAVES) | COMPOSITES | RECURRENT
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, which draws for its
+    dropout_p; but for those that are switched off (dropout outside training, a probability of 0)."""
+    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op == "call_function" and (tagged or node.target is aten.scaled_dot_product_attention.default) and not _off(node)
+
+
+def can_rewrite(node: Node) -> bool:
+    """Whether a random node is one that `with_generator` rewrites: one of `supported`, without a generator of the user's."""
+    return node.target in supported() and _arguments(node).get("generator") is None
+
+
+def draws(program: ExportedProgram) -> bool:
+    """Whether the program draws random numbers."""
+    return any(is_random(node) for node in program.graph.nodes)
+
+
+def with_generator(exported: Exported) -> Exported:
+    """The same with its program rewritten; itself when that draws nothing.  The signature is unchanged, `flat` too: it still draws
+    PyTorch's own numbers.  Every random operation of the program's graph must be one that `can_rewrite`."""
+    return replace(exported, program=rewritten(exported.program)) if draws(exported.program) else exported
+
+
+def generator_buffer(program: ExportedProgram) -> str:
+    """The name of the buffer of the random numbers' state in a program, "" without: RNG, with a prefix where the program was saved
+    after it was rewritten, and loaded as a model."""
+    return next(iter(generator_buffers(program)), "")
+
+
+def generator_buffers(program: ExportedProgram) -> tuple[str, ...]:
+    """The names of all such buffers.  A model that is made of saved programs may have several, of which a bundle can seed one: the
+    rule random-operation refuses it."""
+    buffers = program.graph_signature.inputs_to_buffers.values()
+    return tuple([name for name in buffers if name.rpartition(".")[2] == RNG])
+
+
+def rewritten(program: ExportedProgram) -> ExportedProgram:
+    """The program whose random operators are computed from the buffer RNG, which it adds to; weights are shared, not copied."""
+    root = copied_graph(program)
+    graph = root.graph
+    state, specs = _add_buffer(graph, program.graph_signature)
+    renamed: dict[str, str] = {}
+    for node in [node for node in graph.nodes if node.target in RECURRENT and is_random(node)]:
+        renamed |= _stand_in(node, split_layers(node, _origin(node)))
+    random = [node for node in graph.nodes if is_random(node)]
+    shared = _insert(random[0], [state], schedule)
+    stream = Stream(shared=shared.meta["val"], numbers=itertools.count())
+    for node in random:
+        renamed |= _replace(node, shared, stream)
+    (output,) = graph.find_nodes(op="output")
+    _insert(output, [state], lambda value: value.select(0, 1).add_(1))
+    _expand(graph)
+    _spell_counts(graph)
+    graph.lint()
+    root.recompile()
+    return with_graph(
+        program, root, renamed, input_specs=specs, state_dict={**program.state_dict, RNG: torch.zeros(2, dtype=torch.int64)}
+    )
+
+
+def _add_buffer(graph: Graph, signature: ExportGraphSignature) -> tuple[Node, list[InputSpec]]:
+    """The placeholder of the new buffer, after those of the parameters and buffers, and the inputs with it."""
+    specs = list(signature.input_specs)
+    place = max([index + 1 for index, spec in enumerate(specs) if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)], default=0)
+    placeholders = graph.find_nodes(op="placeholder")
+    with graph.inserting_before(placeholders[place]):
+        state = graph.placeholder(f"b_{RNG}")
+    mode = next(value.fake_mode for node in placeholders if isinstance(value := node.meta.get("val"), FakeTensor))
+    state.meta["val"] = mode.from_tensor(torch.zeros(2, dtype=torch.int64), static_shapes=True)
+    spec = InputSpec(kind=InputKind.BUFFER, arg=TensorArgument(name=state.name), target=RNG, persistent=True)
+    specs.insert(place, spec)
+    return state, specs
+
+
+def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
+    """Puts ordinary operations in the place of a random one.  Gives the names of nodes that are gone, with those of the nodes that
+    stand for them, where these could not take the names over."""
+    assert can_rewrite(node), node.format_node()
+    flat, spec = pytree.tree_flatten((node.args, node.kwargs))
+    given = list(dict.fromkeys([each for each in flat if isinstance(each, Node)]))
+    table = {op: partial(function, stream) for op, function in LEAVES.items()}
+    target = table.get(node.target, node.target)
+
+    def draw(_: Tensor, *values: Any) -> Any:
+        known = dict(zip(given, values, strict=True))
+        args, kwargs = pytree.tree_unflatten([known[each] if isinstance(each, Node) else each for each in flat], spec)
+        return pytree.tree_map(_in_order, target(*args, **kwargs), node.meta["val"])
+
+    made = _insert(node, [shared, *given], draw, table, _origin(node))
+    return _stand_in(node, {node: made} if isinstance(made, Node) else {user: made[user.args[1]] for user in node.users})
+
+
+def _stand_in(node: Node, made: Mapping[Node, Node]) -> dict[str, str]:
+    """Removes a node for which, or for whose elements, others stand in, which take the names over.  Gives old name -> name, for the
+    case that one stands in for two."""
+    renamed: dict[str, str] = {}
+    for old, new in made.items():
+        old.replace_all_uses_with(new)
+        node.graph.erase_node(old)
+        if new.name not in renamed.values():
+            new.name = old.name
+        renamed[old.name] = new.name
+    if node not in made:
+        node.graph.erase_node(node)
+    return renamed
+
+
+def _origin(node: Node) -> dict[str, Any]:
+    return {name: node.meta[name] for name in ORIGIN if name in node.meta}
+
+
+def _in_order(made: Tensor, expected: Tensor) -> Tensor:
+    """`made` with the order of the axes in memory that the rest of the program was exported for."""
+    order = axes_in_memory(expected)
+    if order == axes_in_memory(made):
+        return made
+    back = sorted(range(len(order)), key=lambda axis: order[axis])
+    return made.permute(order).contiguous().permute(back)
+
+
+def _insert(
+    place: Node,
+    inputs: Sequence[Node],
+    function: Callable[..., Any],
+    table: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
+    origin: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """Inserts before `place` what `function` does to the (fake) values of `inputs`, with the operators in `table` decomposed.
+    Gives the nodes of its result."""
+    graph, values = place.graph, [node.meta["val"] for node in inputs]
+    with values[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
+        traced = make_fx(function, decomposition_table=dict(table))(*values)
+    traced.graph.eliminate_dead_code()
+    known = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    with graph.inserting_before(place):
+        for node in traced.graph.nodes:
+            if node.op == "call_function":
+                known[node] = graph.node_copy(node, known.__getitem__)
+                known[node].meta = {"val": node.meta["val"], **origin}
+            else:
+                assert node.op in ("placeholder", "output"), f"{node.format_node()}: a constant in the drawing of random numbers"
+    (output,) = traced.graph.find_nodes(op="output")
+    return map_arg(output.args[0], known.__getitem__)
+
+
+def _expand(graph: Graph) -> None:
+    """Puts the operations of philox.block in the place of each BLOCK.  They are traced once: each gives one number per element, or
+    one for all, and those that only look at what all draws share are there once."""
+    blocks = graph.find_nodes(op="call_function", target=BLOCK)
+    if not blocks:  # dropout with probability 1 draws nothing
+        return
+    shared = blocks[0].args[1]
+    with shared.meta["val"].fake_mode:
+        many = torch.empty(2, dtype=torch.int64)
+        traced = make_fx(partial(block, number=0))(many, shared.meta["val"])
+    first, second = traced.graph.find_nodes(op="placeholder")
+    (output,) = traced.graph.find_nodes(op="output")
+    operations = [each for each in traced.graph.nodes if each.op == "call_function"]
+    looks = {}
+    with graph.inserting_before(blocks[0]):
+        for each in operations:
+            if each.args[0] is second:
+                looks[each] = graph.node_copy(each, {second: shared}.__getitem__)
+                looks[each].meta = {"val": each.meta["val"]}
+    for node in blocks:
+        known = {first: node.args[0], **looks}
+        with graph.inserting_before(node):
+            for each in operations:
+                if each not in looks:
+                    known[each] = graph.node_copy(each, known.__getitem__)
+                    known[each].meta = {**node.meta, "val": (each if each.meta["val"].dim() == 0 else node.args[0]).meta["val"]}
+                    if each.target is aten.full.default:
+                        known[each].update_arg(1, node.args[2])
+        for user in list(node.users):
+            user.replace_all_uses_with(known[output.args[0][user.args[1]]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        for each in reversed(operations):
+            if not known[each].users and each not in looks:
+                graph.erase_node(known[each])
+
+
+def _spell_counts(graph: Graph) -> None:
+    """Numbers of elements as products of sizes: torch.compile of 2.11 takes no operator that gives a number but `sym_size`."""
+    for node in graph.find_nodes(op="call_function", target=aten.sym_numel.default):
+        (tensor,) = node.args
+        value = tensor.meta["val"]
+        with graph.inserting_before(node):
+            total: Any = 1
+            for axis, size in enumerate(value.shape):
+                factor: Any = size
+                if isinstance(size, torch.SymInt):
+                    factor = graph.call_function(aten.sym_size.int, (tensor, axis))
+                    factor.meta = {**node.meta, "val": size}
+                if isinstance(total, int) and isinstance(factor, int):
+                    total *= factor
+                elif isinstance(total, int) and total == 1:
+                    total = factor
+                else:
+                    made = graph.call_function(operator.mul, (total, factor))
+                    made.meta = {**node.meta, "val": _value_of(total) * _value_of(factor)}
+                    total = made
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+
+
+def _value_of(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, Node) else argument
+
+
+def _off(node: Node) -> bool:
+    """Whether a random operator draws nothing as it is called."""
+    values = _arguments(node)
+    if values.get("train") is False or values.get("training") is False or values.get("dropout_p") == 0:
+        return True
+    if "num_layers" in values:  # dropout of recurrent networks is between the layers
+        return values["dropout"] == 0 or values["num_layers"] == 1
+    return "dropout" in str(node.target) and values.get("p") == 0
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an operator's call by name, defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload), node.target
+    schema = node.target._schema.arguments
+    values = {argument.name: argument.default_value for argument in schema}
+    values |= {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
+    return values | node.kwargs

@@ -1,0 +1,68 @@
+"""Results kept by content between builds: a folder of files named by the hash of all that a result depends on.
+
+A file is the SHA-256 of a pickle and the pickle.  The folder is the user's own (`build_trace.cache_folder`); nothing of it becomes
+part of a bundle but what is checked again there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import cgbundle
+
+HOMES = (Path(__file__).parents[1], Path(cgbundle.__file__).parent)
+
+
+def digest(*parts: object) -> str:
+    """The hash of values by their `repr`, of bytes as they are."""
+    whole = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else repr(part).encode()
+        whole.update(b"bytes" if isinstance(part, bytes) else b"value")
+        whole.update(len(data).to_bytes(8, "little"))
+        whole.update(data)
+    return whole.hexdigest()
+
+
+def versions() -> tuple[str, str]:
+    """Of triton and torch; "none" for what is not installed."""
+    return _version("triton"), _version("torch")
+
+
+def sources(homes: Sequence[Path] = HOMES) -> str:
+    """The hash of the code of the compiler and the runtime: what another version of them made is made again."""
+    return digest(*(path.read_bytes() for home in homes for path in sorted(home.rglob("*.py"))))
+
+
+def recall(path: Path) -> Any:
+    """What `remember` wrote, or None when there is nothing, or something damaged: it is made again."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if hashlib.sha256(data[32:]).digest() != data[:32]:
+        return None
+    return pickle.loads(data[32:])
+
+
+def remember(path: Path, result: object) -> None:
+    """Keeps a result; another process that asks meanwhile finds nothing or all of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = pickle.dumps(result)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
+        file.write(hashlib.sha256(data).digest() + data)
+    os.replace(file.name, path)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"

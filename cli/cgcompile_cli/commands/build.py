@@ -1,0 +1,210 @@
+"""`cgcompile build`: a model into a bundle, with a line per stage."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ..errors import Usage
+from ..output import console, duration, listed, record, safe, say, shortened, show, write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cgbundle.format.schema import Manifest
+    from cgcompile.pipeline import Built
+    from cgcompile.util.progress import Event, Watcher
+
+PROVED = {
+    "replay": "replayed in a fresh process, compared with eager PyTorch",
+    "interpret": "interpreted on the CPU over poisoned memory, compared with eager PyTorch",
+}
+"""What the methods of a `schema.Proof` mean; "none" is none."""
+
+NAMES = 10
+"""Columns for the name of a stage."""
+
+
+def build(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="model.py, package.module:attribute, or a .pt2 file.", show_default=False)
+    ],
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sizes",
+            metavar="SIZES",
+            help="Sizes to record: 1,8,32, or batch=1,8 for each of several dimensions.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
+    ] = None,
+    target: Annotated[
+        str, typer.Option("--target", metavar="TARGET", help="auto, cpu, cuda, or an architecture: sm_90 needs no GPU.")
+    ] = "auto",
+    lower: Annotated[
+        Literal["eager", "inductor", "max-autotune"], typer.Option("--lower", help="How hard to optimize.")
+    ] = "inductor",
+    specialize: Annotated[
+        Literal["size", "shared"], typer.Option("--specialize", help="Kernels for every size, or for all sizes at once.")
+    ] = "size",
+    recorder: Annotated[
+        Literal["auto", "capture", "trace"],
+        typer.Option("--record", help="Capture on the GPU that is here, or trace for one that is not."),
+    ] = "auto",
+    prove: Annotated[
+        Literal["interpret", "none"], typer.Option("--prove", help="How a traced bundle is proved where its GPU is not.")
+    ] = "interpret",
+    strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
+    waive: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--waive", metavar="RULE", help="Accept a rule's findings; may be repeated. What is refused cannot be waived."
+        ),
+    ] = None,
+    host_ops: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated.", show_default=False
+        ),
+    ] = None,
+    max_keys: Annotated[
+        int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")
+    ] = 64,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also a line for every step of a stage.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the bundle's path.")] = False,
+) -> None:
+    """Turn a PyTorch model into a bundle.
+
+    A model file defines model(), which returns the module, and inputs(),
+    which returns example inputs; the parameters of inputs() are the
+    dimensions that --sizes gives values for.
+
+    \b
+    cgcompile build gpt.py --sizes 1,8,32
+    cgcompile build minilm.py --sizes batch=1,8 --sizes seq=32,128
+    cgcompile build gpt.py --sizes 1,8,32 --target sm_90
+    """
+    import cgcompile
+
+    if quiet and verbose:
+        raise Usage("--quiet and --verbose cannot be used together", "leave one of them out")
+    begin = time.perf_counter()
+    with watching(quiet, verbose) as progress:
+        built = cgcompile.build(
+            model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
+            specialize=specialize, recorder=recorder, prove=prove, host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys,
+            progress=progress,
+        )  # fmt: skip
+    if not quiet:
+        show(_summary(built, time.perf_counter() - begin), sys.stderr)
+    if as_json:
+        from ..summary import plain
+
+        write_json({"seconds": dict(built.seconds), **plain(str(built.path), built.manifest)})
+    else:
+        sys.stdout.write(f"{built.path}\n")
+
+
+@contextmanager
+def watching(quiet: bool, verbose: bool = False) -> Iterator[Watcher | None]:
+    if quiet:
+        yield None
+        return
+    target = console(sys.stderr)
+    if not target.is_terminal or target.is_dumb_terminal:
+        yield Progress(verbose)
+        return
+    from rich.live import Live
+
+    shown = Progress(verbose)
+    with Live(console=target, get_renderable=shown.running, refresh_per_second=8, transient=True):
+        shown.console = target  # above the live line
+        yield shown
+
+
+class Progress:
+    """Watches a build: prints a line for every finished stage, with `verbose` also for what happens inside one, and gives a live
+    line for the stage that runs."""
+
+    def __init__(self, verbose: bool = False) -> None:
+        from rich.spinner import Spinner
+
+        self.console: Console | None = None
+        self._verbose = verbose
+        self._spinner = Spinner("line")
+        self._stage, self._detail, self._begin = "", "", 0.0
+
+    def __call__(self, event: Event) -> None:
+        if event.state == "done":
+            self._print(f"{event.stage:<{NAMES}} {duration(event.seconds):>10}  {event.text}")
+            self._stage = ""
+            return
+        if self._verbose and event.state == "detail" and event.text:
+            self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {event.text}")
+        self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
+
+    def _print(self, line: str) -> None:
+        if self.console is None:
+            say(line.rstrip())
+        else:
+            self.console.print(safe(line.rstrip()), no_wrap=True, overflow="ellipsis")
+
+    def running(self) -> Table:
+        """The live line: a spinner, the stage, how long it has run, the latest detail."""
+        from rich.table import Table
+
+        line = Table.grid(padding=(0, 1, 0, 0))
+        for _ in range(3):
+            line.add_column(no_wrap=True, overflow="ellipsis")
+        if self._stage:
+            seconds = f"{time.perf_counter() - self._begin:.1f} s"
+            line.add_row(f"{safe(self._stage):<{NAMES}} {seconds:>10}", self._spinner, safe(self._detail))
+        return line
+
+
+def _summary(built: Built, seconds: float) -> Table:
+    from .. import summary
+
+    manifest = built.manifest
+    findings = [f"{finding.where or finding.rule}: {finding.message}" for finding in manifest.findings]
+    shown, hidden = shortened(findings)
+    return record([
+        ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
+        ("target", summary.target(manifest.target)),
+        ("sizes", summary.sizes(manifest)),
+        *([("padding", [summary.padding(dimension) for dimension in manifest.dimensions])] if manifest.dimensions else []),
+        ("memory", summary.memory(manifest)),
+        ("files", summary.files(manifest)),
+        ("programs", summary.programs(manifest)),
+        ("proof", _proof(manifest)),
+        *([("findings", [*shown, *([f"and {hidden} more"] if hidden else [])])] if findings else []),
+        *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
+        ("load", summary.load_lines(str(built.path), manifest)),
+    ])  # fmt: skip
+
+
+def _proof(manifest: Manifest) -> list[str]:
+    """A line per method: how many int_keys, and the error that came nearest to its bound."""
+    proofs, lines = manifest.exam.proofs, []
+    for method, meaning in PROVED.items():
+        some = [proof for proof in proofs if proof.method == method]
+        if some:
+            worst = max(some, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
+            some_of = "" if len(some) == len(proofs) else f"{len(some)} of {len(proofs)} int_keys "
+            lines.append(f"{some_of}{meaning}: largest error {worst.error:.1e}, allowed {worst.tolerance:.1e}")
+    left = sum(proof.method == "none" for proof in proofs)
+    if left:
+        which = "not proved" if left == len(proofs) else f"{left} of {len(proofs)} int_keys not proved"
+        lines.append(f"{which}: `cgcompile verify --run` does it where a GPU of {manifest.target.arch} is")
+    return lines

@@ -1,0 +1,164 @@
+"""`cgcompile check`: what stands between a model and its graphs, and the regions that a build would make; nothing is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..output import count, listed, record, safe, show, size, write_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.tree import Tree
+
+    from cgbundle.format.schema import Finding
+    from cgcompile.report import RegionReport, Report
+
+FOUND = 1
+"""Exit status where a finding refuses a build."""
+
+MEANING = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
+COLOURS = {"refuse": "bold red", "host": "yellow", "note": "dim"}
+
+OPERATIONS = 8
+"""Operators of a region that are named before the rest is counted."""
+
+
+def check(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="model.py, package.module:attribute, or a .pt2 file.", show_default=False)
+    ],
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sizes",
+            metavar="SIZES",
+            help="Sizes to check for: 1,8,32, or batch=1,8 for each of several dimensions.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        str, typer.Option("--target", metavar="TARGET", help="cuda, an architecture, or cpu; no GPU is needed.")
+    ] = "cuda",
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
+    host_ops: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Report what a model does that a CUDA graph cannot replay.
+
+    Every finding with its place in your code, what it leads to and how to
+    remove it, and the regions that a build would make. Nothing is built,
+    and no GPU is needed. Exit status 1 where a finding refuses a build.
+
+    \b
+    cgcompile check gpt.py --sizes 1,8,32
+    """
+    import cgcompile
+
+    report = cgcompile.check(model, sizes=list(sizes or ()), target=target, strict=strict, host_ops=tuple(host_ops or ()))
+    if as_json:
+        write_json(asdict(report) | {"refused": report.refused})
+    else:
+        show(_head(report))
+        for found in grouped(report.findings):
+            show(_finding(found))
+        show(_regions(report))
+    if report.refused:
+        raise typer.Exit(FOUND)
+
+
+def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Findings of one rule at one line of the user's are told once: a layer that is called twelve times."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        key = (finding.rule, finding.severity, finding.where) if finding.where else (finding.rule, finding.node, finding.message)
+        groups.setdefault(key, []).append(finding)
+    return list(groups.values())
+
+
+def _head(report: Report) -> RenderableType:
+    sizes = ", ".join([f"{name} {listed(values)}" for name, values in report.sizes]) or "no dimensions"
+    assumed = f" (assumed: name yours with --sizes {report.assumed[0]}=...)" if report.assumed else ""
+    return record([("model", f"{report.name}, for {report.target}"), ("sizes", sizes + assumed), ("findings", _summary(report))])
+
+
+def _summary(report: Report) -> str:
+    if not report.findings:
+        return "none"
+    groups = grouped(report.findings)
+    counts = [(severity, sum(group[0].severity == severity for group in groups)) for severity in MEANING]
+    return ", ".join([f"{number} {severity} ({MEANING[severity]})" for severity, number in counts if number])
+
+
+def _finding(group: Sequence[Finding]) -> RenderableType:
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    first = group[0]
+    more = f", {len(group)} times" if len(group) > 1 else ""
+    head = Text.assemble(
+        "\n", (first.severity, COLOURS[first.severity]), " ", (first.rule, "bold"), f"  {safe(first.where)}" if first.where else ""
+    )
+    fields = [
+        *([("", first.source)] if first.source else []),
+        ("what", f"{first.message}{more}"),
+        ("effect", first.effect),
+        ("fix", first.fix),
+    ]
+    return Group(head, Padding(record([(name, text) for name, text in fields if text]), (0, 0, 0, 2)))
+
+
+# --- the partition ------------------------------------------------------------------------------------------------
+
+
+def _regions(report: Report) -> RenderableType:
+    from rich.text import Text
+    from rich.tree import Tree
+
+    if report.target == "cpu":
+        return Text("\nthe cpu target is one host region: nothing is cut")
+    if report.unpartitioned:
+        return Text(f"\nno regions: {safe(report.unpartitioned)}")
+    graphs = sum(region.kind == "graph" for region in report.regions)
+    hosts = len(report.regions) - graphs
+    names = ", ".join([f"{name}={values[-1]}" for name, values in report.sizes])
+    tree = Tree(Text.assemble("\n", (f"{count(graphs, 'graph')}, {count(hosts, 'host region')}", "bold")))
+    for region in report.regions:
+        _add(tree, region, names)
+    tree.add(Text(f"returns {_values(report.returned, names)}"))
+    return tree
+
+
+def _add(tree: Tree, region: RegionReport, names: str) -> None:
+    from rich.text import Text
+
+    reason = f": {safe(region.reason)}" if region.reason else ""
+    number = sum(calls for _, calls in region.operations)
+    branch = tree.add(
+        Text.assemble(
+            (region.kind, "green" if region.kind == "graph" else "yellow"), f" {region.name}, {count(number, 'operation')}"
+        )
+        + Text(reason)
+    )
+    branch.add(Text(f"reads {_values(region.reads, names)}"))
+    if region.operations:
+        calls = [f"{name} x{number}" if number > 1 else name for name, number in region.operations]
+        branch.add(Text(safe(listed(calls, OPERATIONS))))
+
+
+def _values(crossing: Sequence[tuple[str, Any]], names: str) -> str:
+    """`2 values, 1.5 KiB at batch=8: x, relu`."""
+    if not crossing:
+        return "nothing"
+    at = f" at {names}" if names else ""
+    total = sum(number for _, number in crossing)
+    return f"{count(len(crossing), 'value')}, {size(total)}{at}: {safe(listed([name for name, _ in crossing], OPERATIONS))}"

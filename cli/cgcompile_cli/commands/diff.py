@@ -1,0 +1,93 @@
+"""`cgcompile diff`: what differs between two bundles, from their files alone; nothing is loaded and nothing runs."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..output import record, shortened, show, table, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from cgcompile.tools.diff import Bundle, Difference
+
+DIFFERENT = 1
+"""Exit status where the bundles differ."""
+
+SIGNS = {"added": "+", "removed": "-", "changed": "~"}
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A bundle's directory.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print every difference as JSON.")] = False,
+) -> None:
+    """Show what differs between two bundles.
+
+    Target, signature, sizes, memory, weights, kernels, nodes, findings,
+    options and versions, from the files alone: no GPU, no torch. Where and
+    when a bundle was built does not count. Exit status 1 where they differ.
+    """
+    from cgcompile.tools.diff import compare, open_bundle
+
+    bundles = (open_bundle(a), open_bundle(b))
+    found = compare(*bundles)
+    if as_json:
+        sides = {name: _origin(bundle) for name, bundle in zip("ab", bundles, strict=True)}
+        write_json(sides | {"different": bool(found), "differences": [_plain(each) for each in found]})
+    elif not found:
+        show("no difference")
+    else:
+        show(record([(name, _headline(bundle)) for name, bundle in zip("AB", bundles, strict=True)]))
+        show("")
+        show(record([(part, _rows(list(rows))) for part, rows in groupby(found, key=lambda each: each.part)]))
+    if found:
+        raise typer.Exit(DIFFERENT)
+
+
+def _origin(bundle: Bundle) -> dict[str, str]:
+    from cgcompile.tools.diff import UNCOUNTED
+
+    origin = bundle.manifest.provenance
+    return {"path": bundle.path, "name": bundle.manifest.name} | {name: getattr(origin, name) for name in UNCOUNTED}
+
+
+def _headline(bundle: Bundle) -> str:
+    manifest = bundle.manifest
+    return f"{bundle.path}: {manifest.name}, {manifest.target.kind} {manifest.target.arch}, built {manifest.provenance.created}"
+
+
+def _rows(found: Sequence[Difference]) -> Table:
+    """A line per difference, and where some are not shown, how many; the elements of all tensors together."""
+    shown, hidden = shortened(found)
+    rows = [(SIGNS[each.change], each.name, _text(each)) for each in shown]
+    if hidden:
+        differ, elements = (
+            sum([each.facts.get(name, 0) for each in found if "elements" in each.facts]) for name in ("differ", "elements")
+        )
+        total = f"in all {differ} of {elements} elements differ" if elements else ""
+        rows.append(("", f"and {hidden} more", total))
+    return table(("", "", ""), rows)
+
+
+def _text(each: Difference) -> str:
+    told = {"added": each.b, "removed": each.a, "changed": f"{each.a} -> {each.b}"}[each.change]
+    return f"{each.field} {each.note or told}".strip()
+
+
+def _plain(each: Difference) -> dict[str, Any]:
+    return {
+        "part": each.part,
+        "name": each.name,
+        "field": each.field,
+        "change": each.change,
+        "a": each.a,
+        "b": each.b,
+        "note": each.note,
+        "facts": dict(each.facts),
+    }

@@ -1,0 +1,272 @@
+"""`cgcompile inspect`: what a bundle is, from its manifest and tables; nothing is loaded and nothing runs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import Usage
+from ..output import listed, record, say, shortened, show, size, table, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from cgbundle.format.schema import Finding, Manifest, Program
+
+    from ..inspection.nodes import Node
+
+    Field = tuple[str, RenderableType | Sequence[str]]
+
+WIDTH = 100
+"""Columns of a map where the output is no terminal and COLUMNS is not set."""
+
+
+def inspect(
+    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
+    graph: Annotated[
+        str | None, typer.Option("--graph", metavar="KEY", help="Show steps, values and nodes of one int_key: 8, or 8x128.")
+    ] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Show the kernels by number of launches and image size.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Draw the memory of every int_key; with --graph KEY, what uses it when.")
+    ] = False,
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write everything as one page; - is stdout.")] = None,
+    dot: Annotated[
+        bool, typer.Option("--dot", help="Print the nodes of one int_key for Graphviz (default: the first int_key's).")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show what a bundle holds.
+
+    Signature, target, sizes, memory, files, findings and proof, from the manifest alone. --graph, --kernels, --memory, --dot and
+    --html read the recordings, too. `cgcompile verify` checks every file.
+    """
+    from cgbundle.format import archive
+    from cgbundle.validate import bundle as verify
+
+    from .. import int_keys as keys
+    from .. import summary
+
+    _check_options(graph, {"--kernels": kernels, "--memory": memory, "--html": html is not None, "--dot": dot, "--json": as_json})
+    manifest = archive.read_manifest(bundle)
+    verify.check_manifest(manifest)
+    programs = list(manifest.programs)
+    if graph is not None:
+        key = keys.parse(manifest, graph)
+        programs = [next(each for each in programs if each.key == key)]
+    if kernels:
+        _kernels(bundle, manifest, as_json)
+    elif memory:
+        _memory(bundle, manifest, programs, as_json)
+    elif html is not None:
+        _html(bundle, manifest, html)
+    elif dot:
+        from ..inspection.dot import dot as drawn
+        from ..inspection.nodes import read_nodes
+
+        sys.stdout.write(drawn(manifest, programs[0], read_nodes(bundle, manifest, programs[0])))
+    elif graph is not None:
+        _graph(bundle, manifest, programs[0], as_json)
+    elif as_json:
+        write_json(summary.plain(bundle, manifest))
+    else:
+        show(record(_overview(bundle, manifest)))
+
+
+def _check_options(graph: str | None, given: dict[str, bool]) -> None:
+    """Raises Usage where two options ask for different things."""
+    views = [name for name in ("--kernels", "--memory", "--html", "--dot") if given[name]]
+    if len(views) > 1:
+        raise Usage(f"{views[0]} and {views[1]} show different things: they cannot be used together", "run inspect once for each")
+    if views and views[0] in ("--html", "--dot") and given["--json"]:
+        raise Usage(f"{views[0]} is not JSON: it cannot be used with --json", "leave one of them out")
+    if graph is not None and views and views[0] in ("--html", "--kernels"):
+        raise Usage(f"{views[0]} shows all int_keys: it cannot be used with --graph", "leave one of them out")
+
+
+def _kernels(path: str, manifest: Manifest, as_json: bool) -> None:
+    from ..inspection.kernels import kernels, shown
+
+    rows = kernels(path, manifest)
+    if as_json:
+        write_json([row._asdict() for row in rows])
+    elif rows:
+        show(shown(rows))
+    else:
+        show(record([("kernels", "none: this bundle has no recorded graphs")]))
+
+
+def _html(path: str, manifest: Manifest, file: str) -> None:
+    from ..page.file import check_place, write
+    from ..page.page import page
+
+    if file == "-":
+        sys.stdout.write(page(path, manifest))
+        return
+    check_place(file, path)
+    written = write(file, page(path, manifest))
+    say(f"{file}: {size(written)}")
+
+
+# --- the overview -------------------------------------------------------------------------------------------------
+
+
+def _overview(path: str, manifest: Manifest) -> list[Field]:
+    from .. import summary
+
+    origin = manifest.provenance
+    fields: list[Field] = [
+        ("bundle", f"{manifest.name}, format {manifest.format}, {summary.bulk(manifest)}"),
+        ("target", summary.target(manifest.target)),
+        ("signature", summary.signature(manifest)),
+        ("sizes", summary.sizes(manifest)),
+    ]
+    if manifest.dimensions:
+        fields.append(("padding", [summary.padding(dimension) for dimension in manifest.dimensions]))
+    fields += [
+        ("memory", summary.memory(manifest)),
+        ("weights", summary.weights(manifest)),
+        *([("state", summary.state(manifest))] if summary.state(manifest) else []),
+        ("regions", _regions(manifest)),
+        ("programs", summary.programs(manifest)),
+        ("files", summary.files(manifest)),
+        ("findings", _findings(manifest.findings, manifest.waivers)),
+        *([("waived", ", ".join(manifest.waivers))] if manifest.waivers else []),
+        ("built", f"{origin.created} from {origin.source}"),
+        ("with", ", ".join([f"{name} {version}" for name, version in origin.versions])),
+        ("on", origin.machine),
+        ("options", ", ".join([f"{name}={value}" for name, value in origin.options]) or "none"),
+        ("load", summary.load_lines(path, manifest)),
+    ]
+    return fields
+
+
+def _regions(manifest: Manifest) -> RenderableType:
+    rows = [(region.kind, region.name, region.file, region.reason) for region in manifest.regions]
+    shown, hidden = shortened(rows)
+    return table(("", "", "", ""), [*shown, *([("", f"and {hidden} more", "", "")] if hidden else [])])
+
+
+def _findings(findings: Sequence[Finding], waivers: Sequence[str]) -> list[str]:
+    if not (findings or waivers):
+        return ["none, nothing was waived"]
+    shown, hidden = shortened(findings)
+    lines = []
+    for finding in shown:
+        lines.append(f"{finding.severity} {finding.rule}: {finding.message}" + (f" ({finding.where})" if finding.where else ""))
+        lines += [f"  {name}: {text}" for name, text in (("effect", finding.effect), ("fix", finding.fix)) if text]
+    return [*lines, *([f"and {hidden} more"] if hidden else [])] or ["none"]
+
+
+# --- one program --------------------------------------------------------------------------------------------------
+
+
+def _graph(path: str, manifest: Manifest, program: Program, as_json: bool) -> None:
+    from ..inspection.node_text import columns, fitted, heading, shown
+    from ..inspection.nodes import read_nodes
+
+    steps = read_nodes(path, manifest, program)
+    if as_json:
+        from .. import summary
+
+        plain = next(p for p in summary.plain(path, manifest)["manifest"]["programs"] if tuple(p["key"]) == program.key)
+        write_json(plain | {"nodes": [_plain(node) for nodes in steps for node in nodes]})
+        return
+    show(record(_program(manifest, program)))
+    cut = False
+    for index, nodes in enumerate(steps):
+        if program.steps[index].kind == "graph":
+            show(record([("", ""), ("nodes", heading(manifest, program, index, nodes))]))
+            whole = columns(nodes)
+            fitting = fitted(whole, _width()) if sys.stdout.isatty() else whole
+            show(shown(fitting))
+            cut = cut or fitting != whole
+    if cut:
+        say("lines are cut to the terminal's width; all of it: | less -S")
+
+
+def _plain(node: Node) -> dict[str, Any]:
+    return node._asdict() | {"references": [each._asdict() for each in node.references]}
+
+
+def _program(manifest: Manifest, program: Program) -> list[Field]:
+    from cgbundle.exam import name_key
+
+    return [
+        ("int_key", name_key(manifest, program.key)),
+        ("memory", f"arena {size(program.arena)}, inputs {size(program.static)}"),
+        ("steps", table((">", "", "region", "reads", "writes", "file"), _steps(manifest, program))),
+        ("values", table((">", "", "", "strides", "memory", ">offset", ""), _values(manifest, program))),
+    ]
+
+
+def _steps(manifest: Manifest, program: Program) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    for index, step in enumerate(program.steps):
+        name, file = "", ""
+        if step.kind != "copy":
+            region = manifest.regions[step.region]
+            name, file = region.name, step.file or region.file
+        reads, writes = (listed([f"v{value}" for value in values], 4) for values in (step.inputs, step.outputs))
+        rows.append((index, step.kind, name, reads, writes, file))
+    return rows
+
+
+def _values(manifest: Manifest, program: Program) -> list[tuple[Any, ...]]:
+    from ..inspection.names import roles
+
+    named = roles(manifest, program)
+    return [
+        (f"v{index}", value.dtype, list(value.shape), list(value.strides), value.memory, value.offset, named.get(index, ""))
+        for index, value in enumerate(program.values)
+    ]
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def _memory(path: str, manifest: Manifest, programs: Sequence[Program], as_json: bool) -> None:
+    from .. import summary
+    from ..inspection import memory_map as memorymap
+    from ..inspection import memory_text as memorytext
+    from ..inspection.nodes import read_nodes
+
+    found = []
+    for program in programs:
+        steps = read_nodes(path, manifest, program)
+        nodes = memorymap.order(steps)
+        found.append((program, steps, memorymap.places(manifest, program, nodes)))
+    if as_json:
+        write_json({
+            "memories": dict(manifest.memories),
+            "programs": [
+                {
+                    "key": program.key, "arena": program.arena, "inputs": program.static,
+                    "nodes": [(node.step, node.number, node.what) for nodes in steps for node in nodes],
+                    "places": [place._asdict() for place in places],
+                }
+                for program, steps, places in found
+            ],
+        })  # fmt: skip
+        return
+    fields: list[Field] = [("memory", summary.memory(manifest)), ("weights", memorytext.largest(manifest))]
+    if summary.state(manifest):
+        fields.append(("state", summary.state(manifest)))
+    parts: Sequence[RenderableType] = ()
+    if not any(places for _, _, places in found):
+        fields.append(("values", "in memory that the caller brings or the host region allocates during the call: nothing to draw"))
+    elif len(found) == 1:
+        parts = memorytext.one(manifest, *found[0], _width())
+    else:
+        parts = memorytext.many(manifest, found, _width())
+    for part in (record(fields), *parts):
+        show(part)
+
+
+def _width() -> int:
+    return max(40, shutil.get_terminal_size((WIDTH, 24)).columns)

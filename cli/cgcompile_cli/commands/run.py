@@ -1,0 +1,164 @@
+"""`cgcompile run`: one replay of a bundle from the shell, without NumPy or torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import Usage
+from ..output import duration, listed, say, show, table, write_json
+
+if TYPE_CHECKING:
+    from cgbundle.format.schema import Manifest
+    from cgbundle.tensors.tensor import Tensor
+
+VALUES = 4
+"""Elements of an output that are shown."""
+
+
+def run(
+    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
+    inputs: Annotated[
+        str | None,
+        typer.Option("--inputs", metavar="FILE", help="A safetensors file with the inputs by name. Default: the stored exam's."),
+    ] = None,
+    outputs: Annotated[
+        str | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs and changed inputs to this safetensors file.")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option("--size", metavar="KEY", help="Which exam inputs: 8, or batch=8,seq=128. Default: the smallest.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say how long it took.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Replay a bundle once and show its outputs.
+
+    Without --inputs it replays the inputs that the build stored. Inputs of
+    a size that was not recorded are padded or cut where the build proved
+    that this is exact. What the model writes into its inputs is shown, too.
+
+    \b
+    cgcompile run gpt.cgb --size 8
+    cgcompile run gpt.cgb --inputs in.safetensors --outputs out.safetensors
+    """
+    import cgbundle
+    from cgbundle.format import archive
+    from cgbundle.validate import bundle as verify
+
+    if inputs is not None and key is not None:
+        raise Usage("--size picks among the stored inputs: it cannot be used with --inputs")
+    manifest = archive.read_manifest(bundle)
+    verify.check_manifest(manifest)
+    given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
+    begin = time.perf_counter()
+    with cgbundle.load(bundle) as program:
+        loaded = time.perf_counter()
+        made: list[Tensor] = program.replay(given)
+        replayed = time.perf_counter()
+    found = _named(manifest, given, made)
+    rows = [_row(name, value) | {"values": preview(value)} for name, value in found]
+    if outputs is not None:
+        _write(outputs, found)
+    if as_json:
+        write_json({
+            "inputs": [_row(spec.name, value) for spec, value in zip(manifest.inputs, given, strict=True)],
+            "outputs": rows[: len(made)],
+            "written": rows[len(made) :],
+            "seconds": {"load": loaded - begin, "replay": replayed - loaded},
+        })  # fmt: skip
+        return
+    more = [", ..." if math.prod(row["shape"]) > len(row["values"]) else "" for row in rows]
+    shown = [(row["name"], row["dtype"], row["shape"], listed(row["values"]) + dots) for row, dots in zip(rows, more, strict=True)]
+    show(table(("output", "dtype", "shape", "values"), shown))
+    if not quiet:
+        say(f"loaded in {duration(loaded - begin)}, replayed in {duration(replayed - loaded)}")
+
+
+def _named(manifest: Manifest, given: list[Tensor], made: list[Tensor]) -> list[tuple[str, Tensor]]:
+    """The outputs, and the inputs that the model writes to, each under a name of its own: an input's name, or `NAME.written` where
+    an output is called that."""
+    found = {spec.name: value for spec, value in zip(manifest.outputs, made, strict=True)}
+    for index in manifest.written:
+        name = manifest.inputs[index].name
+        while name in found:
+            name += ".written"
+        found[name] = given[index]
+    return list(found.items())
+
+
+def _row(name: str, value: Tensor) -> dict[str, Any]:
+    return {"name": name, "dtype": value.dtype, "shape": list(value.shape)}
+
+
+def preview(value: Tensor) -> list[Any]:
+    """The first elements along the last axis, as numbers; text for what JSON has no number for, nothing for float8."""
+    from cgbundle.tensors.tensor import decode
+
+    last = len(value.shape) - 1
+    first = value[tuple([slice(0, VALUES if axis == last else 1) for axis in range(last + 1)])]
+    try:
+        numbers = decode(value.dtype, first.tobytes())
+    except TypeError:
+        return []
+    return [number if math.isfinite(number) else str(number) for number in map(_short, numbers)]
+
+
+def _short(number: Any) -> Any:
+    return float(f"{number:.6g}") if isinstance(number, float) else number
+
+
+def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
+    from cgbundle import exam
+    from cgbundle.format import archive
+    from cgbundle.format.safetensors import Mapped
+    from cgbundle.validate.bundle import check_exam
+
+    from .. import int_keys as keys
+
+    chosen = min(program.key for program in manifest.programs) if key is None else keys.parse(manifest, key)
+    archive.check_sizes(path, manifest)
+    check_exam(path, manifest)
+    stored = Mapped(os.path.join(path, archive.EXAM), archive.EXAM)
+    try:
+        return exam.inputs_of(stored, manifest, chosen)
+    finally:
+        stored.close()
+
+
+def _read(path: str, manifest: Manifest) -> list[Tensor]:
+    """The inputs by name.  Raises Usage for a file that is not safetensors, lacks an input, or holds something else."""
+    from cgbundle.errors import WeightsInvalid
+    from cgbundle.format.safetensors import Mapped
+    from cgbundle.tensors.tensor import from_bytes
+
+    wanted = [spec.name for spec in manifest.inputs]
+    try:
+        file = Mapped(path, path)
+    except WeightsInvalid as error:
+        raise Usage(str(error), "--inputs takes a safetensors file that holds every input under its name") from None
+    try:
+        takes = f"the bundle takes {listed(wanted)}"
+        for name in [*wanted, *file.entries]:
+            if name not in file.entries:
+                raise Usage(f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
+            if name not in wanted:
+                raise Usage(f"{path}: no input is called {name!r}", takes)
+        return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in wanted]
+    finally:
+        file.close()
+
+
+def _write(path: str, found: list[tuple[str, Tensor]]) -> None:
+    """Raises Usage where the file format has no code for a dtype."""
+    from cgbundle.format.safetensors import CODES, write
+
+    for name, value in found:
+        if value.dtype not in CODES:
+            raise Usage(f"--outputs: output {name!r} is {value.dtype}, which safetensors cannot hold")
+    tensors = {name: (value.dtype, value.shape, value.tobytes) for name, value in found}
+    with open(path, "wb") as file:
+        write(file, tensors)

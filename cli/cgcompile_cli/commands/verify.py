@@ -1,0 +1,96 @@
+"""`cgcompile verify`: every invariant and hash, all damage at once; with --run the stored exam, in a fresh process."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..output import complain, count, listed, safe, shortened, show, table, write_json
+
+if TYPE_CHECKING:
+    from cgbundle.errors import CgbundleError
+    from cgbundle.format.schema import Manifest
+
+FAILED = 1
+
+
+def verify(
+    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
+    run: Annotated[bool, typer.Option("--run", help="Also replay the stored exam in a fresh process.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing where the bundle is sound.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Check every file and invariant of a bundle.
+
+    --run replays the inputs that the build stored and compares the outputs
+    with the ones it recorded, for every int_key. Exit status 1 where the
+    bundle is damaged or the exam fails.
+    """
+    manifest, damage = _examine(bundle)
+    answer = _sit(bundle) if run and manifest and not damage else {}
+    ok = not damage and all(row["passed"] for row in answer.get("results", [])) and "error" not in answer
+    if as_json:
+        write_json({
+            "path": bundle,
+            "ok": ok,
+            "damage": [{"kind": type(error).__name__, "message": str(error), "hint": error.hint} for error in damage],
+            "exam": answer or None,
+        })  # fmt: skip
+    elif not (ok and quiet):
+        _report(bundle, manifest, damage, answer)
+    if not ok:
+        raise typer.Exit(answer.get("exit_code") or FAILED)
+
+
+def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:
+    """The manifest (None where it is damaged) and everything that is wrong with the bundle."""
+    from cgbundle.errors import ManifestInvalid
+    from cgbundle.format import archive
+    from cgbundle.validate import bundle as invariants
+
+    try:
+        manifest = archive.read_manifest(path)
+    except ManifestInvalid as error:
+        return None, [error]
+    return manifest, invariants.examine(path, manifest)
+
+
+def _sit(path: str) -> dict[str, Any]:
+    from cgbundle.exam import fresh
+
+    answer = fresh(path)
+    for row in answer.get("results", []):
+        row["error"] = row["error"] if math.isfinite(row["error"]) else str(row["error"])  # JSON has no infinity
+    return answer
+
+
+def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], answer: dict[str, Any]) -> None:
+    from ..summary import bulk
+
+    if damage or manifest is None:
+        show(table(("",), [(str(error),) for error in damage]))
+        hints = sorted({error.hint for error in damage if error.hint})
+        complain(f"{path}: {count(len(damage), 'defect')}", "; ".join(hints))
+        return
+    show(f"{safe(path)}: {bulk(manifest)}, every hash and invariant holds")
+    if "error" in answer:
+        complain(str(answer["error"]), str(answer.get("hint", "")))
+    elif answer:
+        rows = [_row(manifest, row) for row in answer["results"]]
+        wrong = [row for row in rows if row[-1] == "FAILED"]
+        shown, hidden = shortened(wrong or rows)
+        show(table(("int_key", ">error", ">allowed", ""), [*shown, *([(f"and {hidden} more", "", "", "")] if hidden else [])]))
+        if wrong:
+            complain(
+                f"{path}: the exam failed for {listed([row[0] for row in wrong], 4)}",
+                "build the bundle again on this kind of machine",
+            )
+
+
+def _row(manifest: Manifest, row: dict[str, Any]) -> tuple[str, str, str, str]:
+    from cgbundle.exam import BITS, name_key
+
+    promise = "same bits" if manifest.exam.compare == BITS else f"{row['tolerance']:.1e}"
+    return name_key(manifest, row["key"]), f"{float(row['error']):.1e}", promise, "ok" if row["passed"] else "FAILED"

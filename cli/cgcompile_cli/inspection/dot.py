@@ -1,0 +1,78 @@
+"""`inspect --dot`: the nodes of one int_key as Graphviz DOT.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ..int_keys import spell
+from ..output import safe
+from .node_text import axes, memory
+from .nodes import Node
+
+if TYPE_CHECKING:
+    from cgbundle.format.schema import Manifest, Program
+
+LOOKS = {
+    "kernel": "shape=box", "memset": "shape=note", "memcpy": "shape=box, style=rounded", "empty": "shape=point",
+    "copy": "shape=box, style=rounded", "host": "shape=box3d",
+}  # fmt: skip
+LINE = 60
+"""Characters of a label's line."""
+
+
+def dot(manifest: Manifest, program: Program, steps: Sequence[Sequence[Node]]) -> str:
+    """The digraph: a cluster per graph step, a node per node, copy and host region; its edges and the order of the steps."""
+    return "\n".join(["digraph {", *(f"  {line}" for line in _lines(manifest, program, steps)), "}", ""])
+
+
+def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[Node]]) -> Iterator[str]:
+    yield f"label={quoted(f'{manifest.name}, int_key {spell(program.key)}')}; labelloc=t; fontname=sans;"
+    yield 'node [fontname=sans, fontsize=10]; edge [color="#666666"];'
+    last: list[str] = []
+    for index, nodes in enumerate(steps):
+        step = program.steps[index]
+        if step.kind != "graph":
+            (node,) = nodes
+            yield _box(node, f"step {index}")
+        else:
+            title = f"step {index}, graph {manifest.regions[step.region].name}"
+            yield f"subgraph cluster_{index} {{"
+            yield f"  label={quoted(title)}; style=rounded; color=gray;"
+            for node in nodes:
+                yield "  " + _box(node, str(node.number))
+            yield "}"
+        first = [_name(node) for node in nodes if not node.after]
+        if len(last) * len(first) > 1:  # a point between them keeps many ends and many starts readable
+            yield f"s{index} [shape=point, width=0.05];"
+            yield from [f"{each} -> s{index} [style=dashed];" for each in last]
+            yield from [f"s{index} -> {each} [style=dashed];" for each in first]
+        else:
+            yield from [f"{one} -> {other} [style=dashed];" for one in last for other in first]
+        for node in nodes:
+            for source in node.after:
+                style = ' [label="early"]' if source in node.early else ""
+                yield f"n{index}_{source} -> {_name(node)}{style};"
+        leads = {source for node in nodes for source in node.after}
+        last = [_name(node) for node in nodes if node.number not in leads] or last
+
+
+def _name(node: Node) -> str:
+    return f"n{node.step}_{node.number}"
+
+
+def _box(node: Node, head: str) -> str:
+    size = f"grid {axes(node.grid)}  block {axes(node.block)}" if node.grid else ""
+    lines = [line for line in (f"{head}  {node.what}", size, *memory(node).split("; ")) if line]
+    label = "\\l".join([_escaped(line if len(line) <= 2 * LINE else f"{line[: 2 * LINE]}...") for line in lines]) + "\\l"
+    return f'{_name(node)} [{LOOKS[node.kind]}, label="{label}", tooltip={quoted(node.what)}];'
+
+
+def quoted(text: str) -> str:
+    """`text` as a string of DOT."""
+    return f'"{_escaped(text)}"'
+
+
+def _escaped(text: str) -> str:
+    """Inside the quotes: nothing ends the string, and neither a backslash nor an ampersand begins an escape of Graphviz's."""
+    return safe(text).replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;")

@@ -1,0 +1,71 @@
+"""`inspect --kernels`: the kernels of a cuda bundle by number of launches and size of their images, and how each was chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..output import size, table
+from .nodes import read_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cgbundle.format.schema import Manifest
+
+CHOICES = "kernels.json"
+"""What the compiler says of every kernel that it chose itself."""
+
+
+class Kernel(NamedTuple):
+    """A kernel of an image: launches per call summed over all int_keys, bytes of its image, and its configuration as text."""
+
+    symbol: str
+    image: str
+    launches: int
+    image_bytes: int
+    configuration: str
+    chosen: str
+
+
+def kernels(path: str, manifest: Manifest) -> list[Kernel]:
+    """All kernels, those launched most first, then those with the larger images.  Raises FileDamaged, TableInvalid."""
+    from cgbundle.errors import TableInvalid
+
+    files = {file.path: file for file in manifest.files}
+    launches: dict[tuple[str, str], int] = {}
+    for step in [step for program in manifest.programs for step in program.steps if step.kind == "graph"]:
+        found = read_table(path, files, step.file)
+        for function in found.function:
+            key = (found.images[function], found.symbols[function])
+            if f"kernels/{key[0]}" not in files:
+                raise TableInvalid(f"{step.file}: kernel image {key[0]} is not in the bundle")
+            launches[key] = launches.get(key, 0) + 1
+    said = _choices(path, files)
+    rows = []
+    for (image, symbol), count in launches.items():
+        configuration, chosen = said.get((image, symbol), ("", ""))
+        rows.append(Kernel(symbol, image, count, files[f"kernels/{image}"].bytes, configuration, chosen))
+    return sorted(rows, key=lambda row: (-row.launches, -row.image_bytes, row.symbol, row.image))
+
+
+def shown(rows: list[Kernel]) -> Table:
+    """A line per kernel."""
+    heads = (">launches", ">image", "sha256", "kernel", "configuration", "chosen by")
+    return table(heads, [(r.launches, size(r.image_bytes), r.image[:12], r.symbol, r.configuration, r.chosen) for r in rows])
+
+
+def _choices(path: str, files: dict[str, Any]) -> dict[tuple[str, str], tuple[str, str]]:
+    from cgbundle.errors import FileDamaged
+    from cgbundle.format import archive
+
+    if CHOICES not in files:
+        return {}
+    archive.check_hash(path, files[CHOICES])
+    try:
+        with open(os.path.join(path, CHOICES), "rb") as file:
+            rows = json.loads(file.read())
+        return {(str(row["image"]), str(row["symbol"])): (str(row["configuration"]), str(row["chosen"])) for row in rows}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FileDamaged(f"{CHOICES}: not a list of kernels and their configurations") from error

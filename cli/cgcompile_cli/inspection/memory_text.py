@@ -1,0 +1,138 @@
+"""Maps of memory as text: `inspect --memory`.  Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from cgbundle.format.extents import extent
+
+from ..int_keys import spell
+from ..output import count, record, shortened, size, table
+from .memory_map import LETTERS, ROWS, Place, order
+from .nodes import Node
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from cgbundle.format.schema import Manifest, Program
+
+BETWEEN = "-"
+SHADES = " .:=+*#@"
+"""From no use of a part of the arena to the most."""
+
+LEGEND = "w written, r read, x one or both, - between the first and the last use"
+
+
+def one(
+    manifest: Manifest, program: Program, steps: Sequence[Sequence[Node]], places: Sequence[Place], columns: int
+) -> tuple[RenderableType, ...]:
+    """What uses which place of one program's memory, along its steps."""
+    from cgbundle.exam import name_key
+
+    total = sum(map(len, steps))
+    texts = list(rows(places, total, 0))
+    spent = sum(max([len(text[column]) for text in texts]) + 2 for column in range(3))
+    width = max(20, columns - spent)
+    each = max(1, -(-total // width))
+    about = f"{total} nodes and steps in order, {'one' if each == 1 else each} a column"
+    head = record([("int_key", name_key(manifest, program.key)), ("columns", [about, LEGEND])])
+    drawn: list[tuple[str, ...]] = []
+    if len(steps) > 1:
+        drawn.append(("", "", "steps", timeline(program, steps, width)))
+    drawn += rows(places, total, width)
+    return head, table(("place", ">up to", "", ruler(total, width)), drawn)
+
+
+def many(
+    manifest: Manifest, found: Sequence[tuple[Program, Sequence[Sequence[Node]], Sequence[Place]]], columns: int
+) -> tuple[RenderableType, ...]:
+    """A line per program: how much it needs, and how busy each part of the arena is."""
+    whole = dict(manifest.memories).get("arena", 0)
+    heads = (" x ".join([each.name for each in manifest.dimensions]) or "int_key", ">arena", ">inputs", ">nodes")
+    lines = [
+        (spell(program.key), size(program.arena), size(program.static), str(sum(map(len, steps)))) for program, steps, _ in found
+    ]
+    spent = sum(max(len(head.strip(">")), *[len(row[column]) for row in lines]) + 2 for column, head in enumerate(heads))
+    width = max(20, columns - spent - 2)
+    scale = f"|0{size(whole).rjust(width - 1)}|"
+    drawn = [
+        (*row, f"|{shades(places, 'arena', whole, program.arena, width).ljust(width)}|")
+        for row, (program, _, places) in zip(lines, found, strict=True)
+    ]
+    legend = [
+        f"nodes that use a part of the arena: {SHADES[1]} one, then twice as many each:{SHADES}",
+        "all int_keys share one arena; --graph KEY --memory draws one of them in full",
+    ]
+    return table((*heads, scale), drawn), record([("", legend)])
+
+
+def strip(uses: dict[int, str], total: int, width: int) -> str:
+    """The uses of a place along the order of `total` nodes, in at most `width` characters."""
+    step = max(1, -(-total // max(width, 1)))
+    cells = [" "] * -(-total // step)
+    if uses:
+        for cell in range(min(uses) // step, max(uses) // step + 1):
+            cells[cell] = BETWEEN
+    for how in reversed(LETTERS):
+        for position, each in uses.items():
+            if each == how:
+                cells[position // step] = LETTERS[how]
+    return "".join(cells).rstrip()
+
+
+def ruler(total: int, width: int) -> str:
+    """`0         10        20`: positions above the cells of `strip`."""
+    step = max(1, -(-total // max(width, 1)))
+    line = ""
+    for cell in range(0, -(-total // step), 10):
+        if len(line) <= cell:
+            line = line.ljust(cell) + f"{cell * step} "
+    return line.rstrip()
+
+
+def timeline(program: Program, steps: Sequence[Sequence[Node]], width: int) -> str:
+    """The steps above the cells of `strip`: `h` where there is a host step, else `c` for a copy, else `g` for nodes of a graph."""
+    kinds = [program.steps[node.step].kind[0] for node in order(steps)]
+    step = max(1, -(-len(kinds) // max(width, 1)))
+    return "".join([max(kinds[begin : begin + step], key="gch".index) for begin in range(0, len(kinds), step)])
+
+
+def rows(found: Sequence[Place], total: int, width: int) -> Iterator[tuple[str, str, str, str]]:
+    """(address, size, name, strip) of each place."""
+    drawn, hidden = shortened(found, ROWS)
+    for each in drawn:
+        yield f"{each.memory}+{each.begin}", size(each.end - each.begin), each.name, strip(each.uses, total, width)
+    if hidden:
+        yield f"and {hidden} more", "", "", ""
+
+
+def shades(found: Iterable[Place], memory: str, whole: int, own: int, width: int) -> str:
+    """`memory` of a program in `width` characters for `whole` bytes: how many nodes use each part, up to its `own` bytes."""
+    parts = [place for place in found if place.memory == memory]
+    begins = [place.begin for place in parts]
+    cells = []
+    for cell in range(width if whole else 0):
+        first, behind = cell * whole // width, max((cell + 1) * whole // width, cell * whole // width + 1)
+        if first >= own:
+            break
+        row = max(bisect_right(begins, first) - 1, 0)
+        most = 0
+        while row < len(parts) and parts[row].begin < behind:
+            if parts[row].end > first:
+                most = max(most, len(parts[row].uses))
+            row += 1
+        cells.append(SHADES[min(most.bit_length(), len(SHADES) - 1)])
+    return "".join(cells)
+
+
+def largest(manifest: Manifest, limit: int = 4) -> str:
+    """`30 weights, 59.5 KiB: the largest token.weight 6.0 KiB, ...`."""
+    found = {each.tensor: each for each in reversed(manifest.weights) if each.memory == "weights"}
+    sized = sorted(((extent(w.dtype, w.shape, w.strides), w.name) for w in found.values()), key=lambda row: (-row[0], row[1]))
+    if not sized:
+        return "no weights"
+    top = ", ".join([f"{name} {size(number)}" for number, name in sized[:limit]])
+    more = f"; the largest: {top}" if len(sized) > limit else f": {top}"
+    return f"{count(len(sized), 'tensor')}, {size(sum(number for number, _ in sized))}{more}"

@@ -1,0 +1,80 @@
+"""What an address of a recording is called: a weight, an input, a value of the program, or `arena+4096`.  Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from cgbundle.format.extents import extent, span
+from cgbundle.format.schema import Manifest, Program, Weight
+
+
+class Names:
+    """The names of addresses in one program; `of` is what it is for."""
+
+    __slots__ = ("_known", "_program", "_roles", "_rows", "_starts")
+
+    def __init__(self, manifest: Manifest, program: Program) -> None:
+        self._program = program
+        self._roles = roles(manifest, program)
+        self._rows = {memory: _laid_out(manifest.weights, memory) for memory in ("weights", "state")}
+        self._starts = {memory: [begin for begin, _, _ in rows] for memory, rows in self._rows.items()}
+        self._known: dict[tuple[str, int, tuple[int, ...], tuple[int, ...]], str] = {}
+
+    def of(self, memory: str, offset: int, given: tuple[int, ...] = (), made: tuple[int, ...] = ()) -> str:
+        """The name of a byte of `memory` in a step that is given some values and makes others.
+
+        Other values give it no name: what lies in the arena is another value before and after.  A value that the step makes names
+        its first byte alone: until it is made, its memory may hold something else, cut in another way.
+        """
+        key = (memory, offset, given, made)
+        if key not in self._known:
+            self._known[key] = self._weight(memory, offset) if memory in self._rows else self._place(memory, offset, given, made)
+        return self._known[key]
+
+    def value(self, index: int) -> str:
+        """`input ids`, `output logits`, or `v3` for a value that only steps know."""
+        return self._roles.get(index, f"v{index}")
+
+    def _weight(self, memory: str, offset: int) -> str:
+        row = bisect_right(self._starts[memory], offset) - 1
+        if row >= 0:
+            begin, end, name = self._rows[memory][row]
+            if offset < end or offset == begin:
+                prefix = "state " if memory == "state" else ""
+                return prefix + name + _beyond(offset - begin)
+        return f"{memory}+{offset}"
+
+    def _place(self, memory: str, offset: int, given: tuple[int, ...], made: tuple[int, ...]) -> str:
+        place = f"{memory}+{offset}"
+        found = []
+        for index in dict.fromkeys([*(self._program.inputs if memory == "inputs" else ()), *given, *made]):
+            value = self._program.values[index]
+            inside = value.offset < offset < value.offset + span(value) and (index in given or index in self._program.inputs)
+            if value.memory == memory and (value.offset == offset or inside):
+                found.append(self.value(index) + _beyond(offset - value.offset))
+        if memory == "inputs" and found and found[0].startswith("input "):
+            return found[0]
+        return f"{place} ({', '.join(found)})" if found else place
+
+
+def roles(manifest: Manifest, program: Program) -> dict[int, str]:
+    """What the values of the call are: position -> `input x`, `output y`, or both."""
+    named: dict[int, str] = {}
+    for kind, positions, specs in (("input", program.inputs, manifest.inputs), ("output", program.outputs, manifest.outputs)):
+        for position, spec in zip(positions, specs, strict=True):
+            named[position] = f"{named[position]}, {kind} {spec.name}" if position in named else f"{kind} {spec.name}"
+    return named
+
+
+def _laid_out(weights: Iterable[Weight], memory: str) -> list[tuple[int, int, str]]:
+    """(first byte, byte behind the last, name) of the weights in `memory`, in its order; of tied ones the first."""
+    rows: dict[int, tuple[int, int, str]] = {}
+    for each in weights:
+        if each.memory == memory and each.offset >= 0:
+            rows.setdefault(each.offset, (each.offset, each.offset + extent(each.dtype, each.shape, each.strides), each.name))
+    return [rows[offset] for offset in sorted(rows)]
+
+
+def _beyond(offset: int) -> str:
+    return f"+{offset}" if offset else ""

@@ -1,0 +1,214 @@
+"""What the steps of a program do, a row per node, copy and host region: `inspect --graph`, the memory map, the page and the DOT.
+
+A recording knows addresses and not what a kernel does there.  What follows all the same:
+- memory `weights` is only read, and so are inputs, of the call and of a step, that the manifest does not list as `written`;
+- a memset writes, a memcpy reads its source and writes its target, copy and host steps say what they read and write;
+- a kernel that writes nothing does nothing: where all its addresses but one are only read, it writes that one.
+Of every other address it is only known that the kernel refers to it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..output import size
+from .names import Names
+
+if TYPE_CHECKING:
+    from cgbundle.format.schema import File, Manifest, Program, Step
+    from cgbundle.tables.view import Table
+
+READS, WRITES, REFERS = "reads", "writes", "refers to"
+HOWS = (READS, WRITES, REFERS)
+
+CLUSTER = 4
+"""CUlaunchAttributeID of the cluster's dimensions, as cgbundle.tables.validation lists it."""
+
+PROGRAMMATIC = 1
+"""Type of an edge whose target may start before its source has ended (programmatic dependent launch)."""
+
+
+class Reference(NamedTuple):
+    """A place that a node uses: `how` is one of HOWS; `bytes` from `offset` on where they are known, else 0."""
+
+    how: str
+    memory: str
+    offset: int
+    bytes: int
+    name: str
+
+
+class Node(NamedTuple):
+    """A node of a recording, or a whole copy or host step.
+
+    `kind` is kernel, memset, memcpy, empty, copy or host; `number` the node's position in its recording; `what` the kernel's
+    symbol, or in words what is done; `after` the numbers of the nodes that it waits for, those with programmatic edges also in
+    `early`.
+    `grid`, `block` and `cluster` are (x, y, z), () where there is none; `shared` are bytes of dynamic shared memory.
+    """
+
+    step: int
+    number: int
+    kind: str
+    what: str
+    image: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    cluster: tuple[int, ...]
+    shared: int
+    after: tuple[int, ...]
+    early: tuple[int, ...]
+    references: tuple[Reference, ...]
+
+
+_BARE = Node(0, 0, "empty", "(orders other nodes)", "", (), (), (), 0, (), (), ())
+
+
+def read_table(path: str, files: dict[str, File], name: str) -> Table:
+    """The recording in file `name`, its hash and structure checked.  Raises FileDamaged, TableInvalid."""
+    from cgbundle.format import archive
+    from cgbundle.tables import view as tableview
+
+    archive.check_hash(path, files[name])
+    with open(os.path.join(path, name), "rb") as file:
+        return tableview.Table(file.read(), name)
+
+
+def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Node]]:
+    """The nodes of every step, in an order in which they may run.  Raises FileDamaged, TableInvalid."""
+    from cgbundle.format.extents import graph_memories
+    from cgbundle.tables import validation as tablecheck
+
+    files = {file.path: file for file in manifest.files}
+    images = {name.removeprefix("kernels/") for name in files}
+    names = Names(manifest, program)
+    found: list[list[Node]] = []
+    for index, step in enumerate(program.steps):
+        if step.kind == "graph":
+            table = read_table(path, files, step.file)
+            tablecheck.check(table, step.file, graph_memories(manifest.memories), images)
+            found.append(recorded(table, manifest, program, index, names))
+        else:
+            found.append([_whole(manifest, program, index, step, names)])
+    return found
+
+
+def recorded(table: Table, manifest: Manifest, program: Program, index: int, names: Names) -> list[Node]:
+    """The nodes of a graph step, as `tablecheck.order` puts them."""
+    from cgbundle.tables import validation as tablecheck
+
+    step = program.steps[index]
+    reader = _Reader(manifest, program, step, names)
+    after: dict[int, list[int]] = {}
+    early: dict[int, list[int]] = {}
+    for source, target, kind in zip(table.edge_source, table.edge_target, table.edge_type, strict=True):
+        after.setdefault(target, []).append(source)
+        if kind == PROGRAMMATIC:
+            early.setdefault(target, []).append(source)
+    rows, seen = [], [0, 0, 0, 0]
+    for kind in table.kind:
+        rows.append(seen[kind])
+        seen[kind] += 1
+    made = []
+    for number in tablecheck.order(table):
+        done = _DONE[table.kind[number]](table, rows[number], reader)
+        before, sooner = (tuple(sorted(each.get(number, ()))) for each in (after, early))
+        made.append(done._replace(step=index, number=number, after=before, early=sooner))
+    return made
+
+
+class _Reader(NamedTuple):
+    manifest: Manifest
+    program: Program
+    step: Step
+    names: Names
+
+    def reference(self, how: str, memory: int, offset: int, length: int = 0) -> Reference:
+        from cgbundle.format.schema import MEMORIES
+
+        where = MEMORIES[memory]
+        return Reference(how, where, offset, length, self.names.of(where, offset, self.step.inputs, self.step.outputs))
+
+    def only_read(self, memory: int, offset: int) -> bool:
+        """Whether no kernel of a sound bundle writes there."""
+        from cgbundle.format.extents import span
+        from cgbundle.format.schema import MEMORIES
+
+        if MEMORIES[memory] != "inputs":
+            return MEMORIES[memory] == "weights"
+        changed = [self.program.inputs[place] for place in self.manifest.written]
+        covering = []
+        for index in dict.fromkeys([*self.program.inputs, *self.step.inputs]):
+            value = self.program.values[index]
+            if value.memory == "inputs" and value.offset <= offset < value.offset + max(span(value), 1):
+                covering.append(index)
+        return bool(covering) and not any(index in changed or index in self.step.outputs for index in covering)
+
+
+def _empty(table: Table, row: int, reader: _Reader) -> Node:
+    return _BARE
+
+
+def _kernel(table: Table, row: int, reader: _Reader) -> Node:
+    function = table.function[row]
+    places = slice(*table.relocation_bounds[row : row + 2])
+    addresses = list(dict.fromkeys(zip(table.relocation_memory[places], table.relocation_offset[places], strict=True)))
+    open_ones = [each for each in addresses if not reader.only_read(*each)]
+    how = WRITES if len(open_ones) == 1 else REFERS
+    references = tuple([reader.reference(how if each in open_ones else READS, *each) for each in addresses])
+    cluster: tuple[int, ...] = ()
+    for attribute in range(*table.attribute_bounds[row : row + 2]):
+        if table.attribute_id[attribute] == CLUSTER:
+            cluster = tuple(table.attribute_value[3 * attribute : 3 * attribute + 3])
+    return _BARE._replace(
+        kind="kernel",
+        what=table.symbols[function],
+        image=table.images[function],
+        grid=(table.grid_x[row], table.grid_y[row], table.grid_z[row]),
+        block=(table.threads_x[row], table.threads_y[row], table.threads_z[row]),
+        cluster=cluster,
+        shared=table.shared[row],
+        references=references,
+    )
+
+
+def _memset(table: Table, row: int, reader: _Reader) -> Node:
+    width, height, pitch = table.memset_width[row] * table.memset_element[row], table.memset_height[row], table.memset_pitch[row]
+    rows = f" in {height} rows, {pitch} B apart" if height > 1 else ""
+    what = f"memset {size(width * height)} to {table.memset_value[row]:#x}{rows}"
+    reach = (height - 1) * pitch + width
+    target = reader.reference(WRITES, table.memset_memory[row], table.memset_offset[row], reach)
+    return _BARE._replace(kind="memset", what=what, references=(target,))
+
+
+def _memcpy(table: Table, row: int, reader: _Reader) -> Node:
+    width, height, depth = table.memcpy_extent[3 * row : 3 * row + 3]
+    pitches = table.memcpy_pitch[4 * row : 4 * row + 4].tolist()
+    ends = []
+    for end, how in enumerate((READS, WRITES)):
+        pitch, rows = pitches[2 * end : 2 * end + 2]
+        reach = ((depth - 1) * rows + height - 1) * pitch + width
+        ends.append(reader.reference(how, table.memcpy_memory[2 * row + end], table.memcpy_offset[2 * row + end], reach))
+    return _BARE._replace(kind="memcpy", what=f"memcpy {size(width * height * depth)}", references=tuple(ends))
+
+
+_DONE = (_empty, _kernel, _memset, _memcpy)
+"""By the kinds of nodes in cgbundle.tables.view."""
+
+
+def _whole(manifest: Manifest, program: Program, index: int, step: Step, names: Names) -> Node:
+    """A copy or host step as one row."""
+    from cgbundle.format.extents import span
+
+    references = []
+    for how, values in ((READS, step.inputs), (WRITES, step.outputs)):
+        for each in values:
+            value = program.values[each]
+            own = manifest.target.kind == "cpu"  # its values lie in memory of the call's own: there are no addresses
+            name = names.value(each) if own else names.of(value.memory, value.offset, made=(each,))
+            references.append(Reference(how, value.memory, value.offset, span(value), name))
+    what = f"copy {size(span(program.values[step.inputs[0]]))}"
+    if step.kind == "host":
+        what = f"host region {manifest.regions[step.region].name}"
+    return _BARE._replace(step=index, kind=step.kind, what=what, references=tuple(references))

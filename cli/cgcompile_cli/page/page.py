@@ -1,0 +1,169 @@
+"""`inspect --html`: everything about a bundle as one page that needs nothing else.
+
+Every name that a bundle brings passes `markup.text`, and the page's own policy lets no script and no style run but the two whose
+hashes it holds: a bundle cannot drive the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from .. import summary
+from ..inspection.kernels import kernels
+from ..inspection.memory_map import order, places
+from ..inspection.nodes import Node, read_nodes
+from ..int_keys import spell
+from ..output import listed, shortened, size
+from . import parts as pageparts
+from .markup import Html, joined, tag, text
+
+if TYPE_CHECKING:
+    from cgbundle.format.schema import Finding, Manifest
+
+GENERATOR = "cgcompile inspect"
+"""What the page says that it was made by: `pagefile` replaces no other file."""
+
+OPENING = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="{GENERATOR}">\n'
+
+WEIGHTS = 400
+"""Rows of the list of weights, the largest first: the rest is counted."""
+
+
+def page(path: str, manifest: Manifest) -> str:
+    """The page of the bundle at `path`.  Raises FileDamaged, TableInvalid."""
+    steps = [read_nodes(path, manifest, program) for program in manifest.programs]
+    maps = [places(manifest, program, order(each)) for program, each in zip(manifest.programs, steps, strict=True)]
+    rows = kernels(path, manifest)
+    sections: list[tuple[str, str, Iterable[object]]] = [
+        ("signature", "Signature", _signature(path, manifest)),
+        ("regions", "Regions", pageparts.chains(manifest, steps)),
+        ("findings", "Findings", _findings(manifest)),
+        ("sizes", "Sizes", _sizes(manifest)),
+        ("memory", "Memory", pageparts.memory(manifest, steps, maps)),
+        *([("nodes", "Nodes", pageparts.nodes(manifest, steps))] if rows else []),
+        *([("kernels", "Kernels", pageparts.kernel_rows(rows))] if rows else []),
+        ("weights", "Weights", _weights(manifest)),
+        ("provenance", "Provenance", _provenance(manifest)),
+    ]
+    nav = tag("nav", *[tag("a", title, href=f"#{name}") for name, title, _ in sections], aria_label="Sections")
+    body = [tag("section", tag("h2", title), *parts, id=name) for name, title, parts in sections]
+    style, script = _beside("page.css"), _beside("page.js")
+    head = [
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{manifest.name} - cgcompile bundle"),
+        Html(f"<style>{style}</style>"),
+    ]
+    made = [*head, "</head>", "<body>", _header(manifest, steps), nav, tag("main", *body), _footer(manifest)]
+    return OPENING + "\n".join(made) + f"\n<script>{script}</script>\n</body>\n</html>\n"
+
+
+def _beside(name: str) -> str:
+    """The text of a file that stands beside this module."""
+    with open(os.path.join(os.path.dirname(__file__), name), encoding="utf-8") as file:
+        return file.read()
+
+
+def _policy(style: str, script: str) -> str:
+    """No source of anything but the page's own style and script, by their SHA-256."""
+    own = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (style, script)]
+    return f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'sha256-{own[0]}'; script-src 'sha256-{own[1]}'"
+
+
+def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[Node]]]) -> Html:
+    memories = dict(manifest.memories)
+    most = max([sum(node.kind not in ("copy", "host") for nodes in each for node in nodes) for each in steps], default=0)
+    found = [finding.severity for finding in manifest.findings]
+    facts = [
+        ("int_keys", len(manifest.programs)),
+        ("on disk", size(summary.total(manifest))),
+        ("weights", size(memories.get("weights", 0))),
+        *([("state", size(memories["state"]))] if memories.get("state") else []),
+        *([("arena, of all sizes", size(memories["arena"]))] if memories.get("arena") else []),
+        *([("kernel images", size(memories["code"]))] if memories.get("code") else []),
+        *([("nodes, at most", most)] if most else []),
+        ("findings" + (f": {', '.join(dict.fromkeys(found))}" if found else ""), len(found)),
+    ]
+    cards = [tag("li", tag("b", value), tag("small", name)) for name, value in facts]
+    origin = manifest.provenance
+    return tag(
+        "header", tag("h1", manifest.name), tag("p", summary.target(manifest.target), class_="soft"),
+        tag("p", f"built {origin.created} from ", tag("code", origin.source), class_="soft"), tag("ul", *cards, class_="facts"),
+    )  # fmt: skip
+
+
+def _signature(path: str, manifest: Manifest) -> Iterator[Html]:
+    yield pageparts.table(("", "name", "dtype", "shape", ""), summary.signature_rows(manifest), "near")
+    yield tag("pre", joined([text(line) for line in summary.load_lines(path, manifest)], "\n"))
+
+
+def _sizes(manifest: Manifest) -> Iterator[Html]:
+    yield tag("p", summary.sizes(manifest))
+    if manifest.dimensions:
+        yield tag("ul", *[tag("li", summary.padding(dimension)) for dimension in manifest.dimensions])
+    names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
+    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">allowed")
+    yield pageparts.table(heads, summary.program_rows(manifest), "near")
+
+
+def _findings(manifest: Manifest) -> Iterator[Html]:
+    if not (manifest.findings or manifest.waivers):
+        yield tag("p", "None, and nothing was waived.")
+    yield from map(_finding, manifest.findings)
+    if manifest.waivers:
+        yield tag("p", f"Waived: {', '.join(manifest.waivers)}.")
+
+
+def _finding(each: Finding) -> Html:
+    parts = [tag("p", tag("b", f"{each.severity} {each.rule}"), ": ", each.message)]
+    if each.where or each.source:
+        parts.append(tag("pre", joined([text(line) for line in (each.where, each.source) if line], "\n")))
+    rows = [(name, value) for name, value in (("effect", each.effect), ("fix", each.fix), ("node", each.node)) if value]
+    parts.append(_pairs(rows))
+    return tag("div", *parts, class_=f"finding {each.severity}")
+
+
+def _pairs(rows: Iterable[tuple[str, object]]) -> Html:
+    return tag("dl", *[part for name, value in rows for part in (tag("dt", name), tag("dd", value))])
+
+
+def _weights(manifest: Manifest) -> Iterator[Html]:
+    from cgbundle.format.safetensors import nbytes
+
+    state = summary.state(manifest)
+    if state:
+        yield tag("p", joined(map(text, state), "; "))
+    sized = sorted(((nbytes(each.dtype, each.shape), each) for each in manifest.weights), key=lambda row: (-row[0], row[1].name))
+    shown, hidden = shortened(sized, WEIGHTS)
+    rows: list[tuple[object, ...]] = [
+        (tag("code", w.name), w.dtype, list(w.shape), size(number), w.memory, w.tensor if w.tensor != w.name else "")
+        for number, w in shown
+    ]
+    if hidden:
+        rows.append((f"and {hidden} smaller ones", "", "", "", "", ""))
+    head = tag("summary", summary.weights(manifest)[0], tag("small", "largest first"))
+    heads = ("name", "dtype", "shape", ">bytes", "memory", "the same tensor as")
+    yield tag("details", head, pageparts.table(heads, rows, "roomy"))
+
+
+def _provenance(manifest: Manifest) -> Iterator[Html]:
+    origin = manifest.provenance
+    yield _pairs([
+        ("built", f"{origin.created} from {origin.source}"),
+        ("on", origin.machine),
+        ("with", ", ".join([f"{name} {version}" for name, version in origin.versions])),
+        ("options", ", ".join([f"{name}={value}" for name, value in origin.options]) or "none"),
+        ("format", manifest.format),
+    ])  # fmt: skip
+    rows = [(tag("code", file.path), size(file.bytes), file.sha256[:16]) for file in manifest.files]
+    head = tag("summary", summary.bulk(manifest), tag("small", "with the first 16 digits of their SHA-256"))
+    yield tag("details", head, pageparts.table(("file", ">bytes", "SHA-256"), rows, "roomy"))
+
+
+def _footer(manifest: Manifest) -> Html:
+    names = listed([spell(program.key) for program in manifest.programs])
+    return tag("footer", f"int_keys {names}. Written by {GENERATOR}; the page loads nothing and sends nothing.")

@@ -1,0 +1,285 @@
+"""The parts of the page that are more than a list: the chain of regions, the nodes, the maps of memory.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from cgbundle.format.extents import span
+
+from ..inspection.kernels import Kernel
+from ..inspection.lanes import Row, lanes
+from ..inspection.memory_map import ROWS, Place, order
+from ..inspection.node_text import axes, is_chain, waits
+from ..inspection.nodes import HOWS, READS, REFERS, WRITES, Node
+from ..int_keys import spell
+from ..output import count, listed, shortened, size
+from .markup import Html, joined, tag
+
+if TYPE_CHECKING:
+    from cgbundle.format.schema import Manifest, Program, Step
+
+CLASSES = {READS: "r", WRITES: "w", REFERS: "x"}
+
+LISTED = 4000
+"""Nodes that the page lists: those of the first and the last int_key always, of the others as long as they fit.  A node takes some
+600 bytes of the page."""
+
+MOST_LANES = 12
+"""Lanes that are drawn: beyond these the column "after" says the same."""
+
+LANE = 12
+"""Width of a lane; the height of a row is what its text needs."""
+
+Steps = Sequence[Sequence[Node]]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]], class_: str | None = None) -> Html:
+    """A table; a head that begins with ">" is that of numbers."""
+    sides = ["n" if head.startswith(">") else None for head in heads]
+    first = tag("thead", tag("tr", *[tag("th", head.strip(">"), class_=side) for head, side in zip(heads, sides, strict=True)]))
+    lines = [tag("tr", *[tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True)]) for row in rows]
+    return tag("div", tag("table", first if any(heads) else "", tag("tbody", *lines), class_=class_), class_="scroll")
+
+
+def key_name(manifest: Manifest, program: Program) -> str:
+    """`batch=8, seq=128`."""
+    from cgbundle.exam import name_key
+
+    return name_key(manifest, program.key)
+
+
+# --- regions ------------------------------------------------------------------------------------------------------
+
+
+def chains(manifest: Manifest, steps: Sequence[Steps]) -> Iterator[Html]:
+    """The steps as boxes with arrows between them: once for all int_keys that do the same."""
+    fitting = _that_fit(steps)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, program in enumerate(manifest.programs):
+        groups.setdefault(tuple([step.kind for step in program.steps]), []).append(index)
+    for members in groups.values():
+        last = members[-1]
+        if len(groups) > 1:
+            yield tag("h3", "int_keys " + listed([spell(manifest.programs[member].key) for member in members]))
+        boxes = [
+            _box(manifest, last, place, [steps[member][place] for member in members], linked=last in fitting)
+            for place in range(len(steps[last]))
+        ]
+        yield tag("ol", *boxes, class_="chain")
+        if len(members) > 1:
+            yield tag("p", f"Names and bytes are those of {key_name(manifest, manifest.programs[last])}.", class_="soft")
+
+
+def _region(manifest: Manifest, step: Step) -> str:
+    return "" if step.kind == "copy" else manifest.regions[step.region].name
+
+
+def _box(manifest: Manifest, index: int, place: int, nodes: Sequence[Sequence[Node]], linked: bool) -> Html:
+    """A step: its kind and region, how many nodes it has over the int_keys, what goes in and comes out, why it is on the host."""
+    program = manifest.programs[index]
+    step = program.steps[place]
+    about: list[object] = []
+    if step.kind == "graph":
+        numbers = sorted({len(each) for each in nodes})
+        many = count(numbers[0], "node") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} nodes"
+        about.append(tag("span", tag("a", many, href=f"#nodes-{index}-{place}") if linked else many))
+    sides = (("in", step.inputs, program.inputs, manifest.inputs), ("out", step.outputs, program.outputs, manifest.outputs))
+    for side, values, given, specs in sides:
+        if values:
+            called = {value: spec.name for value, spec in zip(given, specs, strict=True)}
+            names = listed([called.get(value, f"v{value}") for value in values], 3)
+            about.append(tag("small", f"{side}: {names}, {size(sum(span(program.values[value]) for value in values))}"))
+            about.append(Html("<br>"))
+    if step.kind == "host":
+        about.append(tag("small", manifest.regions[step.region].reason))
+    title = f"{step.kind} {_region(manifest, step)}" if step.kind != "copy" else "copy"
+    return tag("li", tag("b", title), *about, class_=step.kind)
+
+
+# --- nodes --------------------------------------------------------------------------------------------------------
+
+
+def nodes(manifest: Manifest, steps: Sequence[Steps]) -> Iterator[Html]:
+    """The nodes of every graph step of every int_key: a list that can be narrowed by typing or by a click on a name."""
+    hows = [tag("span", how, class_=CLASSES[how]) for how in HOWS]
+    about = (
+        "reads, writes, or both; a recording does not say which. In parentheses stands what lies at a place when the step begins "
+    )
+    yield tag("p", "In an order in which they run. ", joined(hows, ", "), ": ", about, "or ends.", class_="soft")
+    listed = _that_fit(steps)
+    opened = False
+    for index, program in enumerate(manifest.programs):
+        for place, step in enumerate(program.steps):
+            if step.kind == "graph" and index in listed:
+                yield _list(manifest, index, place, steps[index][place], opened=not opened)
+                opened = True
+    if len(listed) < len(steps):
+        hidden = count(len(steps) - len(listed), "int_key")
+        yield tag("p", f"Left out to keep the page small: {hidden}. ", tag("code", "--graph KEY"), " lists them.", class_="soft")
+
+
+def _that_fit(steps: Sequence[Steps]) -> set[int]:
+    """The programs whose nodes are listed."""
+    fitting: set[int] = set()
+    spent = 0
+    for index in dict.fromkeys([0, len(steps) - 1, *range(len(steps))]):
+        spent += sum(map(len, steps[index]))
+        if len(fitting) < 2 or spent <= LISTED:
+            fitting.add(index)
+    return fitting
+
+
+def _list(manifest: Manifest, index: int, place: int, found: Sequence[Node], opened: bool) -> Html:
+    program = manifest.programs[index]
+    chain = is_chain(found)
+    shape = "each behind the one before" if chain else "in several branches"
+    region = manifest.regions[program.steps[place].region].name
+    about = f"graph {region}, {count(len(found), 'node')}" + (f", {shape}" if len(found) > 1 else "")
+    box = tag("input", type="search", placeholder="narrow: a kernel, a weight, arena+0", aria_label="Narrow the list of nodes")
+    rows = [] if chain else lanes(found)
+    width = max([lane + 1 for row in rows for lane in (row.lane, *row.passing, *row.arriving)], default=0)
+    heads = ["", "#", *([] if chain else ["after"]), "kernel", "grid", "block", "shared", "memory"]
+    head = tag("thead", tag("tr", *[tag("th", each, class_="n" if each == "#" else None) for each in heads]))
+    if chain:
+        drawn = [Html('<td class="l"></td>')] * len(found)
+    else:
+        drawn = [tag("td", _lanes(row, width) if width <= MOST_LANES else "", class_="lanes") for row in rows]
+    body = tag("tbody", *[_row(node, lane, chain) for node, lane in zip(found, drawn, strict=True)])
+    return tag(
+        "details", tag("summary", key_name(manifest, program), tag("small", about)),
+        tag("div", box, Html("<output></output>"), class_="find", hidden=True),
+        tag("div", tag("table", head, body, class_="nodes"), class_="scroll"), id=f"nodes-{index}-{place}", open=opened,
+    )  # fmt: skip
+
+
+def _lanes(row: Row, width: int) -> Html:
+    """A row of lanes; a line of no length with round ends is a dot, however tall the row is."""
+    middle = [LANE // 2 + LANE * lane for lane in range(width)]
+    own = middle[row.lane]
+    drawn = [f"M{middle[lane]} 0V20" for lane in row.passing]
+    drawn += [f"M{middle[lane]} 0C{middle[lane]} 8 {own} 2 {own} 10" for lane in row.arriving]
+    drawn += [f"M{own} 10V20"] if row.leaving else []
+    stiff = {"vector_effect": "non-scaling-stroke"}
+    parts = [tag("path", d="".join(drawn), **stiff) if drawn else "", tag("path", class_="o", d=f"M{own} 10h0", **stiff)]
+    return tag("svg", *parts, width=LANE * width, viewBox=f"0 0 {LANE * width} 20", preserveAspectRatio="none", aria_hidden="true")
+
+
+def _row(node: Node, lane: Html, chain: bool) -> Html:
+    cells = [lane, tag("td", node.number, class_="n")]
+    if not chain:
+        cells.append(tag("td", waits(node), class_="s", data_h="after"))
+    cluster = f" cluster {axes(node.cluster)}" if node.cluster else ""
+    cells.append(tag("td", node.what, class_="k"))
+    for name, value in (("grid", axes(node.grid) + cluster), ("block", axes(node.block)), ("shared", size(node.shared))):
+        cells.append(tag("td", value if node.kind == "kernel" and value != "0 B" else "", class_="s", data_h=name))
+    parts = []
+    for how in HOWS:
+        names = [tag("i", each.name, class_=CLASSES[how]) for each in node.references if each.how == how]
+        parts += [joined([f"{how} ", joined(names, ", ")])] if names else []
+    cells.append(tag("td", joined(parts, "; "), class_="m"))
+    return tag("tr", *cells)
+
+
+def kernel_rows(rows: Sequence[Kernel]) -> Iterator[Html]:
+    """The kernels, those launched most first."""
+    known = any(row.configuration or row.chosen for row in rows)
+    heads = (">launches", ">image", "kernel", *(("configuration", "chosen by") if known else ()), "SHA-256")
+    lines = [
+        (row.launches, size(row.image_bytes), tag("code", row.symbol), *((row.configuration, row.chosen) if known else ()),
+         row.image[:12])
+        for row in rows
+    ]  # fmt: skip
+    yield tag("p", "Launches of all int_keys together, one call each.", class_="soft")
+    yield table(heads, lines, "roomy")
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def memory(manifest: Manifest, steps: Sequence[Steps], maps: Sequence[Sequence[Place]]) -> Iterator[Html]:
+    """Bytes of every memory, a bar per int_key, and per int_key what uses which place when."""
+    memories = [(name, number) for name, number in manifest.memories if number]
+    largest = max([number for _, number in memories], default=0)
+    yield table(("memory", ">bytes", ""), [(name, size(n), _bar([("a", n)], largest)) for name, n in memories], "bars")
+    if not any(maps):
+        yield tag(
+            "p", "Values lie in memory that the caller brings or that the host region allocates during the call.", class_="soft"
+        )
+        return
+    if len(manifest.programs) > 1:
+        whole = max([program.arena + program.static for program in manifest.programs])
+        bars = [
+            (spell(p.key), size(p.arena), size(p.static), _bar([("a", p.arena), ("i", p.static)], whole)) for p in manifest.programs
+        ]
+        yield tag("h3", "Arena and inputs of every int_key")
+        yield tag("p", "All int_keys share one arena, the largest.", class_="soft")
+        names = " x ".join([each.name for each in manifest.dimensions]) or "int_key"
+        yield table((names, ">arena", ">inputs", ""), bars, "bars")
+    yield tag("h3", "What uses which place when")
+    legend = [(WRITES, "writes"), (REFERS, "refers to (one or both)"), (READS, "reads")]
+    marks = [part for how, name in legend for part in (tag("span", class_=f"swatch {CLASSES[how]}"), name)]
+    yield tag("p", "From left to right the nodes and steps in order.", *marks, tag("span", class_="swatch b"), "between the first "
+              "and the last use. A place ends, at the latest, where the next one begins.", class_="soft")  # fmt: skip
+    for index, (program, each, found) in enumerate(zip(manifest.programs, steps, maps, strict=True)):
+        yield _map(manifest, program, each, found, opened=index == len(maps) - 1)
+
+
+def _map(manifest: Manifest, program: Program, steps: Steps, found: Sequence[Place], opened: bool) -> Html:
+    total = sum(map(len, steps))
+    rows: list[tuple[object, ...]] = []
+    if len(steps) > 1:
+        rows.append(("steps", "", "", _timeline(program, order(steps))))
+    drawn, hidden = shortened(found, ROWS)
+    rows += [(f"{each.memory}+{each.begin}", size(each.end - each.begin), each.name, _uses(each, total)) for each in drawn]
+    if hidden:
+        rows.append((f"and {hidden} more", "", "", ""))
+    about = f"{count(len(found), 'place')}, {count(total, 'node')} and steps" if len(steps) > 1 else f"{count(len(found), 'place')}"
+    head = tag("summary", key_name(manifest, program), tag("small", about))
+    return tag("details", head, table(("place", ">up to", "", ""), rows, "places"), open=opened)
+
+
+def _svg(width: int, *parts: object) -> Html:
+    return tag("svg", *parts, viewBox=f"0 0 {max(width, 1)} 8", preserveAspectRatio="none", aria_hidden="true")
+
+
+def _path(cells: Iterable[tuple[int, int]], class_: str, top: int = 0, height: int = 8) -> Html:
+    """Boxes (from, to) as one path; "" for none."""
+    drawn = "".join([f"M{begin} {top}h{end - begin}v{height}H{begin}z" for begin, end in cells])
+    return tag("path", d=drawn, class_=class_) if drawn else Html("")
+
+
+def _runs(positions: Iterable[int]) -> list[tuple[int, int]]:
+    """The positions as (first, behind the last) of each run without a gap."""
+    runs: list[tuple[int, int]] = []
+    for each in sorted(positions):
+        if runs and runs[-1][1] == each:
+            runs[-1] = (runs[-1][0], each + 1)
+        else:
+            runs.append((each, each + 1))
+    return runs
+
+
+def _uses(place: Place, total: int) -> Html:
+    if not place.uses:
+        return Html("")
+    between = _path([(min(place.uses), max(place.uses) + 1)], "b", 3, 2)
+    kinds = [_path(_runs([p for p, how in place.uses.items() if how == each]), CLASSES[each]) for each in (READS, REFERS, WRITES)]
+    return _svg(total, between, *kinds)
+
+
+def _timeline(program: Program, found: Sequence[Node]) -> Html:
+    kinds: dict[str, list[int]] = {}
+    for position, node in enumerate(found):
+        kinds.setdefault(program.steps[node.step].kind, []).append(position)
+    return _svg(len(found), *[_path(_runs(positions), kind) for kind, positions in kinds.items()])
+
+
+def _bar(parts: Sequence[tuple[str, int]], whole: int) -> Html:
+    """Parts of `whole` one behind the other, in thousandths."""
+    made, at = [], 0
+    for class_, number in parts:
+        end = at + (max(2, number * 1000 // whole) if number and whole else 0)
+        made.append(_path([(at, end)], class_) if end > at else "")
+        at = end
+    return _svg(1000, *made)
