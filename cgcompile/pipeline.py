@@ -16,7 +16,7 @@ from cgbundle.format import archive
 from cgbundle.format.publish import staged
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest
 
-from .errors import ExtraMissing, OutputExists, OutputUnwritable, Refused
+from .errors import BuildError, ModelError
 from .model.declared_sizes import Given, count_keys, declared_sizes
 from .util.progress import Stages, Watcher, silent
 
@@ -112,7 +112,8 @@ def build(
         placed = placements(findings, exported) if chosen.target != "cpu" else {}
         refuse_written(findings, chosen.recorder, len(placed))
         if placed and specialize == "shared":
-            raise Refused(
+            raise ModelError(
+                "refused",
                 f"specialize='shared': {len(placed)} operations run on the host, and their regions are lowered for every size",
                 "leave --specialize out",
             )
@@ -207,22 +208,24 @@ def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequ
 def need_torch() -> None:
     for package in ("torch", "numpy"):
         if importlib.util.find_spec(package) is None:
-            raise ExtraMissing(f"building needs {package}, which is not installed", "pip install 'cgcompile[compile]'")
+            raise BuildError(
+                "extra-missing", f"building needs {package}, which is not installed", "pip install 'cgcompile[compile]'"
+            )
 
 
 def _destination(out: str | os.PathLike[str] | None, name: str, force: bool) -> Path:
-    """Where the bundle goes.  Raises OutputExists, OutputUnwritable: before minutes of work, not after."""
+    """Where the bundle goes.  Raises output-exists, output-unwritable: before minutes of work, not after."""
     path = Path(out) if out is not None else Path(f"{name}.cgb")
     if path.exists():
         if not path.is_dir() or not ((path / archive.MANIFEST).exists() or not any(path.iterdir())):
-            raise OutputUnwritable(f"{path}: exists and is no bundle", "choose another name with -o")
+            raise BuildError("output-unwritable", f"{path}: exists and is no bundle", "choose another name with -o")
         if not force:
-            raise OutputExists(f"{path}: exists", "give --force to replace it, or choose another name with -o")
+            raise BuildError("output-exists", f"{path}: exists", "give --force to replace it, or choose another name with -o")
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise OutputUnwritable(f"{path}: the folder {folder} does not exist")
+        raise BuildError("output-unwritable", f"{path}: the folder {folder} does not exist")
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".cgcompile-", dir=folder))
     except OSError as error:
-        raise OutputUnwritable(f"{path}: the folder {folder} cannot be written: {error.strerror}") from None
+        raise BuildError("output-unwritable", f"{path}: the folder {folder} cannot be written: {error.strerror}") from None
     return path

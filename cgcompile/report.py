@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgbundle.format.schema import Finding
 
-from .errors import BranchOnData, ExportFailed
+from .errors import ModelError
 from .model.declared_sizes import Given, declared_sizes
 from .pipeline import MAX_KEYS, need_torch, quiet_torch
 
@@ -91,7 +91,9 @@ def check(
     why = ""
     try:
         traced = trace(source, wanted)
-    except ExportFailed as error:
+    except ModelError as error:
+        if error.code not in ("export-failed", "branch-on-data"):
+            raise
         found += _stopped(error)
         why = "the model cannot be exported"
     else:
@@ -120,7 +122,7 @@ def _ordered(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def _kind(target: str) -> str:
-    """Raises TargetUnavailable."""
+    """Raises target-unavailable."""
     from .targets.architectures import arch
 
     if target in ("cpu", "cuda"):
@@ -130,13 +132,13 @@ def _kind(target: str) -> str:
 
 
 def _sizes(given: Given, dimensions: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-    """Sizes of every dimension, and the dimensions that the user gave none for.  Raises SizesInvalid."""
+    """Sizes of every dimension, and the dimensions that the user gave none for.  Raises sizes-invalid."""
     if not given and dimensions:
         return dict.fromkeys(dimensions, ASSUMED), tuple(dimensions)
     return declared_sizes(given, dimensions), ()
 
 
-def _stopped(error: ExportFailed) -> list[Finding]:
+def _stopped(error: ModelError) -> list[Finding]:
     """The finding of a rule that torch.export stopped at.  Raises `error` where no rule knows it."""
     from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
@@ -144,7 +146,7 @@ def _stopped(error: ExportFailed) -> list[Finding]:
 
     cause = error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")
-    if isinstance(error, BranchOnData):
+    if error.code == "branch-on-data":
         rule, message, fix = "data-dependent-branch", BRANCH, BRANCH_FIX
     elif isinstance(cause, UnsupportedOperatorException) and re.search("sparse|nested", str(cause.func)):
         rule, message, fix = "sparse-output", "a tensor that is not dense", "use dense tensors, and masks"
@@ -164,12 +166,12 @@ def _stopped(error: ExportFailed) -> list[Finding]:
 
 def _partition(traced: Traced, placed: Mapping[str, str]) -> Partition | str:
     """The partition, or why there is none."""
+    from .errors import BuildError
     from .partition import partition
-    from .partition.errors import PartitionError
 
     try:
         return partition(traced.program, placed)
-    except PartitionError as error:
+    except BuildError as error:
         return str(error)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cgbundle
-from cgbundle.errors import KeyMissing, StaleView, StateMissing
+from tests.raising import raises
 from tests.state_models import PLACES, SIZES, WIDTH, draw, looks, pairs, rows, running, singles
 
 ORDER = (4, 1, 1, 4, 1, 4, 4, 1, 4)
@@ -65,16 +65,16 @@ def check_state(path: Path, device: str, mode: str = "graph", outputs: str = "co
 def check_state_is_guarded(path: Path, device: str) -> None:
     """PyTorch casts and broadcasts what is copied to a buffer; here a slip is an error.  Padding would be written to the cache."""
     with cgbundle.load(path) as program:
-        with pytest.raises(StateMissing, match="nothing") as missing:
+        with raises("state-missing", match="nothing") as missing:
             program.state["nothing"]
         assert "cache" in str(missing.value) + missing.value.hint
         for wrong in (torch.zeros(2, dtype=torch.int64), torch.zeros(1), torch.zeros((), dtype=torch.int64)):
             with pytest.raises(cgbundle.CgbundleError, match="place"):
                 program.state["place"] = wrong
         assert program.state["place"].tolist() == [2]
-        with pytest.raises(KeyMissing, match="cache|writes"):
+        with raises("key-missing", match="cache|writes"):
             program(*draw(rows, 3, 0, device))
-        with pytest.raises(StateMissing, match="random"):
+        with raises("state-missing", match="random"):
             program.seed(1)
         live = torch.from_dlpack(program.state.view("cache"))
         program(*draw(rows, 4, 1, device))
@@ -134,7 +134,7 @@ def check_looks_as_views(path: Path, device: str) -> None:
         assert first["x"] is x
         program(y, x)
         for name in ("made", "again", "first", "turned"):
-            with pytest.raises(StaleView, match=r"call 1.*call 2|clone"):
+            with raises("stale-view", match=r"call 1.*call 2|clone"):
                 first[name][0]
         near(kept, looks().to(device)(x, y)["made"])
         near(first["weight"], looks().linear.bias)

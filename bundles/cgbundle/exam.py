@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .call.views import View
-from .errors import CgbundleError, ExamFailed, WeightsInvalid
+from .errors import BundleError, CgbundleError
 from .format.archive import EXAM, exam_entry
 from .format.safetensors import Mapped
 from .format.schema import DTYPES, Manifest, Proof
@@ -47,7 +47,7 @@ class Result:
 def sit(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
     """Replays the exam of the loaded bundle for `keys` (default: all), in order.
 
-    Raises WeightsInvalid when the exam is damaged.
+    Raises weights-invalid when the exam is damaged.
     """
     exam = Mapped(os.path.join(path, EXAM), EXAM)
     try:
@@ -57,13 +57,15 @@ def sit(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = No
 
 
 def check(path: str, program: Program) -> list[Result]:
-    """As `sit`; raises ExamFailed, naming the key and the error, for the first that fails."""
+    """As `sit`; raises exam-failed, naming the key and the error, for the first that fails."""
     results = sit(path, program)
     compare = program.manifest.exam.compare
     for result in results:
         if not result.passed(compare):
             promise = "the recorded bits" if compare == BITS else f"at most {result.tolerance:.1e}"
-            raise ExamFailed(f"int_key {name_key(program.manifest, result.key)}: error {result.error:.1e}, promised {promise}")
+            raise BundleError(
+                "exam-failed", f"int_key {name_key(program.manifest, result.key)}: error {result.error:.1e}, promised {promise}"
+            )
     return results
 
 
@@ -119,7 +121,7 @@ def _changed(exam: Mapped, key: tuple[int, ...], index: int, first: bytes) -> by
     elements, width, taken = _data(exam, name), DTYPES[exam.entries[name].dtype], 0
     for begin, count in zip(runs[::2], runs[1::2], strict=True):
         if begin < 0 or count < 0 or (begin + count) * width > len(made) or (taken + count) * width > len(elements):
-            raise WeightsInvalid(f"{EXAM}: tensor {name!r}: {count} elements from {begin} on do not fit")
+            raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r}: {count} elements from {begin} on do not fit")
         made[begin * width : (begin + count) * width] = elements[taken * width : (taken + count) * width]
         taken += count
     return bytes(made)
@@ -127,7 +129,7 @@ def _changed(exam: Mapped, key: tuple[int, ...], index: int, first: bytes) -> by
 
 def _data(exam: Mapped, name: str) -> memoryview:
     if name not in exam.entries:
-        raise WeightsInvalid(f"{EXAM}: tensor {name!r} is missing")
+        raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r} is missing")
     return exam.data(name)
 
 
@@ -183,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
                 for r in results
             ]
     except CgbundleError as error:
-        print(json.dumps({"error": str(error), "hint": error.hint, "kind": type(error).__name__}))
+        print(json.dumps({"error": str(error), "hint": error.hint, "kind": error.code}))
         return error.exit_code
     print(json.dumps({"results": rows, "torch_imported": "torch" in sys.modules}))
     return 0 if all(row["passed"] for row in rows) else 1

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from .call.guards import check_dtype
 from .call.plan import Part, Plan, Slices, place_of_key, plan
 from .call.views import CLOSED, Epoch, View
-from .errors import InputDevice, InputStructure
+from .errors import CallError
 from .format.pytree import builder, flattener
 from .format.schema import Manifest
 from .session.sessions import OWN, Family
@@ -103,7 +103,7 @@ class Program:
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
         if len(tensors) != len(self.inputs):
-            raise InputStructure(f"expected {len(self.inputs)} inputs, got {len(tensors)}")
+            raise CallError("input-structure", f"expected {len(self.inputs)} inputs, got {len(tensors)}")
         library = self._libraries.get(type(tensors[0])) if tensors else None
         if library is None:
             library = self._library(tensors)
@@ -160,7 +160,7 @@ class Program:
         with these tensors, or with other libraries' over them (`torch.from_dlpack`), copies nothing in.
 
         On a GPU those of all keys lie over each other: a call of another key overwrites them.  They are good until the session is
-        closed.  Raises KeyMissing.
+        closed.  Raises key-missing.
         """
         number = place_of_key(self.manifest, int_key)
         addresses, owner = self._backend.buffers(number)
@@ -207,7 +207,7 @@ class Program:
         return made
 
     def _device(self, places: list[Place]) -> int | None:
-        """Where all inputs lie: on the CPU, or on the program's GPU.  Raises InputDevice."""
+        """Where all inputs lie: on the CPU, or on the program's GPU.  Raises input-device."""
         device = places[0][4]
         for place in places:
             if place[4] != device:
@@ -216,13 +216,15 @@ class Program:
             raise self._wrong_device(places)
         return device
 
-    def _wrong_device(self, places: list[Place]) -> InputDevice:
+    def _wrong_device(self, places: list[Place]) -> CallError:
         for spec, place in zip(self.inputs, places, strict=True):
             if place[4] is not None and place[4] != self._backend.device:
                 here = "the CPU" if self._backend.device is None else f"the CPU or CUDA device {self._backend.device}"
-                return InputDevice(f"input {spec.name!r}: expected a tensor on {here}, got one on device {place[4]}")
+                return CallError("input-device", f"input {spec.name!r}: expected a tensor on {here}, got one on device {place[4]}")
         other = next(index for index, place in enumerate(places) if place[4] != places[0][4])
-        return InputDevice(f"input {self.inputs[other].name!r}: lies on another device than input {self.inputs[0].name!r}")
+        return CallError(
+            "input-device", f"input {self.inputs[other].name!r}: lies on another device than input {self.inputs[0].name!r}"
+        )
 
     def _exact(self, run: _Run, plan: Plan, values: list[Any], places: list[Place]) -> list[Any]:
         addresses = []

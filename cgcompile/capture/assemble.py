@@ -24,8 +24,8 @@ from cgbundle.tables.recording import (
     Relocation,
 )
 
+from ..errors import BuildError
 from ..targets.cuda.memory_layout import Placement, Table, place, place_tables
-from .errors import ModuleStateDiffers
 from .pairing import Known, know
 from .relocation import Census, Classified, classify, classify_graph, compare, node_name, place_of
 from .rows import INPUTS, WEIGHTS, Key, RawGraph, RawKernel, RawMemcpy, RawMemset, RawValue, Take, Target
@@ -74,7 +74,7 @@ class _Linked:
 def assemble(a: Take, b: Take, weights_end: int) -> Assembled:
     """Compare two takes and name every address.  `weights_end` is where the program's own tensors end in memory `weights`.
 
-    Raises RecordingsDiffer, AddressDisagrees, MemoryRefused, PointerInTable, ModuleStateDiffers.
+    Raises recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs.
     """
     compare(a, b)
     known = know(a, b)
@@ -173,12 +173,15 @@ def _states(states: Iterable[tuple[str, str, Classified]], tables: dict[int, int
     for image, symbol, block in states:
         if block.undefined:
             at = block.undefined[0][0]
-            raise ModuleStateDiffers(f"variable {symbol} of image {image[:12]} differs between two processes at byte {at}")
+            raise BuildError(
+                "module-state-differs", f"variable {symbol} of image {image[:12]} differs between two processes at byte {at}"
+            )
         relocations = []
         for at, target in block.links:
             if target.range not in tables and target.range not in bases:
-                raise ModuleStateDiffers(
-                    f"variable {symbol} of image {image[:12]} points at memory whose contents differ between processes"
+                raise BuildError(
+                    "module-state-differs",
+                    f"variable {symbol} of image {image[:12]} points at memory whose contents differ between processes",
                 )
             address = Address(memory=bases.get(target.range, 0), offset=tables.get(target.range, 0) + target.offset)
             relocations.append(Relocation(at=at, target=address))

@@ -16,7 +16,7 @@ from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Recording
 
 from ..bundle import state_exam
-from ..errors import ProofFailed
+from ..errors import BuildError
 from ..export.exported import Exported
 from ..model.flat_module import PREFIX
 from ..model.source import SEED, all_keys, sample
@@ -53,7 +53,7 @@ class _Hosted:
 def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     """Records every int_key, and writes tables, images, weights and the exam into `stage`.
 
-    Raises the refusals of record/errors.py, those of `mixed`, and ProofFailed when a replay is further from eager PyTorch than the
+    Raises the refusals of record/errors.py, those of `mixed`, and proof-failed when a replay is further from eager PyTorch than the
     dtype allows.
     """
     program = job.exported.program
@@ -86,7 +86,8 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     with stages("emit") as tell:
         for key, trial in recorded.trials.items():
             if not trial.error <= trial.tolerance:
-                raise ProofFailed(
+                raise BuildError(
+                    "proof-failed",
                     f"int_key {key}: the graph differs from eager PyTorch by {trial.error:.1e}, allowed {trial.tolerance:.1e}",
                     "try --lower eager; if that differs too, please report this model",
                 )

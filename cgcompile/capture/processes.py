@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .errors import RecorderFailed, raise_named
+from ..errors import BuildError, named
 from .request import PREFIX, REFUSED, Request
 
 Tell = Callable[[str], None]
@@ -20,7 +20,7 @@ Tell = Callable[[str], None]
 def run_all(requests: Sequence[Request], folder: Path, environment: Mapping[str, str], workers: int, tell: Tell) -> list[Any]:
     """Run recorder processes, at most `workers` at a time, and return their results in order.
 
-    A failure ends the processes that are still running.  Raises what a process refused, or RecorderFailed.
+    A failure ends the processes that are still running.  Raises what a process refused, or recorder-failed.
     """
     running: list[subprocess.Popen[str]] = []
 
@@ -66,7 +66,7 @@ def _result(request: Request, status: int, log: Path) -> Any:
     if status == 0:
         return pickle.loads(request.result.read_bytes())
     if status == REFUSED:
-        raise_named(*pickle.loads(request.result.read_bytes()))
+        raise named(*pickle.loads(request.result.read_bytes()))
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     last = lines[-1] if lines else "it wrote nothing"
-    raise RecorderFailed(f"a recorder process ended with status {status}: {last} (log: {log})")
+    raise BuildError("recorder-failed", f"a recorder process ended with status {status}: {last} (log: {log})")

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from cgbundle.format.schema import Weight
 from cgbundle.tables.recording import ModuleState
 
+from ..errors import BuildError, ModelError
 from ..targets.cuda.lowering import cache_environment
 from ..targets.cuda.memory_layout import PAD, Table, align, lay_out, tensor_bytes
 from ..targets.cuda.tensors import entangled, freshen, inputs_bytes, program_tensors, row_major, settings, shapes_of, tolerance_of
 from .assemble import Assembled, Graph, assemble
-from .errors import SharedStorage, SizesDiffer, WeightMutated
 from .processes import run_all
 from .request import Landing, Request
 from .rows import Key, Take
@@ -154,7 +154,7 @@ def record(
     a, b = run_all([request("record", i, keys) for i in range(2)], folder, environment, 2 if parallel else 1, tell)
     tell("comparing the recordings")
     if a.mutated:
-        raise WeightMutated(f"a replay changes {', '.join(a.mutated)}")
+        raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
     exams = {key: tuple(row_major(t) for t in _tensors(call)) for key, call in exam.items()}
     return _recorded(a, b, assemble(a, b, ends.weights), weights, ends.state, static, exams, tolerance_of(program))
 
@@ -211,16 +211,16 @@ def _fresh_calls(calls: Mapping[Key, Call]) -> dict[Key, Call]:
 def _check_calls(calls: Mapping[Key, Call], exam: Mapping[Key, Call]) -> None:
     for key, call in calls.items():
         if key not in exam:
-            raise SizesDiffer(f"there are no fresh inputs for int_key {key}")
+            raise BuildError("sizes-differ", f"there are no fresh inputs for int_key {key}")
         shapes = []
         for leaves, spec in (tree_flatten(call), tree_flatten(exam[key])):
             shapes.append((spec, [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
         if shapes[0] != shapes[1]:
-            raise SizesDiffer(f"int_key {key}: the fresh inputs have other shapes than the example's")
+            raise BuildError("sizes-differ", f"int_key {key}: the fresh inputs have other shapes than the example's")
 
 
 def _check_apart(state: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
     tied = [name for name, shape in shapes_of(tensors).items() if shape.same_as in state or (shape.same_as and name in state)]
     broken = sorted((set(state) & entangled(tensors)) | set(tied))
     if broken:
-        raise SharedStorage(f"the program changes {', '.join(broken)}, which shares memory with another weight")
+        raise ModelError("shared-storage", f"the program changes {', '.join(broken)}, which shares memory with another weight")

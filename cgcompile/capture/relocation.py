@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from .errors import AddressDisagrees, MemoryRefused, RecordingsDiffer
+from ..errors import BuildError, ModelError
 from .pairing import Known, meaning
 from .rows import Block, RawEmpty, RawGraph, RawKernel, RawMemcpy, RawMemset, RawNode, Take, Target, Word
 
@@ -50,29 +50,35 @@ class Census:
 
 
 def compare(a: Take, b: Take) -> None:
-    """Check that two takes hold the same graphs but for addresses and bytes.  Raises RecordingsDiffer."""
+    """Check that two takes hold the same graphs but for addresses and bytes.  Raises recordings-differ."""
     if [(g.key, g.region) for g in a.graphs] != [(g.key, g.region) for g in b.graphs]:
-        raise RecordingsDiffer(f"the recordings hold the keys {[g.key for g in a.graphs]} and {[g.key for g in b.graphs]}")
+        raise BuildError(
+            "recordings-differ", f"the recordings hold the keys {[g.key for g in a.graphs]} and {[g.key for g in b.graphs]}"
+        )
     for x, y in zip(a.graphs, b.graphs, strict=True):
         if len(x.nodes) != len(y.nodes):
-            raise RecordingsDiffer(f"int_key {x.key}: {len(x.nodes)} nodes in one recording, {len(y.nodes)} in the other")
+            raise BuildError(
+                "recordings-differ", f"int_key {x.key}: {len(x.nodes)} nodes in one recording, {len(y.nodes)} in the other"
+            )
         for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
             for what, mine, theirs in _traits(m, n):
                 if mine != theirs:
-                    raise RecordingsDiffer(f"{node_name(x, i)}: {what} is {mine} in one recording and {theirs} in the other")
+                    raise BuildError(
+                        "recordings-differ", f"{node_name(x, i)}: {what} is {mine} in one recording and {theirs} in the other"
+                    )
         if x.edges != y.edges:
-            raise RecordingsDiffer(f"int_key {x.key}: the edges differ, first {_first_difference(x.edges, y.edges)}")
+            raise BuildError("recordings-differ", f"int_key {x.key}: the edges differ, first {_first_difference(x.edges, y.edges)}")
         for side, mine, theirs in (("input", x.inputs, y.inputs), ("output", x.outputs, y.outputs)):
             shapes = [[(v.dtype, v.shape, v.strides) for v in values] for values in (mine, theirs)]
             if shapes[0] != shapes[1]:
-                raise RecordingsDiffer(f"int_key {x.key}: the {side}s differ, first {_first_difference(*shapes)}")
+                raise BuildError("recordings-differ", f"int_key {x.key}: the {side}s differ, first {_first_difference(*shapes)}")
     states = [[(s.image[:12], s.symbol, len(s.block.data)) for s in take.states] for take in (a, b)]
     if states[0] != states[1]:
-        raise RecordingsDiffer(f"other module variables had changed, first {_first_difference(*states)}")
+        raise BuildError("recordings-differ", f"other module variables had changed, first {_first_difference(*states)}")
 
 
 def classify(mine: Block, theirs: Block, known: Known, spot: Callable[[int], str]) -> Classified:
-    """Classify one block.  `spot` names the word at an offset in messages.  Raises AddressDisagrees, MemoryRefused."""
+    """Classify one block.  `spot` names the word at an offset in messages.  Raises address-disagrees, memory-refused."""
     data = bytearray(mine.data)
     links: list[Link] = []
     others = {word.at: word for word in theirs.words}
@@ -81,11 +87,14 @@ def classify(mine: Block, theirs: Block, known: Known, spot: Callable[[int], str
         if other is None:
             continue
         if word.targets[0].range in known.hosts[0] and other.targets[0].range in known.hosts[1]:
-            raise MemoryRefused(f"{spot(word.at)} is an address of pinned host memory ({address_at(mine, word.at):#x})")
+            raise ModelError(
+                "memory-refused", f"{spot(word.at)} is an address of pinned host memory ({address_at(mine, word.at):#x})"
+            )
         target = meaning(word, other, known)
         if target is None:
-            raise AddressDisagrees(
-                f"{spot(word.at)} is an address in both recordings, but not of the same place: {_both(word, other, known)}"
+            raise BuildError(
+                "address-disagrees",
+                f"{spot(word.at)} is an address in both recordings, but not of the same place: {_both(word, other, known)}",
             )
         links.append((word.at, target))
         data[word.at : word.at + 8] = bytes(8)
@@ -118,10 +127,13 @@ def classify_graph(x: RawGraph, y: RawGraph, known: Known) -> tuple[dict[int, Cl
 
 
 def place_of(mine: Word, theirs: Word, known: Known, where: str) -> Target:
-    """The place that an address outside a block means: of a memset, a copy, an input or output.  Raises AddressDisagrees."""
+    """The place that an address outside a block means: of a memset, a copy, an input or output.  Raises address-disagrees."""
     target = meaning(mine, theirs, known)
     if target is None:
-        raise AddressDisagrees(f"{where} is an address in both recordings, but not of the same place: {_both(mine, theirs, known)}")
+        raise BuildError(
+            "address-disagrees",
+            f"{where} is an address in both recordings, but not of the same place: {_both(mine, theirs, known)}",
+        )
     return target
 
 

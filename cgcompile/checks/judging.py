@@ -8,7 +8,7 @@ from torch.export import ExportedProgram, ExportGraphSignature
 
 from cgbundle.format.schema import Finding
 
-from ..errors import ExportFailed, Refused
+from ..errors import ModelError
 from ..export.exported import Exported, Traced
 from ..model.module_attributes import ATTRIBUTE_FIX
 from ..model.source import first_line
@@ -40,7 +40,7 @@ def check(
     `target`: "cuda" or "cpu".  The cpu target is one host region: what severity host means for a GPU does not exist there.
     `host_ops`: operators that the user keeps on the host, as `aten.topk`, `mylib::op` or `mylib.op.default`.
     `signature`: what `functional` gives for the program, where the caller has it.
-    Raises HostOpUnknown for one that the program does not call, and ExportFailed for a program that torch cannot make
+    Raises host-op-unknown for one that the program does not call, and export-failed for a program that torch cannot make
     functional.
     """
     program = exported.program
@@ -61,20 +61,22 @@ def check(
 
 def functional(program: ExportedProgram) -> ExportGraphSignature:
     """The signature of the functional form, which names the buffers and inputs that the program writes to, and which torch makes of
-    no program that saves states of random generators: the rule rng-state-operation refuses those.  Raises ExportFailed."""
+    no program that saves states of random generators: the rule rng-state-operation refuses those.  Raises export-failed."""
     if keeps_rng_state(program.graph_module):
         return program.graph_signature
     try:
         return program.run_decompositions({}).graph_signature
     except Exception as error:
         if "register it as buffer" in str(error):  # torch's words for an attribute that is written to in place
-            raise ExportFailed(f"model: {first_line(error).rstrip('.')}", ATTRIBUTE_FIX) from error
+            raise ModelError("export-failed", f"model: {first_line(error).rstrip('.')}", ATTRIBUTE_FIX) from error
         if shared := sharing(program):
-            raise ExportFailed(
+            raise ModelError(
+                "export-failed",
                 f"model: the buffers {shared[0]!r} and {shared[1]!r} share memory, and torch.export cannot follow writes to them",
                 "give each a tensor of its own",
             ) from error
-        raise ExportFailed(
+        raise ModelError(
+            "export-failed",
             f"model: torch.export cannot make the program functional: {type(error).__name__}: {first_line(error)}",
             "leave torch.no_grad and torch.set_grad_enabled out of forward(): a bundle computes no gradients",
         ) from error
@@ -102,7 +104,7 @@ def refuse_written(findings: Sequence[Finding], recorder: str, placed: int) -> N
         else "this is recorded by the capture recorder alone, which needs the GPU"
     )  # fmt: skip
     fixes = {"mutated-input": CLONE, "mutated-buffer": RETURN, "random-operation": INSTEAD}
-    raise Refused(f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", fixes[found.rule])
+    raise ModelError("refused", f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", fixes[found.rule])
 
 
 def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> None:
@@ -110,12 +112,12 @@ def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> N
     known = names()
     for name in waive:
         if name not in known:
-            raise Refused(f"waive {name!r}: no such rule (rules: {', '.join(sorted(known))})")
+            raise ModelError("refused", f"waive {name!r}: no such rule (rules: {', '.join(sorted(known))})")
     stopping = [f for f in findings if f.severity == REFUSE or (strict and f.severity == HOST)]
     for finding in stopping:
         if finding.rule in waive:
-            raise Refused(f"waive {finding.rule!r}: this refusal cannot be waived: {finding.effect}", finding.fix)
-        raise Refused(told(finding, len(stopping) - 1), finding.fix)
+            raise ModelError("refused", f"waive {finding.rule!r}: this refusal cannot be waived: {finding.effect}", finding.fix)
+        raise ModelError("refused", told(finding, len(stopping) - 1), finding.fix)
 
 
 def told(finding: Finding, more: int = 0) -> str:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Finding
 
-from ..errors import HostOpUnknown
+from ..errors import BuildError
 from .subject import HOST, NOTE, REFUSE, Subject, all_calls, arguments, finding, operator
 
 aten = torch.ops.aten
@@ -228,7 +228,7 @@ def custom_operator(subject: Subject) -> Iterable[Finding]:
 
 
 def check_host_ops(program: ExportedProgram, host_ops: Sequence[str]) -> None:
-    """Raises HostOpUnknown for a name that no operation of the program has: a wrong spelling must not be taken for safety."""
+    """Raises host-op-unknown for a name that no operation of the program has: a wrong spelling must not be taken for safety."""
     module = program.graph_module
     assert isinstance(module, GraphModule)
     known = {spelled for node, _ in all_calls(module) for spelled in _spellings(node)}
@@ -236,7 +236,7 @@ def check_host_ops(program: ExportedProgram, host_ops: Sequence[str]) -> None:
         if plain not in known:
             near = difflib.get_close_matches(plain, sorted(known), 3, 0.5)
             hint = f"it calls {', '.join(near)}" if near else "`cgcompile check` lists the operations of every region"
-            raise HostOpUnknown(f"host-op {given!r}: the model calls no such operator", hint)
+            raise BuildError("host-op-unknown", f"host-op {given!r}: the model calls no such operator", hint)
 
 
 def _plain(names: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from cgbundle.format.schema import Size
 from cgbundle.format.size_expressions import linear
 
-from ..errors import BranchOnData, ExportFailed, SizeExcluded, StateChanged, StructureUnsupported
+from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.flat_module import Flat, nobody, run_eager
 from ..model.module_attributes import ATTRIBUTE_FIX, changed, marks, place
@@ -30,12 +30,15 @@ from ..model.source import Sample, Source, first_line, sample, user_line
 from .exported import Exported, Seen, Traced, memory_order
 from .signature import describe_signature
 
+STOPPED = ("export-failed", "branch-on-data", "size-excluded")
+"""Causes by which torch.export stops."""
+
 
 def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     """Exports `source` for all sizes.
 
-    Raises DimensionUnused, ShapeIrregular, SizeExcluded (with the dimension), ExportFailed (with the user's file and line) and
-    BranchOnData, StructureUnsupported and OutputSizeUnknown.
+    Raises dimension-unused, shape-irregular, size-excluded (with the dimension), export-failed (with the user's file and line) and
+    branch-on-data, structure-unsupported and output-size-unknown.
     """
     traced = trace(source, sizes)
     for obstacle in traced.obstacles:
@@ -58,10 +61,10 @@ def trace(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Traced:
     left = _left_behind(source, flat, sizes)
     try:
         program, obstacles = _past_branches(source, flat, shapes, sizes, runs)
-    except (ExportFailed, SizeExcluded) as error:
-        if left:  # the likelier cause, and one that has to go anyway
-            raise StateChanged(
-                f"{left[0].where or source.label}: {left[0].message}, which is no buffer: {error}", ATTRIBUTE_FIX
+    except ModelError as error:
+        if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
+            raise ModelError(
+                "state-changed", f"{left[0].where or source.label}: {left[0].message}, which is no buffer: {error}", ATTRIBUTE_FIX
             ) from error
         raise
     flat.watch = nobody
@@ -80,10 +83,10 @@ def _past_branches(
     while True:
         try:
             program = _export(source, flat, flat.like, shapes, sizes)
-        except BranchOnData as error:
+        except ModelError as error:
             stop = error.__cause__
             more = runs[-1].reads_of(_free_symbols(stop)) - flat.known
-            if not more or stop is None:
+            if error.code != "branch-on-data" or not more or stop is None:
                 raise
             where, line = user_place(stop)
             passed.append(Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
@@ -117,15 +120,18 @@ def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]])
         at = ", ".join(f"{name}={size}" for name, size in chosen.items())
         try:
             outputs = run_eager(flat, sample(source, chosen).tensors)
-        except (StructureUnsupported, StateChanged):
+        except ModelError:
             raise
         except Exception as error:
             place = user_line(error, source.label) or source.label
-            raise SizeExcluded(f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {first_line(error)}") from error
+            raise ModelError(
+                "size-excluded", f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {first_line(error)}"
+            ) from error
         results.append(flat.result)
         shapes.append((chosen, [tuple(output.shape) for output in outputs]))
     if results[0] != results[1]:
-        raise StructureUnsupported(
+        raise ModelError(
+            "structure-unsupported",
             f"{source.label}: the result's nesting or constants change with the sizes: {results[0]} and {results[1]}",
             "return tensors, and numbers that do not depend on a declared dimension",
         )
@@ -236,19 +242,20 @@ def _constants(fixes: str) -> dict[str, str]:
     return dict(re.findall(r"^\s*(\w+) = (\d+)\s*$", fixes, re.MULTILINE))
 
 
-def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> SizeExcluded | ExportFailed:
+def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
     text = str(error)
     constants = _constants(text)
     for name in sizes:
         if name in constants:
-            return SizeExcluded(
+            return ModelError(
+                "size-excluded",
                 f"{source.label}: dimension {name!r} cannot vary: the model's code fixes it to {constants[name]}",
                 f"remove what depends on the value of {name} (an if, int(), a constant in a view), or declare no such dimension",
             )
         if re.search(rf"\b{name}\b", text) and "onstraint" in text:
             lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
             line = next((line for line in lines if line.startswith("Not all values")), lines[0])
-            return SizeExcluded(f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
+            return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
     if isinstance(error, GuardOnDataDependentSymNode):
         place, line = user_place(error)
         return _branch(place or source.label, line)
@@ -256,11 +263,11 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
     if not place:
         found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
         place = f"{found[1]}:{found[2]}" if found else source.label
-    return ExportFailed(f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
+    return ModelError("export-failed", f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
 
 
-def _branch(where: str, line: str) -> BranchOnData:
-    return BranchOnData(f"{where}: data-dependent-branch: {BRANCH}: {line}", BRANCH_FIX)
+def _branch(where: str, line: str) -> ModelError:
+    return ModelError("branch-on-data", f"{where}: data-dependent-branch: {BRANCH}: {line}", BRANCH_FIX)
 
 
 # --- the signature ------------------------------------------------------------------------------------------------

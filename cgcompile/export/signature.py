@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import Size, TensorSpec
 from cgbundle.format.size_expressions import evaluate, linear
 
-from ..errors import ExportFailed, OutputSizeUnknown, SizeExcluded, StructureUnsupported
+from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.pytree import dtype_name
 from ..model.source import Source
@@ -20,11 +20,11 @@ from .exported import Exported, Seen, Traced, memory_order
 
 
 def describe_signature(traced: Traced) -> Exported:
-    """The inputs and outputs in terms of the declared dimensions.  Raises SizeExcluded, ExportFailed, StructureUnsupported,
-    OutputSizeUnknown."""
+    """The inputs and outputs in terms of the declared dimensions.  Raises size-excluded, export-failed, structure-unsupported,
+    output-size-unknown."""
     source, program, flat = traced.source, traced.program, traced.flat
     if flat.result is None or not flat.names:
-        raise StructureUnsupported(f"{source.label}: the model's result holds no tensor")
+        raise ModelError("structure-unsupported", f"{source.label}: the model's result holds no tensor")
     symbols = _symbols(source, program, traced.shapes, traced.sizes)
     inputs = tuple(
         [
@@ -60,7 +60,7 @@ def _symbols(
             expr = actual.node.expr if isinstance(actual, torch.SymInt) else None
             free = sorted(expr.free_symbols, key=str) if expr is not None else []
             if len(free) != 1:
-                raise SizeExcluded(f"{source.label}: dimension {name!r} cannot vary: export fixed it to {actual}")
+                raise ModelError("size-excluded", f"{source.label}: dimension {name!r} cannot vary: export fixed it to {actual}")
             (symbol,) = free
             assert expr is not None
             step, shift = int(expr.subs(symbol, 1) - expr.subs(symbol, 0)), int(expr.subs(symbol, 0))
@@ -68,13 +68,15 @@ def _symbols(
             for value_of in sizes[name]:
                 whole, rest = divmod(scale * value_of + offset - shift, step)
                 if rest:
-                    raise SizeExcluded(
-                        f"{source.label}: {name}={value_of} is excluded: the model needs a multiple of {step // scale}"
+                    raise ModelError(
+                        "size-excluded",
+                        f"{source.label}: {name}={value_of} is excluded: the model needs a multiple of {step // scale}",
                     )
                 if bounds is not None and not bounds.lower <= whole <= bounds.upper:
                     low, high = [(step * end + shift - offset) // scale for end in (int(bounds.lower), int(bounds.upper))]
-                    raise SizeExcluded(
-                        f"{source.label}: {name}={value_of} is excluded: the model works from {name}={low} to {high}"
+                    raise ModelError(
+                        "size-excluded",
+                        f"{source.label}: {name}={value_of} is excluded: the model works from {name}={low} to {high}",
                     )
             found.setdefault(symbol, _invert(name, scale, offset, step, shift))
     return found
@@ -99,14 +101,15 @@ def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], sym
 
 def _as_seen(source: Source, spec: TensorSpec, index: int, seen: Sequence[Seen]) -> TensorSpec:
     """`spec` with the shape that eager PyTorch gave.  Export can be wrong about axes of size 1: torch before 2.13 gives an LSTM's
-    states one too many (pytorch issue 151200).  Raises ExportFailed for any other difference."""
+    states one too many (pytorch issue 151200).  Raises export-failed for any other difference."""
     shapes = [spec.shape, *[spec.shape[:axis] + spec.shape[axis + 1 :] for axis, size in enumerate(spec.shape) if size == 1]]
     for shape in shapes:
         if all(tuple([evaluate(size, sizes) for size in shape]) == found[index] for sizes, found in seen):
             return replace(spec, shape=shape, order=tuple(range(len(shape))))
-    raise ExportFailed(
+    raise ModelError(
+        "export-failed",
         f"{source.label}: output {spec.name!r}: export gives the shape {list(spec.shape)}, "
-        f"eager PyTorch {list(seen[-1][1][index])} at {seen[-1][0]}"
+        f"eager PyTorch {list(seen[-1][1][index])} at {seen[-1][0]}",
     )
 
 
@@ -115,14 +118,15 @@ def _size(source: Source, name: str, axis: int, size: Any, symbols: Mapping[Any,
         return int(size)
     unknown = sorted(str(symbol) for symbol in size.node.expr.free_symbols if symbol not in symbols)
     if unknown:
-        raise OutputSizeUnknown(
-            f"{source.label}: output {name!r}, axis {axis}: its size {size} depends on data, not on the declared dimensions"
+        raise ModelError(
+            "output-size-unknown",
+            f"{source.label}: output {name!r}, axis {axis}: its size {size} depends on data, not on the declared dimensions",
         )
     try:
         return _convert(size.node.expr, symbols)
     except KeyError:
-        raise StructureUnsupported(
-            f"{source.label}: output {name!r}, axis {axis}: the size {size} cannot be written in a bundle"
+        raise ModelError(
+            "structure-unsupported", f"{source.label}: output {name!r}, axis {axis}: the size {size} cannot be written in a bundle"
         ) from None
 
 

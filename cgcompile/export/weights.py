@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from cgbundle.format import safetensors
 from cgbundle.format.schema import Weight
 
-from ..errors import DtypeUnsupported
+from ..errors import ModelError
 from ..model.flat_module import PREFIX
 from ..model.pytree import dtype_name
 from .exported import memory_order
@@ -38,7 +38,7 @@ def collect(program: ExportedProgram, state: Collection[str] = ()) -> Weights:
     """Names are the model's own.  A weight that is dense but not row-major is stored with its axes in memory order, as its
     row's strides say.  `state`: buffers that the program writes to, by their names in it, which share memory with no other.
 
-    Raises DtypeUnsupported for dtypes without a safetensors code and for constants with gaps or overlaps.
+    Raises dtype-unsupported for dtypes without a safetensors code and for constants with gaps or overlaps.
     """
     rows: list[Weight] = []
     tensors: dict[str, safetensors.Tensor] = {}
@@ -48,11 +48,13 @@ def collect(program: ExportedProgram, state: Collection[str] = ()) -> Weights:
         name = full.removeprefix(PREFIX)
         dtype = dtype_name(value.dtype)
         if dtype not in safetensors.CODES:
-            raise DtypeUnsupported(f"weight {name!r}: dtype {value.dtype} cannot be stored in a safetensors file")
+            raise ModelError("dtype-unsupported", f"weight {name!r}: dtype {value.dtype} cannot be stored in a safetensors file")
         dense = value.detach().permute(memory_order(value))
         if not dense.is_contiguous():
-            raise DtypeUnsupported(
-                f"weight {name!r}: strides {list(value.stride())} leave gaps or overlap", "call .contiguous() on it in the model"
+            raise ModelError(
+                "dtype-unsupported",
+                f"weight {name!r}: strides {list(value.stride())} leave gaps or overlap",
+                "call .contiguous() on it in the model",
             )
         same = (value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape), value.stride(), dtype)
         if same not in stored or not value.numel():

@@ -5,46 +5,50 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from ..errors import SizesInvalid, TooManyKeys
+from ..errors import BuildError
 
 Given = Sequence[int] | Sequence[str] | Mapping[str, Sequence[int]] | str
 """[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"]."""
 
 
 def declared_sizes(given: Given, dimensions: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Ascending sizes of every dimension, in declared order.  Raises SizesInvalid."""
+    """Ascending sizes of every dimension, in declared order.  Raises sizes-invalid."""
     pairs = _pairs(given, dimensions)
     found: dict[str, tuple[int, ...]] = {}
     for name, sizes in pairs:
         if name not in dimensions:
             known = ", ".join(dimensions) or "none"
-            raise SizesInvalid(
-                f"sizes: {name!r} is no declared dimension (declared: {known})", "dimensions are the parameters of inputs()"
+            raise BuildError(
+                "sizes-invalid",
+                f"sizes: {name!r} is no declared dimension (declared: {known})",
+                "dimensions are the parameters of inputs()",
             )
         if name in found:
-            raise SizesInvalid(f"sizes: dimension {name!r} is given twice")
+            raise BuildError("sizes-invalid", f"sizes: dimension {name!r} is given twice")
         if not sizes:
-            raise SizesInvalid(f"sizes: no size for dimension {name!r}")
+            raise BuildError("sizes-invalid", f"sizes: no size for dimension {name!r}")
         for size in sizes:
             if size < 1:
-                raise SizesInvalid(f"sizes: {name}={size} is not a positive whole number")
+                raise BuildError("sizes-invalid", f"sizes: {name}={size} is not a positive whole number")
         doubles = sorted({size for size in sizes if list(sizes).count(size) > 1})
         if doubles:
-            raise SizesInvalid(f"sizes: {name}={doubles[0]} is given twice")
+            raise BuildError("sizes-invalid", f"sizes: {name}={doubles[0]} is given twice")
         found[name] = tuple(sorted(sizes))
     for name in dimensions:
         if name not in found:
-            raise SizesInvalid(f"sizes: no size for dimension {name!r}", f"add --sizes {name}=1,8")
+            raise BuildError("sizes-invalid", f"sizes: no size for dimension {name!r}", f"add --sizes {name}=1,8")
     return {name: found[name] for name in dimensions}
 
 
 def count_keys(sizes: Mapping[str, Sequence[int]], limit: int) -> int:
-    """The number of int_keys.  Raises TooManyKeys beyond `limit`."""
+    """The number of int_keys.  Raises too-many-keys beyond `limit`."""
     keys = prod(len(values) for values in sizes.values())
     if keys > limit:
         factors = " x ".join(f"{len(values)} {name}" for name, values in sizes.items())
-        raise TooManyKeys(
-            f"sizes: {factors} makes {keys} int_keys, more than {limit}", f"give fewer sizes, or allow it with --max-keys {keys}"
+        raise BuildError(
+            "too-many-keys",
+            f"sizes: {factors} makes {keys} int_keys, more than {limit}",
+            f"give fewer sizes, or allow it with --max-keys {keys}",
         )
     return keys
 
@@ -73,15 +77,19 @@ def _whole(value: object) -> int:
     try:
         return int(str(value))
     except ValueError:
-        raise SizesInvalid(f"sizes: {value!r} is not a whole number") from None
+        raise BuildError("sizes-invalid", f"sizes: {value!r} is not a whole number") from None
 
 
 def _only(dimensions: Sequence[str]) -> str:
     if len(dimensions) == 1:
         return dimensions[0]
     if not dimensions:
-        raise SizesInvalid("sizes: the model declares no dimension", "inputs() takes no parameter: leave --sizes out")
+        raise BuildError(
+            "sizes-invalid", "sizes: the model declares no dimension", "inputs() takes no parameter: leave --sizes out"
+        )
     example = " ".join(f"--sizes {name}=1,8" for name in dimensions)
-    raise SizesInvalid(
-        f"sizes: the model declares {len(dimensions)} dimensions ({', '.join(dimensions)}): name each", f"for example {example}"
+    raise BuildError(
+        "sizes-invalid",
+        f"sizes: the model declares {len(dimensions)} dimensions ({', '.join(dimensions)}): name each",
+        f"for example {example}",
     )

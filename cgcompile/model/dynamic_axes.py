@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from cgbundle.format.schema import Size
 
-from ..errors import DimensionUnused, ShapeIrregular, SourceInvalid
+from ..errors import ModelError
 from .source import Sample, Source, sample
 
 
@@ -21,7 +21,7 @@ def probe_sizes(sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
 def input_shapes(source: Source, sizes: Mapping[str, Sequence[int]]) -> list[tuple[Size, ...]]:
     """The shape of every input in terms of the declared dimensions.
 
-    Raises DimensionUnused, ShapeIrregular, or SourceInvalid when the nesting itself changes with a size.
+    Raises dimension-unused, shape-irregular, or source-invalid when the nesting itself changes with a size.
     """
     base = probe_sizes(sizes)
     first = sample(source, base)
@@ -38,15 +38,17 @@ def input_shapes(source: Source, sizes: Mapping[str, Sequence[int]]) -> list[tup
                 points = [(base[name], tensor.shape[axis]), *[(value, other.tensors[index].shape[axis]) for value, other in probes]]
                 rule = _line(points)
                 if rule is None or (rule != (0, tensor.shape[axis]) and not isinstance(shapes[index][axis], int)):
-                    raise ShapeIrregular(
+                    raise ModelError(
+                        "shape-irregular",
                         f"{source.label}: input {path!r}, axis {axis}: sizes {[size for _, size in points]} at {name}="
-                        f"{[value for value, _ in points]} are not a multiple of one dimension plus a constant"
+                        f"{[value for value, _ in points]} are not a multiple of one dimension plus a constant",
                     )
                 if rule[0]:
                     used = True
                     shapes[index][axis] = expression(name, *rule)
         if not used:
-            raise DimensionUnused(
+            raise ModelError(
+                "dimension-unused",
                 f"{source.label}: dimension {name!r} changes no shape of the inputs",
                 f"use {name} in a shape, or remove the parameter",
             )
@@ -71,4 +73,6 @@ def _line(points: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
 def _same_structure(source: Source, first: Sample, other: Sample, name: str) -> None:
     same = first.call == other.call and [tensor.dim() for tensor in first.tensors] == [tensor.dim() for tensor in other.tensors]
     if not same or [tensor.dtype for tensor in first.tensors] != [tensor.dtype for tensor in other.tensors]:
-        raise SourceInvalid(f"{source.label}: the nesting, ranks, dtypes or constants of the inputs change with {name}")
+        raise ModelError(
+            "source-invalid", f"{source.label}: the nesting, ranks, dtypes or constants of the inputs change with {name}"
+        )

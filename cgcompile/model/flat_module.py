@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import Tree
 
-from ..errors import StateChanged
+from ..errors import ModelError
 from ..util.raw_bytes import raw
 from .device_tracking import placing
 from .pytree import Leaf, describe, rebuild
@@ -61,13 +61,15 @@ class Flat(torch.nn.Module):
 
 def _written_back(owner: Any, leaf: str, tensor: torch.Tensor) -> None:
     """Makes a buffer that forward() assigned (`self.steps = self.steps + 1`) a write to the one that was there: torch.export drops
-    assignments in modules below the outermost one (seen with 2.11 and 2.13).  Raises StateChanged for one of another kind."""
+    assignments in modules below the outermost one (seen with 2.11 and 2.13).  Raises state-changed for one of another kind."""
     now = owner._buffers[leaf]
     if now is tensor:
         return
     if now is None or now.shape != tensor.shape or now.dtype != tensor.dtype:
         got = "None" if now is None else f"{now.dtype} {list(now.shape)}"
-        raise StateChanged(f"forward() assigns {got} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}")
+        raise ModelError(
+            "state-changed", f"forward() assigns {got} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}"
+        )
     tensor.copy_(now)
     owner._buffers[leaf] = tensor
 

@@ -11,27 +11,29 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..errors import SourceInvalid, SourceMissing
+from ..errors import BuildError, ModelError
 from .source import Source, first_line
 
 
 def load_saved(label: str) -> Source:
-    """Raises SourceMissing, SourceInvalid.
+    """Raises source-missing, source-invalid.
 
     Dimensions are named `dim0`, `dim1`, ... in the order in which they first occur in the inputs' shapes (a .pt2 keeps no
     names), or `batch` where there is one.  Inputs are drawn like the program's own example inputs: floats normal, integers
     within the examples' range.
     """
     if not os.path.isfile(label):
-        raise SourceMissing(f"{label}: no such file")
+        raise BuildError("source-missing", f"{label}: no such file")
     from . import device_tracking as placing  # noqa: F401 (a program may hold the operators that mark moves between devices)
 
     try:
         program = torch.export.load(label)
     except Exception as error:
-        raise SourceInvalid(f"{label}: torch.export.load failed: {type(error).__name__}: {first_line(error)}") from error
+        raise ModelError(
+            "source-invalid", f"{label}: torch.export.load failed: {type(error).__name__}: {first_line(error)}"
+        ) from error
     if program.example_inputs is None:
-        raise SourceInvalid(f"{label}: the program was saved without example inputs")
+        raise ModelError("source-invalid", f"{label}: the program was saved without example inputs")
     user = set(program.graph_signature.user_inputs)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
     symbols: list[Any] = []

@@ -9,7 +9,7 @@ import torch
 
 from cgbundle.format.schema import DTYPES, Tree
 
-from ..errors import DtypeUnsupported, StructureUnsupported
+from ..errors import ModelError
 
 Leaf = tuple[str, torch.Tensor]
 """A tensor with its path, such as `cache.0.key`."""
@@ -18,7 +18,7 @@ Leaf = tuple[str, torch.Tensor]
 def describe(value: Any, path: str, leaves: list[Leaf]) -> Tree:
     """The tree of `value`; its tensors are appended to `leaves`.
 
-    Raises StructureUnsupported for a type that JSON cannot describe, DtypeUnsupported for tensors that a bundle cannot hold.
+    Raises structure-unsupported for a type that JSON cannot describe, dtype-unsupported for tensors that a bundle cannot hold.
     """
     if isinstance(value, torch.Tensor):
         _check_tensor(value, path)
@@ -35,9 +35,10 @@ def describe(value: Any, path: str, leaves: list[Leaf]) -> Tree:
     if isinstance(value, Mapping):
         for key in value:
             if type(key) not in (str, int):
-                raise StructureUnsupported(f"{path}: the key {key!r} of a dict is neither text nor a number")
+                raise ModelError("structure-unsupported", f"{path}: the key {key!r} of a dict is neither text nor a number")
         return {"dict": [[key, describe(item, join(path, str(key)), leaves)] for key, item in value.items()]}
-    raise StructureUnsupported(
+    raise ModelError(
+        "structure-unsupported",
         f"{path}: {type(value).__module__}.{type(value).__qualname__} cannot be described in a bundle",
         "use tensors, None, numbers, text, and tuples, lists, dicts or named tuples of them",
     )
@@ -66,9 +67,9 @@ def join(path: str, part: str) -> str:
 
 def _check_tensor(value: torch.Tensor, path: str) -> None:
     if dtype_name(value.dtype) not in DTYPES:
-        raise DtypeUnsupported(f"{path}: dtype {value.dtype} cannot be held in a bundle")
+        raise ModelError("dtype-unsupported", f"{path}: dtype {value.dtype} cannot be held in a bundle")
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-        raise DtypeUnsupported(f"{path}: expected a dense tensor, got layout {value.layout}")
+        raise ModelError("dtype-unsupported", f"{path}: expected a dense tensor, got layout {value.layout}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

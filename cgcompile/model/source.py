@@ -19,7 +19,7 @@ import torch
 
 from cgbundle.format.schema import Tree
 
-from ..errors import SourceInvalid, SourceMissing
+from ..errors import BuildError, ModelError
 from .pytree import Leaf, describe
 
 SEED = 0
@@ -54,10 +54,12 @@ class Sample:
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:
-    """Raises SourceMissing or SourceInvalid, with the user's file and line where it is their code that failed."""
+    """Raises source-missing or source-invalid, with the user's file and line where it is their code that failed."""
     if isinstance(model, torch.nn.Module):
         if inputs is None:
-            raise SourceInvalid("build(model, inputs): inputs, a function from the sizes to example inputs, is missing")
+            raise ModelError(
+                "source-invalid", "build(model, inputs): inputs, a function from the sizes to example inputs, is missing"
+            )
         name = type(model).__name__.lower()
         home = type(model).__module__
         return _source(name, f"{home}.{type(model).__qualname__}", "" if home == "__main__" else home, model, inputs)
@@ -77,12 +79,14 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
         return _from_module(
             attribute.rpartition(".")[2], label, path, path, _attribute(module, attribute, label), _member(module, "inputs", label)
         )
-    raise SourceMissing(f"{label}: no such model", "give a model.py, package.module:attribute, or a saved program.pt2")
+    raise BuildError(
+        "source-missing", f"{label}: no such model", "give a model.py, package.module:attribute, or a saved program.pt2"
+    )
 
 
 def load_code(code: str) -> None:
     """Imports `Source.code`, which may register operators, without making the model: for processes that load the exported program.
-    Raises SourceMissing, SourceInvalid."""
+    Raises source-missing, source-invalid."""
     if code.endswith(".py"):
         _load_file(code)
     elif code:
@@ -90,7 +94,7 @@ def load_code(code: str) -> None:
 
 
 def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample:
-    """The inputs at `sizes`, drawn after seeding torch with `seed`.  Raises SourceInvalid when inputs() fails or gives
+    """The inputs at `sizes`, drawn after seeding torch with `seed`.  Raises source-invalid when inputs() fails or gives
     something that is no input."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -106,8 +110,9 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
     elif isinstance(given, Mapping):
         kwargs = dict(given)
     else:
-        raise SourceInvalid(
-            f"{source.label}: inputs() gave {type(given).__name__}, expected a tuple (positional) or a dict (by name)"
+        raise ModelError(
+            "source-invalid",
+            f"{source.label}: inputs() gave {type(given).__name__}, expected a tuple (positional) or a dict (by name)",
         )
     leaves: list[Leaf] = []
     call = {"call": [[name, describe(value, name, leaves)] for name, value in _bind(source, args, kwargs)]}
@@ -138,14 +143,14 @@ def is_user_file(filename: str) -> bool:
 
 def _source(name: str, label: str, code: str, model: Any, inputs: Callable[..., Any]) -> Source:
     if not isinstance(model, torch.nn.Module):
-        raise SourceInvalid(f"{label}: the model is a {type(model).__name__}, expected a torch.nn.Module")
+        raise ModelError("source-invalid", f"{label}: the model is a {type(model).__name__}, expected a torch.nn.Module")
     return Source(name=name, label=label, code=code, model=model, inputs=inputs, dimensions=_dimensions(inputs, label))
 
 
 def _from_module(name: str, label: str, code: str, where: str, maker: Any, inputs: Any) -> Source:
     made = maker if isinstance(maker, torch.nn.Module) else _call(maker, "model()", label)
     if not callable(inputs):
-        raise SourceInvalid(f"{where}: inputs is a {type(inputs).__name__}, expected a function")
+        raise ModelError("source-invalid", f"{where}: inputs is a {type(inputs).__name__}, expected a function")
     return _source(name, label, code, made, inputs)
 
 
@@ -153,7 +158,9 @@ def _dimensions(inputs: Callable[..., Any], label: str) -> tuple[str, ...]:
     names = []
     for parameter in inspect.signature(inputs).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise SourceInvalid(f"{label}: the parameter {parameter} of inputs() has no name to declare a dimension with")
+            raise ModelError(
+                "source-invalid", f"{label}: the parameter {parameter} of inputs() has no name to declare a dimension with"
+            )
         names.append(parameter.name)
     return tuple(names)
 
@@ -161,10 +168,10 @@ def _dimensions(inputs: Callable[..., Any], label: str) -> tuple[str, ...]:
 def _load_file(label: str) -> ModuleType:
     path = Path(label)
     if not path.is_file():
-        raise SourceMissing(f"{label}: {'a directory, not a model file' if path.is_dir() else 'no such file'}")
+        raise BuildError("source-missing", f"{label}: {'a directory, not a model file' if path.is_dir() else 'no such file'}")
     spec = importlib.util.spec_from_file_location(f"cgcompile_model_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise SourceInvalid(f"{label}: not a Python file")
+        raise ModelError("source-invalid", f"{label}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up
     folder = str(path.resolve().parent)
@@ -183,14 +190,14 @@ def _import(path: str, label: str) -> ModuleType:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
             return _import(path, label)
-        raise SourceMissing(f"{label}: no module {path!r}")
+        raise BuildError("source-missing", f"{label}: no module {path!r}")
     module: ModuleType = _call(importlib.import_module, "importing it", label, path)
     return module
 
 
 def _member(module: ModuleType, name: str, label: str) -> Any:
     if not hasattr(module, name):
-        raise SourceInvalid(f"{label}: no {name}() in it", f"a model file defines {_EXAMPLES[name]}")
+        raise ModelError("source-invalid", f"{label}: no {name}() in it", f"a model file defines {_EXAMPLES[name]}")
     return getattr(module, name)
 
 
@@ -201,7 +208,7 @@ def _attribute(module: ModuleType, attribute: str, label: str) -> Any:
     value: Any = module
     for part in attribute.split("."):
         if not hasattr(value, part):
-            raise SourceMissing(f"{label}: module {module.__name__!r} has no attribute {attribute!r}")
+            raise BuildError("source-missing", f"{label}: module {module.__name__!r} has no attribute {attribute!r}")
         value = getattr(value, part)
     return value
 
@@ -212,10 +219,10 @@ def _call(function: Callable[..., Any], what: str, label: str, *args: Any, **kwa
         return function(*args, **kwargs)
     except SyntaxError as error:
         where = f"{os.path.relpath(error.filename)}:{error.lineno}" if error.filename else label
-        raise SourceInvalid(f"{where}: {error.msg}: {(error.text or '').strip()}") from None
+        raise ModelError("source-invalid", f"{where}: {error.msg}: {(error.text or '').strip()}") from None
     except Exception as error:
-        raise SourceInvalid(
-            f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
+        raise ModelError(
+            "source-invalid", f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
         ) from error
 
 
@@ -229,7 +236,7 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     try:
         bound = inspect.signature(source.model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise SourceInvalid(f"{source.label}: inputs() does not fit the model's forward(): {error}") from None
+        raise ModelError("source-invalid", f"{source.label}: inputs() does not fit the model's forward(): {error}") from None
     given = set(bound.arguments)
     bound.apply_defaults()
     pairs: list[tuple[str, Any]] = []

@@ -18,6 +18,7 @@ from cgbundle.format.schema import CODE, Exam, Program, Proof, Region, Target, V
 from cgbundle.tables.recording import Recording
 
 from ..bundle.emit import eager_exam, write_exam
+from ..errors import BuildError
 from ..model.source import all_keys, sample
 from ..targets.architectures import Arch, arch
 from ..targets.cuda.files import program as row
@@ -36,7 +37,6 @@ from .assemble.lifetimes import check_plan
 from .assemble.merge import Piece, merge, whole
 from .assemble.rows import Graph, assemble_chain
 from .compile.kernels import Compiled, compile_variants
-from .errors import CacheUnsafe
 from .interpret.interpret import interpret
 from .lower.jobs import Name, lower_all
 from .proof import kernel_sources, make_task, make_trial, proved
@@ -66,7 +66,7 @@ class _Layout:
 def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.
 
-    Raises the refusals of trace/errors.py, those of `mixed`, and ProofFailed when an interpreted key is further from eager PyTorch
+    Raises the refusals of trace/errors.py, those of `mixed`, and proof-failed when an interpreted key is further from eager PyTorch
     than the dtype allows.
     """
     target, program = arch(job.target), job.exported.program
@@ -190,13 +190,13 @@ def _compile(traced: Mapping[Key, Traced], target: Arch, tell: object) -> dict[V
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept by content, for the next build: CGCOMPILE_CACHE, else cgcompile in XDG_CACHE_HOME or
-    ~/.cache.  Raises CacheUnsafe when it is not the user's own: what is in it becomes part of bundles."""
+    ~/.cache.  Raises cache-unsafe when it is not the user's own: what is in it becomes part of bundles."""
     named = os.environ.get("CGCOMPILE_CACHE")
     folder = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cgcompile"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = folder.stat()
     if about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise CacheUnsafe(f"{folder}: others can write to the folder of compiled kernels")
+        raise BuildError("cache-unsafe", f"{folder}: others can write to the folder of compiled kernels")
     return folder
 
 

@@ -16,7 +16,7 @@ from cgbundle.format.schema import Program, Proof, Value, Weight
 from cgbundle.tables.recording import Recording
 
 from ..bundle.emit import KeyExam
-from ..errors import ProofFailed
+from ..errors import BuildError
 from ..partition.regions import run
 from ..targets.cuda.host_regions import Mixed
 from ..targets.cuda.tensors import row_major
@@ -98,7 +98,7 @@ def make_task(
 
 
 def proved(proof: Proof, trial: Trial, outcomes: Sequence[Outcome]) -> Proof:
-    """`proof` as the outcome of its key makes it, itself when there is none.  Raises ProofFailed when anything that was read is
+    """`proof` as the outcome of its key makes it, itself when there is none.  Raises proof-failed when anything that was read is
     further from eager PyTorch than the proof's tolerance."""
     found = [outcome for outcome in outcomes if outcome.key == trial.key]
     if not found:
@@ -110,7 +110,8 @@ def proved(proof: Proof, trial: Trial, outcomes: Sequence[Outcome]) -> Proof:
     errors += [_error(want, got) for want, got in zip(trial.outputs, made, strict=True)]
     error = max(errors, default=0.0)
     if not error <= proof.tolerance:
-        raise ProofFailed(
+        raise BuildError(
+            "proof-failed",
             f"int_key {proof.key}: the interpreted kernels differ from eager PyTorch by {error:.1e}, allowed {proof.tolerance:.1e}",
             "nothing was published; please report this model",
         )

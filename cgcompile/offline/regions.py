@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.export import ExportedProgram
 
+from ..errors import BuildError
 from ..model.source import first_line
 from ..partition.regions import Link
 from ..targets.cuda.host_regions import Mixed
 from ..targets.cuda.memory_layout import dense_strides
-from .errors import LoweringBroken
 from .lower.jobs import Name, Work
 from .traced import Key
 
@@ -26,7 +26,7 @@ def whole_works(program: ExportedProgram, calls: Mapping[Key, Sequence[torch.Ten
 
 def region_works(mixed: Mixed) -> dict[Name, Work]:
     """Every graph region at every key.  What another region reads has the strides that eager PyTorch gives it, dense ones where
-    these leave gaps: the regions are lowered apart and must agree.  Raises LoweringBroken."""
+    these leave gaps: the regions are lowered apart and must agree.  Raises lowering-broken."""
     read = {name for part in mixed.parts.regions for name in part.inputs}
     works = {}
     for key, chain in mixed.chains.items():
@@ -50,6 +50,7 @@ def _exported(link: Link, key: Key, given: Sequence[torch.Tensor]) -> ExportedPr
         with torch.no_grad():
             return torch.export.export(link.module, tuple(given), strict=False)
     except Exception as error:
-        raise LoweringBroken(
-            f"int_key {key}, {link.part.name}: torch.export cannot take it alone: {type(error).__name__}: {first_line(error)}"
+        raise BuildError(
+            "lowering-broken",
+            f"int_key {key}, {link.part.name}: torch.export cannot take it alone: {type(error).__name__}: {first_line(error)}",
         ) from error

@@ -35,7 +35,7 @@ def region_modules(program: ExportedProgram, parts: Partition, tensors: Sequence
     strides and dtype at this key, and so is every other node's whose size is known.  A region never writes to its inputs: one that
     it would is cloned first.  A region without operations returns its inputs.
 
-    Raises InputsUnlike.
+    Raises inputs-unlike.
     """
     known = roles(program)
     sizes = bindings(program, tensors)
@@ -143,7 +143,7 @@ class _Region:
 
 
 def number_of(node: Node, sizes: Bindings) -> Any:
-    """The value of a node that the sizes of the call decide.  Raises InputsUnlike."""
+    """The value of a node that the sizes of the call decide.  Raises inputs-unlike."""
     if node.op == "placeholder":
         return None if node.meta.get("val") is None else number(node.meta["val"], sizes)
     value = node.meta["val"]

@@ -28,7 +28,7 @@ class Link:
 
 
 def links(program: ExportedProgram, parts: Partition, tensors: Sequence[torch.Tensor]) -> tuple[Link, ...]:
-    """The regions in order; `tensors` have the sizes of the key's inputs.  Raises InputsUnlike."""
+    """The regions in order; `tensors` have the sizes of the key's inputs.  Raises inputs-unlike."""
     modules = region_modules(program, parts, tensors)
     on_host = {name for part in parts.regions if part.kind == "host" for name in part.inputs}
     return tuple([_link(part, module, on_host) for part, module in zip(parts.regions, modules, strict=True)])

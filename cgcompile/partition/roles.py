@@ -19,8 +19,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
+from ..errors import ModelError
 from ..model.source import is_user_file
-from .errors import DataDependentOutput, ProgramUnsupported
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ Roles = dict[Node, Role]
 
 
 def roles(program: ExportedProgram) -> Roles:
-    """The role of every node of `program.graph`.  Raises ProgramUnsupported, DataDependentOutput."""
+    """The role of every node of `program.graph`.  Raises program-unsupported, data-dependent-output."""
     made: Roles = {}
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
@@ -73,7 +73,7 @@ def roles(program: ExportedProgram) -> Roles:
             elif spec.kind is InputKind.USER_INPUT:
                 made[node] = Role.INPUT if isinstance(spec.arg, TensorArgument) else Role.NUMBER
             else:
-                raise ProgramUnsupported(f"input {node.name!r} of the program is of the kind {spec.kind.name}")
+                raise ModelError("program-unsupported", f"input {node.name!r} of the program is of the kind {spec.kind.name}")
         elif node.op == "get_attr":
             made[node] = Role.PART
         elif node.op == "output":
@@ -82,11 +82,12 @@ def roles(program: ExportedProgram) -> Roles:
             made[node] = _of_call(node, made)
     for spec in program.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT:
-            raise ProgramUnsupported(f"output {spec.arg.name!r} of the program is of the kind {spec.kind.name}")
+            raise ModelError("program-unsupported", f"output {spec.arg.name!r} of the program is of the kind {spec.kind.name}")
     for node in results(program):
         if made[node] in (Role.LOOSE, Role.NUMBER):
-            raise DataDependentOutput(
-                f"{_place(node) or 'model'}: the output {node.name!r} of the program is a number or has a size that depends on data"
+            raise ModelError(
+                "data-dependent-output",
+                f"{_place(node) or 'model'}: the output {node.name!r} of the program is a number or has a size that depends on data",
             )
     return made
 

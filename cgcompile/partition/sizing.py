@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from .errors import InputsUnlike
+from ..errors import BuildError
 from .roles import is_free
 
 LIGHT = 16384
@@ -25,7 +25,7 @@ Bindings = Mapping[Any, int]
 
 
 def bindings(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
-    """The symbols of the program's inputs at the sizes of `tensors`.  Raises InputsUnlike."""
+    """The symbols of the program's inputs at the sizes of `tensors`.  Raises inputs-unlike."""
     names = program.graph_signature.user_inputs
     inputs = [
         node
@@ -33,19 +33,20 @@ def bindings(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> dict[
         if node.op == "placeholder" and node.name in names and isinstance(node.meta.get("val"), torch.Tensor)
     ]
     if len(inputs) != len(tensors):
-        raise InputsUnlike(f"the program takes {len(inputs)} tensors, the call has {len(tensors)}")
+        raise BuildError("inputs-unlike", f"the program takes {len(inputs)} tensors, the call has {len(tensors)}")
     found: dict[Any, int] = {}
     for node, tensor in zip(inputs, tensors, strict=True):
         seen = node.meta["val"]
         if (seen.dtype, seen.dim()) != (tensor.dtype, tensor.dim()):
-            raise InputsUnlike(
-                f"input {node.name!r} is {tensor.dtype} with {tensor.dim()} axes, expected {seen.dtype} with {seen.dim()}"
+            raise BuildError(
+                "inputs-unlike",
+                f"input {node.name!r} is {tensor.dtype} with {tensor.dim()} axes, expected {seen.dtype} with {seen.dim()}",
             )
         for axis, (size, actual) in enumerate(zip(seen.shape, tensor.shape, strict=True)):
             if isinstance(size, torch.SymInt):
                 _bind(f"input {node.name!r}, axis {axis}", size.node.expr, actual, found)
             elif size != actual:
-                raise InputsUnlike(f"input {node.name!r}, axis {axis}: {actual}, expected {size}")
+                raise BuildError("inputs-unlike", f"input {node.name!r}, axis {axis}: {actual}, expected {size}")
     return found
 
 
@@ -56,16 +57,18 @@ def _bind(where: str, expr: Any, actual: int, found: dict[Any, int]) -> None:
     step = int(expr.subs(symbol, 1)) - shift
     value, rest = divmod(actual - shift, step)
     if rest or found.setdefault(symbol, value) != value:
-        raise InputsUnlike(f"{where}: {actual} is not {expr}" + ("" if rest else f" with {symbol} = {found[symbol]}"))
+        raise BuildError(
+            "inputs-unlike", f"{where}: {actual} is not {expr}" + ("" if rest else f" with {symbol} = {found[symbol]}")
+        )
 
 
 def number(value: Any, known: Bindings) -> Any:
-    """A size, or number made of sizes, as a Python number.  Raises InputsUnlike for a symbol that no input decides."""
+    """A size, or number made of sizes, as a Python number.  Raises inputs-unlike for a symbol that no input decides."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
     made = value.node.expr.subs(known) if hasattr(value.node.expr, "subs") else value.node.expr
     if getattr(made, "free_symbols", None):
-        raise InputsUnlike(f"the size {value} is not decided by the inputs")
+        raise BuildError("inputs-unlike", f"the size {value} is not decided by the inputs")
     if isinstance(value, torch.SymBool):
         return bool(made)
     return int(made) if isinstance(value, torch.SymInt) else float(made)

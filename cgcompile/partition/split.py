@@ -15,8 +15,8 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..errors import BuildError
 from .cuts import Kind, Layer, cut
-from .errors import NodeUnknown
 from .roles import Role, Roles, higher_order, is_free, is_view, marker, needs_host, parts, results, roles
 from .sizing import weigh
 from .units import units
@@ -72,7 +72,7 @@ def partition(program: ExportedProgram, placements: Mapping[str, str], small: in
     On the host are also: what reads a number of the host or a tensor whose size depends on data, control flow, copies to the host,
     and whatever writes tie to one of these.  A name inside a module of a higher-order operator places the operator.
 
-    Raises NodeUnknown, ProgramUnsupported, DataDependentOutput.
+    Raises node-unknown, program-unsupported, data-dependent-output.
     """
     known = roles(program)
     placed = _placed(program, known, placements)
@@ -88,7 +88,7 @@ def partition(program: ExportedProgram, placements: Mapping[str, str], small: in
 
 
 def _placed(program: ExportedProgram, known: Roles, placements: Mapping[str, str]) -> dict[Node, str]:
-    """Raises NodeUnknown."""
+    """Raises node-unknown."""
     names = {node.name: node for node in known}
     inner = {
         each.name: node
@@ -99,9 +99,9 @@ def _placed(program: ExportedProgram, known: Roles, placements: Mapping[str, str
     }
     for name in placements:
         if name not in names and name not in inner:
-            raise NodeUnknown(f"the program has no node {name!r}")
+            raise BuildError("node-unknown", f"the program has no node {name!r}")
         if name in names and names[name].op != "call_function":
-            raise NodeUnknown(f"node {name!r} is no operation")
+            raise BuildError("node-unknown", f"node {name!r} is no operation")
     return {names.get(name) or inner[name]: reason for name, reason in placements.items()}
 
 

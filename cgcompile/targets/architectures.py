@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import TargetUnavailable
+from ..errors import BuildError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -91,8 +91,10 @@ ARCHES = (
 
 
 def arch(name: str) -> Arch:
-    """The target `name`, such as "sm_90".  Raises TargetUnavailable."""
+    """The target `name`, such as "sm_90".  Raises target-unavailable."""
     for row in ARCHES:
         if row.name == name:
             return row
-    raise TargetUnavailable(f"target {name!r}: no such architecture", f"there are {', '.join(row.name for row in ARCHES)}")
+    raise BuildError(
+        "target-unavailable", f"target {name!r}: no such architecture", f"there are {', '.join(row.name for row in ARCHES)}"
+    )

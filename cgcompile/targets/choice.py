@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import TargetUnavailable
+from ..errors import BuildError
 from .architectures import arch
 
 LOWERINGS = ("eager", "inductor", "max-autotune")
@@ -26,7 +26,7 @@ class Chosen:
 
 
 def choose(target: str, lower: str, specialize: str = "size", recorder: str = "auto", prove: str = "interpret") -> Chosen:
-    """What is built, and how.  Raises TargetUnavailable.
+    """What is built, and how.  Raises target-unavailable.
 
     A GPU that is here is captured; for every other architecture, or with recorder="trace", launches are traced.
     """
@@ -37,7 +37,7 @@ def choose(target: str, lower: str, specialize: str = "size", recorder: str = "a
         ("prove", prove, PROVE),
     ):
         if value not in known:
-            raise TargetUnavailable(f"{name} {value!r}: expected one of {', '.join(known)}")
+            raise BuildError("target-unavailable", f"{name} {value!r}: expected one of {', '.join(known)}")
     here = _here()
     if target not in ("auto", "cpu", "cuda", here):
         arch(target)  # raises where there is no such architecture
@@ -45,14 +45,16 @@ def choose(target: str, lower: str, specialize: str = "size", recorder: str = "a
         return _cpu(lower, specialize, recorder)
     wanted = here if target in ("auto", "cuda") else target
     if not wanted:
-        raise TargetUnavailable(
+        raise BuildError(
+            "target-unavailable",
             f"target {target}: there is no GPU on this machine",
             "name the GPU that the bundle is for: --target sm_90 (H100, H200), sm_80 (A100), ...",
         )
     if wanted == here and recorder != "trace":
         return Chosen(target=wanted, recorder="capture", runs_here=True)
     if recorder == "capture":
-        raise TargetUnavailable(
+        raise BuildError(
+            "target-unavailable",
             f"target {target}: this machine {f'has {here}' if here else 'has no GPU'}, and only a GPU that is here can be captured",
             "leave --record out: the launches are then traced",
         )
@@ -69,27 +71,35 @@ def _here() -> str:
 
 def _cpu(lower: str, specialize: str, recorder: str) -> Chosen:
     if lower != "inductor":
-        raise TargetUnavailable(
-            f"lower {lower!r}: the cpu target has one lowering, inductor", "leave --lower out, or build for a GPU"
+        raise BuildError(
+            "target-unavailable",
+            f"lower {lower!r}: the cpu target has one lowering, inductor",
+            "leave --lower out, or build for a GPU",
         )
     if specialize != "size":
-        raise TargetUnavailable(
-            f"specialize {specialize!r}: the cpu target always has one lowering for all sizes", "leave --specialize out"
+        raise BuildError(
+            "target-unavailable",
+            f"specialize {specialize!r}: the cpu target always has one lowering for all sizes",
+            "leave --specialize out",
         )
     if recorder != "auto":
-        raise TargetUnavailable(f"record {recorder!r}: the cpu target records nothing", "leave --record out, or build for a GPU")
+        raise BuildError(
+            "target-unavailable", f"record {recorder!r}: the cpu target records nothing", "leave --record out, or build for a GPU"
+        )
     return Chosen(target="cpu", recorder="host", runs_here=True)
 
 
 def _trace(wanted: str, lower: str, specialize: str, runs_here: bool) -> Chosen:
     arch(wanted)  # raises for a GPU that is here, but whose properties nobody wrote down
     if lower != "inductor":
-        raise TargetUnavailable(
+        raise BuildError(
+            "target-unavailable",
             f"lower {lower!r}: a build for {wanted} without that GPU has one lowering, inductor with everything in Triton",
             f"leave --lower out, or build on a machine with a GPU of {wanted}",
         )
     if specialize != "size":
-        raise TargetUnavailable(
+        raise BuildError(
+            "target-unavailable",
             f"specialize {specialize!r}: a build for {wanted} without that GPU lowers every size for itself",
             "leave --specialize out",
         )

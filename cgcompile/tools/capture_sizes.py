@@ -25,7 +25,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
-from ..errors import LimitInvalid, TraceColumnUnknown, TraceInvalid, TraceMissing
+from ..errors import BuildError
 
 STDIN = "-"
 """The path that means standard input."""
@@ -58,13 +58,15 @@ def read_trace(path: str, column: str | None = None) -> Counter[int]:
     """How often each size occurs in a file of one size per line, or in a column of a file with a header and values separated by
     commas, semicolons or tabs.  `path` may be "-" for standard input; empty lines are skipped.
 
-    Raises TraceMissing, TraceInvalid (with the line), TraceColumnUnknown.
+    Raises request-log-missing, request-log-invalid (with the line), request-log-column-unknown.
     """
     where = "standard input" if path == STDIN else path
     text = _read(path)
     found = _lines(text, where) if column is None else _column(text, column, where)
     if not found:
-        raise TraceInvalid(f"{where}: no sizes", "give one request size per line, or a CSV file and --column NAME")
+        raise BuildError(
+            "request-log-invalid", f"{where}: no sizes", "give one request size per line, or a CSV file and --column NAME"
+        )
     return found
 
 
@@ -72,13 +74,13 @@ def propose(counts: Mapping[int, int], most: int, multiple: int = 1) -> tuple[Pr
     """The best choice of 1, 2, ... `most` capture sizes, all multiples of `multiple`, for requests that occur as `counts` says
     (size -> how often, both positive); fewer proposals where more sizes would save nothing.
 
-    n distinct sizes take O(n * most) time and n * most * 8 bytes.  Raises LimitInvalid, and TraceInvalid for no counts.
+    n distinct sizes take O(n * most) time and n * most * 8 bytes.  Raises limit-invalid, and request-log-invalid for no counts.
     """
     for name, limit in (("the number of sizes", most), ("the multiple", multiple)):
         if limit < 1:
-            raise LimitInvalid(f"{name} is {limit}, expected at least 1")
+            raise BuildError("limit-invalid", f"{name} is {limit}, expected at least 1")
     if not counts:
-        raise TraceInvalid("the trace: no sizes")
+        raise BuildError("request-log-invalid", "the trace: no sizes")
     rounded: Counter[int] = Counter()
     for size, count in counts.items():
         rounded[-(-size // multiple) * multiple] += count
@@ -105,7 +107,7 @@ def _read(path: str) -> str:
             with open(path, "rb") as file:
                 data = file.read()
     except FileNotFoundError:
-        raise TraceMissing(f"{path}: no such file") from None
+        raise BuildError("request-log-missing", f"{path}: no such file") from None
     return data.decode("utf-8-sig", "replace")
 
 
@@ -117,14 +119,14 @@ def _lines(text: str, where: str) -> Counter[int]:
     line, cell = next((line, cell) for line, cell in enumerate(cells, 1) if cell and not _sound(cell))
     names = _heads(text) if line == 1 else []
     hint = f"name the column that holds the sizes: --column {shlex.quote(names[-1])}" if any(map(str.isidentifier, names)) else ""
-    raise TraceInvalid(f"{where}: line {line}: {_problem(cell)}", hint)
+    raise BuildError("request-log-invalid", f"{where}: line {line}: {_problem(cell)}", hint)
 
 
 def _column(text: str, column: str, where: str) -> Counter[int]:
     heads = _heads(text)
     if heads.count(column) != 1:
         problem = "more than one column" if column in heads else "no column"
-        raise TraceColumnUnknown(f"{where}: {problem} {column!r} (columns: {', '.join(heads) or 'none'})")
+        raise BuildError("request-log-column-unknown", f"{where}: {problem} {column!r} (columns: {', '.join(heads) or 'none'})")
     at = heads.index(column)
     rows = _rows(text)
     try:
@@ -136,10 +138,10 @@ def _column(text: str, column: str, where: str) -> Counter[int]:
         next(rows)
         cell = next(cell for row in rows if row and not _sound(cell := row[at].strip()))
     except IndexError:
-        raise TraceInvalid(f"{where}: line {rows.line_num}: no value in column {column!r}") from None
+        raise BuildError("request-log-invalid", f"{where}: line {rows.line_num}: no value in column {column!r}") from None
     except csv.Error as error:
-        raise TraceInvalid(f"{where}: line {rows.line_num}: {error}") from None
-    raise TraceInvalid(f"{where}: line {rows.line_num}: column {column!r}: {_problem(cell)}")
+        raise BuildError("request-log-invalid", f"{where}: line {rows.line_num}: {error}") from None
+    raise BuildError("request-log-invalid", f"{where}: line {rows.line_num}: column {column!r}: {_problem(cell)}")
 
 
 def _rows(text: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from ..errors import OperatorWithoutCode, TorchUnsupported
+from ..errors import BuildError, ModelError
 from ..model.source import Source, first_line
 
 OWN = frozenset({"aten", "prims", "prim", "quantized", "cgcompile"})
@@ -24,7 +24,7 @@ OWN = frozenset({"aten", "prims", "prim", "quantized", "cgcompile"})
 
 
 def inlined(program: ExportedProgram) -> ExportedProgram:
-    """The same program without operators that need Python at run time.  Raises OperatorWithoutCode, TorchUnsupported."""
+    """The same program without operators that need Python at run time.  Raises operator-without-code, torch-unsupported."""
     if any(node.target in SPELLED for node in program.graph.nodes):
         program = program.run_decompositions(dict(SPELLED))
     for _ in range(8):  # an operator may be written with others
@@ -33,14 +33,15 @@ def inlined(program: ExportedProgram) -> ExportedProgram:
             return program
         try:
             program = program.run_decompositions({op: _function(op) for op in operators})
-        except OperatorWithoutCode:
+        except ModelError:
             raise
         except Exception as error:
             names = ", ".join(sorted(op.name() for op in operators))
-            raise OperatorWithoutCode(
-                f"{names}: runs on the host without Python, and its code cannot be traced: {first_line(error)}"
+            raise ModelError(
+                "operator-without-code",
+                f"{names}: runs on the host without Python, and its code cannot be traced: {first_line(error)}",
             ) from error
-    raise OperatorWithoutCode(f"{', '.join(sorted(op.name() for op in custom_operators(program)))}: calls itself")
+    raise ModelError("operator-without-code", f"{', '.join(sorted(op.name() for op in custom_operators(program)))}: calls itself")
 
 
 def unique(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,11 +91,12 @@ def custom_operators(program: ExportedProgram) -> set[Any]:
 
 
 def code_of(source: Source, program: ExportedProgram) -> str:
-    """What another process must import before it loads the program ("": nothing).  Raises OperatorWithoutCode."""
+    """What another process must import before it loads the program ("": nothing).  Raises operator-without-code."""
     operators = custom_operators(program)
     if operators and not source.code:
         names = ", ".join(sorted(op.name() for op in operators))
-        raise OperatorWithoutCode(
+        raise ModelError(
+            "operator-without-code",
             f"{names}: registered where the processes of a build cannot import it",
             "put the model and its operators into a file of their own",
         )
@@ -106,12 +108,16 @@ def _function(op: Any) -> Callable[..., Any]:
     import torch._library.custom_ops as custom_ops
 
     if not hasattr(custom_ops, "OPDEFS"):
-        raise TorchUnsupported(
-            f"torch {torch.__version__} does not say what custom operators do; cgcompile was tested with 2.11 and 2.13"
+        raise BuildError(
+            "torch-unsupported",
+            f"torch {torch.__version__} does not say what custom operators do; cgcompile was tested with 2.11 and 2.13",
         )
     made = custom_ops.OPDEFS.get(f"{op.namespace}::{op._opname}")
     found = getattr(made, "_backend_fns", {})
     function: Callable[..., Any] | None = found.get("cpu") or found.get(None)
     if function is None:
-        raise OperatorWithoutCode(f"{op.name()}: runs on the host without Python, and has no Python code for the CPU to be traced")
+        raise ModelError(
+            "operator-without-code",
+            f"{op.name()}: runs on the host without Python, and has no Python code for the CPU to be traced",
+        )
     return function

@@ -15,7 +15,7 @@ import torch
 from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import DTYPES, Alias, Program, Value, Weight
 
-from ..errors import OutputsShared
+from ..errors import ModelError
 from ..model.flat_module import PREFIX, Flat
 from ..model.source import Source, all_keys, sample
 
@@ -58,7 +58,7 @@ class _Found:
 def find_aliases(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Shared, ...]:
     """What the outputs share at the sizes of every int_key; the model runs once where they share nothing.
 
-    Raises OutputsShared where it differs between sizes, or where two outputs overlap and neither holds the other.
+    Raises outputs-shared where it differs between sizes, or where two outputs overlap and neither holds the other.
     """
     keys = all_keys(sizes)
     state = frozenset(name.removeprefix(PREFIX) for name in exported.state)
@@ -74,9 +74,10 @@ def find_aliases(source: Source, exported: Exported, sizes: Mapping[str, tuple[i
     whole = [(each.output, each.memory, each.index, each.name) for each in first]
     for key, found in every.items():
         if [(each.output, each.memory, each.index, each.name) for each in found] != whole:
-            raise OutputsShared(
+            raise ModelError(
+                "outputs-shared",
                 f"{source.label}: which outputs share memory changes with the sizes ({keys[0]} and {key}): "
-                f"a reshape or contiguous() copies at some of them"
+                f"a reshape or contiguous() copies at some of them",
             )
     return tuple(
         [
@@ -98,7 +99,7 @@ def manifest_aliases(exported: Exported, weights: Sequence[Weight]) -> tuple[Ali
 
 def with_aliases(programs: tuple[Program, ...], exported: Exported, weights: Sequence[Weight]) -> tuple[Program, ...]:
     """The programs with the Values of outputs that share memory where the other one lies: on the cpu target in bytes from its first
-    element, in a GPU's bundle in its memory.  Raises OutputsShared where the compiled code lays the other one out otherwise than
+    element, in a GPU's bundle in its memory.  Raises outputs-shared where the compiled code lays the other one out otherwise than
     eager PyTorch."""
     return tuple([_placed(program, exported, weights) for program in programs]) if exported.aliases else programs
 
@@ -110,9 +111,10 @@ def _placed(program: Program, exported: Exported, weights: Sequence[Weight]) -> 
         memory, offset, strides = _home(each, program, weights)
         name = exported.outputs[each.output].name
         if not _alike(strides, look.base, each, program, weights):
-            raise OutputsShared(
+            raise ModelError(
+                "outputs-shared",
                 f"output {name!r}, int_key {program.key}: in eager PyTorch it shares memory with a tensor that the compiled "
-                f"code lays out otherwise"
+                f"code lays out otherwise",
             )
         if own.memory == "host":
             values[program.outputs[each.output]] = replace(own, offset=look.offset, strides=look.strides)
@@ -131,7 +133,7 @@ def _home(each: Shared, program: Program, weights: Sequence[Weight]) -> tuple[st
     if each.name:
         row = weights[_index(each, weights)]
         if row.offset == ELSEWHERE:
-            raise OutputsShared(f"an output shares memory with the weight {row.name!r}, which only the host has")
+            raise ModelError("outputs-shared", f"an output shares memory with the weight {row.name!r}, which only the host has")
         return row.memory, row.offset, row.strides
     value: Value = program.values[(program.inputs if each.memory == "inputs" else program.outputs)[each.index]]
     return value.memory, value.offset, value.strides
@@ -187,7 +189,9 @@ def _among(outputs: Sequence[torch.Tensor], loose: Iterable[int], names: Sequenc
                 if base in found or not _overlap(outputs[base], outputs[index]):
                     continue
                 if not _inside(outputs[index], outputs[base]):
-                    raise OutputsShared(f"outputs {names[base]!r} and {names[index]!r} overlap, and neither holds the other")
+                    raise ModelError(
+                        "outputs-shared", f"outputs {names[base]!r} and {names[index]!r} overlap, and neither holds the other"
+                    )
                 found[index] = _Found(
                     output=index, memory="outputs", index=base, name="", look=_look(outputs[index], outputs[base])
                 )
@@ -196,9 +200,11 @@ def _among(outputs: Sequence[torch.Tensor], loose: Iterable[int], names: Sequenc
 
 
 def _check_dtype(name: str, output: torch.Tensor, other: torch.Tensor) -> None:
-    """Raises OutputsShared for the same memory seen as another dtype (`view(dtype)`, `view_as_real`)."""
+    """Raises outputs-shared for the same memory seen as another dtype (`view(dtype)`, `view_as_real`)."""
     if output.dtype != other.dtype:
-        raise OutputsShared(f"output {name!r} sees memory as {output.dtype} that it shares with a tensor of {other.dtype}")
+        raise ModelError(
+            "outputs-shared", f"output {name!r} sees memory as {output.dtype} that it shares with a tensor of {other.dtype}"
+        )
 
 
 def _home_of(tensor: torch.Tensor) -> int:

@@ -13,19 +13,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import errors as build_errors
-from ..errors import BuildError
-from ..offline import errors
-from ..offline.errors import TraceError
+from ..errors import BuildError, named
 
 REFUSED = 3
-"""Exit status of a process whose answer is a refusal: (class name, message, hint)."""
+"""Exit status of a process whose answer is a refusal: (code, message, hint)."""
 
 
-def ask(module: str, request: object, place: Path, environment: Mapping[str, str], died: type[TraceError], what: str) -> Any:
+def ask(module: str, request: object, place: Path, environment: Mapping[str, str], died: str, what: str) -> Any:
     """The answer of `python -m MODULE` to a request; `place` with the suffixes .request, .answer and .log are its files.
 
-    Raises what the process refused, and `died`, naming `what` was asked for, when it ended without an answer.
+    Raises what the process refused, and an error of code `died`, naming `what` was asked for, when it ended without an answer.
     """
     path, log = place.with_name(f"{place.name}.request"), place.with_name(f"{place.name}.log")
     path.write_bytes(pickle.dumps(request))
@@ -47,11 +44,10 @@ def ask(module: str, request: object, place: Path, environment: Mapping[str, str
     if status not in (0, REFUSED):
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         last = lines[-1] if lines else "it wrote nothing"
-        raise died(f"{what}: the process ended with status {status}: {last}")
+        raise BuildError(died, f"{what}: the process ended with status {status}: {last}")
     found = pickle.loads(place.with_name(f"{place.name}.answer").read_bytes())
     if status == REFUSED:
-        name, message, hint = found
-        raise _named(name, message, hint, died)
+        raise named(*found)
     return found
 
 
@@ -61,11 +57,6 @@ def answer(place: str, work: Callable[[Any], object]) -> int:
     try:
         found, status = work(request), 0
     except BuildError as error:
-        found, status = (type(error).__name__, str(error), error.hint), REFUSED
+        found, status = (error.code, str(error), error.hint), REFUSED
     Path(f"{place}.answer").write_bytes(pickle.dumps(found))
     return status
-
-
-def _named(name: str, message: str, hint: str, died: type[TraceError]) -> BuildError:
-    found = getattr(errors, name, None) or getattr(build_errors, name, None)
-    return found(message, hint) if isinstance(found, type) and issubclass(found, BuildError) else died(message, hint)

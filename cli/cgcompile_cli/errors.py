@@ -13,8 +13,6 @@ from contextlib import contextmanager
 import typer
 
 from cgbundle.errors import CgbundleError
-from cgcompile.capture.errors import LoweringFailed, NotCapturable
-from cgcompile.errors import OutputExists, TooManyKeys
 
 from .output import complain
 
@@ -65,7 +63,7 @@ KEPT = ("--sizes", "--target", "--host-op")
 
 def hint(error: CgbundleError, arguments: Sequence[str]) -> str:
     """What to do about `error`, as something to type where the library's own hint speaks of Python, or of the user's command."""
-    spell = _SPELLED.get(type(error))
+    spell = _SPELLED.get(error.code)
     told = spell(error, arguments) if spell else error.hint
     return told.replace(COMMAND, again(arguments)) if arguments else told
 
@@ -110,9 +108,9 @@ def _is_kept(arguments: Sequence[str], place: int) -> bool:
 FLAGS = ("--strict", "--force", "--quiet", "-q", "--verbose", "-v", "--json")
 """Options of a build that take no value."""
 
-_SPELLED: dict[type, Callable[[CgbundleError, Sequence[str]], str]] = {
-    OutputExists: _exists,
-    TooManyKeys: _more_keys,
-    LoweringFailed: _easier,
-    NotCapturable: _cut,
+_SPELLED: dict[str, Callable[[CgbundleError, Sequence[str]], str]] = {
+    "output-exists": _exists,
+    "too-many-keys": _more_keys,
+    "lowering-failed": _easier,
+    "not-capturable": _cut,
 }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from cgbundle.errors import KeyMissing
+from cgbundle.errors import CallError
 from cgbundle.format.schema import Manifest
 
 from .output import listed
 
 
 def parse(manifest: Manifest, text: str) -> tuple[int, ...]:
-    """The recorded int_key that `text` names.  Raises KeyMissing with the recorded keys where there is none."""
+    """The recorded int_key that `text` names.  Raises key-missing with the recorded keys where there is none."""
     names = [dimension.name for dimension in manifest.dimensions]
     if "=" in text:
         given = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
@@ -23,7 +23,7 @@ def parse(manifest: Manifest, text: str) -> tuple[int, ...]:
     recorded = [program.key for program in manifest.programs]
     if key not in recorded:
         shape = f" ({' x '.join(names)})" if names else ""
-        raise KeyMissing(f"no int_key {text!r}: the bundle has {listed([spell(each) for each in recorded])}{shape}")
+        raise CallError("key-missing", f"no int_key {text!r}: the bundle has {listed([spell(each) for each in recorded])}{shape}")
     return key
 
 

@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive, codec, safetensors
 from cgcompile.bundle import emit
-from cgcompile.errors import PeerUnwritable, SourceMissing
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
 from cgcompile.export.weights import collect
@@ -28,6 +27,7 @@ from cgcompile.tools.bench.written import load, write
 from cgcompile.util.progress import Event
 from cgcompile_cli.main import app
 from tests.cpu.models import Everything, Image, everything_inputs, image_inputs
+from tests.raising import raises
 
 
 def bench(*arguments: object) -> Result:
@@ -118,7 +118,7 @@ def test_an_interrupt_keeps_what_was_measured(bundle: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_found_at_once(bundle: Path) -> None:
-    with pytest.raises(SourceMissing, match=r"nowhere\.py: no such model file"):
+    with raises("source-missing", match=r"nowhere\.py: no such model file"):
         measure(bundle, model="nowhere.py")
 
 
@@ -201,7 +201,7 @@ def test_buffers_that_calls_change_are_put_back(tmp_path: Path) -> None:
 
 def test_a_program_whose_operators_are_unknown_here_is_no_peer(tmp_path: Path) -> None:
     (tmp_path / archive.PROGRAM).write_bytes(b"PK, but not really\n")
-    with pytest.raises(PeerUnwritable, match=r"program\.pt2: torch\.export\.load failed"):
+    with raises("peer-unwritable", match=r"program\.pt2: torch\.export\.load failed"):
         load(str(tmp_path / archive.PROGRAM), "cpu")
 
 

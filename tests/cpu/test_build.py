@@ -18,6 +18,7 @@ from cgbundle.format import archive
 from cgbundle.format.safetensors import Mapped
 from cgbundle.validate import bundle as verify
 from tests.cpu.models import Everything, Image, State, everything_inputs, image_inputs
+from tests.raising import raises
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +183,12 @@ def test_another_processor_is_refused_before_anything_runs(bundle: Path) -> None
     from dataclasses import replace
 
     from cgbundle.cpu.backend import check_machine
-    from cgbundle.errors import WrongMachine
 
     target = archive.read_manifest(str(bundle)).target
     check_machine(target)
-    with pytest.raises(WrongMachine, match="lacks avx1024"):
+    with raises("wrong-machine", match="lacks avx1024"):
         check_machine(replace(target, features=(*target.features, "avx1024")))
-    with pytest.raises(WrongMachine, match="is for mips"):
+    with raises("wrong-machine", match="is for mips"):
         check_machine(replace(target, arch="mips"))
 
 

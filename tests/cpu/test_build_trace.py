@@ -11,19 +11,19 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from cgcompile.errors import CATALOGUE
+from tests.raising import raises
+
 pytest.importorskip("triton")
 
 import cgcompile
 from cgbundle import exam
 from cgbundle.cuda import device, driver, executors, memory, modules, weights
 from cgbundle.cuda import stream_order as order
-from cgbundle.errors import WrongArchitecture
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as verify
-from cgcompile.errors import OutputExists
 from cgcompile.offline import build as build_trace
-from cgcompile.offline.errors import OperationNeedsGpu
 from cgcompile.targets.architectures import ARCHES
 from cgcompile.targets.cuda.elf import EM_CUDA, read_cubin
 from cgcompile_cli import main
@@ -224,7 +224,7 @@ def test_another_gpu_is_refused_when_the_bundle_is_loaded(ampere: Path, monkeypa
     fake = FakeDriver(arch=(9, 0))
     for module in (device, driver, executors, memory, modules, order, weights):
         monkeypatch.setattr(module, "cu", fake)
-    with pytest.raises(WrongArchitecture, match=r"the bundle is for sm_80, device 0 \(Fake GPU\) is sm_90") as caught:
+    with raises("wrong-architecture", match=r"the bundle is for sm_80, device 0 \(Fake GPU\) is sm_90") as caught:
         device.open(read(ampere), ampere)
     assert caught.value.exit_code == 2 and "--target sm_90" in caught.value.hint
     assert not fake.live
@@ -329,7 +329,7 @@ def test_an_operation_without_a_triton_kernel_is_named_with_the_users_line(files
     first, second = result.stderr.splitlines()
     assert first.startswith("error: ") and second.startswith("hint: ")
     assert "_fft_r2c" in first and f"{files / 'spectrum.py'}:8" in first and "no Triton kernel" in first
-    assert OperationNeedsGpu.exit_code == 1 and OperationNeedsGpu.hint in second
+    assert CATALOGUE["operation-needs-gpu"].exit_code == 1 and CATALOGUE["operation-needs-gpu"].hint in second
     assert list(tmp_path.iterdir()) == [], "nothing is published, nothing is left"
 
 
@@ -362,6 +362,6 @@ def test_an_unknown_target_is_told_the_known_ones(files: Path) -> None:
 
 def test_a_bundle_that_exists_is_not_built_again(hopper: Path, files: Path) -> None:
     before = contents(hopper)
-    with pytest.raises(OutputExists):
+    with raises("output-exists"):
         cgcompile.build(str(files / "gpt.py"), sizes=[1], out=hopper, target="sm_90")
     assert contents(hopper) == before

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from cgcompile.errors import CATALOGUE
+from tests.raising import raises
+
 pytest.importorskip("triton")
 
 import cgcompile
@@ -22,14 +25,12 @@ from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode, Recording
 from cgbundle.validate import bundle as verify
 from cgcompile.checks import check, placements
-from cgcompile.errors import ProofFailed
 from cgcompile.export.export import export
 from cgcompile.model.source import load_source, sample
 from cgcompile.offline import build as build_trace
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.lifetimes import check_plan
 from cgcompile.offline.assemble.merge import Piece, merge
-from cgcompile.offline.errors import ArenaOverlap, OperationNeedsGpu
 from cgcompile.offline.interpret.interpret import Outcome
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.proof import Trial, proved
@@ -262,10 +263,10 @@ def test_a_table_that_the_host_reads_stays_off_the_gpu(make: Make) -> None:
 
 
 def test_what_has_no_triton_kernel_builds_with_the_options_of_the_hint(make: Make) -> None:
-    with pytest.raises(OperationNeedsGpu, match="no Triton kernel for aten._fft_r2c") as caught:
+    with raises("operation-needs-gpu", match="no Triton kernel for aten._fft_r2c") as caught:
         make("spectrum", sizes=[4])
     hint = caught.value.hint
-    assert hint.startswith(OperationNeedsGpu.hint) and "cgcompile build ... --host-op " in hint
+    assert hint.startswith(CATALOGUE["operation-needs-gpu"].hint) and "cgcompile build ... --host-op " in hint
     names = re.findall(r"--host-op (\S+)", hint)
     assert names == ["aten.fft_rfft", "aten.view_as_real"]
     build = make("spectrum", sizes=[4], host_ops=names)
@@ -285,7 +286,7 @@ def overlapping(traced: Traced) -> Any:
 def test_an_overlap_of_two_regions_is_not_built(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make("softmax", sizes=[4])
     monkeypatch.setattr(build_trace, "plan", overlapping)
-    with pytest.raises(ArenaOverlap, match=r"int_key \(4,\), event \d+ .*\(graph-\d\.t\d"):
+    with raises("arena-overlap", match=r"int_key \(4,\), event \d+ .*\(graph-\d\.t\d"):
         again("softmax", tmp_path)
 
 
@@ -294,7 +295,7 @@ def test_what_an_overlap_spoils_does_not_pass_the_proof(make: Make, monkeypatch:
     make("softmax", sizes=[4])
     monkeypatch.setattr(build_trace, "plan", overlapping)
     monkeypatch.setattr(build_trace, "check_plan", lambda traced, found: None)
-    with pytest.raises(ProofFailed, match=r"int_key \(4,\): the interpreted kernels differ from eager PyTorch"):
+    with raises("proof-failed", match=r"int_key \(4,\): the interpreted kernels differ from eager PyTorch"):
         again("softmax", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -322,11 +323,11 @@ def test_rounding_may_turn_a_comparison_over_for_the_host(flipped: int, passes: 
     if passes:
         assert proved(claim, trial(mask, number), [outcome]) == replace(claim, method="interpret", error=flipped / 20000)
     else:
-        with pytest.raises(ProofFailed):
+        with raises("proof-failed"):
             proved(claim, trial(mask, number), [outcome])
     output = Outcome(key=(1,), read=(raw(mask), raw(got)), seconds=0.0)
     if flipped:
-        with pytest.raises(ProofFailed):
+        with raises("proof-failed"):
             proved(claim, trial(mask, mask), [output])
 
 

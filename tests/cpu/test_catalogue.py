@@ -16,9 +16,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from tests.raising import raises
+
 torch = pytest.importorskip("torch")
 
-from cgcompile import errors as build_errors  # noqa: E402
 from cgcompile.capture import errors  # noqa: E402
 from cgcompile.capture.rows import Range, Take  # noqa: E402
 from cgcompile.capture.worker.addresses import AddressMap  # noqa: E402
@@ -76,29 +77,29 @@ def addresses() -> AddressMap:
 
 def test_cupti_is_nowhere(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record.cupti.glob, "glob", lambda *_, **__: [])
-    with pytest.raises(errors.CuptiUnavailable, match="found neither beside torch nor in the CUDA toolkit"):
+    with raises("cupti-unavailable", match="found neither beside torch nor in the CUDA toolkit"):
         record.cupti.ImageLog()
 
 
 def test_cupti_refuses(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record.cupti, "_find_cupti", lambda: "libcupti.so")
     monkeypatch.setattr(record.cupti.ctypes, "CDLL", lambda _: SimpleNamespace(cuptiSubscribe=lambda *_: 39))
-    with pytest.raises(errors.CuptiUnavailable, match="cuptiSubscribe failed with CUPTI error 39"):
+    with raises("cupti-unavailable", match="cuptiSubscribe failed with CUPTI error 39"):
         record.cupti.ImageLog()
 
 
 def test_a_driver_call_fails(drive: Callable[..., SimpleNamespace]) -> None:
     record = drive(cuGetErrorName=lambda _: (0, b"CUDA_ERROR_ILLEGAL_ADDRESS"))
-    with pytest.raises(errors.DriverCallFailed, match=r"failed with CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+    with raises("driver-call-failed", match=r"failed with CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
         record.driver.check((700,))
 
 
 def test_a_recorder_dies(record: SimpleNamespace, tmp_path: Path) -> None:
     log = tmp_path / "record0.log"
     log.write_text("one\n\nSegmentation fault\n")
-    with pytest.raises(errors.RecorderFailed, match=r"ended with status -11: Segmentation fault \(log: .*record0.log\)"):
+    with raises("recorder-failed", match=r"ended with status -11: Segmentation fault \(log: .*record0.log\)"):
         record.processes._result(SimpleNamespace(), -11, log)
-    with pytest.raises(errors.RecorderFailed, match="odd"):
+    with raises("recorder-failed", match="odd"):
         errors.raise_named("NoSuchClass", "odd", "")
 
 
@@ -127,12 +128,12 @@ def fails(error: Exception) -> Callable[[], Any]:
 def test_the_compiler_fails(record: SimpleNamespace, gpu: None) -> None:
     from torch._dynamo.exc import TorchDynamoException
 
-    with pytest.raises(errors.LoweringFailed, match=r"int_key \(4,\), inductor: TorchDynamoException: no such thing"):
+    with raises("lowering-failed", match=r"int_key \(4,\), inductor: TorchDynamoException: no such thing"):
         record.session.run_warm(fails(TorchDynamoException("no such thing\nand more")), "int_key (4,), inductor")
 
 
 def test_the_capture_breaks(record: SimpleNamespace, gpu: None) -> None:
-    with pytest.raises(errors.NotCapturable, match=r"int_key \(4,\): RuntimeError: operation not permitted"):
+    with raises("not-capturable", match=r"int_key \(4,\): RuntimeError: operation not permitted"):
         record.session.capture_call(fails(RuntimeError("operation not permitted when stream is capturing")), "int_key (4,)")
 
 
@@ -154,7 +155,7 @@ def exported() -> Any:
 
 
 def test_state_that_shares_memory_is_not_torn_apart(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
-    with pytest.raises(errors.SharedStorage, match="whole"):
+    with raises("shared-storage", match="whole"):
         record.capture.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, state=("whole",))
 
 
@@ -164,14 +165,14 @@ def test_a_weight_that_a_replay_changes(
     nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams", "versions", "notes")}
     take = Take(**nothing, images={}, mutated=("whole",), machine="", arch="", driver=0)
     monkeypatch.setattr(record.capture, "run_all", lambda *_: [take, take])
-    with pytest.raises(errors.WeightMutated, match="a replay changes whole"):
+    with raises("weight-mutated", match="a replay changes whole"):
         record.capture.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, level="eager")
 
 
 def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     calls = {KEY: ((torch.ones(2),), {})}
     for fresh, message in (({}, "no fresh inputs"), ({KEY: ((torch.ones(3),), {})}, "other shapes than the example's")):
-        with pytest.raises(errors.SizesDiffer, match=message):
+        with raises("sizes-differ", match=message):
             record.capture.record(exported, calls, folder=tmp_path, fresh=fresh)
 
 
@@ -181,9 +182,7 @@ def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tm
 def test_a_node_of_another_kind(drive: Callable[..., SimpleNamespace]) -> None:
     kind = SimpleNamespace(name="CU_GRAPH_NODE_TYPE_HOST")
     record = drive(cuGraphGetNodes=lambda _, count: (0, [7], 1), cuGraphNodeGetType=lambda _: (0, kind))
-    with pytest.raises(
-        errors.NodeRefused, match=r"int_key \(4,\), node 0 is a node of kind HOST: it calls a function of the recording"
-    ):
+    with raises("node-refused", match=r"int_key \(4,\), node 0 is a node of kind HOST: it calls a function of the recording"):
         record.walk.walk(1, KEY, addresses(), {}, lambda _: frozenset())
 
 
@@ -198,10 +197,10 @@ def copy_params(**changes: Any) -> Callable[..., tuple[Any, ...]]:
 
 def test_copies_of_the_host(drive: Callable[..., SimpleNamespace]) -> None:
     record = drive(cuGraphMemcpyNodeGetParams=copy_params(srcMemoryType=SimpleNamespace(name="CU_MEMORYTYPE_HOST")))
-    with pytest.raises(errors.CopyRefused, match="node 3 copies from host memory"):
+    with raises("copy-refused", match="node 3 copies from host memory"):
         record.walk._memcpy(0, "node 3", KEY, addresses())
     record = drive(cuGraphMemcpyNodeGetParams=copy_params(dstDevice=64 * MEGA))
-    with pytest.raises(errors.CopyRefused, match="node 3 copies to 0x4000000, which is no live device memory"):
+    with raises("copy-refused", match="node 3 copies to 0x4000000, which is no live device memory"):
         record.walk._memcpy(0, "node 3", KEY, addresses())
     drive(cuGraphMemcpyNodeGetParams=copy_params())
     assert record.walk._memcpy(0, "node 3", KEY, addresses()).target.targets[0].offset == 64
@@ -210,7 +209,7 @@ def test_copies_of_the_host(drive: Callable[..., SimpleNamespace]) -> None:
 def test_an_attribute_that_holds_an_address(drive: Callable[..., SimpleNamespace]) -> None:
     window = SimpleNamespace(accessPolicyWindow=SimpleNamespace(num_bytes=4096))
     record = drive(cuGraphKernelNodeGetAttribute=lambda _, number: (0, window) if number == 1 else (1, None))
-    with pytest.raises(errors.AttributeRefused, match=r"node 3 \(add\) has launch attribute 1: an access policy window"):
+    with raises("attribute-refused", match=r"node 3 \(add\) has launch attribute 1: an access policy window"):
         record.walk._attributes(0, None, 0, "node 3 (add)")
 
 
@@ -220,9 +219,7 @@ def test_parameters_of_an_unknown_form(record: SimpleNamespace, extra: int) -> N
 
     words = (ctypes.c_size_t * 5)(3, 0, 4, 0, 0)
     params = SimpleNamespace(kernelParams=0, extra=ctypes.addressof(words) if extra else 0)
-    with pytest.raises(
-        errors.ParametersUnreadable, match="its `extra` list starts with" if extra else "neither kernelParams nor extra"
-    ):
+    with raises("parameters-unreadable", match="its `extra` list starts with" if extra else "neither kernelParams nor extra"):
         record.walk._parameters(params, ((0, 8),), "node 3 (add)")
 
 
@@ -236,14 +233,14 @@ def test_a_kernel_whose_image_is_not_known(drive: Callable[..., SimpleNamespace]
         cuFuncGetName=lambda _: (0, b"add"),
         cuFuncGetModule=lambda _: (0, 9),
     )
-    with pytest.raises(errors.ImageUnseen, match=rf"node 3 \(add\): {seen} for its module \(0x9\)"):
+    with raises("image-unseen", match=rf"node 3 \(add\): {seen} for its module \(0x9\)"):
         record.walk._kernel(0, "node 3", KEY, addresses(), modules, lambda _: frozenset({"add"}), {}, 0)
 
 
 def test_an_image_loaded_by_an_unknown_call(record: SimpleNamespace) -> None:
     log = object.__new__(record.cupti.ImageLog)
     log._loads = [record.cupti.Load(serial=0, call="cuNewLoader", kind="", handle=0, image="ab")]
-    with pytest.raises(errors.LoaderUnknown, match="inside cuNewLoader"):
+    with raises("loader-unknown", match="inside cuNewLoader"):
         log.modules()
 
 
@@ -251,7 +248,7 @@ def test_a_variable_without_a_handle(drive: Callable[..., SimpleNamespace]) -> N
     record = drive(cuModuleGetGlobal=lambda *_: (500, 0, 0))
     lost = Symbol(name="counter", section=".nv.global", value=0, local=True, initial=bytes(4))
     cubins = {"ab" * 32: Cubin(data=(lost,), functions=frozenset())}
-    with pytest.raises(errors.ModuleStateUnreadable, match="1 variables that kernels can write have no handle: counter"):
+    with raises("module-state-unreadable", match="1 variables that kernels can write have no handle: counter"):
         record.state.changed_variables({"ab" * 32: 9}, cubins, addresses())
 
 
@@ -268,14 +265,14 @@ def test_an_output_whose_size_depends_on_data() -> None:
     program = torch.export.export(Ragged(), (torch.ones(2),))
     (output,) = [node for node in program.graph.nodes if node.op == "output"]
     size = output.args[0][0].meta["val"].shape[0]
-    with pytest.raises(build_errors.OutputSizeUnknown, match="m.py: output 'y', axis 0: its size .* depends on data"):
+    with raises("output-size-unknown", match="m.py: output 'y', axis 0: its size .* depends on data"):
         _size(SimpleNamespace(label="m.py"), "y", 0, size, {})
 
 
 def test_a_dtype_that_no_bundle_holds() -> None:
     from cgcompile.model.pytree import describe
 
-    with pytest.raises(build_errors.DtypeUnsupported, match="cannot be held in a bundle|expected a dense tensor"):
+    with raises("dtype-unsupported", match="cannot be held in a bundle|expected a dense tensor"):
         describe({"x": torch.ones(2, 2).to_sparse()}, "inputs", [])
 
 
@@ -284,7 +281,7 @@ def test_a_constant_that_is_no_weight(exported: Any, tmp_path: Path, monkeypatch
 
     region = SimpleNamespace(constants=lambda: [("own_1", "module.folded")], close=lambda: None)
     monkeypatch.setattr(layouts, "HostRegion", lambda *_: region)
-    with pytest.raises(build_errors.ConstantUnsaved, match="the constant 'own_1' .*, which is no weight of the model"):
+    with raises("constant-unsaved", match="the constant 'own_1' .*, which is no weight of the model"):
         layouts.bind_constants(tmp_path / "model.so", exported, ())
 
 
@@ -292,38 +289,35 @@ def test_no_compiler(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from cgcompile.targets.cpu.aoti import compile_cpu
 
     monkeypatch.setattr("cgcompile.targets.cpu.aoti._compiler", lambda: "no-such-compiler")
-    with pytest.raises(build_errors.CompilerFailed, match="no C\\+\\+ compiler: 'no-such-compiler'") as caught:
+    with raises("compiler-failed", match="no C\\+\\+ compiler: 'no-such-compiler'") as caught:
         compile_cpu(exported, tmp_path, lambda text: None)
     assert "g++" in caught.value.hint
 
 
 def test_a_cache_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cgcompile.offline.build import cache_folder
-    from cgcompile.offline.errors import CacheUnsafe
 
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path))
     os.chmod(tmp_path, 0o777)
-    with pytest.raises(CacheUnsafe, match="others can write"):
+    with raises("cache-unsafe", match="others can write"):
         cache_folder()
 
 
 def test_a_gpu_where_none_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgcompile.offline.errors import GpuVisible
     from cgcompile.offline.lower.fake_device import offline
     from cgcompile.targets.architectures import ARCHES
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(GpuVisible, match="sees one"), offline(ARCHES[0]):
+    with raises("gpu-visible", match="sees one"), offline(ARCHES[0]):
         pass
 
 
 def test_a_tensor_that_is_no_weight() -> None:
     from cgcompile.offline.decompose.retrace import _check
-    from cgcompile.offline.errors import ConstantUnknown
 
     module = torch.fx.symbolic_trace(torch.nn.ReLU())
     module.register_buffer("own", torch.ones(2))
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
         module.graph.get_attr("own")
-    with pytest.raises(ConstantUnknown, match="tensors of its own: own"):
+    with raises("constant-unknown", match="tensors of its own: own"):
         _check(module, [], [])

@@ -12,7 +12,6 @@ from torch import nn
 
 import cgcompile
 from cgbundle.format.schema import Finding
-from cgcompile import errors
 from cgcompile.checks import RULES, check, names, placements, refuse
 from cgcompile.checks.operators import DETERMINISTIC_SCATTER, INCOMPATIBLE
 from cgcompile.checks.rules import name
@@ -21,6 +20,7 @@ from cgcompile.export.export import trace
 from cgcompile.export.exported import Traced
 from cgcompile.model.source import load_source
 from tests.cpu.models import rows
+from tests.raising import raises
 
 aten = torch.ops.aten
 
@@ -259,7 +259,7 @@ def test_operators_that_the_user_keeps_on_the_host() -> None:
 
 
 def test_an_operator_that_is_not_called_is_no_host_op() -> None:
-    with pytest.raises(errors.HostOpUnknown, match="'aten.tpok': the model calls no such operator") as caught:
+    with raises("host-op-unknown", match="'aten.tpok': the model calls no such operator") as caught:
         check(traced(lambda m, x: x.topk(2).values), host_ops=["aten.tpok"])
     assert "aten.topk" in caught.value.hint and caught.value.exit_code == 2
 
@@ -342,7 +342,7 @@ def test_obstacles_inside_control_flow_place_the_whole_operator() -> None:
 
 
 def test_writes_to_a_buffer_of_two_names_are_refused() -> None:
-    with pytest.raises(errors.ExportFailed, match="the buffers 'table' and 'again' share memory"):
+    with raises("export-failed", match="the buffers 'table' and 'again' share memory"):
         check(traced(Tied()))
 
 
@@ -356,9 +356,9 @@ def test_nothing_is_placed_for_the_cpu() -> None:
 def test_strict_refuses_what_is_on_the_host() -> None:
     findings = check(traced(lambda m, x: x * x.max().item()))
     refuse(findings, strict=False, waive=[])
-    with pytest.raises(errors.Refused, match=r"test_checks.py:\d+: host-scalar: "):
+    with raises("refused", match=r"test_checks.py:\d+: host-scalar: "):
         refuse(findings, strict=True, waive=[])
-    with pytest.raises(errors.Refused, match="no such rule"):
+    with raises("refused", match="no such rule"):
         refuse(findings, strict=False, waive=["host_scalar"])
 
 
@@ -457,9 +457,9 @@ def test_what_stops_the_export_is_a_finding(function: Callable[..., Any], rule: 
 
 
 def test_other_failures_stay_errors() -> None:
-    with pytest.raises(errors.SizeExcluded, match="test_checks.py"):
+    with raises("size-excluded", match="test_checks.py"):
         cgcompile.check(Model(lambda m, x: x @ x), rows)
-    with pytest.raises(errors.StructureUnsupported):
+    with raises("structure-unsupported"):
         cgcompile.check(Model(lambda m, x: 3), rows)
-    with pytest.raises(errors.TargetUnavailable):
+    with raises("target-unavailable"):
         cgcompile.check(nn.Linear(4, 4), rows, target="sm_1")

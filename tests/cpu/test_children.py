@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from cgcompile.errors import SizesInvalid
-from cgcompile.offline.errors import InterpreterDied, NoStandIn
+from cgcompile.errors import CATALOGUE
 from cgcompile.util.workers import ask
+from tests.raising import raises
 
 CHILD = """
     import sys
-    from cgcompile.errors import SizesInvalid
+    from cgcompile.errors import sizes-invalid
     from cgcompile.trace.children import answer
-    from cgcompile.trace.errors import NoStandIn
+    from cgcompile.trace.errors import function-not-interpretable
 
-    class Unlisted(NoStandIn):
+    class Unlisted(function-not-interpretable):
         pass
 
     def work(request):
         if request == "refuse":
-            raise NoStandIn("no erfc", "use erf")
+            raise function-not-interpretable("no erfc", "use erf")
         if request == "refuse plainly":
-            raise SizesInvalid("0 is no size")
+            raise sizes-invalid("0 is no size")
         if request == "refuse oddly":
             raise Unlisted("who knows", "ask")
         if request == "die":
@@ -45,22 +45,25 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_an_answer(child: str, tmp_path: Path) -> None:
-    assert ask(child, 21, tmp_path / "work-1x8", {}, InterpreterDied, "doubling 21") == {"twice": 42}
+    assert ask(child, 21, tmp_path / "work-1x8", {}, "interpreter-died", "doubling 21") == {"twice": 42}
 
 
 @pytest.mark.parametrize(
     ("request_", "error", "message", "hint"),
-    [("refuse", NoStandIn, "no erfc", "use erf"), ("refuse plainly", SizesInvalid, "0 is no size", SizesInvalid.hint)],
+    [
+        ("refuse", "function-not-interpretable", "no erfc", "use erf"),
+        ("refuse plainly", "sizes-invalid", "0 is no size", CATALOGUE["sizes-invalid"].hint),
+    ],
 )
 def test_a_refusal_keeps_its_class_and_hint(
     request_: str, error: type[Exception], message: str, hint: str, child: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=message) as caught:
-        ask(child, request_, tmp_path / "work", {}, InterpreterDied, "it")
+    with raises(error, match=message) as caught:
+        ask(child, request_, tmp_path / "work", {}, "interpreter-died", "it")
     assert type(caught.value) is error and caught.value.hint == hint
 
 
 @pytest.mark.parametrize(("request_", "message"), [("refuse oddly", "who knows"), ("die", "doing it: .* status 1: .*out of luck")])
 def test_whatever_else_ends_it_is_its_death(request_: str, message: str, child: str, tmp_path: Path) -> None:
-    with pytest.raises(InterpreterDied, match=message):
-        ask(child, request_, tmp_path / "work", {}, InterpreterDied, "doing it")
+    with raises("interpreter-died", match=message):
+        ask(child, request_, tmp_path / "work", {}, "interpreter-died", "doing it")

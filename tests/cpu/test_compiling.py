@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.raising import raises
+
 pytest.importorskip("triton")
 
 from cgbundle.tables import codec as tables
@@ -21,7 +23,6 @@ from cgcompile.offline.assemble.lifetimes import check_plan
 from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.compile.kernels import Compiled, Kernel, compile_variants, finish, first_line
 from cgcompile.offline.compile.parameters import read_entry
-from cgcompile.offline.errors import CompilerDied, KernelFailed, KernelTooLarge, KernelUnsupported
 from cgcompile.offline.traced import INPUT, TEMPORARY, WEIGHT, Buffer, Launch, Place, Tensor, Traced, Variant
 from cgcompile.targets.cuda.elf import read_cubin
 
@@ -261,13 +262,13 @@ def test_equal_variants_are_compiled_once(tmp_path: Path) -> None:
     ],
 )
 def test_kernels_that_do_not_compile_are_named(bad: Variant, message: str, tmp_path: Path) -> None:
-    with pytest.raises(KernelFailed, match=message):
+    with raises("kernel-failed", match=message):
         compile_all([bad], tmp_path)
 
 
 def test_kernels_that_compiled_beside_one_that_failed_are_kept(tmp_path: Path) -> None:
     bad = replace(add, constants=(("BLOCK", 100),))
-    with pytest.raises(KernelFailed):
+    with raises("kernel-failed"):
         compile_variants([add, bad], "sm_90", shared_limit=LIMIT, cache=tmp_path, workers=1, tell=lambda text: None)
     assert len(list((tmp_path / "kernels").iterdir())) == 1
 
@@ -275,7 +276,7 @@ def test_kernels_that_compiled_beside_one_that_failed_are_kept(tmp_path: Path) -
 def test_the_first_failure_ends_the_other_processes(tmp_path: Path) -> None:
     bad = replace(add, constants=(("BLOCK", 100),))
     many = [replace(add, source=ADD.replace("a + i,", f"a + i + {i},")) for i in range(40)]
-    with pytest.raises(KernelFailed):
+    with raises("kernel-failed"):
         compile_variants([bad, *many], "sm_90", shared_limit=LIMIT, cache=tmp_path, workers=2, tell=lambda text: None)
     assert len(list((tmp_path / "kernels").iterdir())) < len(many)
 
@@ -283,9 +284,9 @@ def test_the_first_failure_ends_the_other_processes(tmp_path: Path) -> None:
 def test_kernels_that_need_too_much_are_refused(cache: Path) -> None:
     shared = compile_all([matmul], cache)[0].shared
     assert compile_all([matmul], cache, limit=shared)[0].shared == shared
-    with pytest.raises(KernelTooLarge, match=f"kernel matmul needs {shared} bytes of shared memory per block, the target has"):
+    with raises("kernel-too-large", match=f"kernel matmul needs {shared} bytes of shared memory per block, the target has"):
         compile_all([matmul], cache, limit=shared - 1)
-    with pytest.raises(KernelTooLarge, match="blocks of 64 warps"):
+    with raises("kernel-too-large", match="blocks of 64 warps"):
         compile_all([replace(add, warps=64, constants=(("BLOCK", 4096),))], cache)
 
 
@@ -293,7 +294,7 @@ def test_a_compiler_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("import sys\nsys.exit('no Triton today')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(CompilerDied, match="kernel add: its compiler ended with status 1: no Triton today"):
+    with raises("compiler-died", match="kernel add: its compiler ended with status 1: no Triton today"):
         compile_all([add], tmp_path / "cache")
 
 
@@ -315,21 +316,21 @@ def kernel_of(made: Compiled, **changes: Any) -> Kernel:
 def test_metadata_and_image_have_to_agree(cache: Path) -> None:
     (made,) = compile_all([add], cache)
     assert finish(add, kernel_of(made), LIMIT) == made
-    with pytest.raises(KernelUnsupported, match="kernel add needs 128 bytes of global scratch"):
+    with raises("kernel-unsupported", match="kernel add needs 128 bytes of global scratch"):
         finish(add, kernel_of(made, global_scratch=128), LIMIT)
-    with pytest.raises(KernelUnsupported, match="needs 64 bytes of profile scratch"):
+    with raises("kernel-unsupported", match="needs 64 bytes of profile scratch"):
         finish(add, kernel_of(made, profile_scratch=64), LIMIT)
-    with pytest.raises(KernelTooLarge, match="1024 columns of tensor memory"):
+    with raises("kernel-too-large", match="1024 columns of tensor memory"):
         finish(add, kernel_of(made, tensor_columns=1024), LIMIT)
-    with pytest.raises(KernelFailed, match=r"wants blocks of \(128, 1, 1\) threads, Triton says 256"):
+    with raises("kernel-failed", match=r"wants blocks of \(128, 1, 1\) threads, Triton says 256"):
         finish(add, kernel_of(made, warps=8), LIMIT)
-    with pytest.raises(KernelFailed, match="wants clusters of None blocks, Triton says 2"):
+    with raises("kernel-failed", match="wants clusters of None blocks, Triton says 2"):
         finish(add, kernel_of(made, blocks=2), LIMIT)
-    with pytest.raises(KernelFailed, match="takes 6 parameters, its signature has 7"):
+    with raises("kernel-failed", match="takes 6 parameters, its signature has 7"):
         finish(replace(add, signature=(*add.signature, *(("x", "i32"),) * 3)), kernel_of(made), LIMIT)
-    with pytest.raises(KernelFailed, match="takes 6 parameters, its signature has 5"):
+    with raises("kernel-failed", match="takes 6 parameters, its signature has 5"):
         finish(replace(add, signature=(*add.signature, ("x", "*fp32"))), kernel_of(made), LIMIT)
-    with pytest.raises(KernelUnsupported, match="parameter a is a tensor descriptor"):
+    with raises("kernel-unsupported", match="parameter a is a tensor descriptor"):
         finish(replace(add, signature=(("a", "tensordesc<fp16[8]>"), *add.signature[1:])), kernel_of(made), LIMIT)
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from cgcompile import errors
 from cgcompile.checks import check, refuse
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
 from cgcompile.model.source import load_source, sample
 from cgcompile.targets.choice import choose
 from tests.cpu.models import Batched, rows
+from tests.raising import raises
 
 
 def exported(function: Callable[..., Any] | nn.Module, inputs: Callable[..., Any] = rows, **sizes: tuple[int, ...]) -> Exported:
@@ -63,47 +63,47 @@ def test_only_the_range_of_the_sizes_has_to_work() -> None:
 def test_a_multiple_that_export_finds_is_taken_up() -> None:
     made = exported(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 8))
     assert made.inputs[0].shape == ("batch", 4)
-    with pytest.raises(errors.SizeExcluded, match="batch=5 is excluded: the model needs a multiple of 2|batch=5"):
+    with raises("size-excluded", match="batch=5 is excluded: the model needs a multiple of 2|batch=5"):
         exported(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 5, 8))
 
 
 @pytest.mark.parametrize(
     ("function", "sizes", "error", "said"),
     [
-        (lambda x: x.view(-1, 2, 4), (1, 8), errors.SizeExcluded, "batch=1"),
+        (lambda x: x.view(-1, 2, 4), (1, 8), "size-excluded", "batch=1"),
         (
             lambda x: x + torch.rand(8, 4)[: int(x.shape[0])] if x.shape[0] == 8 else x,
             (8,),
-            errors.SizeExcluded,
+            "size-excluded",
             "'batch' cannot vary",
         ),
-        (lambda x: x + torch.ones(8, 1), (8,), errors.SizeExcluded, "'batch' cannot vary"),
-        (lambda x: x.sum() if x.sum() > 0 else x.mean(), (1, 8), errors.ExportFailed, "test_export.py:"),
-        (lambda x: x[x > 0.5], (1, 8), errors.StructureUnsupported, "depends on data"),
-        (lambda x: {1.5: x}, (1, 8), errors.StructureUnsupported, "neither text nor a number"),
-        (lambda x: (x, x.shape[0]), (1, 8), errors.StructureUnsupported, "change with the sizes"),
-        (lambda x: 3, (1, 8), errors.StructureUnsupported, "no tensor"),
-        (lambda x: x @ x, (1, 8), errors.SizeExcluded, "test_export.py:"),
+        (lambda x: x + torch.ones(8, 1), (8,), "size-excluded", "'batch' cannot vary"),
+        (lambda x: x.sum() if x.sum() > 0 else x.mean(), (1, 8), "export-failed", "test_export.py:"),
+        (lambda x: x[x > 0.5], (1, 8), "structure-unsupported", "depends on data"),
+        (lambda x: {1.5: x}, (1, 8), "structure-unsupported", "neither text nor a number"),
+        (lambda x: (x, x.shape[0]), (1, 8), "structure-unsupported", "change with the sizes"),
+        (lambda x: 3, (1, 8), "structure-unsupported", "no tensor"),
+        (lambda x: x @ x, (1, 8), "size-excluded", "test_export.py:"),
     ],
 )
 def test_models_that_cannot_be_exported(
     function: Callable[..., Any], sizes: tuple[int, ...], error: type[Exception], said: str
 ) -> None:
-    with pytest.raises(error) as caught:
+    with raises(error) as caught:
         exported(function, batch=sizes)
     assert said in str(caught.value), str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_dimension_that_touches_no_shape() -> None:
-    with pytest.raises(errors.DimensionUnused, match="'seq' changes no shape"):
+    with raises("dimension-unused", match="'seq' changes no shape"):
         exported(Batched(torch.relu), lambda batch, seq: torch.rand(batch, 4), batch=(1, 2), seq=(3,))
 
 
 def test_a_size_that_is_no_line() -> None:
-    with pytest.raises(errors.ShapeIrregular, match="axis 0: sizes"):
+    with raises("shape-irregular", match="axis 0: sizes"):
         exported(Batched(torch.relu), lambda batch: torch.rand(batch * batch, 4), batch=(1, 3))
-    with pytest.raises(errors.ShapeIrregular, match="axis 0: sizes"):
+    with raises("shape-irregular", match="axis 0: sizes"):
         exported(Batched(torch.relu), lambda batch, seq: torch.rand(batch * seq, 4), batch=(2, 3), seq=(2, 3))
 
 
@@ -136,7 +136,7 @@ class Counted(nn.Module):
 def test_what_cannot_be_replayed_faithfully_is_refused(model: nn.Module, rule: str) -> None:
     findings = check(exported(model))
     assert rule in {finding.rule for finding in findings}
-    with pytest.raises(errors.Refused, match=rule):
+    with raises("refused", match=rule):
         refuse(findings, strict=False, waive=[])
 
 
@@ -150,7 +150,7 @@ def test_dropout_outside_training_draws_nothing(model: nn.Module) -> None:
 def test_the_cpu_target_does_not_ignore_a_lowering_it_lacks(target: str, lower: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose(target, "inductor").target == "cpu"
-    with pytest.raises(errors.TargetUnavailable, match="the cpu target has one lowering"):
+    with raises("target-unavailable", match="the cpu target has one lowering"):
         choose(target, lower)
 
 
@@ -218,7 +218,7 @@ def test_a_gpu_that_is_here_is_captured_and_every_other_is_traced(
 )
 def test_what_this_machine_cannot_build(here: str, target: str, recorder: str, said: str, gpu: Callable[[str], None]) -> None:
     gpu(here)
-    with pytest.raises(errors.TargetUnavailable) as caught:
+    with raises("target-unavailable") as caught:
         choose(target, "inductor", recorder=recorder)
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value) and caught.value.exit_code == 2
     if "expected one of" not in said:
@@ -235,14 +235,14 @@ def test_only_a_captured_gpu_has_every_lowering(lower: str, specialize: str, gpu
             assert choose(target, lower, specialize, recorder).recorder == "trace"
             continue
         named = f"lower '{lower}'" if lower != "inductor" else f"specialize '{specialize}'"
-        with pytest.raises(errors.TargetUnavailable, match=f"^{named}: a build for {target} without that GPU"):
+        with raises("target-unavailable", match=f"^{named}: a build for {target} without that GPU"):
             choose(target, lower, specialize, recorder)
 
 
 @pytest.mark.parametrize("option", ["lower", "specialize", "recorder", "prove"])
 def test_a_word_that_is_no_choice(option: str, gpu: Callable[[str], None]) -> None:
     gpu("sm_90")
-    with pytest.raises(errors.TargetUnavailable, match="'perhaps': expected one of "):
+    with raises("target-unavailable", match="'perhaps': expected one of "):
         choose(**{"target": "sm_90", "lower": "inductor", option: "perhaps"})
 
 

@@ -17,7 +17,6 @@ import cgbundle
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion
 from cgbundle.cuda.backend import CudaCalls
-from cgbundle.errors import LibraryMissing, LibraryRefused, WrongMachine
 from cgbundle.format import archive, safetensors
 from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import Manifest, Program, Region, Step, Target, TensorSpec, Value, Weight
@@ -25,6 +24,7 @@ from cgbundle.validate import bundle as verify
 from cgcompile.targets.cpu.aoti import compile_cpu
 from tests import support
 from tests.fake_driver import FakeDriver, install
+from tests.raising import raises
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "host/pick.so"
@@ -230,7 +230,7 @@ def test_an_output_that_is_not_what_the_bundle_says(
     broken = replace(made, programs=(made.programs[0], replace(last, values=values)))
     calls = CudaCalls(str(bundle), broken, 0, "graph")
     x = example(5)
-    with pytest.raises(LibraryRefused, match=f"^{FILE}: an output is {message}"), calls.turn(None) as turn:
+    with raises("library-refused", match=f"^{FILE}: an output is {message}"), calls.turn(None) as turn:
         calls.run(1, [x.data_ptr()], None, turn)
     with calls.turn(None) as turn:
         calls.run(0, [example(2).data_ptr()], None, turn)  # the next call is none the worse
@@ -241,16 +241,16 @@ def test_another_number_of_inputs_is_refused(fake: FakeDriver, bundle: Path) -> 
     made = manifest_of(bundle)
     steps = list(made.programs[0].steps)
     steps[1] = replace(steps[1], inputs=(1, 1))
-    with pytest.raises(LibraryRefused, match=f"^{FILE}: has 1 inputs, the bundle says 2"):
+    with raises("library-refused", match=f"^{FILE}: has 1 inputs, the bundle says 2"):
         CudaCalls(str(bundle), replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),)), 0, "graph")
     steps[1] = replace(steps[1], inputs=(1,), outputs=(2,))
-    with pytest.raises(LibraryRefused, match=f"^{FILE}: has 2 outputs, the bundle says 1"):
+    with raises("library-refused", match=f"^{FILE}: has 2 outputs, the bundle says 1"):
         CudaCalls(str(bundle), replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),)), 0, "graph")
 
 
 def test_a_constant_that_the_bundle_does_not_give(fake: FakeDriver, bundle: Path) -> None:
     made = manifest_of(bundle)
-    with pytest.raises(LibraryRefused, match=f"^{FILE}: "):
+    with raises("library-refused", match=f"^{FILE}: "):
         CudaCalls(str(bundle), replace(made, regions=(replace(made.regions[0], constants=()),)), 0, "graph")
 
 
@@ -258,9 +258,9 @@ def test_what_the_machine_lacks_is_said_before_anything_runs(
     fake: FakeDriver, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = manifest_of(bundle)
-    with pytest.raises(WrongMachine, match="lacks avx1024"):
+    with raises("wrong-machine", match="lacks avx1024"):
         CudaCalls(str(bundle), replace(made, target=replace(made.target, features=("avx1024",))), 0, "graph")
     assert not fake.calls
     monkeypatch.setenv(libtorch.VARIABLE, str(tmp_path))
-    with pytest.raises(LibraryMissing, match="no libtorch_cpu.so there"):
+    with raises("library-missing", match="no libtorch_cpu.so there"):
         CudaCalls(str(bundle), made, 0, "graph")

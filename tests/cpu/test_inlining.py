@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cgcompile.errors import OperatorWithoutCode
 from cgcompile.model.source import load_source
 from cgcompile.transforms.inlining import code_of, custom_operators, inlined
+from tests.raising import raises
 
 
 @torch.library.custom_op("cgcompile_tests::doubled", mutates_args=())
@@ -108,7 +108,7 @@ def test_the_same_without_it(function: Callable[..., object], x: torch.Tensor) -
 )
 def test_what_cannot_be_traced_is_named(function: Callable[..., object], message: str) -> None:
     program = torch.export.export(Calling(function), (torch.randn(3),), strict=False)
-    with pytest.raises(OperatorWithoutCode, match=message) as caught:
+    with raises("operator-without-code", match=message) as caught:
         inlined(program)
     assert "torch.library.custom_op" in caught.value.hint
 
@@ -117,7 +117,7 @@ def test_a_model_of_a_script_cannot_bring_operators() -> None:
     program = torch.export.export(Calling(doubled), (torch.randn(3),), strict=False)
     source = load_source(Calling(doubled), lambda: (torch.randn(3),))
     assert code_of(source, program) == __name__
-    with pytest.raises(OperatorWithoutCode, match="cgcompile_tests::doubled: registered where"):
+    with raises("operator-without-code", match="cgcompile_tests::doubled: registered where"):
         code_of(replace(source, code=""), program)
     plain = torch.export.export(Calling(torch.relu), (torch.randn(3),), strict=False)
     assert code_of(source, plain) == ""

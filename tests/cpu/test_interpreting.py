@@ -12,8 +12,9 @@ import torch
 from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import Value, Weight
 from cgbundle.tables.recording import Address, EmptyNode, MemcpyNode, MemsetNode
-from cgcompile.offline.errors import KernelAsserted, KernelUnreadable, NoStandIn, ReadOutside, TraceError, WroteOutside
+from cgcompile.errors import BuildError
 from cgcompile.offline.interpret.interpret import Outcome, Task, estimate, interpret
+from tests.raising import raises
 
 from .written_rows import Sheet, address, raw, tensor_of
 
@@ -391,53 +392,66 @@ def _one(source: str, *given: Value | Address | float, sheet: Sheet, folder: Pat
     return interpret([sheet.task(folder)], folder, budget=1)
 
 
-def _refused(body: str, error: type[TraceError], words: str, folder: Path) -> None:
+def _refused(body: str, error: type[BuildError], words: str, folder: Path) -> None:
     """A kernel of one line refuses with `error`, naming the kernel and `words`."""
     sheet = Sheet()
     x = sheet.input(torch.ones(32))
     source = f"def kernel(x, out, XBLOCK: tl.constexpr):\n    at = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)\n    {body}\n"
-    with pytest.raises(error, match=f"kernel kernel, row 0.*{words}"):
+    with raises(error, match=f"kernel kernel, row 0.*{words}"):
         _one(source, x, sheet.output(torch.float32, (32,)), sheet=sheet, folder=folder, XBLOCK=16)
 
 
 def test_refuses_a_function_without_a_stand_in(tmp_path: Path) -> None:
-    _refused("tl.store(out + at, libdevice.popc(tl.load(x + at).to(tl.int32)))", NoStandIn, r"libdevice.popc\(int32\)", tmp_path)
+    _refused(
+        "tl.store(out + at, libdevice.popc(tl.load(x + at).to(tl.int32)))",
+        "function-not-interpretable",
+        r"libdevice.popc\(int32\)",
+        tmp_path,
+    )
 
 
 def test_refuses_a_function_of_a_type_that_libdevice_does_not_have(tmp_path: Path) -> None:
-    _refused("tl.store(out + at, libdevice.tanh(tl.load(x + at).to(tl.float16)))", NoStandIn, r"libdevice.tanh\(fp16\)", tmp_path)
+    _refused(
+        "tl.store(out + at, libdevice.tanh(tl.load(x + at).to(tl.float16)))",
+        "function-not-interpretable",
+        r"libdevice.tanh\(fp16\)",
+        tmp_path,
+    )
 
 
 def test_refuses_assembly_that_is_not_known(tmp_path: Path) -> None:
     asm = "tl.inline_asm_elementwise('ex2.approx.f32 $0, $1;', '=f, f', [tl.load(x + at)], dtype=tl.float32, is_pure=True, pack=1)"
-    _refused(f"tl.store(out + at, {asm})", NoStandIn, "inline assembly 'ex2", tmp_path)
+    _refused(f"tl.store(out + at, {asm})", "function-not-interpretable", "inline assembly 'ex2", tmp_path)
 
 
 def test_refuses_a_read_outside_every_memory(tmp_path: Path) -> None:
-    _refused("tl.store(out + at, tl.load(x + at - 1))", ReadOutside, "reads 4 bytes at byte -4 of memory 'inputs'", tmp_path)
+    _refused("tl.store(out + at, tl.load(x + at - 1))", "read-outside", "reads 4 bytes at byte -4 of memory 'inputs'", tmp_path)
 
 
 def test_refuses_a_write_behind_the_arena(tmp_path: Path) -> None:
-    _refused("tl.store(out + at * 3, tl.load(x + at))", WroteOutside, "writes 4 bytes at byte 264 of memory 'arena'", tmp_path)
+    _refused("tl.store(out + at * 3, tl.load(x + at))", "wrote-outside", "writes 4 bytes at byte 264 of memory 'arena'", tmp_path)
 
 
 def test_refuses_a_misaligned_read(tmp_path: Path) -> None:
     _refused(
-        "tl.load((x.to(tl.pointer_type(tl.int8)) + 2).to(tl.pointer_type(tl.float32)) + at)", ReadOutside, "not aligned", tmp_path
+        "tl.load((x.to(tl.pointer_type(tl.int8)) + 2).to(tl.pointer_type(tl.float32)) + at)",
+        "read-outside",
+        "not aligned",
+        tmp_path,
     )
 
 
 def test_refuses_a_failed_assertion(tmp_path: Path) -> None:
-    _refused('tl.device_assert(at < 20, "at is too large")', KernelAsserted, "at is too large", tmp_path)
+    _refused('tl.device_assert(at < 20, "at is too large")', "kernel-asserted", "at is too large", tmp_path)
 
 
 def test_refuses_a_loop_that_waits_for_another_instance(tmp_path: Path) -> None:
     body = "while tl.atomic_add(out.to(tl.pointer_type(tl.int32)), 0) == -1:\n        pass"
-    _refused(body, NoStandIn, "a loop of more than 65536 turns", tmp_path)
+    _refused(body, "function-not-interpretable", "a loop of more than 65536 turns", tmp_path)
 
 
 def test_names_a_kernel_that_cannot_run(tmp_path: Path) -> None:
-    _refused("tl.store(out + at, undefined_name)", KernelUnreadable, "undefined_name", tmp_path)
+    _refused("tl.store(out + at, undefined_name)", "kernel-unreadable", "undefined_name", tmp_path)
 
 
 def test_stages_share_memory_and_meet_the_host_between_them(tmp_path: Path) -> None:

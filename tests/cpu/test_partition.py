@@ -18,8 +18,9 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cgcompile.errors import BuildError
 from cgcompile.partition import Partition, crossings, effect_of, partition, region_modules, without_markers
-from cgcompile.partition.errors import DataDependentOutput, InputsUnlike, NodeUnknown, PartitionError, ProgramUnsupported
+from tests.raising import raises
 
 to_host: Callable[[Tensor], Tensor] = torch.ops.cgcompile.to_host
 to_device: Callable[[Tensor], Tensor] = torch.ops.cgcompile.to_device
@@ -590,15 +591,15 @@ def test_a_block_with_an_obstacle_inside_is_on_the_host_as_a_whole() -> None:
 
 
 def test_an_output_of_unknown_size_is_refused_with_its_line() -> None:
-    with pytest.raises(DataDependentOutput, match=r"test_partition\.py:\d+: the output 'index' .* depends on data"):
+    with raises("data-dependent-output", match=r"test_partition\.py:\d+: the output 'index' .* depends on data"):
         partition(exported(lambda m, x: x[x > 0]), {})
 
 
 def test_a_placement_of_an_unknown_node_is_refused() -> None:
     program = exported(nothing)
-    with pytest.raises(NodeUnknown, match="no node 'gone'"):
+    with raises("node-unknown", match="no node 'gone'"):
         partition(program, {"gone": "x"})
-    with pytest.raises(NodeUnknown, match="'x' is no operation"):
+    with raises("node-unknown", match="'x' is no operation"):
         partition(program, {"x": "x"})
 
 
@@ -607,7 +608,7 @@ def test_a_program_that_hands_back_state_is_refused() -> None:
         m.shift.add_(1)
         return m.a(x)
 
-    with pytest.raises(ProgramUnsupported, match="BUFFER_MUTATION"):
+    with raises("program-unsupported", match="BUFFER_MUTATION"):
         partition(exported(counting).run_decompositions({}), {})
 
 
@@ -622,12 +623,12 @@ def test_a_program_that_hands_back_state_is_refused() -> None:
 )
 def test_tensors_that_do_not_fit_are_refused(tensors: tuple[Tensor, ...], message: str) -> None:
     program, parts = cut_of(nothing)
-    with pytest.raises(InputsUnlike, match=message):
+    with raises("inputs-unlike", match=message):
         region_modules(program, parts, tensors)
 
 
 def test_every_refusal_is_one_of_the_packages() -> None:
-    assert {DataDependentOutput, InputsUnlike, NodeUnknown, ProgramUnsupported} == set(PartitionError.__subclasses__())
+    assert {"data-dependent-output", "inputs-unlike", "node-unknown", "program-unsupported"} == set(BuildError.__subclasses__())
 
 
 # --- markers --------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cgcompile import errors
 from cgcompile.export.export import export, trace
 from cgcompile.export.exported import Traced
 from cgcompile.model import flat_module as flat
@@ -20,6 +19,7 @@ from cgcompile.model.flat_module import run_eager
 from cgcompile.model.side_effects import Run
 from cgcompile.model.source import load_source, sample
 from tests.cpu.models import Everything, Image, everything_inputs, image_inputs
+from tests.raising import raises
 
 
 class Model(nn.Module):
@@ -186,7 +186,7 @@ def test_autocast_for_the_device_of_a_tensor_touches_its_tensors() -> None:
 
 def test_nothing_stays_replaced() -> None:
     device, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
-    with pytest.raises(errors.SizeExcluded, match="boom"):
+    with raises("size-excluded", match="boom"):
         traced(lambda m, x: (_ for _ in ()).throw(ValueError("boom")))
     assert FakeTensor.__dict__["device"] is device and torch.autocast.__init__ is autocast
     assert torch.overrides._get_current_function_mode_stack() == []
@@ -255,7 +255,7 @@ def test_a_loop_that_the_inputs_did_not_enter_ends() -> None:
 
 @pytest.mark.parametrize("function", [branches, OBSTACLES[6][1], OBSTACLES[7][1]])
 def test_nothing_is_built_from_one_branch_of_several(function: Callable[..., Any]) -> None:
-    with pytest.raises(errors.BranchOnData, match=r"test_placing.py:\d+: data-dependent-branch: ") as caught:
+    with raises("branch-on-data", match=r"test_placing.py:\d+: data-dependent-branch: ") as caught:
         export(load_source(Model(function), rows), {"batch": (1, 8)})
     assert "\n" not in str(caught.value) and "torch.where" in caught.value.hint
 

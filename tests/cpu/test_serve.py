@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.errors import BundleMissing
+from cgbundle.errors import CATALOGUE
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -340,7 +340,7 @@ def test_what_cannot_be_served_is_one_line(made: tuple[Path, Path, Expected], bu
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         expected = {
-            ("nothing.cgb",): f"serve: nothing.cgb: no such bundle\nhint: {BundleMissing.hint}\n",
+            ("nothing.cgb",): f"serve: nothing.cgb: no such bundle\nhint: {CATALOGUE['bundle-missing'].hint}\n",
             (bundle,): "serve: expected a bundle of (input_ids, attention_mask) -> embeddings, int64 (batch, seq)\n",
             (made[0], "--tokenizer", made[1], "--port", port): f"serve: 127.0.0.1:{port}: Address already in use\n",
         }

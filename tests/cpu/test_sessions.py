@@ -18,12 +18,13 @@ import torch
 import cgbundle
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion
-from cgbundle.errors import KeyMissing, ProgramClosed, SessionBusy
+from cgbundle.errors import SessionBusy
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import Alias, Exam, Program, Region, Step, Target, TensorSpec, Value, Weight
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile.targets.cpu.aoti import compile_cpu
 from tests import support
+from tests.raising import raises
 
 FILE = "host/cell.so"
 SIZES = (2, 5)
@@ -263,7 +264,7 @@ def test_a_closed_program_closes_its_sessions_and_forgotten_ones_are_freed(bundl
             lambda each=each: each.buffers((2,)),
         )  # fmt: skip
         for use in uses:
-            with pytest.raises(ProgramClosed):
+            with raises("program-closed"):
                 use()
     assert view.tolist() == [10, 11, 12, 13], "whoever looks at memory keeps it"
     del view, loaded, session, each, use, uses
@@ -295,7 +296,7 @@ def test_the_static_buffers_are_the_same_at_every_call_and_not_copied(cell: cgbu
     assert made["same"].data_ptr() == x.address
     with torch.no_grad():
         check_equal(made["made"], Cell()(example(5))[0])
-    with pytest.raises(KeyMissing, match=r"expected a recorded int_key \(\(2,\), \(5,\)\), got \(3,\)"):
+    with raises("key-missing", match=r"expected a recorded int_key \(\(2,\), \(5,\)\), got \(3,\)"):
         session.buffers((3,))
 
 

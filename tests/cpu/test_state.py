@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.raising import raises
+
 torch = pytest.importorskip("torch")
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
-from cgbundle.format import archive, safetensors
-from cgcompile.errors import OutputsShared, StateChanged  # noqa: E402
+from cgbundle.format import archive, safetensors  # noqa: E402
 from cgcompile.export.export import export  # noqa: E402
 from cgcompile.model.source import load_source  # noqa: E402
 from cgcompile.transforms.output_aliases import find_aliases  # noqa: E402
@@ -124,7 +125,7 @@ def wide(batch: int) -> tuple[torch.Tensor, ...]:
 
 
 def test_outputs_that_overlap_in_part_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(OutputsShared, match="overlap, and neither holds the other"):
+    with raises("outputs-shared", match="overlap, and neither holds the other"):
         cgcompile.build(Overlapping(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
 
 
@@ -140,12 +141,12 @@ class Reread(torch.nn.Module):
 
 @pytest.mark.parametrize("given", [True, False])
 def test_memory_seen_as_another_dtype_is_refused(given: bool, tmp_path: Path) -> None:
-    with pytest.raises(OutputsShared, match="sees memory as torch.int32 that it shares with a tensor of torch.float32"):
+    with raises("outputs-shared", match="sees memory as torch.int32 that it shares with a tensor of torch.float32"):
         cgcompile.build(Reread(given), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
 
 
 def test_sharing_that_depends_on_the_size_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OutputsShared, match="changes with the sizes"):
+    with raises("outputs-shared", match="changes with the sizes"):
         cgcompile.build(Sometimes(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
 
 
@@ -165,5 +166,5 @@ class Growing(torch.nn.Module):
 
 
 def test_a_buffer_that_grows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StateChanged, match="to the buffer 'seen', which is"):
+    with raises("state-changed", match="to the buffer 'seen', which is"):
         cgcompile.build(Growing(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.raising import raises
+
 pytest.importorskip("triton")
 
-from cgcompile.errors import ExtraMissing
 from cgcompile.offline.compile.parameters import read_parameters
-from cgcompile.offline.errors import KernelFailed
 from cgcompile.targets.architectures import ARCHES, Arch
 from cgcompile.targets.cuda.fills import PARAMS, PIECES, fill_image
 from cgcompile.targets.cuda.ptxas import assemble, lowest_driver
@@ -49,7 +49,7 @@ def test_blackwell_has_a_ptxas_of_its_own(triton: Path, row: Arch) -> None:
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ExtraMissing, match="needs triton") as caught:
+    with raises("extra-missing", match="needs triton") as caught:
         lowest_driver(90)
     assert caught.value.hint == "pip install 'cgcompile[compile]'" and caught.value.exit_code == 2
 
@@ -57,14 +57,14 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_triton_without_this_ptxas(triton: Path) -> None:
     script(triton / "ptxas", 'echo "release 12.8"')
     assert lowest_driver(90) == 12000
-    with pytest.raises(KernelFailed, match="triton has no ptxas-blackwell at "):
+    with raises("kernel-failed", match="triton has no ptxas-blackwell at "):
         lowest_driver(100)
 
 
 @pytest.mark.parametrize("body", ["echo hello", "true", "echo 'bad library' >&2; exit 127", "echo 'release 12.8'; exit 1"])
 def test_a_ptxas_that_says_no_version(triton: Path, body: str) -> None:
     script(triton / "ptxas", body)
-    with pytest.raises(KernelFailed, match="ptxas --version says no version") as caught:
+    with raises("kernel-failed", match="ptxas --version says no version") as caught:
         lowest_driver(90)
     assert "\n" not in str(caught.value)
 
@@ -79,5 +79,5 @@ def test_the_kernels_that_fill_memory_are_code_for_every_target(row: Arch) -> No
 
 
 def test_what_ptxas_refuses_is_said() -> None:
-    with pytest.raises(KernelFailed, match="ptxas for sm_90: .*version directive"):
+    with raises("kernel-failed", match="ptxas for sm_90: .*version directive"):
         assemble("no code", 90)

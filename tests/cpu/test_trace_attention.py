@@ -24,13 +24,13 @@ from cgcompile.offline.compile.kernels import Compiled, finish
 from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import attention
 from cgcompile.offline.decompose.attention import choose
-from cgcompile.offline.errors import LoweringBroken, OperationNeedsGpu
 from cgcompile.offline.interpret.interpret import Stage, Task, interpret
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.traced import Launch, Traced, Variant
 from cgcompile.targets.architectures import ARCHES, Arch, arch
 from cgcompile.targets.cuda.memory_layout import PAD, align
 from cgcompile.targets.cuda.tensors import row_major
+from tests.raising import raises
 
 from .written_rows import tensor_of
 
@@ -135,16 +135,16 @@ def test_where_it_is_used(query: tuple[int, ...], key: tuple[int, ...], one: boo
 
 
 def test_long_ones_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(OperationNeedsGpu, match=r"600 by 20 positions, torch.float64, heads 16 wide"):
+    with raises("operation-needs-gpu", match=r"600 by 20 positions, torch.float64, heads 16 wide"):
         attended((1, 1, 600, 16), (1, 1, 20, 16), dtype=torch.float64)
-    with pytest.raises(OperationNeedsGpu, match=r"600 by 600 positions, torch.float32, heads 300 wide"):
+    with raises("operation-needs-gpu", match=r"600 by 600 positions, torch.float32, heads 300 wide"):
         attended((1, 1, 600, 300), (1, 1, 600, 300))
 
 
 def test_other_strides_than_traced_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = attention._step
     monkeypatch.setattr(attention, "_step", lambda tensor, axis: honest(tensor, axis) + (axis == 2))
-    with pytest.raises(LoweringBroken, match=r"query has strides \(640, 320, 16, 1\), 17 was expected for axis 2"):
+    with raises("lowering-broken", match=r"query has strides \(640, 320, 16, 1\), 17 was expected for axis 2"):
         attended((1, 2, 20, 16), (1, 2, 20, 16))
 
 

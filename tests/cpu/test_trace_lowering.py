@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cgcompile.errors import TorchUnsupported
 from cgcompile.export.export import export
 from cgcompile.model.source import load_source, sample
 from cgcompile.offline.assemble.arena import lifetimes
@@ -25,7 +24,6 @@ from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import convolutions
 from cgcompile.offline.decompose import operators as decomposing
 from cgcompile.offline.decompose import sort as ordering
-from cgcompile.offline.errors import InputChanged, OperationNeedsGpu, RandomnessUnsupported, SizesUnlike, StateShared
 from cgcompile.offline.lower import fake_device as offline
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lower.launches import follow
@@ -33,6 +31,7 @@ from cgcompile.offline.lower.variants import BLOCKS
 from cgcompile.offline.traced import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Place, Release, Traced
 from cgcompile.offline.tuning import cost_model as choosing
 from cgcompile.targets.architectures import arch
+from tests.raising import raises
 
 H200 = arch("sm_90")
 
@@ -280,25 +279,25 @@ def test_equal_in_every_process() -> None:
 
 
 def test_library_operations_are_named_with_their_lines() -> None:
-    with pytest.raises(OperationNeedsGpu) as caught:
+    with raises("operation-needs-gpu") as caught:
         of(function := lambda m, x: (torch.fft.rfft(x).abs(), torch.linalg.inv(x.T @ x)))
     assert "_fft_r2c" in str(caught.value) and "linalg_inv" in str(caught.value)
     assert f"test_trace_lowering.py:{function.__code__.co_firstlineno}" in str(caught.value)
 
 
 def test_shape_that_depends_on_data() -> None:
-    with pytest.raises(OperationNeedsGpu, match=r"nonzero.*test_trace_lowering.py:\d+.*depends on data"):
+    with raises("operation-needs-gpu", match=r"nonzero.*test_trace_lowering.py:\d+.*depends on data"):
         of(lambda m, x: torch.nonzero(x > 0).sum() + x)
 
 
 @pytest.mark.parametrize("function", [torch.rand_like, lambda x: F.dropout(x, 0.5, True)], ids=["rand", "dropout"])
 def test_randomness(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with pytest.raises(RandomnessUnsupported, match="rand"):
+    with raises("randomness-refused", match="rand"):
         of(lambda m, x: x + function(x))
 
 
 def test_changed_input() -> None:
-    with pytest.raises(InputChanged, match="input 0"):
+    with raises("input-changed", match="input 0"):
         of(lambda m, x: x.mul_(2) + 1)
 
 
@@ -313,20 +312,20 @@ def test_changed_buffer_in_shared_memory() -> None:
             self.first.add_(1)
             return x + self.first + self.second.sum()
 
-    with pytest.raises(StateShared, match=r"first.*second"):
+    with raises("state-shared", match=r"first.*second"):
         lowered(Shared(), floats(8))
 
 
 def test_control_flow() -> None:
-    with pytest.raises(OperationNeedsGpu, match="control flow"):
+    with raises("operation-needs-gpu", match="control flow"):
         of(lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)))
 
 
 def test_tensors_that_do_not_fit() -> None:
     program, tensors = exported(nn.Linear(8, 8), floats(8), 4)
-    with pytest.raises(SizesUnlike, match="float64"):
+    with raises("sizes-unlike", match="float64"):
         lower_key(program, (4,), (tensors[0].double(),), H200)
-    with pytest.raises(SizesUnlike, match="1 tensors"):
+    with raises("sizes-unlike", match="1 tensors"):
         lower_key(program, (4,), (*tensors, *tensors), H200)
 
 
@@ -366,7 +365,7 @@ def test_a_torch_without_a_name() -> None:
 
     with mock.patch.object(module, "init_gpu_context", create=True):
         del module.init_gpu_context
-        with pytest.raises(TorchUnsupported, match="init_gpu_context.*2.13"), offline.offline(H200):
+        with raises("torch-unsupported", match="init_gpu_context.*2.13"), offline.offline(H200):
             pass
         module.init_gpu_context = None  # for the patch to take away
     assert not torch.cuda.is_available()

@@ -18,16 +18,16 @@ from typer.testing import CliRunner
 import cgbundle
 import cgcompile
 from cgbundle import exam
-from cgbundle.errors import InputUnwritable, KeyMissing
 from cgbundle.format import archive
 from cgbundle.tensors.tensor import from_bytes
-from cgcompile import errors
 from cgcompile.checks import check, functional, refuse_written, written_inputs
+from cgcompile.errors import BuildError
 from cgcompile.export.export import export
 from cgcompile.model.source import load_source
 from cgcompile_cli import main
 from cgcompile_cli.commands.run import _named
 from tests.fabricate import signature, spec
+from tests.raising import raises
 from tests.written_models import MODELS, PLACES, Whole, draw, drawn, eager, step
 
 SIZES = (1, 4)
@@ -148,14 +148,14 @@ def test_what_cannot_be_written_is_refused(decoder: Path) -> None:
     x, cache, place = (tensor.numpy() for tensor in step(4))
     with cgbundle.load(decoder) as program:
         cache.flags.writeable = False
-        with pytest.raises(InputUnwritable, match="input 'cache': the model writes to it, and the array is read-only"):
+        with raises("input-unwritable", match="input 'cache': the model writes to it, and the array is read-only"):
             program(x, cache, place)
-        with pytest.raises(InputUnwritable, match="input 'cache': .* its elements share memory"):
+        with raises("input-unwritable", match="input 'cache': .* its elements share memory"):
             program(torch.randn(4, 8), torch.zeros(1, PLACES, 8).expand(4, -1, -1), torch.zeros(1, dtype=torch.long))
-        with pytest.raises(InputUnwritable, match="input 'cache': .* it shares memory with input 'x'"):
+        with raises("input-unwritable", match="input 'cache': .* it shares memory with input 'x'"):
             whole = torch.zeros(4, PLACES, 8)
             program(whole[:, 0], whole, torch.zeros(1, dtype=torch.long))
-        with pytest.raises(KeyMissing, match=r"batch cannot be padded: forward\(\) writes to its input 'cache'"):
+        with raises("key-missing", match=r"batch cannot be padded: forward\(\) writes to its input 'cache'"):
             program(*step(3))
 
 
@@ -191,14 +191,14 @@ def test_memory_that_is_shared_among_the_examples_is_refused(tmp_path: Path) -> 
     def build(model: nn.Module, inputs: Callable[..., Any]) -> None:
         cgcompile.build(model, inputs, sizes=list(SIZES), out=tmp_path / "m.cgb", target="cpu")
 
-    with pytest.raises(errors.Refused, match=r"written_models.py:\d+: mutated-input: .* it shares memory with itself"):
+    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* it shares memory with itself"):
         build(Whole(), lambda batch: (torch.randn(batch, 1).expand(-1, 3),))
 
     def twice(batch: int) -> tuple[Tensor, ...]:
         x = torch.randn(batch, 4)
         return x, torch.randn(batch, 4), x
 
-    with pytest.raises(errors.Refused, match="mutated-input: .* it shares memory with the input 'last'"):
+    with raises("refused", match="mutated-input: .* it shares memory with the input 'last'"):
         build(MODELS["both"][0](), twice)
     assert not list(tmp_path.iterdir())
 
@@ -218,7 +218,7 @@ def test_an_input_that_the_compiler_writes_wrongly_is_no_bundle(tmp_path: Path) 
     out = tmp_path / "swap.cgb"
     try:
         cgcompile.build(Swap(), drawn(3, 3), sizes=[2], out=out, target="cpu")
-    except errors.ProofFailed as error:
+    except BuildError as error:
         assert "int_key batch=2" in str(error) and not out.exists()
     else:
         given = draw(drawn(3, 3), 2, 1)
@@ -234,14 +234,14 @@ def test_writes_are_refused_where_no_recorder_keeps_them() -> None:
     findings = check(exported)
     for recorder, placed in (("capture", 0), ("host", 0)):
         refuse_written(findings, recorder, placed)
-    with pytest.raises(errors.Refused, match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
+    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
         refuse_written(findings, "trace", 0)
-    with pytest.raises(errors.Refused, match=r"written_models.py:\d+: mutated-input: .* beside operations on the host"):
+    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* beside operations on the host"):
         refuse_written(findings, "capture", 2)
     refuse_written((), "trace", 2)
 
 
 def test_a_build_for_a_gpu_that_is_not_here_refuses_by_line(tmp_path: Path) -> None:
-    with pytest.raises(errors.Refused, match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
+    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
         cgcompile.build(Whole(), drawn(3), sizes=[2], out=tmp_path / "m.cgb", target="sm_90", recorder="trace")
     assert not list(tmp_path.iterdir())

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.raising import raises
+
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -16,7 +18,6 @@ if not torch.cuda.is_available():
 import cgbundle  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.cuda import driver  # noqa: E402
-from cgbundle.errors import InputShape, KeyMissing, ProgramClosed, StaleView  # noqa: E402
 from cgbundle.tensors.tensor import from_bytes  # noqa: E402
 from tests.gpu import built  # noqa: E402
 from tests.gpu.built import Case  # noqa: E402
@@ -61,7 +62,7 @@ def test_other_sizes_are_padded_and_cut(case: Case, program: Any, size: int) -> 
 
 
 def test_a_size_that_was_not_recorded_can_be_refused(case: Case) -> None:
-    with cgbundle.load(case.path, on_miss="error") as program, pytest.raises(KeyMissing, match="1, 4"):
+    with cgbundle.load(case.path, on_miss="error") as program, raises("key-missing", match="1, 4"):
         program(case.draw(3))
 
 
@@ -131,9 +132,9 @@ def test_views_become_stale(case: Case) -> None:
         kept = view.clone()
         case.check(view.tensor, value)
         program(case.draw(4, 1))
-        with pytest.raises(StaleView, match="call 1 was read after call 2"):
+        with raises("stale-view", match="call 1 was read after call 2"):
             _ = view.tensor
-        with pytest.raises(StaleView):
+        with raises("stale-view"):
             torch.from_dlpack(view)
         case.check(kept, value)
 
@@ -146,7 +147,7 @@ def test_stream_mode_gives_the_bits_of_graph_mode(case: Case, program: Any) -> N
 
 
 def test_wrong_calls_name_the_input(cases: dict[str, Case]) -> None:
-    with cgbundle.load(cases["mlp"].path) as program, pytest.raises(InputShape, match="input"):
+    with cgbundle.load(cases["mlp"].path) as program, raises("input-shape", match="input"):
         program(torch.zeros(4, built.WIDTH + 1, device="cuda"))
 
 
@@ -196,7 +197,7 @@ def test_close_gives_every_byte_back(case: Case) -> None:
         program.close()
         program.close()
         case.check(kept, value)
-        with pytest.raises(ProgramClosed):
+        with raises("program-closed"):
             program(value)
         torch.cuda.synchronize()
         with context:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.raising import raises
+
 torch = pytest.importorskip("torch")
 
-from cgcompile.capture.errors import InputMutated, NotCapturable, RandomnessRefused, SizesDiffer  # noqa: E402
 from cgcompile.capture.recorder import record  # noqa: E402
 from tests.gpu.models import CASES  # noqa: E402
 from tests.gpu.recording import export, record_case, replay  # noqa: E402
@@ -62,10 +63,10 @@ def test_the_arena_holds_one_key_at_a_time(tmp_path: Path) -> None:
 
 @gpu
 @pytest.mark.parametrize(
-    ("name", "error"), [("noisy", RandomnessRefused), ("overwriting", InputMutated), ("reading", NotCapturable)]
+    ("name", "error"), [("noisy", "randomness-refused"), ("overwriting", "input-mutated"), ("reading", "not-capturable")]
 )
 def test_what_cannot_be_saved_is_refused_by_name(name: str, error: type[Exception], tmp_path: Path) -> None:
-    with pytest.raises(error, match=r"int_key \(2,\)"):
+    with raises(error, match=r"int_key \(2,\)"):
         record_case(name, tmp_path, "eager")
 
 
@@ -78,6 +79,6 @@ def test_a_kernel_is_identified_by_its_image_not_its_name(tmp_path: Path) -> Non
 def test_fresh_inputs_of_another_shape_are_refused_before_anything_starts(tmp_path: Path) -> None:
     program, calls = export("mlp_small")
     fresh = {key: (CASES["mlp_small"].inputs(key[0] + 1), {}) for key in calls}
-    with pytest.raises(SizesDiffer, match=r"int_key \(1,\)|int_key \(4,\)"):
+    with raises("sizes-differ", match=r"int_key \(1,\)|int_key \(4,\)"):
         record(program, calls, folder=tmp_path, fresh=fresh)
     assert not list(tmp_path.iterdir())

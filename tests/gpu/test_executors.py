@@ -19,13 +19,14 @@ from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.cuda.executors import GraphExecutor, StreamExecutor
 from cgbundle.cuda.memory import Memories
 from cgbundle.cuda.modules import Modules
-from cgbundle.errors import CgbundleError, DriverFailed, OutOfMemory, TableInvalid, WrongMachine
+from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Function, MemsetNode, Recording
 from cgbundle.tables.view import Table
 from tests import cuda_bundles
 from tests.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
+from tests.raising import raises
 
 
 def missing() -> str:
@@ -198,19 +199,19 @@ def test_usage(bundle: tuple[Manifest, Path]) -> None:
 def test_the_wrong_machine(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     other = replace(manifest, target=replace(manifest.target, arch="sm_70"))
-    with pytest.raises(WrongMachine, match="the bundle is for sm_70, device 0"):
+    with raises("wrong-machine", match="the bundle is for sm_70, device 0"):
         device.open(other, folder)
     other = replace(manifest, target=replace(manifest.target, driver=99000))
-    with pytest.raises(WrongMachine, match=r"a driver for CUDA 99\.0"):
+    with raises("wrong-machine", match=r"a driver for CUDA 99\.0"):
         device.open(other, folder)
-    with pytest.raises(WrongMachine, match="device 1000"):
+    with raises("wrong-machine", match="device 1000"):
         device.open(manifest, folder, device=1000)
 
 
 def test_too_little_memory(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     memories = (*manifest.memories[:3], ("arena", 1 << 50))
-    with pytest.raises(OutOfMemory, match=r"memory arena: needs 1,125,899,906,842,624 bytes, the GPU has .* free"):
+    with raises("out-of-memory", match=r"memory arena: needs 1,125,899,906,842,624 bytes, the GPU has .* free"):
         device.open(replace(manifest, memories=memories), folder)
 
 
@@ -219,7 +220,7 @@ def test_an_image_that_is_none(bundle: tuple[Manifest, Path]) -> None:
     for path in (folder / "kernels").iterdir():
         path.write_bytes(b"nonsense")
     backend = device.open(manifest, folder)
-    with pytest.raises(DriverFailed, match=r"cuModuleLoadData \(kernels/.*CUDA_ERROR"):
+    with raises("driver-failed", match=r"cuModuleLoadData \(kernels/.*CUDA_ERROR"):
         backend.prepare()
     backend.close()
 
@@ -230,7 +231,7 @@ def test_parameters_are_those_of_the_image(bundle: tuple[Manifest, Path]) -> Non
     functions = (replace(recording.functions[0], params=((0, 8), (8, 8))), recording.functions[1])
     (folder / "graphs/g0-4.bin").write_bytes(tables.encode(replace(recording, functions=functions)))
     backend = device.open(manifest, folder)
-    with pytest.raises(TableInvalid, match=r"add of .*the image takes parameters"):
+    with raises("table-invalid", match=r"add of .*the image takes parameters"):
         backend.prepare()
     backend.close()
 

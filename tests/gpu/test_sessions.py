@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.raising import raises
+
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -17,7 +19,7 @@ if not torch.cuda.is_available():
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle.cuda import memory  # noqa: E402
-from cgbundle.errors import CaptureRefused, SessionBusy  # noqa: E402
+from cgbundle.errors import SessionBusy  # noqa: E402
 
 SIZES = (1, 4, 16)
 WIDTH = 256
@@ -293,12 +295,12 @@ def test_what_cannot_be_captured_is_refused_and_the_capture_goes_on(paths: dict[
         plain(x)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            with pytest.raises(CaptureRefused, match=r"int_key \(4,\) is not built yet"):
+            with raises("capture-refused", match=r"int_key \(4,\) is not built yet"):
                 lazy(x)
-            with pytest.raises(CaptureRefused, match="inputs on the CPU cannot become part"):
+            with raises("capture-refused", match="inputs on the CPU cannot become part"):
                 plain(torch.randn(4, WIDTH))
             for use in (lazy.reset, lambda: lazy.state["memory"], lambda: lazy.state_bytes(0)):
-                with pytest.raises(CaptureRefused):
+                with raises("capture-refused"):
                     use()
             made = plain(x)
         graph.replay()

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle import errors
 from cgbundle.call.output_aliases import AliasingProgram, Look, along
 from cgbundle.call.views import View
-from cgbundle.errors import InputLayout, ManifestInvalid, StaleView
+from cgbundle.errors import CATALOGUE
 from cgbundle.format.schema import Alias, Manifest, Value
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate.state import check_aliases, check_looks, check_state
@@ -24,6 +23,7 @@ from tests.cuda_bundles import FLOATS, expected, inputs
 from tests.fabricate import FakeBackend, Numbers, dimension, signature, spec
 from tests.fake_driver import FakeDriver, install
 from tests.pure.test_sessions import numbers, on_gpu, opened
+from tests.raising import raises
 
 numpy = pytest.importorskip("numpy")
 
@@ -72,7 +72,7 @@ def test_tensors_of_the_gpu_share_what_they_share_in_eager(fake: FakeDriver, bun
                 ctypes.c_float.from_address(head.address).value = -5.0
                 assert numbers(y)[0] == -5.0
             else:
-                with pytest.raises(StaleView):
+                with raises("stale-view"):
                     _ = made["head"].tensor
     assert len(tables) == 1, "one weight for all sessions"
 
@@ -233,14 +233,14 @@ def test_an_input_without_such_a_part_is_refused_before_anything_runs() -> None:
     (flat,) = run(x)
     assert numpy.shares_memory(flat, x)
     for other in (numpy.asfortranarray(x), numpy.zeros((2, 6), "float32")[:, ::2]):
-        with pytest.raises(
-            InputLayout, match="input 'x': output 'flat' shares its memory, and it is laid out otherwise than r"
+        with raises(
+            "input-layout", match="input 'x': output 'flat' shares its memory, and it is laid out otherwise than r"
         ) as caught:
             run(other)
-        assert caught.value.hint == errors.InputLayout.hint == "pass .contiguous() of it"
+        assert caught.value.hint == CATALOGUE["input-layout"].hint == "pass .contiguous() of it"
     assert len(backend.calls) == 1
     torch = pytest.importorskip("torch")
-    with pytest.raises(InputLayout):
+    with raises("input-layout"):
         run(torch._neg_view(torch.zeros(2, 3)))
 
 
@@ -338,7 +338,7 @@ def test_ordinary_looks_are_found(take: Any) -> None:
 def test_aliases_that_are_not_sound(bundle: tuple[Manifest, Path], change: dict[str, Any], words: str) -> None:
     manifest, _ = bundle
     broken = replace(manifest, aliases=(*manifest.aliases[:-1], replace(manifest.aliases[-1], **change)))
-    with pytest.raises(ManifestInvalid, match=words):
+    with raises("manifest-invalid", match=words):
         check_aliases(broken)
         check_looks(broken)
 
@@ -352,7 +352,7 @@ def test_an_alias_outside_of_what_it_lies_in(bundle: tuple[Manifest, Path]) -> N
             place = program.outputs[4]
             values[place] = replace(values[place], offset=values[place].offset + offset * (10 if offset < 0 else 1))
             programs.append(replace(program, values=tuple(values)))
-        with pytest.raises(ManifestInvalid, match=rf"programs\[0\].outputs\[4\]: {words}"):
+        with raises("manifest-invalid", match=rf"programs\[0\].outputs\[4\]: {words}"):
             check_looks(replace(manifest, programs=tuple(programs)))
 
 
@@ -372,6 +372,6 @@ def test_state_that_is_not_sound(bundle: tuple[Manifest, Path]) -> None:
         (replace(manifest, dimensions=(replace(manifest.dimensions[0], pad="rows"),)), "batch is padded or cut, and calls change"),
         (replace(manifest, regions=(replace(manifest.regions[0], constants=(("c", rows["total"]),)),)), "which lies on the GPU"),
     ):  # fmt: skip
-        with pytest.raises(ManifestInvalid, match=words):
+        with raises("manifest-invalid", match=words):
             check_state(made)
     check_state(manifest)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cgcompile.errors import TargetUnavailable
 from cgcompile.targets.architectures import ARCHES, KIB, Arch, arch
+from tests.raising import raises
 
 
 @pytest.mark.parametrize("row", ARCHES, ids=lambda row: row.name)
@@ -26,6 +26,6 @@ def test_known_values() -> None:
 
 
 def test_unknown() -> None:
-    with pytest.raises(TargetUnavailable, match="'sm_75'") as caught:
+    with raises("target-unavailable", match="'sm_75'") as caught:
         arch("sm_75")
     assert all(row.name in caught.value.hint for row in ARCHES)

@@ -10,17 +10,10 @@ from pathlib import Path
 import pytest
 
 from cgbundle import loader
-from cgbundle.errors import (
-    BundleMissing,
-    CgbundleError,
-    FileDamaged,
-    FormatUnsupported,
-    ManifestInvalid,
-    NotABundle,
-    WeightsInvalid,
-)
+from cgbundle.errors import BundleError, CgbundleError
 from cgbundle.format import archive, codec
 from cgbundle.validate import bundle as verify
+from tests.raising import raises
 from tests.support import HOST_FILE, manifest, write_bundle
 
 
@@ -33,35 +26,35 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def test_nothing_at_the_path(tmp_path: Path) -> None:
-    with pytest.raises(BundleMissing, match=r"no\.cgb: no such bundle") as caught:
+    with raises("bundle-missing", match=r"no\.cgb: no such bundle") as caught:
         archive.read_manifest(str(tmp_path / "no.cgb"))
     assert caught.value.exit_code == 2
 
 
 def test_a_file_is_no_bundle(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("")
-    with pytest.raises(NotABundle, match="a file, not a bundle directory") as caught:
+    with raises("not-a-bundle", match="a file, not a bundle directory") as caught:
         archive.read_manifest(str(tmp_path / "f"))
     assert caught.value.exit_code == 2
 
 
 def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
-    with pytest.raises(NotABundle, match=r"a directory without manifest\.json"):
+    with raises("not-a-bundle", match=r"a directory without manifest\.json"):
         archive.read_manifest(str(tmp_path))
 
 
 def test_a_directory_in_the_place_of_the_manifest_is_no_bundle(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(NotABundle):
+    with raises("not-a-bundle"):
         archive.read_manifest(str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("data", "error"), [(b"", ManifestInvalid), (b"{}", ManifestInvalid), (b'{"format":99}', FormatUnsupported)]
+    ("data", "error"), [(b"", "manifest-invalid"), (b"{}", "manifest-invalid"), (b'{"format":99}', "format-unsupported")]
 )
 def test_the_manifests_own_defects_come_through(tmp_path: Path, data: bytes, error: type[CgbundleError]) -> None:
     (tmp_path / "manifest.json").write_bytes(data)
-    with pytest.raises(error):
+    with raises(error):
         archive.read_manifest(str(tmp_path))
 
 
@@ -80,7 +73,7 @@ def check(bundle: Path, level: str) -> None:
 
 
 def reject(bundle: Path, level: str, error: type[CgbundleError], message: str) -> None:
-    with pytest.raises(error, match=message) as caught:
+    with raises(error, match=message) as caught:
         check(bundle, level)
     assert "\n" not in str(caught.value)
 
@@ -94,7 +87,7 @@ def test_a_whole_bundle_holds(bundle: Path, level: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named(bundle: Path, level: str, name: str) -> None:
     (bundle / name).unlink()
-    reject(bundle, level, FileDamaged, f"^{name}: missing")
+    reject(bundle, level, "file-damaged", f"^{name}: missing")
 
 
 @pytest.mark.parametrize("level", verify.LEVELS)
@@ -102,7 +95,7 @@ def test_a_missing_file_is_named(bundle: Path, level: str, name: str) -> None:
 def test_a_truncated_file_is_named_with_both_lengths(bundle: Path, level: str, name: str) -> None:
     data = (bundle / name).read_bytes()
     (bundle / name).write_bytes(data[:-1])
-    reject(bundle, level, FileDamaged, f"^{name}: {len(data) - 1} bytes, expected {len(data)}")
+    reject(bundle, level, "file-damaged", f"^{name}: {len(data) - 1} bytes, expected {len(data)}")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -112,7 +105,7 @@ def test_a_directory_in_the_place_of_a_file_is_damage(bundle: Path, name: str) -
     (bundle / name).mkdir()
     size = os.stat(bundle / name).st_size  # a file system may give a directory any size: also the right one
     files = tuple(replace(file, bytes=size) if file.path == name else file for file in made.files)
-    with pytest.raises(FileDamaged, match=f"^{name}: "):
+    with raises("file-damaged", match=f"^{name}: "):
         verify.check_bundle(str(bundle), replace(made, files=files), "full")
 
 
@@ -120,7 +113,7 @@ def test_a_file_in_the_place_of_a_directory_is_damage(bundle: Path) -> None:
     (bundle / HOST_FILE).unlink()
     (bundle / "host").rmdir()
     (bundle / "host").write_text("")
-    reject(bundle, "load", FileDamaged, f"^{HOST_FILE}: missing")
+    reject(bundle, "load", "file-damaged", f"^{HOST_FILE}: missing")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -130,7 +123,7 @@ def test_every_flipped_byte_is_found_by_the_full_check(bundle: Path, name: str) 
         data = bytearray(whole)
         data[position] ^= 1 << (position % 8)
         (bundle / name).write_bytes(data)
-        with pytest.raises((FileDamaged, WeightsInvalid)) as caught:
+        with pytest.raises((BundleError, BundleError)) as caught:
             check(bundle, "full")
         assert str(caught.value).startswith(f"{name}: ")
 
@@ -140,7 +133,7 @@ def test_loading_finds_a_flipped_byte_in_all_files_but_the_weights(bundle: Path,
     data = bytearray((bundle / name).read_bytes())
     data[-1] ^= 1
     (bundle / name).write_bytes(data)
-    reject(bundle, "load", FileDamaged, f"^{name}: SHA-256 is [0-9a-f]{{16}}..., expected [0-9a-f]{{16}}...")
+    reject(bundle, "load", "file-damaged", f"^{name}: SHA-256 is [0-9a-f]{{16}}..., expected [0-9a-f]{{16}}...")
 
 
 def test_a_flipped_byte_of_the_weights_is_left_to_the_full_check(bundle: Path) -> None:
@@ -148,7 +141,7 @@ def test_a_flipped_byte_of_the_weights_is_left_to_the_full_check(bundle: Path) -
     data[-1] ^= 1
     (bundle / archive.WEIGHTS).write_bytes(data)
     check(bundle, "load")
-    reject(bundle, "full", FileDamaged, rf"^{archive.WEIGHTS}: SHA-256")
+    reject(bundle, "full", "file-damaged", rf"^{archive.WEIGHTS}: SHA-256")
 
 
 @pytest.mark.parametrize("name", ["stranger", "host/stranger", "new/stranger"])
@@ -156,7 +149,7 @@ def test_a_file_that_the_manifest_does_not_name_is_found_by_the_full_check(bundl
     (bundle / name).parent.mkdir(exist_ok=True)
     (bundle / name).write_text("")
     check(bundle, "load")
-    reject(bundle, "full", FileDamaged, f"^{name}: not named in the manifest")
+    reject(bundle, "full", "file-damaged", f"^{name}: not named in the manifest")
 
 
 def test_files_are_described_as_they_are(tmp_path: Path) -> None:
@@ -182,7 +175,7 @@ def test_a_hash_is_taken_over_more_than_one_piece(tmp_path: Path) -> None:
 def test_weights_that_the_manifest_names_must_be_there(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
     wrong = replace(made.weights[0], tensor="second.weight")
-    with pytest.raises(WeightsInvalid, match=r"^weights\.safetensors: tensor 'second\.weight' is missing"):
+    with raises("weights-invalid", match=r"^weights\.safetensors: tensor 'second\.weight' is missing"):
         verify.check_weights(str(bundle), replace(made, weights=(wrong,)))
 
 
@@ -198,7 +191,7 @@ def test_weights_that_the_manifest_names_must_be_there(bundle: Path) -> None:
 def test_weights_must_have_the_manifests_dtype_and_shape(bundle: Path, changes: dict[str, object], found: str) -> None:
     made = archive.read_manifest(str(bundle))
     wrong = replace(made.weights[0], **changes)  # type: ignore[arg-type]
-    with pytest.raises(WeightsInvalid, match=found):
+    with raises("weights-invalid", match=found):
         verify.check_weights(str(bundle), replace(made, weights=(wrong,)))
 
 
@@ -219,7 +212,7 @@ def test_an_option_that_does_not_exist_names_those_that_do(bundle: Path, option:
 
 def test_load_refuses_before_it_runs_anything(bundle: Path) -> None:
     (bundle / HOST_FILE).write_bytes(b"x")
-    with pytest.raises(FileDamaged):
+    with raises("file-damaged"):
         loader.load(str(bundle))
 
 

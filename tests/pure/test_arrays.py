@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cgbundle.errors import InputKind
 from cgbundle.tensors import libraries as arrays
 from cgbundle.tensors import tensor
 from cgbundle.tensors.tensor import Tensor
+from tests.raising import raises
 
 numpy = pytest.importorskip("numpy")
 
@@ -110,19 +110,19 @@ def test_a_dtype_has_a_name_for_the_guards(array: Any, dtype: str) -> None:
 
 @pytest.mark.parametrize("array", [numpy.zeros(2, ">f4"), numpy.zeros(2, ">i8"), numpy.zeros(2, [("a", ">f4")])])
 def test_another_byte_order_is_refused(array: Any) -> None:
-    with pytest.raises(InputKind, match="input 'x': expected native byte order, got dtype"):
+    with raises("input-kind", match="input 'x': expected native byte order, got dtype"):
         library().take(array, "x")
 
 
 @pytest.mark.parametrize("value", [[1.0], 1.0, None, "x", Tensor(0, "float32", (), None, None)])
 def test_what_is_no_array_is_refused_beside_numpy(value: Any) -> None:
-    with pytest.raises(InputKind, match="^input 'x': expected a NumPy array like the first input, got "):
+    with raises("input-kind", match="^input 'x': expected a NumPy array like the first input, got "):
         library().take(value, "x")
 
 
 def test_a_masked_array_is_refused_since_its_mask_would_be_lost() -> None:
     masked = numpy.ma.masked_array([1.0, 2.0], mask=[False, True])
-    with pytest.raises(InputKind, match="input 'x': .*mask"):
+    with raises("input-kind", match="input 'x': .*mask"):
         library().take(masked, "x")
 
 
@@ -165,7 +165,7 @@ def test_plain_reads_numpy_through_dlpack() -> None:
 
 @pytest.mark.parametrize("value", [[1.0], 1.0, None, object()])
 def test_what_no_library_gave_is_refused(value: Any) -> None:
-    with pytest.raises(InputKind, match="^input 'x': expected a NumPy array, a torch tensor or a DLPack tensor, got "):
+    with raises("input-kind", match="^input 'x': expected a NumPy array, a torch tensor or a DLPack tensor, got "):
         arrays.Plain().take(value, "x")
 
 
@@ -233,13 +233,13 @@ def test_a_lazy_conjugate_or_negative_is_read_as_the_numbers_it_stands_for() -> 
 @pytest.mark.parametrize("make", ["to_sparse", "to_mkldnn"])
 def test_a_torch_tensor_that_is_not_dense_is_refused(make: str) -> None:
     torch, lib = torch_library()
-    with pytest.raises(InputKind, match="input 'x': expected a dense tensor, got layout"):
+    with raises("input-kind", match="input 'x': expected a dense tensor, got layout"):
         lib.take(getattr(torch.ones(2, 2), make)(), "x")
 
 
 def test_numpy_beside_torch_is_refused() -> None:
     _, lib = torch_library()
-    with pytest.raises(InputKind, match="input 'x': expected a torch tensor like the first input, got numpy.ndarray"):
+    with raises("input-kind", match="input 'x': expected a torch tensor like the first input, got numpy.ndarray"):
         lib.take(BASE, "x")
 
 

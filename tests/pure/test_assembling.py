@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from cgbundle.format.schema import MEMORIES, Value
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Address, Edge, KernelNode, MemcpyNode, MemsetNode, Relocation
-from cgcompile.capture.errors import ImageFormat
+from cgcompile.errors import BuildError
 from cgcompile.offline.assemble.arena import Plan, plan
 from cgcompile.offline.assemble.parameter_block import scalar
 from cgcompile.offline.assemble.rows import Graph, assemble, assemble_chain
 from cgcompile.offline.compile.kernels import Compiled
 from cgcompile.offline.compile.parameters import Entry, read_entry, read_parameters
-from cgcompile.offline.errors import ParameterMismatch, PlaceInvalid
 from cgcompile.offline.traced import (
     INPUT,
     TEMPORARY,
@@ -44,6 +43,7 @@ from cgcompile.offline.traced import (
     Variant,
 )
 from cgcompile.targets.cuda.elf import EM_CUDA
+from tests.raising import raises
 
 WEIGHTS_AT, INPUTS_AT, ARENA_AT = map(MEMORIES.index, ("weights", "inputs", "arena"))
 SIZES = {"weights": 8192, "inputs": 4096}
@@ -296,14 +296,14 @@ def test_the_calls_tensors_lie_where_their_buffers_do() -> None:
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ParameterMismatch, match=message) as caught:
+    with raises("parameter-mismatch", match=message) as caught:
         rows(traced(Launch(variant=0, grid=(1, 1, 1), arguments=arguments)))
     assert "int_key (8,), event 0 (triton_poi_0)" in str(caught.value)
 
 
 def test_a_type_whose_size_is_not_the_images_is_refused() -> None:
     layout = ((0, 8), (8, 1), (16, 8), (24, 8), (32, 4))
-    with pytest.raises(ParameterMismatch, match=r"parameter n \(i32\): 4 bytes, the image has 8 for it"):
+    with raises("parameter-mismatch", match=r"parameter n \(i32\): 4 bytes, the image has 8 for it"):
         rows(traced(launch(place(INPUT_BUFFER), place(FIRST))), compiled(layout=layout))
 
 
@@ -315,7 +315,7 @@ def test_arguments_that_the_kernel_believes_to_be_multiples_of_16_are_checked() 
         (launch(place(WEIGHT_BUFFER, 16), place(FIRST)), 4100, "x"),
         (launch(place(WEIGHT_BUFFER, 16), place(FIRST), n=241), 4096, "n"),
     ):
-        with pytest.raises(ParameterMismatch, match=rf"parameter {name}: \d+ is no multiple of 16"):
+        with raises("parameter-mismatch", match=rf"parameter {name}: \d+ is no multiple of 16"):
             rows(traced(bad, variants=wanted), weights={"layer.weight": weights})
 
 
@@ -330,19 +330,19 @@ def test_arguments_that_the_kernel_believes_to_be_multiples_of_16_are_checked() 
     ],
 )
 def test_bytes_outside_a_buffer_are_refused(event: Event) -> None:
-    with pytest.raises(PlaceInvalid, match=r"int_key \(8,\), event 0.*which has 10"):
+    with raises("place-invalid", match=r"int_key \(8,\), event 0.*which has 10"):
         rows(traced(event))
 
 
 def test_fills_that_no_driver_takes_and_buffers_without_a_place_are_refused() -> None:
-    with pytest.raises(PlaceInvalid, match="elements of 4 bytes at offset"):
+    with raises("place-invalid", match="elements of 4 bytes at offset"):
         rows(traced(Fill(target=place(FIRST, 2), value=0, element=4, count=1)))
     program = traced(launch(place(WEIGHT_BUFFER), place(FIRST)))
-    with pytest.raises(PlaceInvalid, match=r"buffer 0 \(weight layer.weight\) has no place"):
+    with raises("place-invalid", match=r"buffer 0 \(weight layer.weight\) has no place"):
         rows(program, weights={"other": 0})
-    with pytest.raises(PlaceInvalid, match=r"buffer 2 \(temporary buf0\) has no place"):
+    with raises("place-invalid", match=r"buffer 2 \(temporary buf0\) has no place"):
         assemble(program, [compiled()], Plan(offsets={}, arena=256, bound=0), {"layer.weight": 0}, (0, 256))
-    with pytest.raises(PlaceInvalid, match=r"buffer 1 \(input 1\) has no place"):
+    with raises("place-invalid", match=r"buffer 1 \(input 1\) has no place"):
         assemble(program, [compiled()], plan(program), {"layer.weight": 0}, (0,))
 
 
@@ -379,7 +379,7 @@ def test_numbers_are_laid_out_as_tritons_launcher_does(type_: str, value: float,
     [("i8", 128), ("u8", -1), ("i64", 1 << 63), ("u1", -1), ("fp16", 1e5), ("tensordesc<fp16[8]>", 0), ("i32", math.nan)],
 )
 def test_numbers_that_do_not_fit_are_refused(type_: str, value: float) -> None:
-    with pytest.raises(ParameterMismatch):
+    with raises("parameter-mismatch"):
         scalar(type_, value, "x")
 
 
@@ -445,12 +445,12 @@ def test_a_layout_is_read_in_the_parameters_order() -> None:
     ],
 )
 def test_layouts_that_make_no_sense_are_refused(info: bytes, message: str) -> None:
-    with pytest.raises(ImageFormat, match=message):
+    with raises("image-format", match=message):
         read_entry(cubin(info), "kernel")
 
 
 def test_an_image_without_the_kernel_is_refused() -> None:
-    with pytest.raises(ImageFormat, match=r"kernel add: 0 sections \.nv\.info\.add"):
+    with raises("image-format", match=r"kernel add: 0 sections \.nv\.info\.add"):
         read_entry(cubin(GOOD), "add", "kernel add")
 
 
@@ -458,11 +458,11 @@ def test_an_image_without_the_kernel_is_refused() -> None:
 def test_a_damaged_image_is_read_or_refused(at: int, value: int) -> None:
     data = bytearray(cubin(GOOD))
     data[at] = value
-    with contextlib.suppress(ImageFormat):
+    with contextlib.suppress(BuildError):
         read_entry(bytes(data), "kernel")
 
 
 @given(st.integers(0, len(cubin(GOOD)) - 1))
 def test_a_cut_image_is_refused(length: int) -> None:
-    with pytest.raises(ImageFormat):
+    with raises("image-format"):
         read_entry(cubin(GOOD)[:length], "kernel")

@@ -22,7 +22,6 @@ from typer.testing import CliRunner, Result
 import cgcompile.tools.bench
 from cgbundle.format import archive, codec, safetensors
 from cgbundle.format.schema import Dimension, Manifest, Proof, TensorSpec
-from cgcompile.errors import PeerFailed, PeerUnknown
 from cgcompile.tools.bench import peers
 from cgcompile.tools.bench.bundle_child import Bundle
 from cgcompile.tools.bench.child import reason, time_device, time_dispatch
@@ -35,6 +34,7 @@ from cgcompile_cli.commands import bench as command
 from cgcompile_cli.main import app
 from tests import cuda_bundles
 from tests.fake_driver import FakeDriver, install
+from tests.raising import raises
 from tests.support import write_bundle
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -146,7 +146,7 @@ def test_a_missing_package_skips_its_peers_with_a_reason(monkeypatch: pytest.Mon
 
 
 def test_an_unknown_peer_is_refused_with_the_list() -> None:
-    with pytest.raises(PeerUnknown, match="no peer 'jax': there are eager, compile, compile-warm, manual, ort"):
+    with raises("peer-unknown", match="no peer 'jax': there are eager, compile, compile-warm, manual, ort"):
         peers.choose(("eager", "jax"), "cpu")
 
 
@@ -183,7 +183,7 @@ def test_answers_are_found_among_what_a_model_prints(child: Any) -> None:
     ],
 )
 def test_a_process_that_fails_says_why_in_one_line(child: Any, code: str, says: str) -> None:
-    with child(code) as process, pytest.raises(PeerFailed) as raised:
+    with child(code) as process, raises("peer-failed") as raised:
         process.answer()
     assert str(raised.value) == says
 
@@ -191,7 +191,7 @@ def test_a_process_that_fails_says_why_in_one_line(child: Any, code: str, says: 
 def test_a_process_that_dies_between_requests_says_why(child: Any) -> None:
     with child("say({}); sys.stdin.readline(); sys.exit(5)") as process:
         process.answer()
-        with pytest.raises(PeerFailed, match="exit status 5"):
+        with raises("peer-failed", match="exit status 5"):
             process.ask("call 0")
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cgbundle.tables.recording import Address, Edge, EmptyNode, Function, KernelNode, Recording, Relocation
 from cgcompile.offline.assemble.block_reader import arguments, check_order, programs
-from cgcompile.offline.errors import OrderBroken, ParameterMismatch
 from cgcompile.offline.traced import Variant
+from tests.raising import raises
 
 PLACE = Address(memory=3, offset=512)
 
@@ -129,14 +129,14 @@ def test_what_was_packed_is_read(kinds: list[str], data: st.DataObject) -> None:
     ],
 )
 def test_refuses_what_does_not_fit(function: Function, node: KernelNode, words: str) -> None:
-    with pytest.raises(ParameterMismatch, match=words):
+    with raises("parameter-mismatch", match=words):
         arguments(VARIANT, function, node)
 
 
 def test_a_program_is_a_cluster_of_blocks() -> None:
     assert programs(NODE) == (8, 4, 2)
     assert programs(replace(NODE, attributes=((4, (2, 1, 1)),))) == (4, 4, 2)
-    with pytest.raises(ParameterMismatch, match="no multiple of its cluster"):
+    with raises("parameter-mismatch", match="no multiple of its cluster"):
         programs(replace(NODE, attributes=((4, (3, 1, 1)),)))
 
 
@@ -147,5 +147,5 @@ def test_rows_stand_in_the_order_of_their_edges(source: int, target: int, fits: 
     if fits:
         check_order(recording)
     else:
-        with pytest.raises(OrderBroken, match=rf"\(8,\): an edge goes from row {source} to row {target}"):
+        with raises("order-broken", match=rf"\(8,\): an edge goes from row {source} to row {target}"):
             check_order(recording)

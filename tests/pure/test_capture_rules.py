@@ -14,7 +14,6 @@ import pytest
 
 from cgbundle.cuda import backend, device
 from cgbundle.cuda.backend import CudaCalls
-from cgbundle.errors import CaptureRefused
 from cgbundle.format.schema import Manifest
 from cgbundle.session import state
 from cgbundle.tensors import libraries as arrays
@@ -26,6 +25,7 @@ from tests.fake_regions import Regions
 from tests.pure.test_host_steps import bundle as hosted  # noqa: F401
 from tests.pure.test_host_steps import regions  # noqa: F401
 from tests.pure.test_sessions import given, opened
+from tests.raising import raises
 
 STREAM, OTHER = 64, 65
 
@@ -126,7 +126,7 @@ def test_a_key_that_is_not_built_yet_is_refused(fake: FakeDriver, bundle: tuple[
     x = inputs(KEYS[1])
     fake.capturing.add(STREAM)
     before = len(fake.calls)
-    with pytest.raises(CaptureRefused, match=r"int_key \(8,\) is not built yet") as caught:
+    with raises("capture-refused", match=r"int_key \(8,\) is not built yet") as caught:
         run(calls, 1, x, STREAM)
     assert "lazy=False" in caught.value.hint and not fake.captured
     assert not [name for name in fake.calls[before:] if "Graph" in name or "Memcpy" in name]
@@ -143,7 +143,7 @@ def test_operations_on_the_host_are_refused(
     manifest, folder = hosted
     calls = CudaCalls(str(folder), manifest, 0, "graph")
     fake.capturing.add(STREAM)
-    with pytest.raises(CaptureRefused, match="operations on the host, which this bundle has, cannot become part of a CUDA graph"):
+    with raises("capture-refused", match="operations on the host, which this bundle has, cannot become part of a CUDA graph"):
         calls.turn(STREAM).__enter__()
     assert not fake.captured
     fake.capturing.clear()
@@ -160,13 +160,13 @@ def test_inputs_of_the_cpu_and_state_are_refused(
         for module in (backend, state):
             monkeypatch.setattr(module, "caller_captures", lambda: True)
         before = len(fake.calls)
-        with pytest.raises(CaptureRefused, match="inputs on the CPU cannot become part of the CUDA graph that is being captured"):
+        with raises("capture-refused", match="inputs on the CPU cannot become part of the CUDA graph that is being captured"):
             program(given(4))
         for use in (
             program.reset, lambda: program.seed(3), lambda: program.state["total"], lambda: program.state_bytes(3),
             lambda: program.state.__setitem__("marks", from_bytes(bytes(8), "uint8", (8,))),
         ):  # fmt: skip
-            with pytest.raises(CaptureRefused, match="while a CUDA graph is captured"):
+            with raises("capture-refused", match="while a CUDA graph is captured"):
                 use()
         assert not [name for name in fake.calls[before:] if "Mem" in name or "Graph" in name]
         monkeypatch.undo()

@@ -261,7 +261,7 @@ def test_run_refuses_what_does_not_fit(bundle: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (OutOfMemory("two\nlines", "and\na hint"), 2, "error: two lines\nhint: and a hint\n"),
+        (OutOfMemory("out-of-memory", "two\nlines", "and\na hint"), 2, "error: two lines\nhint: and a hint\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (PermissionError(13, "Permission denied", "a\x1bb"), 2, "error: a\\x1bb: Permission denied\n"),
         (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),

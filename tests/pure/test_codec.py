@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cgbundle.errors import CgbundleError, FormatUnsupported, ManifestInvalid
+from cgbundle.errors import CgbundleError
 from cgbundle.format import codec, schema
 from cgbundle.format.schema import Manifest
 from tests.fabricate import seal_plain, seal_text
+from tests.raising import raises
 from tests.support import manifest
 
 # --- manifests of every shape, from the schema's annotations ---------------------------------------------------
@@ -108,38 +109,38 @@ def test_every_flipped_byte_is_caught() -> None:
 def test_every_truncation_is_caught() -> None:
     whole = codec.encode(manifest())
     for length in range(len(whole)):
-        with pytest.raises(ManifestInvalid):
+        with raises("manifest-invalid"):
             codec.decode(whole[:length])
 
 
 def test_added_bytes_are_caught() -> None:
     for data in (codec.encode(manifest()) + b"\n", b" " + codec.encode(manifest())):
-        with pytest.raises(ManifestInvalid):
+        with raises("manifest-invalid"):
             codec.decode(data)
 
 
 def test_two_seals_are_refused() -> None:
     data = codec.encode(manifest())
     line = data[data.index(b'\n"sha256"') : data.index(b"\n", data.index(b'\n"sha256"') + 1)]
-    with pytest.raises(ManifestInvalid, match="^sha256: missing"):
+    with raises("manifest-invalid", match="^sha256: missing"):
         codec.decode(data.replace(line, line + line))
 
 
 @pytest.mark.parametrize("seal", [None, 7, "", "0" * 63, "\ud800", "x\ny"])
 def test_a_seal_that_is_no_digest_is_refused(seal: object) -> None:
     plain = json.loads(codec.encode(manifest())) | {"sha256": seal}
-    with pytest.raises(ManifestInvalid, match="sha256|SHA-256"):
+    with raises("manifest-invalid", match="sha256|SHA-256"):
         codec.decode(json.dumps(plain).encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe\x00", b"[]", b"7", b"null", b"{", b'{"format":NaN}', b"[" * 100_000, b"9" * 5000])
 def test_what_is_no_json_object_is_refused(data: bytes) -> None:
-    with pytest.raises(ManifestInvalid, match=r"^manifest\.json: "):
+    with raises("manifest-invalid", match=r"^manifest\.json: "):
         codec.decode(data)
 
 
 def test_a_manifest_beyond_the_limit_is_refused_unread() -> None:
-    with pytest.raises(ManifestInvalid, match="more than the limit"):
+    with raises("manifest-invalid", match="more than the limit"):
         codec.decode(bytes(codec.MAX_BYTES + 1))
 
 
@@ -150,7 +151,7 @@ def decode_edited(edit: Callable[[dict[str, Any]], None]) -> Manifest:
 
 
 def reject(edit: Callable[[dict[str, Any]], None], path: str, message: str) -> None:
-    with pytest.raises(ManifestInvalid, match=message) as caught:
+    with raises("manifest-invalid", match=message) as caught:
         decode_edited(edit)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
@@ -163,13 +164,13 @@ def test_an_edit_that_changes_nothing_is_accepted() -> None:
 @pytest.mark.parametrize("version", [schema.FORMAT_VERSION + 1, schema.FORMAT_VERSION + 2, 10**9])
 def test_a_newer_format_version_names_both_versions(version: int) -> None:
     words = f"version {version}, this cgbundle reads versions up to {schema.FORMAT_VERSION}$"
-    with pytest.raises(FormatUnsupported, match=words) as caught:
+    with raises("format-unsupported", match=words) as caught:
         decode_edited(lambda plain: plain.update(format=version))
     assert caught.value.exit_code == 2
 
 
 def test_a_newer_format_is_told_as_such_even_when_its_seal_and_fields_are_unknown_here() -> None:
-    with pytest.raises(FormatUnsupported):
+    with raises("format-unsupported"):
         codec.decode(b'{"format":%d,"something":"else"}' % (schema.FORMAT_VERSION + 1))
 
 
@@ -181,11 +182,11 @@ def test_an_earlier_version_lacks_the_fields_that_came_later() -> None:
     plain = json.loads(codec.encode(made))
     assert "written" not in plain and "node" not in plain["findings"][0]
     assert codec.decode(codec.encode(made)) == made
-    with pytest.raises(ManifestInvalid, match=r"^findings\[0\]\.node: no such field in this format version"):
+    with raises("manifest-invalid", match=r"^findings\[0\]\.node: no such field in this format version"):
         codec.decode(seal_plain({**plain, "findings": [{**plain["findings"][0], "node": ""}]}))
-    with pytest.raises(ManifestInvalid, match="^written: missing"):
+    with raises("manifest-invalid", match="^written: missing"):
         codec.decode(seal_plain({**plain, "format": 2}))
-    with pytest.raises(ManifestInvalid, match="^written: format version 1 has no such field"):
+    with raises("manifest-invalid", match="^written: format version 1 has no such field"):
         codec.encode(replace(made, written=(0,)))
 
 
@@ -230,7 +231,7 @@ def test_an_unknown_field_names_its_path() -> None:
 
 
 def test_the_name_of_an_unknown_field_cannot_break_the_line() -> None:
-    with pytest.raises(ManifestInvalid, match="no such field") as caught:
+    with raises("manifest-invalid", match="no such field") as caught:
         decode_edited(put(1, "target", "two\nlines\x1b[2J"))
     assert str(caught.value).isprintable() and str(caught.value).startswith("target.")
 
@@ -264,7 +265,7 @@ def test_a_wrong_type_names_its_path_and_both_types(edit: Callable[[Any], None],
         with_file = replace(manifest(), files=(schema.File(path="a", bytes=0, sha256=""),))
         plain = json.loads(codec.encode(with_file))
         edit(plain)
-        with pytest.raises(ManifestInvalid) as caught:
+        with raises("manifest-invalid") as caught:
             codec.decode(seal_plain(plain))
         assert str(caught.value).startswith(f"{path}: {expected}")
     else:
@@ -286,7 +287,7 @@ def test_a_number_that_no_float_holds_is_refused(number: str) -> None:
     plain["exam"]["proofs"][0]["tolerance"] = 0.123
     text = seal_plain(plain).decode().replace("0.123", number)
     text = text.replace(json.loads(seal_plain(plain))["sha256"], "0" * 64)
-    with pytest.raises(ManifestInvalid, match=r"exam\.proofs\[0\]\.tolerance|not JSON"):
+    with raises("manifest-invalid", match=r"exam\.proofs\[0\]\.tolerance|not JSON"):
         codec.decode(seal_text(text))
 
 
@@ -296,13 +297,13 @@ def test_a_constant_that_no_float_holds_is_refused(number: str) -> None:
     plain["call"] = {"call": [["x", {"value": 0.123}]]}
     text = seal_plain(plain).decode().replace("0.123", number)
     text = text.replace(json.loads(seal_plain(plain))["sha256"], "0" * 64)
-    with pytest.raises(ManifestInvalid):
+    with raises("manifest-invalid"):
         codec.decode(seal_text(text))
 
 
 def test_numbers_that_json_cannot_hold_are_refused_when_written() -> None:
     for number in (float("inf"), float("nan")):
-        with pytest.raises(ManifestInvalid, match="cannot hold the number"):
+        with raises("manifest-invalid", match="cannot hold the number"):
             codec.encode(replace(manifest(), call={"value": number}))
 
 
@@ -311,7 +312,7 @@ def test_a_size_nested_too_deeply_is_refused(depth: int) -> None:
     size: Any = "batch"
     for _ in range(depth):
         size = ["+", size, 1]
-    with pytest.raises(ManifestInvalid):
+    with raises("manifest-invalid"):
         decode_edited(put([size, 3], "inputs", 0, "shape"))
 
 

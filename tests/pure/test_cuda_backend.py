@@ -11,18 +11,7 @@ from pathlib import Path
 import pytest
 
 from cgbundle.cuda import backend, device, driver, executors, memory, weights
-from cgbundle.errors import (
-    CgbundleError,
-    DriverFailed,
-    FileDamaged,
-    LibraryMissing,
-    OutOfMemory,
-    ProgramClosed,
-    RelocationInvalid,
-    TableInvalid,
-    WeightsInvalid,
-    WrongMachine,
-)
+from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
@@ -34,6 +23,7 @@ from cgbundle.validate import bundle as verify
 from tests import cuda_bundles
 from tests.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.fake_driver import FakeDriver, install
+from tests.raising import raises
 
 
 @pytest.fixture
@@ -193,7 +183,7 @@ def test_a_closed_backend_refuses_and_closes_twice(fake: FakeDriver, bundle: tup
     backend = device.open(*bundle)
     backend.close()
     backend.close()
-    with pytest.raises(ProgramClosed):
+    with raises("program-closed"):
         backend.run(0, [None])
 
 
@@ -232,7 +222,7 @@ def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, b
             session(fake)
         except CgbundleError as error:
             failures += 1
-            assert isinstance(error, (DriverFailed, OutOfMemory, WrongMachine, TableInvalid))
+            assert isinstance(error, (MachineError, OutOfMemory, MachineError, BundleError))
         give_back = ("Destroy", "Free", "Unload", "Release", "PopCurrent")  # what this call should have given back stays
         failed = fake.calls[number] if number < len(fake.calls) else ""
         if not any(word in failed for word in give_back):
@@ -257,7 +247,7 @@ def test_an_interrupt_while_opening_leaves_nothing(
 
 def test_without_cuda_bindings(bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, None)
-    with pytest.raises(LibraryMissing, match="cuda-bindings") as caught:
+    with raises("library-missing", match="cuda-bindings") as caught:
         device.open(*bundle)
     assert caught.value.hint == "pip install 'cgcompile[cuda]'"
 
@@ -277,7 +267,7 @@ def test_the_wrong_machine(
     fake_driver: FakeDriver, number: int, message: str, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, fake_driver)
-    with pytest.raises(WrongMachine, match=message):
+    with raises("wrong-machine", match=message):
         device.open(*bundle, device=number)
     assert not fake_driver.live
     assert fake_driver.retained == 0
@@ -294,7 +284,7 @@ def test_the_suffix_of_an_architecture_is_no_other(fake: FakeDriver, bundle: tup
 def test_tables_are_checked_before_the_gpu_is_touched(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     small = replace(manifest, memories=(("weights", 1024), ("inputs", 1024), ("arena", 512)))
-    with pytest.raises(RelocationInvalid, match=r"graphs/g0-4.bin: nodes\[0\].relocations: .* memory arena, which has 512"):
+    with raises("relocation-invalid", match=r"graphs/g0-4.bin: nodes\[0\].relocations: .* memory arena, which has 512"):
         verify.check_tables(str(folder), small)
     assert not fake.calls
 
@@ -304,7 +294,7 @@ def test_an_image_that_is_not_there(fake: FakeDriver, bundle: tuple[Manifest, Pa
     for image in (folder / "kernels").iterdir():
         image.unlink()
     backend = device.open(manifest, folder)
-    with pytest.raises(FileDamaged, match=r"kernels/.*: missing"):
+    with raises("file-damaged", match=r"kernels/.*: missing"):
         backend.prepare()
     backend.close()
 
@@ -314,7 +304,7 @@ def test_parameters_that_differ_from_the_images(
 ) -> None:
     monkeypatch.setattr(fake, "do_cuFuncGetParamInfo", lambda function, index: (0, 0, 8) if index == 0 else (1,), raising=False)
     backend = device.open(*bundle)
-    with pytest.raises(TableInvalid, match=r"the image takes parameters \[\(0, 8\)\]"):
+    with raises("table-invalid", match=r"the image takes parameters \[\(0, 8\)\]"):
         backend.prepare()
     backend.close()
 
@@ -323,7 +313,7 @@ def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path],
     manifest, folder = bundle
     monkeypatch.setattr(weights, "listed", lambda folder, manifest: [weights.Piece(0, 4096, 0)])
     backend = device.open(manifest, folder)
-    with pytest.raises(WeightsInvalid, match="ends too early"):
+    with raises("weights-invalid", match="ends too early"):
         backend.prepare()
     backend.close()
 
@@ -354,9 +344,9 @@ def test_weights_of_the_host_alone_stay_off_the_gpu() -> None:
 
 
 def test_weights_must_exist_and_fit() -> None:
-    with pytest.raises(WeightsInvalid, match="no tensor 'z', which weight 'w' names"):
+    with raises("weights-invalid", match="no tensor 'z', which weight 'w' names"):
         weights.pieces([weight("w", "z", 0)], ENTRIES, 1024)
-    with pytest.raises(WeightsInvalid, match="256 bytes at 1000 of memory weights, which has 1024"):
+    with raises("weights-invalid", match="256 bytes at 1000 of memory weights, which has 1024"):
         weights.pieces([weight("w", "a", 1000)], ENTRIES, 1024)
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from cgbundle.call import dispatch
 from cgbundle.call.dispatch import Cut, plan
-from cgbundle.errors import KeyMissing
+from cgbundle.errors import CallError
 from cgbundle.format.schema import Dimension
 from tests.fabricate import dimension
+from tests.raising import raises
 
 recorded = st.sets(st.integers(1, 12), min_size=1, max_size=4).map(lambda sizes: tuple(sorted(sizes)))
 policies = st.sampled_from(["pad", "chunk"])
@@ -43,7 +44,7 @@ def test_pieces_cover_the_call_exactly_once_with_recorded_sizes(each: list[Dimen
     sizes = [data.draw(st.integers(1, 30)) for _ in each]
     try:
         pieces = plan(each, sizes, on_miss)
-    except KeyMissing:
+    except CallError:
         return
     places = [place for piece in pieces for place in product(*[range(cut.start, cut.start + cut.length) for cut in piece])]
     assert sorted(places) == sorted(product(*map(range, sizes)))
@@ -94,7 +95,7 @@ def test_a_dimension_that_cannot_be_padded_is_cut_exactly_or_refused(sizes: tupl
     each = dimension("batch", *sizes, pad="no")
     expected = best(sizes, size, exact=True)
     if expected is None:
-        with pytest.raises(KeyMissing):
+        with raises("key-missing"):
             cuts(each, size, on_miss)
     else:
         made = cuts(each, size, on_miss)
@@ -132,8 +133,8 @@ def test_two_dimensions_are_cut_into_their_product() -> None:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refused(each: list[Dimension], sizes: list[int], on_miss: str) -> KeyMissing:
-    with pytest.raises(KeyMissing) as caught:
+def refused(each: list[Dimension], sizes: list[int], on_miss: str) -> CallError:
+    with raises("key-missing") as caught:
         plan(each, sizes, on_miss)
     assert "\n" not in str(caught.value)
     return caught.value
@@ -155,7 +156,7 @@ def test_the_error_policy_names_the_dimension_its_recorded_sizes_and_what_to_do(
 
 
 def test_the_place_where_a_dimension_shows_can_be_named() -> None:
-    with pytest.raises(KeyMissing, match=r"^input 'ids', axis 0 of batch: expected a recorded batch \(1, 8\), got 3$"):
+    with raises("key-missing", match=r"^input 'ids', axis 0 of batch: expected a recorded batch \(1, 8\), got 3$"):
         plan([dimension("batch", 1, 8)], [3], "error", lambda name: f"input 'ids', axis 0 of {name}")
 
 

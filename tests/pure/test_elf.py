@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.capture.errors import ImageFormat
+from cgcompile.errors import BuildError
 from cgcompile.targets.cuda.elf import EM_CUDA, read_cubin
+from tests.raising import raises
 
 INITIAL = b"\x01\x02\x03\x04\x05\x06\x07\x08"
 
@@ -59,13 +60,13 @@ def test_variables_and_kernels_are_read() -> None:
     ],
 )
 def test_what_is_no_cubin_is_refused_by_name(image: bytes, message: str) -> None:
-    with pytest.raises(ImageFormat, match=message):
+    with raises("image-format", match=message):
         read_cubin(image, "image 12ab")
 
 
 @given(st.integers(0, len(cubin()) - 1))
 def test_a_cut_cubin_is_refused(length: int) -> None:
-    with pytest.raises(ImageFormat):
+    with raises("image-format"):
         read_cubin(cubin()[:length])
 
 
@@ -73,5 +74,5 @@ def test_a_cut_cubin_is_refused(length: int) -> None:
 def test_a_damaged_cubin_is_read_or_refused(at: int, value: int) -> None:
     data = bytearray(cubin())
     data[at] = value
-    with contextlib.suppress(ImageFormat):
+    with contextlib.suppress(BuildError):
         read_cubin(bytes(data))

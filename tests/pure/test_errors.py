@@ -13,10 +13,8 @@ import pytest
 
 import cgbundle
 from cgbundle import errors
-from cgbundle.errors import CallError, CgbundleError, OutOfMemory
-from cgcompile.capture.errors import LoweringFailed, NotCapturable
-from cgcompile.errors import OutputExists, TooManyKeys
-from cgcompile.offline.errors import OperationNeedsGpu
+from cgbundle.errors import CATALOGUE, CallError, CgbundleError, OutOfMemory
+from cgcompile.errors import BuildError, ModelError
 from cgcompile_cli.errors import hint as spelled
 
 PACKAGE = Path(inspect.getfile(cgbundle)).parent
@@ -125,29 +123,33 @@ def test_every_error_is_provoked_by_a_test(kind: type[CgbundleError]) -> None:
 @pytest.mark.parametrize(
     ("error", "arguments", "hint"),
     [
-        (OutputExists("m.cgb: exists", "pass force=True"), ["build", "m.py"], "to replace it: cgcompile build m.py --force"),
         (
-            TooManyKeys("100", "allow it with --max-keys 100"),
+            BuildError("output-exists", "m.cgb: exists", "pass force=True"),
+            ["build", "m.py"],
+            "to replace it: cgcompile build m.py --force",
+        ),
+        (
+            BuildError("too-many-keys", "100", "allow it with --max-keys 100"),
             ["build", "my model.py", "--sizes", "1"],
             "give fewer sizes, or: cgcompile build 'my model.py' --sizes 1 --max-keys 100",
         ),
         (
-            LoweringFailed("int_key (8,): no"),
+            ModelError("lowering-failed", "int_key (8,): no"),
             ["build", "--quiet", "m.py", "--sizes=1,8", "-o", "m.cgb", "--lower", "max-autotune", "--target", "cuda"],
             "cgcompile build --quiet m.py --sizes=1,8 -o m.cgb --lower max-autotune --target cuda --lower eager, "
             "or what to cut out: cgcompile check m.py --sizes=1,8 --target cuda",
         ),
         (
-            NotCapturable("int_key (8,): no"),
+            ModelError("not-capturable", "int_key (8,): no"),
             ["build", "m.py", "--sizes", "batch=1", "--sizes", "seq=8", "--force", "-o", "m.cgb"],
             "it has to run in a host region; which operation it is: cgcompile check m.py --sizes batch=1 --sizes seq=8",
         ),
         (
-            OperationNeedsGpu("fft", "keep it on the host: cgcompile build ... --host-op aten.fft"),
+            ModelError("operation-needs-gpu", "fft", "keep it on the host: cgcompile build ... --host-op aten.fft"),
             ["build", "m.py", "--sizes", "1"],
             "keep it on the host: cgcompile build m.py --sizes 1 --host-op aten.fft",
         ),
-        (OutOfMemory("no", "free some"), ["run", "m.cgb"], "free some"),
+        (OutOfMemory("out-of-memory", "no", "free some"), ["run", "m.cgb"], "free some"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -163,8 +165,8 @@ def test_a_wrong_call_is_the_callers_and_a_wrong_bundle_the_bundles() -> None:
 
 
 def test_a_hint_is_the_classs_own_or_the_places() -> None:
-    assert errors.StaleView("x").hint == errors.StaleView.hint != ""
-    assert errors.StaleView("x", "y").hint == "y"
+    assert errors.CallError("stale-view", "x").hint == CATALOGUE["stale-view"].hint != ""
+    assert errors.CallError("stale-view", "x", "y").hint == "y"
     assert (str(errors.CallError("x")), errors.CallError("x").hint) == ("x", "")
 
 

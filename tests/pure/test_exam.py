@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle import exam
-from cgbundle.errors import ExamFailed, WeightsInvalid
 from cgbundle.exam import Result, relative_error
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import DTYPES
 from cgbundle.program import Program
 from tests.fabricate import FakeBackend, Numbers
+from tests.raising import raises
 from tests.support import exam_tensors, manifest
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -140,7 +140,7 @@ def test_an_exam_that_holds_is_exact(tmp_path: Path, outputs: str) -> None:
 
 def test_an_exam_that_fails_names_the_key_the_error_and_the_promise(tmp_path: Path) -> None:
     program = Program(manifest(), FakeBackend(manifest(), off_by_half), "pad", "copy")
-    with pytest.raises(ExamFailed, match=r"^int_key batch=4: error 7\.1e-02, promised at most 1\.0e-05$") as caught:
+    with raises("exam-failed", match=r"^int_key batch=4: error 7\.1e-02, promised at most 1\.0e-05$") as caught:
         exam.check(bundle(tmp_path), program)
     assert caught.value.exit_code == 1
     assert [result.exact for result in exam.sit(bundle(tmp_path), program)] == [True, False]
@@ -149,7 +149,7 @@ def test_an_exam_that_fails_names_the_key_the_error_and_the_promise(tmp_path: Pa
 def test_an_exam_by_bits_promises_bits(tmp_path: Path) -> None:
     made = replace(manifest(), exam=replace(manifest().exam, compare="bits"))
     program = Program(made, FakeBackend(made, off_by_half), "pad", "copy")
-    with pytest.raises(ExamFailed, match="promised the recorded bits"):
+    with raises("exam-failed", match="promised the recorded bits"):
         exam.check(bundle(tmp_path), program)
 
 
@@ -161,7 +161,7 @@ def test_a_part_of_the_exam_can_be_sat(tmp_path: Path) -> None:
 @pytest.mark.parametrize("drop", ["4/input/0", "4/output/0"])
 def test_an_exam_that_lacks_a_tensor_is_damaged(tmp_path: Path, drop: str) -> None:
     program = Program(manifest(), FakeBackend(manifest(), first_two), "pad", "copy")
-    with pytest.raises(WeightsInvalid, match=rf"^exam\.safetensors: tensor '{drop}' is missing"):
+    with raises("weights-invalid", match=rf"^exam\.safetensors: tensor '{drop}' is missing"):
         exam.sit(bundle(tmp_path, drop), program)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.call import guards
 from cgbundle.call import plan as plans
-from cgbundle.errors import CallError, DimensionDisagrees, InputDtype, InputShape, KeyMissing
+from cgbundle.errors import CallError
 from tests.fabricate import dimension, signature, spec
+from tests.raising import raises
 
 MODEL = signature(
     [dimension("batch", 1, 8), dimension("seq", 32, 128)],
@@ -20,7 +20,7 @@ GOOD = ((8, 32), (8, 65), ())
 
 
 def refused(shapes: tuple[tuple[int, ...], ...], kind: type[CallError]) -> str:
-    with pytest.raises(kind) as caught:
+    with raises(kind) as caught:
         guards.call_sizes(MODEL, shapes)
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
@@ -37,36 +37,36 @@ def test_any_sizes_that_agree_are_found(batch: int, seq: int) -> None:
 
 
 def test_a_rank_names_the_input_and_both_ranks() -> None:
-    assert refused(((8,), (8, 65), ()), InputShape) == "input 'ids': expected 2 axes [batch, seq], got 1: [8]"
-    assert refused(((8, 32), (8, 65), (1,)), InputShape) == "input 'scale': expected 0 axes [], got 1: [1]"
+    assert refused(((8,), (8, 65), ()), "input-shape") == "input 'ids': expected 2 axes [batch, seq], got 1: [8]"
+    assert refused(((8, 32), (8, 65), (1,)), "input-shape") == "input 'scale': expected 0 axes [], got 1: [1]"
 
 
 def test_a_fixed_axis_names_the_axis_and_both_sizes() -> None:
     model = signature([], [spec("x", 3, 64)], [spec("y", 3)])
-    with pytest.raises(InputShape, match=r"^input 'x', axis 1: expected 64, got 63 \[3, 64\]$"):
+    with raises("input-shape", match=r"^input 'x', axis 1: expected 64, got 63 \[3, 64\]$"):
         guards.call_sizes(model, ((3, 63),))
 
 
 def test_a_size_that_no_dimension_gives_names_the_rule_and_the_size() -> None:
-    assert refused(((8, 32), (8, 64), ()), InputShape) == "input 'mask', axis 1: expected 2*seq+1, which no seq makes 64"
-    assert refused(((8, 32), (8, 0), ()), InputShape) == "input 'mask', axis 1: expected 2*seq+1, which no seq makes 0"
+    assert refused(((8, 32), (8, 64), ()), "input-shape") == "input 'mask', axis 1: expected 2*seq+1, which no seq makes 64"
+    assert refused(((8, 32), (8, 0), ()), "input-shape") == "input 'mask', axis 1: expected 2*seq+1, which no seq makes 0"
 
 
 def test_inputs_that_disagree_name_both_and_both_sizes() -> None:
-    message = refused(((8, 32), (7, 65), ()), DimensionDisagrees)
+    message = refused(((8, 32), (7, 65), ()), "dimension-disagrees")
     assert message == "input 'mask', axis 0: expected batch=8 as in input 'ids', axis 0, got 7"
-    message = refused(((8, 32), (8, 67), ()), DimensionDisagrees)
+    message = refused(((8, 32), (8, 67), ()), "dimension-disagrees")
     assert message == "input 'mask', axis 1: expected seq=32 as in input 'ids', axis 1, got 33"
 
 
 def test_two_axes_of_one_input_may_disagree_too() -> None:
     model = signature([dimension("n", 4)], [spec("x", "n", "n")], [spec("y", "n")])
-    with pytest.raises(DimensionDisagrees, match=r"input 'x', axis 1: expected n=4 as in input 'x', axis 0, got 5"):
+    with raises("dimension-disagrees", match=r"input 'x', axis 1: expected n=4 as in input 'x', axis 0, got 5"):
         guards.call_sizes(model, ((4, 5),))
 
 
 def test_a_dtype_names_both_and_what_to_do() -> None:
-    with pytest.raises(InputDtype, match=r"^input 'ids': expected dtype int64, got float32$") as caught:
+    with raises("input-dtype", match=r"^input 'ids': expected dtype int64, got float32$") as caught:
         guards.check_dtype(MODEL.inputs[0], "float32")
     assert "int64" in caught.value.hint
     guards.check_dtype(MODEL.inputs[0], "int64")
@@ -128,7 +128,7 @@ def test_the_parts_of_a_plan_fill_every_output_once(batch: int, seq: int, on_mis
 
 
 def test_a_plan_refuses_what_dispatch_and_guards_refuse() -> None:
-    with pytest.raises(KeyMissing):
+    with raises("key-missing"):
         plans.plan(MODEL, ((5, 32), (5, 65), ()), "error")
-    with pytest.raises(DimensionDisagrees):
+    with raises("dimension-disagrees"):
         plans.plan(MODEL, ((5, 32), (6, 65), ()), "pad")

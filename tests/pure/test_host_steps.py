@@ -19,7 +19,7 @@ import pytest
 from cgbundle.cuda import device, executors, weights
 from cgbundle.cuda import host_steps as hoststeps
 from cgbundle.cuda.backend import CudaCalls
-from cgbundle.errors import CgbundleError, DriverFailed, LibraryMissing, LibraryRefused, OutOfMemory, TableInvalid, WrongMachine
+from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.schema import Manifest, Program, Region, Step, Value
 from cgbundle.validate.lifetimes import check_lifetimes
 from cgbundle.validate.steps import check_order
@@ -28,6 +28,7 @@ from tests.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.fake_driver import FakeDriver, install
 from tests.fake_regions import ADD, DOUBLE, INT32, FakeTorch, Regions
 from tests.late_driver import LateDriver
+from tests.raising import raises
 
 FILES = (DOUBLE, ADD)
 HOST_BYTES = 4096
@@ -320,7 +321,7 @@ def test_a_tensor_of_another_layout(
     backend.prepare()
     given = inputs(KEYS[0])
     regions.opened[FILES[1]].changes = changes
-    with pytest.raises(LibraryRefused, match=f"^{FILES[1]}: an output is {message}") as caught:
+    with raises("library-refused", match=f"^{FILES[1]}: an output is {message}") as caught:
         call(backend, 0, given)
     assert caught.value.hint
     assert not regions.torch.tensors
@@ -345,8 +346,8 @@ def test_a_region_that_fails(fake: LateDriver, regions: Regions, bundle: tuple[M
     backend = device.open(*bundle)
     backend.prepare()
     given = inputs(KEYS[0])
-    regions.opened[FILES[1]].error = LibraryRefused(f"{FILES[1]}: index out of range")
-    with pytest.raises(LibraryRefused, match="index out of range"):
+    regions.opened[FILES[1]].error = MachineError("library-refused", f"{FILES[1]}: index out of range")
+    with raises("library-refused", match="index out of range"):
         call(backend, 0, given)
     regions.opened[FILES[1]].error = None
     assert call(backend, 0, given) == answer(given)
@@ -357,7 +358,7 @@ def test_a_graph_that_faults_shows_before_the_host_step(fake: LateDriver, region
     backend = device.open(*bundle)
     backend.prepare()
     fake.fail_at = len(fake.calls) + 3  # after cuCtxPushCurrent, cuGraphLaunch and cuMemcpyDtoHAsync
-    with pytest.raises(DriverFailed, match=r"^cuStreamSynchronize \(before host/double.so\): CUDA_ERROR_LAUNCH_FAILED"):
+    with raises("driver-failed", match=r"^cuStreamSynchronize \(before host/double.so\): CUDA_ERROR_LAUNCH_FAILED"):
         backend.run(0, [None])
     assert not regions.opened[FILES[0]].seen
     backend.close()
@@ -367,14 +368,14 @@ def test_no_pinned_memory_left(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake, "do_cuMemHostAlloc", lambda size, flags: (2,), raising=False)
-    with pytest.raises(OutOfMemory, match=r"^memory host: needs 4,096 bytes of pinned memory, which the system does not give"):
+    with raises("out-of-memory", match=r"^memory host: needs 4,096 bytes of pinned memory, which the system does not give"):
         device.open(*bundle)
     assert not regions.loads
 
 
 def test_a_processor_that_lacks_something(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
-    with pytest.raises(WrongMachine, match="this processor lacks avx1024"):
+    with raises("wrong-machine", match="this processor lacks avx1024"):
         device.open(replace(manifest, target=replace(manifest.target, features=("avx1024",))), folder)
     assert not fake.calls
 
@@ -383,10 +384,10 @@ def test_torch_that_is_missing(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(needed: str) -> None:
-        raise LibraryMissing("libtorch_cpu.so not found")
+        raise MachineError("library-missing", "libtorch_cpu.so not found")
 
     monkeypatch.setattr(hoststeps.libtorch, "load", load)
-    with pytest.raises(LibraryMissing):
+    with raises("library-missing"):
         device.open(*bundle)
     manifest, folder = bundle
     plain = cuda_bundles.program(KEYS[0])
@@ -426,7 +427,7 @@ def test_whichever_call_fails_nothing_is_left(
             session(fake)
         except CgbundleError as error:
             failures += 1
-            assert isinstance(error, (DriverFailed, OutOfMemory, WrongMachine, TableInvalid))
+            assert isinstance(error, (MachineError, OutOfMemory, MachineError, BundleError))
         give_back = ("Destroy", "Free", "Unload", "Release", "PopCurrent")  # what this call should have given back stays
         failed = fake.calls[number] if number < len(fake.calls) else ""
         assert not regions.torch.tensors, failed

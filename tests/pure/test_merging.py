@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cgcompile.offline.assemble.arena import Plan, lifetimes, plan
 from cgcompile.offline.assemble.lifetimes import check_plan
 from cgcompile.offline.assemble.merge import Piece, merge, whole
-from cgcompile.offline.errors import ArenaOverlap, PlaceInvalid, SizesUnlike
 from cgcompile.offline.traced import (
     INPUT,
     TEMPORARY,
@@ -34,6 +33,7 @@ from cgcompile.offline.traced import (
     Variant,
 )
 from cgcompile.targets.cuda.memory_layout import PAD
+from tests.raising import raises
 
 KEY = (4,)
 
@@ -177,7 +177,7 @@ def test_one_graph_is_a_chain_of_one() -> None:
 )
 def test_a_value_that_is_taken_otherwise_than_it_was_made_is_refused(made: Tensor) -> None:
     maker = replace(region(0, [512], [launch(1)], []), outputs=(made,))
-    with pytest.raises(SizesUnlike, match=r"int_key \(4,\), b: v is taken as .*, and was made as"):
+    with raises("sizes-unlike", match=r"int_key \(4,\), b: v is taken as .*, and was made as"):
         merge(KEY, [graph("a", "", "v", maker), graph("b", "v", "", region(1, [], [launch(0)], []))], [], [])
 
 
@@ -190,7 +190,7 @@ def test_strides_of_axes_of_one_element_say_nothing() -> None:
 
 def test_a_value_that_leaves_its_buffer_is_refused() -> None:
     maker = replace(region(0, [256], [launch(1)], []), outputs=(tensor(place(1, 16)),))
-    with pytest.raises(PlaceInvalid, match=r"int_key \(4,\), b: v, 256 bytes"):
+    with raises("place-invalid", match=r"int_key \(4,\), b: v, 256 bytes"):
         merge(KEY, [graph("a", "", "v", maker), graph("b", "v", "", region(1, [], [launch(0)], []))], [], [])
 
 
@@ -214,7 +214,7 @@ def test_a_planted_overlap_of_two_regions_is_caught() -> None:
     chain = chain_of_three()
     found, names = plan(chain.traced), named(chain)
     planted = {**found.offsets, names["graph-2.t1"]: found.offsets[names["graph-1.t1"]]}
-    with pytest.raises(ArenaOverlap, match=r"\(graph-2.t1, 256 bytes at \d+\) lies over buffer \d+ \(graph-1.t1, .*until event 6"):
+    with raises("arena-overlap", match=r"\(graph-2.t1, 256 bytes at \d+\) lies over buffer \d+ \(graph-1.t1, .*until event 6"):
         check_plan(chain.traced, replace(found, offsets=planted, arena=1 << 16))
 
 
@@ -232,7 +232,7 @@ def test_what_the_host_reads_later_is_not_written_over_by_the_region_between() -
     )
     names, found = named(late), plan(late.traced)
     assert found.offsets[names["graph-1.t0"]] != found.offsets[names["graph-2.t0"]]
-    with pytest.raises(ArenaOverlap, match="needed until event 2"):
+    with raises("arena-overlap", match="needed until event 2"):
         check_plan(late.traced, replace(found, offsets=dict.fromkeys(found.offsets, 0)))
 
 
@@ -342,5 +342,5 @@ def test_an_overlap_of_any_two_lives_is_caught(case: Case, data: st.DataObject) 
     assume(pairs)
     a, b = data.draw(st.sampled_from(pairs))
     offsets: Mapping[int, int] = {**found.offsets, a.buffer: found.offsets[b.buffer]}
-    with pytest.raises(ArenaOverlap):
+    with raises("arena-overlap"):
         check_plan(chain.traced, replace(found, offsets=offsets, arena=1 << 20))

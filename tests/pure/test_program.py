@@ -11,23 +11,13 @@ from typing import Any
 
 import pytest
 
-from cgbundle.errors import (
-    CallError,
-    DimensionDisagrees,
-    InputDevice,
-    InputDtype,
-    InputKind,
-    InputShape,
-    InputStructure,
-    KeyMissing,
-    ProgramClosed,
-    StaleView,
-)
+from cgbundle.errors import CallError
 from cgbundle.format.schema import Manifest
 from cgbundle.program import Program
 from cgbundle.tensors import tensor
 from cgbundle.tensors.tensor import Tensor
 from tests.fabricate import Compute, FakeBackend, Numbers, dimension, signature, spec
+from tests.raising import raises
 
 LINE = signature([dimension("batch", 2, 8)], [spec("x", "batch", 3)], [spec("y", "batch", 3)])
 GRID = signature(
@@ -113,7 +103,7 @@ def test_chunk_takes_the_pieces_that_waste_the_least() -> None:
 
 def test_error_refuses_before_anything_runs() -> None:
     run, backend = program(LINE, double, "error")
-    with pytest.raises(KeyMissing, match="batch"):
+    with raises("key-missing", match="batch"):
         run(numbers((5, 3)))
     assert backend.calls == []
 
@@ -249,29 +239,29 @@ def test_inputs_go_by_name_and_nested() -> None:
     made = run(pair={"b": numbers((1,), first=1), "a": numbers((1,), first=5)})
     assert made.y.tolist() == [4.0] and made.loss is None
     assert run({"a": numbers((1,)), "b": numbers((1,))}, True).y.tolist() == [0.0]
-    with pytest.raises(InputStructure, match="input 'flag': the bundle was built for the constant True, got False"):
+    with raises("input-structure", match="input 'flag': the bundle was built for the constant True, got False"):
         run({"a": numbers((1,)), "b": numbers((1,))}, flag=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ((), InputStructure, ["'x'", "missing"]),
-        ((numbers((2, 3)), numbers((2, 3))), InputStructure, ["got 2"]),
-        (([[1.0, 2.0, 3.0]] * 2,), InputKind, ["'x'", "got list"]),
-        ((None,), InputKind, ["'x'", "got NoneType"]),
-        ((numbers((2, 3), "int64"),), InputDtype, ["'x'", "float32", "int64"]),
-        ((numbers((2,)),), InputShape, ["'x'", "expected 2 axes", "got 1"]),
-        ((numbers((2, 4)),), InputShape, ["'x'", "axis 1", "expected 3", "got 4"]),
-        ((numbers((0, 3)),), KeyMissing, ["batch=0"]),
-        ((Tensor(0, "float32", (2, 3), None, None, device=0),), InputDevice, ["'x'", "CPU", "device 0"]),
+        ((), "input-structure", ["'x'", "missing"]),
+        ((numbers((2, 3)), numbers((2, 3))), "input-structure", ["got 2"]),
+        (([[1.0, 2.0, 3.0]] * 2,), "input-kind", ["'x'", "got list"]),
+        ((None,), "input-kind", ["'x'", "got NoneType"]),
+        ((numbers((2, 3), "int64"),), "input-dtype", ["'x'", "float32", "int64"]),
+        ((numbers((2,)),), "input-shape", ["'x'", "expected 2 axes", "got 1"]),
+        ((numbers((2, 4)),), "input-shape", ["'x'", "axis 1", "expected 3", "got 4"]),
+        ((numbers((0, 3)),), "key-missing", ["batch=0"]),
+        ((Tensor(0, "float32", (2, 3), None, None, device=0),), "input-device", ["'x'", "CPU", "device 0"]),
     ],
 )
 def test_a_call_that_does_not_fit_is_refused_in_one_line(
     arguments: tuple[Any, ...], kind: type[CallError], words: list[str]
 ) -> None:
     run, backend = program(LINE, double)
-    with pytest.raises(kind) as caught:
+    with raises(kind) as caught:
         run(*arguments)
     message = str(caught.value)
     assert all(word in message for word in words), message
@@ -283,21 +273,21 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line(
 
 def test_dimensions_that_disagree_are_refused() -> None:
     run, _ = program(signature([dimension("n", 2)], [spec("a", "n"), spec("b", "n")], [spec("y", "n")]), double)
-    with pytest.raises(DimensionDisagrees, match="input 'b', axis 0: expected n=2 as in input 'a', axis 0, got 3"):
+    with raises("dimension-disagrees", match="input 'b', axis 0: expected n=2 as in input 'a', axis 0, got 3"):
         run(numbers((2,)), numbers((3,)))
 
 
 def test_replay_takes_as_many_tensors_as_there_are_inputs() -> None:
     run, _ = program(LINE, double)
     for tensors in ([], [numbers((2, 3))] * 2):
-        with pytest.raises(InputStructure, match=f"expected 1 inputs, got {len(tensors)}"):
+        with raises("input-structure", match=f"expected 1 inputs, got {len(tensors)}"):
             run.replay(tensors)
 
 
 def test_numpy_inputs_of_two_libraries_are_refused() -> None:
     numpy = pytest.importorskip("numpy")
     run, _ = program(GRID, turn_and_add)
-    with pytest.raises(InputKind, match="input 'bias': expected a NumPy array like the first input, got "):
+    with raises("input-kind", match="input 'bias': expected a NumPy array like the first input, got "):
         run(numpy.zeros((1, 2), "float32"), numbers(()))
 
 
@@ -329,11 +319,11 @@ def test_a_view_is_read_until_the_next_call_and_not_after(library: str, size: in
     kept = view.clone()
     assert kind_of(kept) == library
     (second,) = run(convert(numbers((2, 3), first=7), library))
-    with pytest.raises(StaleView, match="^output 'y' of call 1 was read after call 2$") as caught:
+    with raises("stale-view", match="^output 'y' of call 1 was read after call 2$") as caught:
         _ = view.tensor
     assert "clone" in caught.value.hint
     for use in (view.clone, view.__array__, view.__dlpack__, view.__dlpack_device__, lambda: view[0]):
-        with pytest.raises(StaleView):
+        with raises("stale-view"):
             use()
     assert (view.shape, view.dtype) == ((size, 3), "float32") and "call 1" in repr(view)
     assert kept.tolist() == rows(0, size)
@@ -343,9 +333,9 @@ def test_a_view_is_read_until_the_next_call_and_not_after(library: str, size: in
 def test_a_refused_call_makes_no_view_stale() -> None:
     run, _ = program(LINE, double, outputs="view")
     (view,) = run(numbers((2, 3)))
-    with pytest.raises(InputDtype):
+    with raises("input-dtype"):
         run(numbers((2, 3), "int64"))
-    with pytest.raises(InputShape):
+    with raises("input-shape"):
         run(numbers((2, 4)))
     assert view.tensor.tolist() == rows(0, 2)
 
@@ -381,7 +371,7 @@ def test_a_view_is_stale_when_another_threads_replay_came_after_its_own() -> Non
     two.start()
     one.join(5)
     two.join(5)
-    with pytest.raises(StaleView):
+    with raises("stale-view"):
         _ = made["one"].tensor
     assert made["two"].tensor.tolist() == rows(2, 4)
 
@@ -455,7 +445,7 @@ def test_close_waits_for_the_running_call_and_refuses_new_ones() -> None:
         closer.start()
     closers[0].join(0.05)
     assert closers[0].is_alive() and backend.closed == 0
-    with pytest.raises(ProgramClosed, match="program 'tiny' was closed"):
+    with raises("program-closed", match="program 'tiny' was closed"):
         run(numbers((2, 3)))
     go_on.set()
     for thread in (caller, *closers):
@@ -470,7 +460,7 @@ def test_a_closed_program_refuses_calls_and_closes_once() -> None:
         assert entered is run
     run.close()
     assert backend.closed == 1
-    with pytest.raises(ProgramClosed, match="'tiny'") as caught:
+    with raises("program-closed", match="'tiny'") as caught:
         run(numbers((2, 3)))
     assert caught.value.exit_code == 2
     assert run.int_keys == ((2,), (8,)) and run.inputs == LINE.inputs

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgcompile.errors import LimitInvalid, TraceColumnUnknown, TraceInvalid, TraceMissing
 from cgcompile.tools import capture_sizes as proposing
 from cgcompile.tools.capture_sizes import MARGIN, Proposal, choose, propose, read_trace
 from cgcompile_cli import main
+from tests.raising import raises
 
 CSV = 'time,user,tokens\n1.5,"a,\n""b""",8\n2.5,c,3\n\n3.5,d, 8\n'
 
@@ -102,12 +102,12 @@ def test_the_fewest_sizes_near_the_best_are_chosen(padded: tuple[float, ...], nu
 
 @pytest.mark.parametrize(("most", "multiple"), [(0, 1), (-3, 1), (8, 0)])
 def test_limits_below_1(most: int, multiple: int) -> None:
-    with pytest.raises(LimitInvalid, match="expected at least 1"):
+    with raises("limit-invalid", match="expected at least 1"):
         propose({1: 1}, most, multiple)
 
 
 def test_no_counts() -> None:
-    with pytest.raises(TraceInvalid, match="no sizes"):
+    with raises("request-log-invalid", match="no sizes"):
         propose({}, 8)
 
 
@@ -153,7 +153,7 @@ def test_what_was_written_is_counted(sizes: list[int]) -> None:
     ],
 )  # fmt: skip
 def test_lines_that_are_no_sizes(text: str | bytes, message: str, tmp_path: Path) -> None:
-    with pytest.raises(TraceInvalid, match=message):
+    with raises("request-log-invalid", match=message):
         read_trace(written(tmp_path, text))
 
 
@@ -167,7 +167,7 @@ def test_lines_that_are_no_sizes(text: str | bytes, message: str, tmp_path: Path
     ],
 )  # fmt: skip
 def test_columns_that_hold_no_sizes(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(TraceInvalid, match=message):
+    with raises("request-log-invalid", match=message):
         read_trace(written(tmp_path, text), "tokens")
 
 
@@ -179,19 +179,19 @@ def test_columns_that_hold_no_sizes(text: str, message: str, tmp_path: Path) -> 
     ],
 )  # fmt: skip
 def test_unknown_columns(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(TraceColumnUnknown, match=message):
+    with raises("request-log-column-unknown", match=message):
         read_trace(written(tmp_path, text), "tokens")
 
 
 def test_no_such_trace(tmp_path: Path) -> None:
-    with pytest.raises(TraceMissing, match="no such file"):
+    with raises("request-log-missing", match="no such file"):
         read_trace(str(tmp_path / "missing"))
 
 
 def test_a_wrong_line_far_down_is_found_at_once(tmp_path: Path) -> None:
     path = written(tmp_path, "100000\n" * 200_000 + "x\n")
     begin = time.process_time()
-    with pytest.raises(TraceInvalid, match="line 200001: 'x'"):
+    with raises("request-log-invalid", match="line 200001: 'x'"):
         read_trace(path)
     assert time.process_time() - begin < 2
 

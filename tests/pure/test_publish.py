@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cgbundle.format.publish import staged
+from tests.raising import raises
 
 ROOT = Path(__file__).resolve().parents[2]
 DEAD = 2**22 + 1
@@ -57,7 +58,7 @@ def test_missing_parents_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_exception_removes_the_stage_and_goes_on(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), staged(tmp_path / "b.cgb", replace=False) as stage:
+    with raises(error), staged(tmp_path / "b.cgb", replace=False) as stage:
         (stage / "a").write_text("1")
         raise error
     assert list(tmp_path.iterdir()) == []

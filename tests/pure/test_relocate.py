@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from cgbundle.tables.recording import Address, KernelNode, MemcpyNode, MemsetNode, Relocation
 from cgcompile.capture.assemble import assemble
-from cgcompile.capture.errors import AddressDisagrees, MemoryRefused, ModuleStateDiffers, PointerInTable, RecordingsDiffer
 from cgcompile.capture.rows import (
     Pointee,
     Range,
@@ -28,6 +27,7 @@ from cgcompile.capture.rows import (
 )
 from cgcompile.capture.worker.addresses import AddressMap
 from cgcompile.targets.cuda.memory_layout import PAD, SEGMENT_ALIGN, Shape, dense_strides, lay_out
+from tests.raising import raises
 
 KEY, OTHER = (4,), (1,)
 MEGA = 1 << 20
@@ -186,7 +186,7 @@ def test_an_end_that_is_also_a_start_means_what_both_processes_can_mean() -> Non
 def test_an_address_of_two_places_is_refused_with_kernel_and_parameter() -> None:
     a, b = Process(A_BASE), Process(B_BASE)
     takes = a.take(a.kernel(pack("<Q", a.weights + 256))), b.take(b.kernel(pack("<Q", b.weights + 512)))
-    with pytest.raises(AddressDisagrees, match=r"int_key \(4,\), node 0 \(add\), parameter 0, the word at 0"):
+    with raises("address-disagrees", match=r"int_key \(4,\), node 0 \(add\), parameter 0, the word at 0"):
         only(*takes)
 
 
@@ -219,7 +219,7 @@ def test_a_beginning_that_is_also_an_end_is_the_beginning_where_two_processes_ch
 
 def test_an_address_of_the_pool_in_one_process_and_of_weights_in_the_other_is_refused() -> None:
     a, b = Process(A_BASE), Process(B_BASE)
-    with pytest.raises(AddressDisagrees, match="the word at 0"):
+    with raises("address-disagrees", match="the word at 0"):
         only(a.take(a.kernel(pack("<Q", a.segments[0]))), b.take(b.kernel(pack("<Q", b.weights))))
 
 
@@ -235,7 +235,7 @@ def test_pinned_host_memory_is_refused() -> None:
         host = base + 512 * MEGA
         p = Process(base, foreign={host: Pointee(kind="host", start=0, size=0)})
         takes.append(p.take(p.kernel(pack("<Q", host))))
-    with pytest.raises(MemoryRefused, match="pinned host memory"):
+    with raises("memory-refused", match="pinned host memory"):
         only(*takes)
 
 
@@ -262,13 +262,13 @@ def test_a_table_that_holds_addresses_is_refused() -> None:
         p.take(p.kernel(pack("<Q", p.table)), contents=pack("<Q", p.weights) + bytes(504))
         for p in (Process(A_BASE), Process(B_BASE))
     ]
-    with pytest.raises(PointerInTable):
+    with raises("pointer-in-table"):
         assemble(*takes, MEGA)
 
 
 def test_a_table_too_large_to_read_is_refused() -> None:
     takes = [p.take(p.kernel(pack("<Q", p.table))) for p in (Process(A_BASE), Process(B_BASE))]
-    with pytest.raises(MemoryRefused, match="512 bytes"):
+    with raises("memory-refused", match="512 bytes"):
         assemble(*takes, MEGA)
 
 
@@ -287,7 +287,7 @@ def test_a_module_variable_that_differs_is_refused() -> None:
     for base, value in ((A_BASE, 1), (B_BASE, 2)):
         p = Process(base)
         takes.append(p.take(states=(RawState(image="cd" * 32, symbol="counter", block=p.map.block(pack("<I", value), None)),)))
-    with pytest.raises(ModuleStateDiffers, match="counter"):
+    with raises("module-state-differs", match="counter"):
         assemble(*takes, MEGA)
 
 
@@ -313,13 +313,13 @@ def test_memsets_and_copies_are_placed() -> None:
 def test_other_kernels_or_grids_are_refused_by_name(change: dict) -> None:
     a, b = Process(A_BASE), Process(B_BASE)
     takes = a.take(a.kernel(pack("<Q", a.weights))), b.take(b.kernel(pack("<Q", b.weights), **change))
-    with pytest.raises(RecordingsDiffer, match=rf"node 0 \(add\): (the )?{next(iter(change))} is"):
+    with raises("recordings-differ", match=rf"node 0 \(add\): (the )?{next(iter(change))} is"):
         only(*takes)
 
 
 def test_another_number_of_nodes_is_refused() -> None:
     a, b = Process(A_BASE), Process(B_BASE)
-    with pytest.raises(RecordingsDiffer, match="1 nodes in one recording, 0 in the other"):
+    with raises("recordings-differ", match="1 nodes in one recording, 0 in the other"):
         assemble(a.take(a.kernel(pack("<Q", a.weights))), b.take(), MEGA)
 
 

@@ -18,7 +18,7 @@ import pytest
 from cgbundle.call.output_aliases import AliasingProgram
 from cgbundle.cuda import memory
 from cgbundle.cuda.backend import CudaCalls
-from cgbundle.errors import CgbundleError, FileDamaged, KeyMissing, ProgramClosed, SessionBusy, StateInvalid, StateMissing
+from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.program import Program
 from cgbundle.session import sessions
@@ -28,6 +28,7 @@ from cgbundle.validate import bundle as verify
 from tests import state_bundles
 from tests.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs
 from tests.fake_driver import FakeDriver, install
+from tests.raising import raises
 from tests.state_bundles import FIRST
 
 
@@ -77,7 +78,7 @@ def grown(first: list[float], *calls: Tensor) -> list[float]:
 def test_the_bundle_is_sound(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     verify.check_tables(str(folder), manifest)
-    with pytest.raises(FileDamaged, match=r"exam.safetensors: the manifest needs it"):  # it has none; all else is checked before
+    with raises("file-damaged", match=r"exam.safetensors: the manifest needs it"):  # it has none; all else is checked before
         verify.check_manifest(manifest)
 
 
@@ -131,7 +132,7 @@ def test_closing_what_was_loaded_closes_its_sessions(fake: FakeDriver, bundle: t
             lambda each=each: each.reset(), lambda each=each: each.buffers((4,)), lambda each=each: each.session(),
             lambda each=each: each.seed(1),
         ):  # fmt: skip
-            with pytest.raises(ProgramClosed, match="program 'tiny' was closed"):
+            with raises("program-closed", match="program 'tiny' was closed"):
                 use()
     session.close()
     program.close()
@@ -204,8 +205,8 @@ def test_two_threads_in_one_session_are_told_and_nothing_is_spoiled(fake: FakeDr
         assert inside.wait(5)
         uses = (lambda: session(given(4)), lambda: session.state["total"], session.reset, lambda: session.buffers((4,)))
         for use in uses:
-            with pytest.raises(
-                SessionBusy, match="a session of program 'tiny' is in use by thread 'first', and thread 'Main"
+            with raises(
+                "session-busy", match="a session of program 'tiny' is in use by thread 'first', and thread 'Main"
             ) as caught:
                 use()
             assert "program.session()" in caught.value.hint
@@ -317,7 +318,7 @@ def test_arrays_of_any_layout_are_written_to_state(fake: FakeDriver, bundle: tup
 )
 def test_what_does_not_fit_a_state_is_refused(fake: FakeDriver, bundle: tuple[Manifest, Path], value: Any, words: str) -> None:
     with opened(bundle) as program:
-        with pytest.raises(StateInvalid, match=words) as caught:
+        with raises("state-invalid", match=words) as caught:
             program.state["total"] = value
         assert "\n" not in str(caught.value)
         assert program.state["total"].tolist() == FIRST
@@ -327,19 +328,19 @@ def test_a_state_that_is_not_there_is_named_with_those_that_are(fake: FakeDriver
     manifest, folder = bundle
     with opened(bundle) as program:
         for name in ("random", "x"):
-            with pytest.raises(StateMissing) as caught:
+            with raises("state-missing") as caught:
                 program.state[name]
             assert str(caught.value) == f"program 'tiny' has no state {name!r}: it has 'total', 'marks'"
             assert isinstance(caught.value, KeyError) and program.state.get(name) is None
-        with pytest.raises(StateMissing):
+        with raises("state-missing"):
             program.state["x"] = given(4)
         assert "total float32 [16]" in repr(program.state)
     plain = replace(manifest, weights=manifest.weights[:3], aliases=(), random=-1)
     program = Program(plain, CudaCalls(str(folder), plain, 0, "graph"), "pad", "copy")
     assert dict(program.state) == {} and "none" in repr(program.state)
-    with pytest.raises(StateMissing, match="its model keeps none"):
+    with raises("state-missing", match="its model keeps none"):
         program.state["total"]
-    with pytest.raises(StateMissing, match="program 'tiny' has no seed: its model draws no random numbers"):
+    with raises("state-missing", match="program 'tiny' has no seed: its model draws no random numbers"):
         program.seed(1)
     program.reset()
     program.close()
@@ -402,5 +403,5 @@ def test_a_call_with_the_static_buffers_copies_nothing_in(fake: FakeDriver, bund
         assert program.buffers((8,))[0].address != session.buffers((8,))[0].address
         assert program.buffers((8,))[0].address == program.buffers((4,))[0].address
         for key in ((5,), 8, (4, 4)):
-            with pytest.raises(KeyMissing, match=r"expected a recorded int_key \(\(4,\), \(8,\)\), got "):
+            with raises("key-missing", match=r"expected a recorded int_key \(\(4,\), \(8,\)\), got "):
                 program.buffers(key)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.errors import ManifestInvalid, TableInvalid
+from cgbundle.errors import BundleError
 from cgbundle.format.extents import overlap, span
 from cgbundle.format.schema import Program, Step, Value
 from cgbundle.tables import codec as tables
@@ -18,6 +18,7 @@ from cgbundle.validate.bundle import check_tables
 from cgbundle.validate.lifetimes import check_lifetimes, check_recording
 from cgbundle.validate.steps import check_order
 from tests import cuda_bundles
+from tests.raising import raises
 
 
 def value(memory: str, offset: int, words: int = 8) -> Value:
@@ -64,7 +65,7 @@ def test_a_chain_is_sound() -> None:
     ],
 )
 def test_a_planted_overlap_is_caught(index: int, offset: int, message: str) -> None:
-    with pytest.raises(ManifestInvalid, match=message):
+    with raises("manifest-invalid", match=message):
         check_lifetimes(moved(chain(), index, offset=offset), "p")
 
 
@@ -75,14 +76,14 @@ def test_what_is_dead_may_be_written_over() -> None:
 
 def test_a_gap_between_rows_belongs_to_the_value() -> None:
     made = moved(chain(), 2, shape=(2, 1), strides=(16, 1))
-    with pytest.raises(ManifestInvalid, match="writes value 5 over value 2"):
+    with raises("manifest-invalid", match="writes value 5 over value 2"):
         check_lifetimes(made, "p")
 
 
 def test_an_output_of_the_call_lives_to_the_end() -> None:
     made = replace(chain(), outputs=(1, 6))
     check_lifetimes(made, "p")
-    with pytest.raises(ManifestInvalid, match=r"p\.steps\[4\]: writes value 6 over value 1, which the call gives out"):
+    with raises("manifest-invalid", match=r"p\.steps\[4\]: writes value 6 over value 1, which the call gives out"):
         check_lifetimes(moved(made, 6, offset=16), "p")
 
 
@@ -91,7 +92,7 @@ def test_what_nobody_reads_still_writes() -> None:
     made = replace(made, values=(*made.values, value("arena", 32)), steps=(*made.steps[:4], replace(made.steps[4], outputs=(6,))))
     unread = step("copy", (4,), (7,))
     made = replace(made, steps=(*made.steps[:4], unread, made.steps[4]))
-    with pytest.raises(ManifestInvalid, match=r"p\.steps\[4\]: writes value 7 over value 2, which steps\[5\] reads"):
+    with raises("manifest-invalid", match=r"p\.steps\[4\]: writes value 7 over value 2, which steps\[5\] reads"):
         check_lifetimes(made, "p")
 
 
@@ -105,7 +106,7 @@ def test_outputs_of_a_host_step_lie_apart() -> None:
         [step("copy", (0,), (1,)), step("host", (1,), (2, 3)), step("copy", (2,), (4,)), step("copy", (3,), (5,))],
         (4, 5),
     )
-    with pytest.raises(ManifestInvalid, match=r"p\.steps\[1\]: value 3, an output, lies over value 2 of this step"):
+    with raises("manifest-invalid", match=r"p\.steps\[1\]: value 3, an output, lies over value 2 of this step"):
         check_lifetimes(made, "p")
     check_lifetimes(moved(made, 3, offset=64), "p")
 
@@ -161,7 +162,7 @@ def test_a_recording_beside_a_value_that_lives_on(table: Table) -> None:
     ids=["argument", "argument-inside", "memset", "memset-end", "memcpy-end"],
 )
 def test_a_recording_over_a_value_that_lives_on(table: Table, offset: int, message: str) -> None:
-    with pytest.raises(TableInvalid, match=message):
+    with raises("table-invalid", match=message):
         check_recording(kept_beside(offset), 1, table, "g.bin")
     dead = kept_beside(offset)
     check_recording(replace(dead, steps=dead.steps[:2], outputs=(2,)), 1, table, "g.bin")
@@ -172,7 +173,7 @@ def test_a_recording_may_read_what_its_step_names(table: Table) -> None:
     named = replace(made, steps=(made.steps[0], step("graph", (0, 1), (2,)), made.steps[2]))
     check_recording(named, 1, table, "g.bin")
     filled = moved(named, 1, offset=cuda_bundles.ONE)
-    with pytest.raises(TableInvalid, match="a node writes over value 1"):
+    with raises("table-invalid", match="a node writes over value 1"):
         check_recording(filled, 1, table, "g.bin")
 
 
@@ -182,7 +183,7 @@ def test_a_bundle_with_such_a_recording_is_refused(tmp_path: Path) -> None:
     kept = kept_beside(cuda_bundles.SUM)
     steps = (kept.steps[0], replace(kept.steps[1], file=row.steps[0].file), kept.steps[2])
     broken = replace(made, programs=(replace(kept, key=row.key, steps=steps),))
-    with pytest.raises(TableInvalid, match=r"^graphs/g0-4\.bin: a node uses value 1"):
+    with raises("table-invalid", match=r"^graphs/g0-4\.bin: a node uses value 1"):
         check_tables(str(tmp_path), broken)
 
 
@@ -221,7 +222,7 @@ def test_caught_exactly_where_a_later_read_finds_other_data(data: st.DataObject)
         sound &= all(memory[at] == read for at in range(places[read], places[read] + words[read]))
     try:
         check_lifetimes(made, "p")
-    except ManifestInvalid:
+    except BundleError:
         assert not sound
     else:
         assert sound

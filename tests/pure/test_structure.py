@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.errors import InputStructure, ManifestInvalid
 from cgbundle.format.pytree import builder, check, check_call, flattener
+from tests.raising import raises
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -121,7 +121,7 @@ def test_inputs_that_are_plain_tensors_may_be_named_in_any_order() -> None:
 def test_a_call_without_inputs_takes_nothing() -> None:
     flatten = flattener({"call": []})
     assert list(flatten((), {})) == []
-    with pytest.raises(InputStructure, match=r"expected at most 0 inputs \(\), got 1"):
+    with raises("input-structure", match=r"expected at most 0 inputs \(\), got 1"):
         flatten((1,), {})
 
 
@@ -148,7 +148,7 @@ def test_a_call_without_inputs_takes_nothing() -> None:
     ],
 )
 def test_a_call_that_does_not_fit_says_where_and_what(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputStructure) as caught:
+    with raises("input-structure") as caught:
         flattener(CALL)(args, kwargs)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -158,12 +158,12 @@ def test_a_named_tuple_is_given_as_any_tuple_of_its_length() -> None:
     flatten = flattener({"call": [["point", {"namedtuple": ["Point", ["x", "y"], [{"tensor": 0}, {"tensor": 1}]]}]]})
     assert list(flatten((Point(1, 2),), {})) == [1, 2]
     assert list(flatten(((1, 2),), {})) == [1, 2]
-    with pytest.raises(InputStructure, match="input 'point': expected a namedtuple of 2, got a list of 2"):
+    with raises("input-structure", match="input 'point': expected a namedtuple of 2, got a list of 2"):
         flatten(([1, 2],), {})
 
 
 def test_a_long_constant_does_not_flood_the_message() -> None:
-    with pytest.raises(InputStructure) as caught:
+    with raises("input-structure") as caught:
         flattener(CALL)((0, NESTED, "x" * 10_000), {})
     assert len(str(caught.value)) < 300
 
@@ -212,7 +212,7 @@ def test_every_kind_of_tree_is_accepted() -> None:
     ],
 )
 def test_a_hostile_tree_is_refused_with_its_path(tree: Any, path: str) -> None:
-    with pytest.raises(ManifestInvalid, match=f"^{path}: "):
+    with raises("manifest-invalid", match=f"^{path}: "):
         check(tree, "result", 1)
 
 
@@ -227,13 +227,13 @@ def test_a_hostile_tree_is_refused_with_its_path(tree: Any, path: str) -> None:
     ],
 )
 def test_the_tree_of_a_call_names_each_parameter_once(tree: Any) -> None:
-    with pytest.raises(ManifestInvalid, match="^call"):
+    with raises("manifest-invalid", match="^call"):
         check_call(tree, 1)
 
 
 @pytest.mark.parametrize("positions", [[], [0], [1, 0], [0, 0], [0, 2], [0, 1, 2], [-1, 0]])
 def test_tensors_must_be_named_once_and_in_order(positions: list[int]) -> None:
-    with pytest.raises(ManifestInvalid, match="expected each of 2 once, in order"):
+    with raises("manifest-invalid", match="expected each of 2 once, in order"):
         check({"tuple": [{"tensor": position} for position in positions]}, "result", 2)
 
 
@@ -242,11 +242,11 @@ def test_a_tree_nested_too_deeply_is_refused(depth: int) -> None:
     tree: Any = {"tensor": 0}
     for _ in range(depth):
         tree = {"tuple": [tree]}
-    with pytest.raises(ManifestInvalid, match="nested too deeply"):
+    with raises("manifest-invalid", match="nested too deeply"):
         check(tree, "result", 1)
 
 
 def test_the_key_of_a_dict_cannot_break_the_line() -> None:
-    with pytest.raises(ManifestInvalid) as caught:
+    with raises("manifest-invalid") as caught:
         check({"dict": [["two\nlines\x1b[2J", {"bad": 0}]]}, "result", 0)
     assert str(caught.value).isprintable()

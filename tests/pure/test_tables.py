@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.errors import TableInvalid
+from cgbundle.errors import BundleError
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import (
     Address,
@@ -26,6 +26,7 @@ from cgbundle.tables.recording import (
 )
 from cgbundle.tables.validation import order
 from cgbundle.tables.view import RECORDING, Table
+from tests.raising import raises
 
 IMAGE = "ab" * 32
 IMAGES = {IMAGE}
@@ -78,7 +79,7 @@ def check(recording: Recording) -> None:
 
 
 def reject(recording: Recording, message: str) -> None:
-    with pytest.raises(TableInvalid, match=message) as caught:
+    with raises("table-invalid", match=message) as caught:
         check(recording)
     assert str(caught.value).startswith(f"{WHERE}: ") and "\n" not in str(caught.value)
 
@@ -200,7 +201,7 @@ def test_a_module_state_keeps_its_relocations() -> None:
 )
 def test_a_module_states_relocation_must_lie_in_zeros(at: int, message: str) -> None:
     bad = replace(STATE_ROW, relocations=(Relocation(at=at, target=Address(memory=ARENA, offset=0)),))
-    with pytest.raises(TableInvalid, match=message):
+    with raises("table-invalid", match=message):
         tables.decode_states(tables.encode_states([bad]), "graphs/modules.bin")
 
 
@@ -221,7 +222,7 @@ def test_a_module_states_relocation_must_lie_in_zeros(at: int, message: str) -> 
     ids=["image", "twice", "host", "outside"],
 )
 def test_module_states_are_checked(rows: list[ModuleState], message: str) -> None:
-    with pytest.raises(TableInvalid, match=message):
+    with raises("table-invalid", match=message):
         tables.check_states(rows, "graphs/modules.bin", MEMORIES, IMAGES)
 
 
@@ -263,15 +264,15 @@ def test_the_view_names_every_column() -> None:
 
 
 def survive(data: bytes) -> None:
-    """Damaged bytes are refused with TableInvalid, or decode to a recording that is spelled exactly so and can be checked."""
+    """Damaged bytes are refused with table-invalid, or decode to a recording that is spelled exactly so and can be checked."""
     try:
         recording = tables.decode(data)
-    except TableInvalid:
+    except BundleError:
         return
     assert tables.encode(recording) == data
     try:
         tables.check(Table(data), "t", MEMORIES, IMAGES)
-    except TableInvalid:
+    except BundleError:
         return
 
 
@@ -287,9 +288,9 @@ def test_every_byte_may_be_damaged() -> None:
 def test_every_truncation_is_refused() -> None:
     data = tables.encode(RECORDING_8)
     for length in range(len(data)):
-        with pytest.raises(TableInvalid):
+        with raises("table-invalid"):
             Table(data[:length])
-    with pytest.raises(TableInvalid):
+    with raises("table-invalid"):
         Table(data + bytes(8))
 
 
@@ -311,11 +312,11 @@ def test_every_byte_of_module_states_may_be_damaged() -> None:
             damaged[position] ^= flip
             try:
                 rows = tables.decode_states(bytes(damaged))
-            except TableInvalid:
+            except BundleError:
                 continue
             assert tables.encode_states(rows) == bytes(damaged)
     for length in range(len(data)):
-        with pytest.raises(TableInvalid):
+        with raises("table-invalid"):
             tables.decode_states(data[:length])
 
 
@@ -492,5 +493,5 @@ def test_order_puts_every_edge_forward(names: list[int], arcs: set[tuple[int, in
     ids=["negative", "too-large", "grid", "values", "upper-case", "path", "surrogate"],
 )
 def test_what_has_no_place_in_the_format_is_not_written(recording: Recording, message: str) -> None:
-    with pytest.raises(TableInvalid, match=message):
+    with raises("table-invalid", match=message):
         tables.encode(recording)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.errors import InputKind
 from cgbundle.format.schema import DTYPES
 from cgbundle.tensors import dlpack, tensor
 from cgbundle.tensors.tensor import Tensor
+from tests.raising import raises
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -241,7 +241,7 @@ def test_a_read_array_lives_as_long_as_the_tensor() -> None:
 def test_an_array_that_its_library_will_not_export_is_an_input_error() -> None:
     numpy = pytest.importorskip("numpy")
     for array in (numpy.array([None, 1]), numpy.zeros(2, ">f4"), numpy.zeros(2, "datetime64[s]")):
-        with pytest.raises(InputKind, match="^input 'x': ") as caught:
+        with raises("input-kind", match="^input 'x': ") as caught:
             dlpack.read(array, "x")
         assert "\n" not in str(caught.value)
 
@@ -429,7 +429,7 @@ class Producer:
 
 
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused() -> None:
-    with pytest.raises(InputKind, match="^input 'x': DLPack device type 8 is neither CPU nor CUDA"):
+    with raises("input-kind", match="^input 'x': DLPack device type 8 is neither CPU nor CUDA"):
         dlpack.read(Producer(8, None), "x")
 
 
@@ -439,7 +439,7 @@ def test_an_unknown_dlpack_dtype_is_refused(field: str) -> None:
     capsule = dlpack.export(made)
     managed = dlpack._Managed.from_address(dlpack._capsule_pointer(capsule, b"dltensor"))
     setattr(managed.tensor, field, 9)
-    with pytest.raises(InputKind, match=r"^input 'x': DLPack dtype \(code \d+, \d+ bits, \d+ lanes\) is not supported"):
+    with raises("input-kind", match=r"^input 'x': DLPack dtype \(code \d+, \d+ bits, \d+ lanes\) is not supported"):
         dlpack.read(Producer(dlpack.CPU, capsule), "x")
 
 

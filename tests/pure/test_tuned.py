@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.offline.errors import MeasurementsBroken
 from cgcompile.offline.tuning import measured as tuned
 from cgcompile.offline.tuning.cost_model import Candidate, Problem, Table, choose, fits
 from cgcompile.offline.tuning.split_factors import cut_problem, pieces
 from cgcompile.targets.architectures import ARCHES, arch
+from tests.raising import raises
 
 H200 = arch("sm_90")
 SMALL = Candidate(block_m=16, block_n=32, block_k=64, stages=4, warps=2, group=8)
@@ -104,7 +104,7 @@ def test_a_broken_file_is_named(file: Path, broken) -> None:
     assert changed != file.read_text()
     file.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
     for use in (tuned.read_table, tuned.choose_with, lambda path: tuned.pieces_with(path, H200)):
-        with pytest.raises(MeasurementsBroken) as caught:
+        with raises("measurements-broken") as caught:
             use(file)
         assert str(caught.value).startswith(f"{file}: ") and "\n" not in str(caught.value) and caught.value.hint
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cgbundle.errors import FileDamaged, ManifestInvalid, TableInvalid
 from cgbundle.format import archive
 from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import MEMORIES, File, Finding, Manifest, Region, Step, TensorSpec, Value
@@ -18,6 +17,7 @@ from cgbundle.tables.recording import MemsetNode, ModuleState
 from cgbundle.validate.bundle import check_manifest, check_tables
 from tests import cuda_bundles
 from tests.fabricate import dimension, signature, spec
+from tests.raising import raises
 from tests.support import HOST_FILE, manifest
 
 Change = Callable[[Manifest], Manifest]
@@ -79,7 +79,7 @@ def cuda() -> Manifest:
 
 
 def reject(broken: Manifest, path: str, message: str = "") -> None:
-    with pytest.raises(ManifestInvalid) as caught:
+    with raises("manifest-invalid") as caught:
         check_manifest(broken)
     assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
     assert str(caught.value).isprintable()
@@ -359,16 +359,16 @@ def test_a_file_lies_inside_the_bundle_under_a_plain_name(path: str) -> None:
 @pytest.mark.parametrize("path", [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, HOST_FILE])
 def test_a_file_that_is_needed_is_listed(path: str) -> None:
     made = cpu()
-    with pytest.raises(FileDamaged, match=f"^{path}: the manifest needs it and does not list it"):
+    with raises("file-damaged", match=f"^{path}: the manifest needs it and does not list it"):
         check_manifest(replace(made, files=tuple(file for file in made.files if file.path != path)))
 
 
 def test_tables_and_module_states_are_listed() -> None:
-    with pytest.raises(FileDamaged, match=r"^graphs/g1-4\.bin: "):
+    with raises("file-damaged", match=r"^graphs/g1-4\.bin: "):
         check_manifest(replace(cuda(), files=(*FILES, *TABLES[:3])))
-    with pytest.raises(FileDamaged, match=f"^{HOST_FILE}: "):
+    with raises("file-damaged", match=f"^{HOST_FILE}: "):
         check_manifest(replace(cuda(), files=(*[file for file in FILES if file.path != HOST_FILE], *TABLES)))
-    with pytest.raises(FileDamaged, match=r"^graphs/modules\.bin: "):
+    with raises("file-damaged", match=r"^graphs/modules\.bin: "):
         check_manifest(replace(cuda(), module_state="graphs/modules.bin"))
 
 
@@ -426,21 +426,21 @@ def test_a_table_of_another_key_is_refused(tmp_path: Path) -> None:
     made = recorded(tmp_path)
     first, second = made.programs
     swapped = replace(made, programs=(replace(first, steps=second.steps), replace(second, steps=first.steps)))
-    with pytest.raises(TableInvalid, match=r"^graphs/g0-8\.bin: key: \(8,\), the manifest uses it for \(4,\)"):
+    with raises("table-invalid", match=r"^graphs/g0-8\.bin: key: \(8,\), the manifest uses it for \(4,\)"):
         check_tables(str(tmp_path), swapped)
 
 
 def test_a_table_that_reaches_outside_its_memory_is_refused(tmp_path: Path) -> None:
     made = recorded(tmp_path)
     memories = tuple((name, 16 if name == "arena" else size) for name, size in made.memories)
-    with pytest.raises(TableInvalid, match=r"^graphs/g0-4\.bin: nodes\[\d\].*memory arena, which has 16"):
+    with raises("table-invalid", match=r"^graphs/g0-4\.bin: nodes\[\d\].*memory arena, which has 16"):
         check_tables(str(tmp_path), replace(made, memories=memories))
 
 
 def test_a_table_of_an_image_that_the_bundle_has_not_is_refused(tmp_path: Path) -> None:
     made = recorded(tmp_path)
     without = tuple(file for file in made.files if not file.path.startswith("kernels/"))
-    with pytest.raises(TableInvalid, match="is not among the bundle's images"):
+    with raises("table-invalid", match="is not among the bundle's images"):
         check_tables(str(tmp_path), replace(made, files=without))
 
 
@@ -455,17 +455,17 @@ def test_recordings_and_module_states_refer_to_nothing_of_the_hosts(tmp_path: Pa
     fill = next(node for node in found.nodes if isinstance(node, MemsetNode))
     nodes = tuple([replace(fill, target=cuda_bundles.address(host, 0)) if node is fill else node for node in found.nodes])
     (tmp_path / name).write_bytes(tables.encode(replace(found, nodes=nodes)))
-    with pytest.raises(TableInvalid, match=r"^graphs/g0-4\.bin: nodes\[3\].*memory host, which the bundle does not have"):
+    with raises("table-invalid", match=r"^graphs/g0-4\.bin: nodes\[3\].*memory host, which the bundle does not have"):
         check_tables(str(tmp_path), made)
     (tmp_path / name).write_bytes(good)
     state = ModuleState(image=image, symbol="table", contents=bytes(8), relocations=cuda_bundles.relocations((0, host, 0)))
     (tmp_path / made.module_state).write_bytes(tables.encode_states([state]))
-    with pytest.raises(TableInvalid, match=r"^graphs/modules\.bin: .*memory host, which the bundle does not have"):
+    with raises("table-invalid", match=r"^graphs/modules\.bin: .*memory host, which the bundle does not have"):
         check_tables(str(tmp_path), made)
 
 
 def test_module_states_that_reach_outside_their_memory_are_refused(tmp_path: Path) -> None:
     made = recorded(tmp_path)
     memories = tuple((name, 16 if name == "weights" else size) for name, size in made.memories)
-    with pytest.raises(TableInvalid, match=r"^graphs/modules\.bin: "):
+    with raises("table-invalid", match=r"^graphs/modules\.bin: "):
         check_tables(str(tmp_path), replace(made, programs=(), memories=memories))

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from cgbundle import exam
 from cgbundle.call.written_inputs import WritingProgram
 from cgbundle.cuda.written_inputs import WritingCalls
-from cgbundle.errors import InputDtype, InputShape, InputStructure, InputUnwritable, KeyMissing, ManifestInvalid
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import Manifest
 from cgbundle.tables import codec as tables
@@ -28,6 +27,7 @@ from tests import cuda_bundles
 from tests.cuda_bundles import FLOATS, INPUTS_AT, KEYS, inputs
 from tests.fabricate import ELEMENTS, FakeBackend, FakeResults, Numbers, _offsets, dimension, signature, spec
 from tests.fake_driver import FakeDriver, install
+from tests.raising import raises
 
 numpy = pytest.importorskip("numpy")
 
@@ -163,7 +163,7 @@ def test_two_parts_of_one_array_may_be_two_inputs() -> None:
 
 def refused(words: str, *given: Any) -> None:
     run, backend = program(model())
-    with pytest.raises(InputUnwritable, match=words) as caught:
+    with raises("input-unwritable", match=words) as caught:
         run(*given)
     assert "\n" not in str(caught.value) and caught.value.hint and caught.value.exit_code == 2
     assert backend.calls == []
@@ -183,7 +183,7 @@ def test_read_only_arrays_are_refused() -> None:
 def test_a_number_of_numpy_is_refused() -> None:
     made = replace(signature([], [spec("x")], [spec("y")]), written=(0,))
     run, _ = program(made)
-    with pytest.raises(InputUnwritable, match="read-only"):
+    with raises("input-unwritable", match="read-only"):
         run(numpy.float32(1))
 
 
@@ -239,7 +239,7 @@ def test_a_capsule_that_says_read_only_is_refused() -> None:
         def __dlpack__(self, max_version: Any = None) -> object:
             return capsule
 
-    with pytest.raises(InputUnwritable, match="shares it read-only"):
+    with raises("input-unwritable", match="shares it read-only"):
         dlpack.check_writable(ReadOnly(), "x")
     managed.flags = 2
     dlpack.check_writable(ReadOnly(), "x")
@@ -249,23 +249,23 @@ def test_guards_speak_first_and_change_nothing() -> None:
     run, backend = program(model())
     scale, x, other = arrays()
     for given_, kind in (
-        ((scale, x.astype("int64"), other), InputDtype),
-        ((scale, x[0], other), InputShape),
-        ((scale, numpy.asfortranarray(numpy.zeros((2, 3, 1), "float32")), other), InputShape),
-        ((scale, numpy.zeros((3, 3), "float32"), other), KeyMissing),
-        ((scale, numpy.zeros((9, 3), "float32"), other), KeyMissing),
-        ((scale, x), InputStructure),
+        ((scale, x.astype("int64"), other), "input-dtype"),
+        ((scale, x[0], other), "input-shape"),
+        ((scale, numpy.asfortranarray(numpy.zeros((2, 3, 1), "float32")), other), "input-shape"),
+        ((scale, numpy.zeros((3, 3), "float32"), other), "key-missing"),
+        ((scale, numpy.zeros((9, 3), "float32"), other), "key-missing"),
+        ((scale, x), "input-structure"),
     ):
-        with pytest.raises(kind):
+        with raises(kind):
             run(*given_)
-    with pytest.raises(InputStructure, match="expected 3 inputs, got 2"):
+    with raises("input-structure", match="expected 3 inputs, got 2"):
         run.replay([scale, x])
     assert backend.calls == [] and x.sum() == 15
 
 
 def test_an_unrecorded_size_says_why() -> None:
     run, _ = program(model())
-    with pytest.raises(KeyMissing, match=r"batch cannot be padded: forward\(\) writes to its input 'x'"):
+    with raises("key-missing", match=r"batch cannot be padded: forward\(\) writes to its input 'x'"):
         run(*arrays(3))
 
 
@@ -329,14 +329,14 @@ def test_of_many_tensors_the_pairs_that_share_are_found() -> None:
      ((1, 0), "written: not ascending")],
 )  # fmt: skip
 def test_written_inputs_are_positions(written: tuple[int, ...], words: str) -> None:
-    with pytest.raises(ManifestInvalid, match=words):
+    with raises("manifest-invalid", match=words):
         check_manifest(replace(model(), written=written))
 
 
 @pytest.mark.parametrize("change", [{"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}])
 def test_a_bundle_that_writes_neither_pads_nor_cuts(change: dict[str, Any]) -> None:
     made = model()
-    with pytest.raises(ManifestInvalid, match=r"dimensions\[0\].pad: batch is padded or cut, and calls write to their inputs"):
+    with raises("manifest-invalid", match=r"dimensions\[0\].pad: batch is padded or cut, and calls write to their inputs"):
         check_manifest(replace(made, dimensions=(replace(made.dimensions[0], **change),)))
 
 

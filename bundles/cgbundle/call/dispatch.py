@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ..errors import KeyMissing
+from ..errors import CallError
 from ..format.schema import Dimension
 
 POLICIES = ("pad", "chunk", "error")
@@ -34,15 +34,15 @@ def plan(
 ) -> tuple[Piece, ...]:
     """The replays that serve a call whose dimensions have `sizes`; one exact piece when the key was recorded.
 
-    `place` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises KeyMissing, naming that
+    `place` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises key-missing, naming that
     place, the sizes recorded and why the build does not allow padding or cutting.
     """
     cuts = []
     for dimension, size in zip(dimensions, sizes, strict=True):
         try:
             cuts.append(_cuts(dimension, size, on_miss))
-        except KeyMissing as error:
-            raise KeyMissing(f"{place(dimension.name)}: {error}", error.hint) from None
+        except CallError as error:
+            raise CallError("key-missing", f"{place(dimension.name)}: {error}", error.hint) from None
     return tuple(product(*cuts))
 
 
@@ -53,9 +53,9 @@ def _cuts(dimension: Dimension, size: int, on_miss: str) -> list[Cut]:
     if size in dimension.sizes:
         return [Cut(0, size, size)]
     if size < 1:
-        raise KeyMissing(f"got {dimension.name}={size}: there is nothing to run")
+        raise CallError("key-missing", f"got {dimension.name}={size}: there is nothing to run")
     if on_miss == "error":
-        raise KeyMissing(f"expected a recorded {dimension.name} ({_list(dimension)}), got {size}", _NO_POLICY)
+        raise CallError("key-missing", f"expected a recorded {dimension.name} ({_list(dimension)}), got {size}", _NO_POLICY)
     pads, largest = dimension.pad != "no", dimension.sizes[-1]
     if dimension.chunk and (on_miss == "chunk" or size > largest or not pads):
         largest_first = on_miss == "pad" and pads
@@ -64,7 +64,7 @@ def _cuts(dimension: Dimension, size: int, on_miss: str) -> list[Cut]:
             return _place(pieces, size)
     if size <= largest and pads:
         return [Cut(0, size, next(recorded for recorded in dimension.sizes if recorded >= size))]
-    raise KeyMissing(_refusal(dimension, size))
+    raise CallError("key-missing", _refusal(dimension, size))
 
 
 def _largest_first(sizes: Sequence[int], size: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import DimensionDisagrees, InputDtype, InputShape
+from ..errors import CallError
 from ..format.schema import Manifest, TensorSpec
 from ..format.size_expressions import linear, text
 
@@ -13,28 +13,34 @@ from ..format.size_expressions import linear, text
 def call_sizes(manifest: Manifest, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The sizes of the declared dimensions, in declared order, for inputs of `shapes` (one per input of the signature).
 
-    Raises InputShape or DimensionDisagrees.
+    Raises input-shape or dimension-disagrees.
     """
     found: dict[str, tuple[int, str]] = {}
     for spec, shape in zip(manifest.inputs, shapes, strict=True):
         if len(shape) != len(spec.shape):
-            raise InputShape(
-                f"input {spec.name!r}: expected {len(spec.shape)} axes {signature(spec)}, got {len(shape)}: {list(shape)}"
+            raise CallError(
+                "input-shape",
+                f"input {spec.name!r}: expected {len(spec.shape)} axes {signature(spec)}, got {len(shape)}: {list(shape)}",
             )
         for axis, (size, actual) in enumerate(zip(spec.shape, shape, strict=True)):
             rule = linear(size)
             if rule is None:
                 if actual != size:
-                    raise InputShape(f"input {spec.name!r}, axis {axis}: expected {text(size)}, got {actual} {signature(spec)}")
+                    raise CallError(
+                        "input-shape", f"input {spec.name!r}, axis {axis}: expected {text(size)}, got {actual} {signature(spec)}"
+                    )
                 continue
             name, scale, offset = rule
             value, rest = divmod(actual - offset, scale)
             if rest or value < 0:
-                raise InputShape(f"input {spec.name!r}, axis {axis}: expected {text(size)}, which no {name} makes {actual}")
+                raise CallError(
+                    "input-shape", f"input {spec.name!r}, axis {axis}: expected {text(size)}, which no {name} makes {actual}"
+                )
             first = found.setdefault(name, (value, f"input {spec.name!r}, axis {axis}"))
             if first[0] != value:
-                raise DimensionDisagrees(
-                    f"input {spec.name!r}, axis {axis}: expected {name}={first[0]} as in {first[1]}, got {value}"
+                raise CallError(
+                    "dimension-disagrees",
+                    f"input {spec.name!r}, axis {axis}: expected {name}={first[0]} as in {first[1]}, got {value}",
                 )
     return tuple([found[dimension.name][0] for dimension in manifest.dimensions])
 
@@ -50,9 +56,10 @@ def place_of(manifest: Manifest, dimension: str) -> str:
 
 
 def check_dtype(spec: TensorSpec, dtype: str) -> None:
-    """Raises InputDtype unless the input has the dtype of the signature."""
+    """Raises input-dtype unless the input has the dtype of the signature."""
     if dtype != spec.dtype:
-        raise InputDtype(
+        raise CallError(
+            "input-dtype",
             f"input {spec.name!r}: expected dtype {spec.dtype}, got {dtype}",
             f"convert it to {spec.dtype} before the call: the runtime never casts",
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..errors import InputLayout
+from ..errors import CallError
 from ..format.extents import span
 from ..format.schema import DTYPES, Alias, Manifest, Value
 from ..format.schema import Program as Row
@@ -83,7 +83,7 @@ class AliasingProgram(WritingProgram):
     """A `Program` whose outputs that `manifest.aliases` lists share memory as in eager.
 
     An output that is an input is the caller's own tensor; one that is a part of it, that part of the caller's tensor, whose layout
-    has to have one (InputLayout).  One over a weight or state is a live tensor of the program's memory, which later calls read and
+    has to have one (input-layout).  One over a weight or state is a live tensor of the program's memory, which later calls read and
     change, for callers on the program's device; else a copy.  It is never guarded.  Outputs that share memory with each other do so
     in what is handed out, too.
     """
@@ -101,7 +101,7 @@ class AliasingProgram(WritingProgram):
         self._partial = [alias for alias in self._given if alias.output not in wholes]
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """As `Program.replay`; raises InputLayout, before anything runs, for an input of which an output is a part."""
+        """As `Program.replay`; raises input-layout, before anything runs, for an input of which an output is a part."""
         parts = self._parts(tensors) if self._partial and len(tensors) == len(self.inputs) else {}
         made = super().replay(tensors)
         for alias in self._wholes:
@@ -129,8 +129,9 @@ class AliasingProgram(WritingProgram):
             there = along(seen, library.steps(value)) if own else None
             if there is None or any(step % item for step in there[1]):
                 name, output = self.inputs[alias.index].name, self.outputs[alias.output].name
-                raise InputLayout(
-                    f"input {name!r}: output {output!r} shares its memory, and it is laid out otherwise than recorded"
+                raise CallError(
+                    "input-layout",
+                    f"input {name!r}: output {output!r} shares its memory, and it is laid out otherwise than recorded",
                 )
             strides = [step // item for step in there[1]]
             part = library.part(value, seen.value.dtype, seen.value.shape, strides, there[0])

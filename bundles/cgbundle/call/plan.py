@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..errors import KeyMissing
+from ..errors import CallError
 from ..format.schema import Manifest, Size
 from ..format.size_expressions import evaluate, linear
 from . import dispatch
@@ -36,7 +36,7 @@ class Plan:
 
 
 def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> Plan:
-    """The plan for inputs of `shapes`.  Raises InputShape, DimensionDisagrees, KeyMissing."""
+    """The plan for inputs of `shapes`.  Raises input-shape, dimension-disagrees, key-missing."""
     sizes = call_sizes(manifest, shapes)
     dimensions = manifest.dimensions
     named = {dimension.name: size for dimension, size in zip(dimensions, sizes, strict=True)}
@@ -64,11 +64,11 @@ def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> P
 
 
 def place_of_key(manifest: Manifest, key: tuple[int, ...]) -> int:
-    """The position of the program of an int_key.  Raises KeyMissing, with the keys that there are."""
+    """The position of the program of an int_key.  Raises key-missing, with the keys that there are."""
     keys = [program.key for program in manifest.programs]
     if key not in keys:
         listed = ", ".join(map(str, keys[:12])) + (", ..." if len(keys) > 12 else "")
-        raise KeyMissing(f"expected a recorded int_key ({listed}), got {key!r}")
+        raise CallError("key-missing", f"expected a recorded int_key ({listed}), got {key!r}")
     return keys.index(key)
 
 

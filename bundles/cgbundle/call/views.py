@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import StaleView
+from ..errors import CallError
 from ..format.schema import TensorSpec
 from ..tensors.interface import Library
 
@@ -25,7 +25,7 @@ class View:
     """An output of call number `call`.  `tensor` is the caller's kind of tensor over the runtime's memory; `clone()` a copy that
     stays.
 
-    Shape and dtype may be read at any time; everything else raises StaleView once the session has been called again.
+    Shape and dtype may be read at any time; everything else raises stale-view once the session has been called again.
     """
 
     __slots__ = ("_epoch", "_library", "_spec", "_value", "call")
@@ -54,7 +54,7 @@ class View:
         now = self._epoch.number
         if now != self.call:
             after = "the program was closed" if now == CLOSED else f"call {now}"
-            raise StaleView(f"output {self.name!r} of call {self.call} was read after {after}")
+            raise CallError("stale-view", f"output {self.name!r} of call {self.call} was read after {after}")
         return self._value
 
     def clone(self) -> Any:

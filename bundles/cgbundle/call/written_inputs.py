@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import InputUnwritable
+from ..errors import CallError
 from ..format.schema import DTYPES, Manifest
 from ..program import Backend, Program
 from ..tensors.interface import Library, Place
@@ -25,7 +25,7 @@ class WritingProgram(Program):
         self._held: Sequence[Any] = ()
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """As `Program.replay`; raises InputUnwritable, before anything runs, for a tensor that cannot be written to."""
+        """As `Program.replay`; raises input-unwritable, before anything runs, for a tensor that cannot be written to."""
         if not self.manifest.written or len(tensors) != len(self.inputs):
             return super().replay(tensors)  # which refuses another number
         library = self._library(tensors)
@@ -50,18 +50,20 @@ class WritingProgram(Program):
         self._held = ()
 
     def _check_apart(self, library: Library, taken: Sequence[tuple[Any, Place]]) -> None:
-        """Raises InputUnwritable where memory that is written to is also another input's, or twice this one's."""
+        """Raises input-unwritable where memory that is written to is also another input's, or twice this one's."""
         found = []
         for value, (address, shape, dtype, _, _) in taken:
             found.append(reach(address, shape, library.steps(value), DTYPES.get(dtype, 1)))
         for index in self.manifest.written:
             if taken[index][1][3] is not None and folds(found[index]):
-                raise InputUnwritable(
+                raise CallError(
+                    "input-unwritable",
                     f"input {self.inputs[index].name!r}: the model writes to it, and its elements share memory",
                     "pass a copy of the expanded tensor",
                 )
         for one, other in shared(found, self.manifest.written):
-            raise InputUnwritable(
+            raise CallError(
+                "input-unwritable",
                 f"input {self.inputs[one].name!r}: the model writes to it, and it shares memory with input "
                 f"{self.inputs[other].name!r}",
                 "pass a copy of one of them",
@@ -79,7 +81,8 @@ class WritingProgram(Program):
 
     def _copy(self, library: Library, index: int, tensor: Any, value: Any) -> Any:
         if library.name == "plain" and not (isinstance(tensor, Tensor) and tensor.device is None):
-            raise InputUnwritable(
+            raise CallError(
+                "input-unwritable",
                 f"input {self.inputs[index].name!r}: the model writes to it, and it is not laid out as recorded",
                 "pass a tensor whose axes lie in memory in the order of the signature, without gaps",
             )

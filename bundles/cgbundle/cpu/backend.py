@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ctypes import Array, addressof, c_void_p
 from typing import Any
 
-from ..errors import ProgramClosed, WrongMachine
+from ..errors import MachineError, ProgramClosed
 from ..format.archive import WEIGHTS
 from ..format.extents import extent, span
 from ..format.safetensors import Mapped
@@ -22,10 +22,10 @@ from .processor import check_features
 
 
 def check_machine(target: Target) -> None:
-    """Raises WrongMachine unless this machine's processor has what the code uses."""
+    """Raises wrong-machine unless this machine's processor has what the code uses."""
     machine = os.uname().machine
     if machine != target.arch:
-        raise WrongMachine(f"the bundle is for {target.arch} processors, this machine is {machine}")
+        raise MachineError("wrong-machine", f"the bundle is for {target.arch} processors, this machine is {machine}")
     check_features(target.features)
 
 
@@ -72,7 +72,7 @@ class CpuBackend:
     """Runs the programs of a cpu bundle.  Thread-safe: replays share no memory but the weights; those of a bundle with state take
     turns.  `session` gives one that shares the weights and has state and host regions of its own.
 
-    Raises LibraryMissing, LibraryRefused, WrongMachine, WeightsInvalid.
+    Raises library-missing, library-refused, wrong-machine, weights-invalid.
     """
 
     device: int | None = None
@@ -171,7 +171,7 @@ class CpuBackend:
 
     def _use(self) -> Shared:
         if self._shared is None:
-            raise ProgramClosed(f"program {self._name!r} was closed")
+            raise ProgramClosed("program-closed", f"program {self._name!r} was closed")
         return self._shared
 
     def _restore(self) -> None:

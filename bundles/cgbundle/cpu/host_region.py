@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
 from functools import lru_cache
 
-from ..errors import LibraryRefused
+from ..errors import MachineError
 from ..format.safetensors import Mapped
 from ..format.schema import Region, Value, Weight
 from .libtorch import LibTorch
@@ -43,7 +43,7 @@ class Layout:
 
 
 def layout_of(row: Value | Weight, torch: LibTorch) -> Layout:
-    """The layout of a value or weight.  Raises LibraryRefused where this torch has no such dtype."""
+    """The layout of a value or weight.  Raises library-refused where this torch has no such dtype."""
     return Layout(torch.dtype(row.dtype), row.shape, row.strides)
 
 
@@ -58,7 +58,7 @@ def open_region(
 ) -> HostRegion:
     """A host region of the bundle in `folder`, ready to run: its constants are used in place in the mapped weights (None for a
     region without constants) or in memory state at `state`; both must stay until it is closed.  `instances`: see INSTANCES.  Raises
-    LibraryRefused."""
+    library-refused."""
     opened = HostRegion(os.path.join(folder, region.file), torch, region.file, instances)
     try:
         constants = {}
@@ -86,7 +86,7 @@ class HostRegion:
     """One loaded shared object.  Thread-safe: up to `instances` runs at a time, the rest wait.  Several of one file share its code
     alone.
 
-    Raises LibraryRefused, with the library's own message, when it cannot be loaded or a run fails.
+    Raises library-refused, with the library's own message, when it cannot be loaded or a run fails.
     """
 
     def __init__(self, path: str, torch: LibTorch, where: str, instances: int = INSTANCES) -> None:
@@ -94,7 +94,7 @@ class HostRegion:
         try:
             self._library = ctypes.CDLL(path)
         except OSError as error:
-            raise LibraryRefused(f"{where}: cannot be loaded: {error}") from None
+            raise MachineError("library-refused", f"{where}: cannot be loaded: {error}") from None
         self._run = self._library.AOTInductorModelContainerRun
         self._run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
         self._container = c_void_p()
@@ -129,12 +129,12 @@ class HostRegion:
         self._check(update(self._container, pairs, c_size_t(len(constants)), c_bool(False), c_bool(True)))
 
     def check_counts(self, inputs: int, outputs: int) -> None:
-        """Raises LibraryRefused unless the region takes and gives so many tensors: `run` with another number ends the process."""
+        """Raises library-refused unless the region takes and gives so many tensors: `run` with another number ends the process."""
         for kind, count, name in (("inputs", inputs, "GetNumInputs"), ("outputs", outputs, "GetNumOutputs")):
             found = c_size_t()
             self._check(self._library[f"AOTInductorModelContainer{name}"](self._container, byref(found)))
             if found.value != count:
-                raise LibraryRefused(f"{self._where}: has {found.value} {kind}, the bundle says {count}")
+                raise MachineError("library-refused", f"{self._where}: has {found.value} {kind}, the bundle says {count}")
 
     def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: int) -> ctypes.Array[c_void_p]:
         """Runs on CPU memory; returns `outputs` tensor handles, which the caller must delete."""
@@ -145,7 +145,7 @@ class HostRegion:
                 address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, place
             )
             if code:
-                raise LibraryRefused(f"{self._where}: torch refused an input tensor")
+                raise MachineError("library-refused", f"{self._where}: torch refused an input tensor")
             place += POINTER_BYTES
         made = _handles(outputs)()
         if self._run(self._container, given, len(addresses), made, outputs, None, None):
@@ -166,7 +166,7 @@ class HostRegion:
         if self._torch.create(
             address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, byref(handle)
         ):
-            raise LibraryRefused(f"{self._where}: torch refused a constant")
+            raise MachineError("library-refused", f"{self._where}: torch refused a constant")
 
     def _check(self, code: int) -> None:
         if code:
@@ -176,4 +176,6 @@ class HostRegion:
                 last.argtypes, last.restype = (POINTER(c_char_p),), c_int32
                 last(byref(text))
             message = (text.value or b"").decode(errors="replace").strip()
-            raise LibraryRefused(f"{self._where}: {message.splitlines()[0] if message else 'the shared object failed'}")
+            raise MachineError(
+                "library-refused", f"{self._where}: {message.splitlines()[0] if message else 'the shared object failed'}"
+            )

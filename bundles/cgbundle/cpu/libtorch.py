@@ -11,7 +11,7 @@ import os
 import sys
 from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
 
-from ..errors import LibraryMissing, LibraryRefused
+from ..errors import MachineError
 
 LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 VARIABLE = "CGBUNDLE_TORCH_LIB"
@@ -19,19 +19,21 @@ VARIABLE = "CGBUNDLE_TORCH_LIB"
 
 
 def find(needed: str) -> tuple[str, str]:
-    """(folder of the libraries, version or "" when unknown).  Raises LibraryMissing; `needed` is the version for the message."""
+    """(folder of the libraries, version or "" when unknown).  Raises library-missing; `needed` is the version for the message."""
     hint = f"pip install 'torch>={needed}' (it is not imported), or set {VARIABLE} to the folder that holds {LIBRARIES[1]}"
     named = os.environ.get(VARIABLE)
     if named:
         if not _complete(named):
-            raise LibraryMissing(f"{VARIABLE}={named}: no {LIBRARIES[1]} there", hint)
+            raise MachineError("library-missing", f"{VARIABLE}={named}: no {LIBRARIES[1]} there", hint)
         return named, _version(os.path.dirname(named))
     for entry in sys.path:
         package = os.path.join(entry or ".", "torch")
         if _complete(os.path.join(package, "lib")):
             return os.path.join(package, "lib"), _version(package)
-    raise LibraryMissing(
-        f"{LIBRARIES[1]} not found: code for the CPU runs on torch's shared libraries, version {needed} or newer", hint
+    raise MachineError(
+        "library-missing",
+        f"{LIBRARIES[1]} not found: code for the CPU runs on torch's shared libraries, version {needed} or newer",
+        hint,
     )
 
 
@@ -57,18 +59,19 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def load(needed: str) -> LibTorch:
-    """Loads the libraries.  Raises LibraryMissing, or LibraryRefused for a version older than `needed` (a shared object needs at
+    """Loads the libraries.  Raises library-missing, or library-refused for a version older than `needed` (a shared object needs at
     least the C interface that it was compiled against)."""
     folder, version = find(needed)
     if version and numbers(version) < numbers(needed):
-        raise LibraryRefused(
+        raise MachineError(
+            "library-refused",
             f"torch {version} in {folder} is older than the {needed} that the bundle was built with",
             f"pip install 'torch>={needed}'",
         )
     try:
         handles = [ctypes.CDLL(os.path.join(folder, name), mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES]
     except OSError as error:
-        raise LibraryRefused(f"cannot load torch's libraries from {folder}: {error}") from None
+        raise MachineError("library-refused", f"cannot load torch's libraries from {folder}: {error}") from None
     return LibTorch(handles[1])
 
 
@@ -88,11 +91,11 @@ class LibTorch:
         self.data_pointer.argtypes = (c_void_p, c_void_p)
 
     def dtype(self, name: str) -> int:
-        """torch's number for a dtype.  Raises LibraryRefused where this torch has none."""
+        """torch's number for a dtype.  Raises library-refused where this torch has none."""
         try:
             return int(self._library[f"aoti_torch_dtype_{name}"]())
         except AttributeError:
-            raise LibraryRefused(f"this torch has no dtype {name}") from None
+            raise MachineError("library-refused", f"this torch has no dtype {name}") from None
 
     def layout(self, handle: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """(torch's dtype number, shape, strides) of a tensor."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from ..errors import WrongMachine
+from ..errors import MachineError
 
 
 def check_features(features: Iterable[str]) -> None:
-    """Raises WrongMachine unless this processor has all of `features`, flags as in /proc/cpuinfo."""
+    """Raises wrong-machine unless this processor has all of `features`, flags as in /proc/cpuinfo."""
     wanted = set(features)
     missing = sorted(wanted - processor_flags()) if wanted else []
     if missing:
-        raise WrongMachine(
-            f"this processor lacks {', '.join(missing)}, which the bundle's code uses", "build the bundle on this kind of machine"
+        raise MachineError(
+            "wrong-machine",
+            f"this processor lacks {', '.join(missing)}, which the bundle's code uses",
+            "build the bundle on this kind of machine",
         )
 
 

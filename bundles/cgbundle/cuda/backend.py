@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from ..errors import CaptureRefused
+from ..errors import CallError
 from ..format.schema import Manifest
 from ..tensors.libraries import caller_captures
 from . import driver
@@ -84,8 +84,10 @@ class CudaCalls:
             self._backend.replay_on_device(program, addresses, turn)
             return self._results[program]
         if caller_captures():
-            raise CaptureRefused(
-                "inputs on the CPU cannot become part of the CUDA graph that is being captured", "pass tensors of the GPU"
+            raise CallError(
+                "capture-refused",
+                "inputs on the CPU cannot become part of the CUDA graph that is being captured",
+                "pass tensors of the GPU",
             )
         inputs, outputs = self._sizes[program]
         given = [(at, False, size) for at, size in zip(addresses, inputs, strict=True)]

@@ -65,7 +65,7 @@ class Copies:
             self.synchronize(stream)
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Waits for all work on the stream; a fault of a kernel shows here as DriverFailed."""
+        """Waits for all work on the stream; a fault of a kernel shows here as driver-failed."""
         with self.lock, self._current():
             handle = self._order.handle(stream)
             driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))

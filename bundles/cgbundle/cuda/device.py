@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import CaptureRefused, ProgramClosed
+from ..errors import CallError, ProgramClosed
 from ..format.extents import extent, span
 from ..format.schema import CODE, Manifest, Value, Weight
 from ..session.locks import Exclusive
@@ -75,7 +75,7 @@ class CudaBackend(Copies):
     fills the arena, memory `host`, and all bytes of parameters that the recordings call undefined; results must not depend on it.
     `context`: one that a thread of the caller has made while the manifest was checked; it belongs to the backend from then on.
 
-    Raises LibraryMissing, LibraryRefused, WrongMachine, OutOfMemory, DriverFailed, WeightsInvalid, TableInvalid, FileDamaged;
+    Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid, file-damaged;
     nothing is left on the GPU then.
     """
 
@@ -257,7 +257,7 @@ class CudaBackend(Copies):
 
     def _current(self) -> Context:
         if self._closed:
-            raise ProgramClosed(f"program {self._manifest.name!r} was closed")
+            raise ProgramClosed("program-closed", f"program {self._manifest.name!r} was closed")
         return self._context
 
     def _settle(self) -> None:
@@ -271,9 +271,10 @@ class CudaBackend(Copies):
         return self._memories.address(value.memory, value.offset)
 
     def _built(self, number: int, handle: Any) -> Plan:
-        """The plan of a program that no call has used yet.  Raises CaptureRefused inside a capture."""
+        """The plan of a program that no call has used yet.  Raises capture-refused inside a capture."""
         if self._order.capturing(handle):
-            raise CaptureRefused(
+            raise CallError(
+                "capture-refused",
                 f"int_key {self._manifest.programs[number].key} is not built yet, and cannot be while a CUDA graph is captured",
                 "call it once before the capture, or load the bundle with lazy=False",
             )

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from ..errors import DriverFailed, LibraryMissing, OutOfMemory, WrongMachine
+from ..errors import MachineError, OutOfMemory
 
 try:
     from cuda.bindings import driver
@@ -26,28 +26,30 @@ OUT_OF_MEMORY = 2
 
 
 def require() -> None:
-    """Raises LibraryMissing without cuda-bindings, and WrongMachine without a CUDA driver or a GPU."""
+    """Raises library-missing without cuda-bindings, and wrong-machine without a CUDA driver or a GPU."""
     if cu is None:
-        raise LibraryMissing("the package cuda-bindings, which a bundle for CUDA needs, is not installed", MISSING_HINT)
+        raise MachineError(
+            "library-missing", "the package cuda-bindings, which a bundle for CUDA needs, is not installed", MISSING_HINT
+        )
     try:
         error = cu.cuInit(0)[0]
     except RuntimeError as reason:  # cuda-bindings found no libcuda
-        raise WrongMachine(f"this machine has no CUDA driver: {reason}") from None
+        raise MachineError("wrong-machine", f"this machine has no CUDA driver: {reason}") from None
     if error:
-        raise WrongMachine(f"this machine has no usable GPU: cuInit gives {_name(error)}")
+        raise MachineError("wrong-machine", f"this machine has no usable GPU: cuInit gives {_name(error)}")
 
 
 def check(call: str, result: tuple[Any, ...], detail: str = "") -> Any:
     """What the driver call `call` returned beside its error code: nothing, one value, or a tuple.
 
-    Raises DriverFailed naming the call, the driver's error and `detail`; OutOfMemory for that error.
+    Raises driver-failed naming the call, the driver's error and `detail`; OutOfMemory for that error.
     """
     error = result[0]
     if error:
         about = f" ({detail})" if detail else ""
         if error == OUT_OF_MEMORY:
-            raise OutOfMemory(f"{call}{about}: the GPU has too little free memory")
-        raise DriverFailed(f"{call}{about}: {_name(error)}")
+            raise OutOfMemory("out-of-memory", f"{call}{about}: the GPU has too little free memory")
+        raise MachineError("driver-failed", f"{call}{about}: {_name(error)}")
     return result[1] if len(result) == 2 else result[1:] or None
 
 
@@ -74,7 +76,7 @@ class Context:
     the context on takes a further share with `retain`; with the last share the driver's own count is released, and with it
     everything left in the context unless another library uses it too.
 
-    Raises LibraryMissing, WrongMachine, DriverFailed.
+    Raises library-missing, wrong-machine, driver-failed.
     """
 
     __slots__ = ("_lock", "_shares", "_spare", "_streams", "device", "handle", "index", "stream")
@@ -83,7 +85,7 @@ class Context:
         require()
         count = device_count()
         if not 0 <= index < count:
-            raise WrongMachine(f"device {index}: this machine shows {count} GPU{'' if count == 1 else 's'}")
+            raise MachineError("wrong-machine", f"device {index}: this machine shows {count} GPU{'' if count == 1 else 's'}")
         self.index = index
         self.device = check("cuDeviceGet", cu.cuDeviceGet(index))
         self.handle = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self.device))

@@ -111,7 +111,7 @@ def copy_params(table: Table, row: int, bases: Sequence[int]) -> Any:
 
 
 class GraphExecutor:
-    """A recording as one executable CUDA graph of the context.  Raises TableInvalid, DriverFailed, OutOfMemory."""
+    """A recording as one executable CUDA graph of the context.  Raises table-invalid, driver-failed, OutOfMemory."""
 
     __slots__ = ("_exec", "_graph")
 
@@ -240,7 +240,7 @@ def _describe(table: Table, position: int, kind: int, row: int) -> str:
 
 
 class StreamExecutor:
-    """A recording launched row by row.  Raises TableInvalid, DriverFailed, OutOfMemory."""
+    """A recording launched row by row.  Raises table-invalid, driver-failed, OutOfMemory."""
 
     __slots__ = ("_launches", "_steps")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
-from ..errors import LibraryRefused
+from ..errors import MachineError
 from ..format.archive import WEIGHTS
 from ..format.extents import span
 from ..format.safetensors import Mapped
@@ -36,7 +36,7 @@ class _Place(NamedTuple):
 class HostSteps:
     """The host regions of a bundle, each loaded at its first use; their constants are used in place in the mapped weights.
 
-    Raises LibraryMissing or LibraryRefused without torch's shared libraries; the processor's features were checked before.
+    Raises library-missing or library-refused without torch's shared libraries; the processor's features were checked before.
     """
 
     def __init__(self, folder: str, manifest: Manifest, memories: Memories) -> None:
@@ -48,8 +48,8 @@ class HostSteps:
     def step(self, program: Program, step: Step) -> Callable[[Any], None]:
         """A host step of the program, as a function of the stream: returns when the outputs are in their places.
 
-        Raises LibraryRefused, WeightsInvalid; so does the step: LibraryRefused where the shared object fails or gives a tensor
-        that is not laid out as the manifest says, DriverFailed where work of the stream failed.
+        Raises library-refused, weights-invalid; so does the step: library-refused where the shared object fails or gives a tensor
+        that is not laid out as the manifest says, driver-failed where work of the stream failed.
         """
         where, torch = self._manifest.regions[step.region].file, self._torch
         region = self._region(step.region)
@@ -115,7 +115,7 @@ def _check_layout(found: tuple[int, tuple[int, ...], tuple[int, ...]], place: _P
     if not same or shape != value.shape or _steps(shape, strides) != _steps(shape, value.strides):
         expected = f"{value.dtype} {list(value.shape)} with strides {list(value.strides)}"
         got = f"{'the same dtype' if same else 'another dtype'}, {list(shape)} with strides {list(strides)}"
-        raise LibraryRefused(f"{where}: an output is {got}, the bundle says {expected}", "build the bundle again")
+        raise MachineError("library-refused", f"{where}: an output is {got}, the bundle says {expected}", "build the bundle again")
 
 
 def _steps(shape: Sequence[int], strides: Sequence[int]) -> list[int]:

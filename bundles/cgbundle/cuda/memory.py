@@ -84,7 +84,7 @@ def allocate(size: int, what: str) -> int:
     try:
         return int(check("cuMemAlloc", cu.cuMemAlloc(size), what))
     except OutOfMemory:
-        raise OutOfMemory(f"{what}: needs {size:,} bytes, the GPU has {free_bytes():,} free") from None
+        raise OutOfMemory("out-of-memory", f"{what}: needs {size:,} bytes, the GPU has {free_bytes():,} free") from None
 
 
 def free(address: int) -> None:
@@ -97,7 +97,9 @@ def allocate_pinned(size: int, what: str) -> int:
     try:
         return int(check("cuMemHostAlloc", cu.cuMemHostAlloc(size, 0), what))
     except OutOfMemory:
-        raise OutOfMemory(f"{what}: needs {size:,} bytes of pinned memory, which the system does not give") from None
+        raise OutOfMemory(
+            "out-of-memory", f"{what}: needs {size:,} bytes of pinned memory, which the system does not give"
+        ) from None
 
 
 def free_pinned(address: int) -> None:
@@ -186,7 +188,7 @@ class Output:
         try:
             self.address = int(check("cuMemAllocAsync", cu.cuMemAllocAsync(max(size, 1), stream)))
         except OutOfMemory:
-            raise OutOfMemory(f"output: needs {size:,} bytes, the GPU has {free_bytes():,} free") from None
+            raise OutOfMemory("out-of-memory", f"output: needs {size:,} bytes, the GPU has {free_bytes():,} free") from None
         context.retain()
         self._context = context
 

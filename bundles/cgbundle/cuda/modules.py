@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import FileDamaged, TableInvalid
+from ..errors import BundleError
 from ..format.extents import graph_memories
 from ..format.schema import MEMORIES, Manifest
 from .driver import check, cu
@@ -28,8 +28,8 @@ class Addresses(Protocol):
 class Modules:
     """The images of a bundle that its recordings use, loaded into the current context on first use.
 
-    `folder` holds an image per file, named by its SHA-256; `memories` are those that `states` refer to.  Raises FileDamaged,
-    TableInvalid, DriverFailed, OutOfMemory.
+    `folder` holds an image per file, named by its SHA-256; `memories` are those that `states` refer to.  Raises file-damaged,
+    table-invalid, driver-failed, OutOfMemory.
     """
 
     __slots__ = ("_folder", "_functions", "_memories", "_modules", "_settings", "_states")
@@ -78,7 +78,7 @@ class Modules:
                 # As bytes: the interpreter ends them with the zero byte that PTX needs and a cubin does not mind.
                 data = read(f"{self._folder}/{image}")
             except FileNotFoundError:
-                raise FileDamaged(f"kernels/{image}: missing") from None
+                raise BundleError("file-damaged", f"kernels/{image}: missing") from None
             module = check("cuModuleLoadData", cu.cuModuleLoadData(data), f"kernels/{image}")
             self._modules[image] = module
             for state in self._states.get(image, ()):
@@ -89,7 +89,7 @@ class Modules:
         path = f"{state.symbol} of {state.image[:16]}..."
         address, size = check("cuModuleGetGlobal", cu.cuModuleGetGlobal(module, state.symbol.encode()), path)
         if len(state.contents) > size:
-            raise TableInvalid(f"module state {path}: {len(state.contents)} bytes, the symbol has {size}")
+            raise BundleError("table-invalid", f"module state {path}: {len(state.contents)} bytes, the symbol has {size}")
         contents = bytearray(state.contents)
         for item in state.relocations:
             target = self._memories.address(MEMORIES[item.target.memory], item.target.offset)
@@ -98,7 +98,7 @@ class Modules:
 
 
 def states(folder: str, manifest: Manifest) -> tuple[ModuleState, ...]:
-    """What the bundle's images hold in their data symbols.  Raises TableInvalid."""
+    """What the bundle's images hold in their data symbols.  Raises table-invalid."""
     name = manifest.module_state
     if not name:
         return ()
@@ -122,7 +122,9 @@ def _check_params(function: Any, image: str, symbol: str, params: Sequence[tuple
     while not (answer := cu.cuFuncGetParamInfo(function, len(found)))[0]:
         found.append((int(answer[1]), int(answer[2])))
     if found != list(params):
-        raise TableInvalid(f"{symbol} of {image[:16]}...: the image takes parameters {found}, the table says {list(params)}")
+        raise BundleError(
+            "table-invalid", f"{symbol} of {image[:16]}...: the image takes parameters {found}, the table says {list(params)}"
+        )
 
 
 def _unload(module: Any) -> None:

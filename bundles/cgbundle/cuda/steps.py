@@ -34,8 +34,8 @@ class Plan(NamedTuple):
 class Executors(dict[str, Executor]):
     """The recordings by the file of their table, each made ready at its first use, which must be inside the context.
 
-    `bases` are the addresses of a session's memories, `stream` is for what making one needs.  Raises TableInvalid, FileDamaged,
-    DriverFailed, OutOfMemory.
+    `bases` are the addresses of a session's memories, `stream` is for what making one needs.  Raises table-invalid, file-damaged,
+    driver-failed, OutOfMemory.
     """
 
     def __init__(self, shared: Shared, modules: Modules, bases: Sequence[int], stream: Any) -> None:

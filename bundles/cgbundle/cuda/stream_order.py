@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from ..errors import CaptureRefused
+from ..errors import CallError
 from .driver import check, cu
 
 LASTING = (0, 1)
@@ -49,7 +49,7 @@ class StreamOrder:
         return self.default if stream is None else cu.CUstream(stream)
 
     def begin(self, stream: int | None) -> Any:
-        """The stream's handle; what is enqueued on it now runs after the work before the last `end`.  Raises CaptureRefused."""
+        """The stream's handle; what is enqueued on it now runs after the work before the last `end`.  Raises capture-refused."""
         key = self._default_key if stream is None else stream
         if key == self._last:
             return self._handle
@@ -82,7 +82,7 @@ class StreamOrder:
         lasting = key == self._default_key or key in LASTING
         if self.capturing(handle):
             if self._refusal:
-                raise CaptureRefused(self._refusal, "call it outside the capture")
+                raise CallError("capture-refused", self._refusal, "call it outside the capture")
             self.captured = True
             self._last = self._passing = NONE  # whoever comes next is asked
             return handle

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from ..errors import CgbundleError, WeightsInvalid
+from ..errors import BundleError, CgbundleError
 from ..format.archive import WEIGHTS
 from ..format.extents import ELSEWHERE
 from ..format.safetensors import Entry, read_header
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 def listed(folder: str, manifest: Manifest) -> list[Piece]:
-    """What of the bundle's weights belongs on the GPU; the disk begins to read.  Raises WeightsInvalid."""
+    """What of the bundle's weights belongs on the GPU; the disk begins to read.  Raises weights-invalid."""
     rows = [weight for weight in manifest.weights if weight.memory == "weights"]
     if not rows:
         return []
@@ -53,18 +53,23 @@ def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: in
     """Where the bytes of the file go, in the file's order; tied weights once, what is adjacent in both places as one, and what is
     not for the GPU left out.
 
-    `capacity` is the bytes of memory weights.  Raises WeightsInvalid where the file lacks a weight or the memory lacks room for it.
+    `capacity` is the bytes of memory weights.  Raises weights-invalid where the file lacks a weight or the memory lacks room for it.
     """
     found = set()
     for weight in weights:
         entry = entries.get(weight.tensor)
         if entry is None:
-            raise WeightsInvalid(f"weights.safetensors: no tensor {weight.tensor!r}, which weight {weight.name!r} names")
+            raise BundleError(
+                "weights-invalid", f"weights.safetensors: no tensor {weight.tensor!r}, which weight {weight.name!r} names"
+            )
         if weight.offset == ELSEWHERE:
             continue
         size = entry.end - entry.begin
         if weight.offset + size > capacity:
-            raise WeightsInvalid(f"weight {weight.name!r}: {size} bytes at {weight.offset} of memory weights, which has {capacity}")
+            raise BundleError(
+                "weights-invalid",
+                f"weight {weight.name!r}: {size} bytes at {weight.offset} of memory weights, which has {capacity}",
+            )
         if size:
             found.add(Piece(entry.begin, size, weight.offset))
     merged: list[Piece] = []
@@ -98,7 +103,7 @@ class Upload:
     """Weights on their way: `wait` until they have arrived.
 
     Threads start at once; each has its own stream and pinned buffers and gives them back at its end.  `wait` raises the first
-    failure (OutOfMemory, DriverFailed, WeightsInvalid); leave no Upload without it, before memory weights is freed.
+    failure (OutOfMemory, driver-failed, weights-invalid); leave no Upload without it, before memory weights is freed.
     """
 
     def __init__(
@@ -119,11 +124,11 @@ class Upload:
         for thread in self._threads:
             thread.join()
         if isinstance(self._failure, OSError):
-            raise WeightsInvalid(f"weights.safetensors: {self._failure.strerror}")
+            raise BundleError("weights-invalid", f"weights.safetensors: {self._failure.strerror}")
         if self._failure is not None:
             raise self._failure
         if len(self._sent) != self._total:  # a thread died of what nobody foresaw and printed it
-            raise WeightsInvalid(f"weights.safetensors: {len(self._sent)} of {self._total} pieces were copied")
+            raise BundleError("weights-invalid", f"weights.safetensors: {len(self._sent)} of {self._total} pieces were copied")
 
     def stop(self) -> None:
         """Drops what has not been started and waits for the rest; never raises."""
@@ -173,7 +178,7 @@ class Upload:
         while done < length:
             step = os.preadv(file, [view[done:length]], first + done)
             if not step:
-                raise WeightsInvalid("weights.safetensors: the file ends too early")
+                raise BundleError("weights-invalid", "weights.safetensors: the file ends too early")
             done += step
         for piece in group:
             place = address + piece.begin - first

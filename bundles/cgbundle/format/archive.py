@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Sequence
 
-from ..errors import BundleMissing, FileDamaged, NotABundle
+from ..errors import BundleError
 from . import codec
 from .schema import File, Manifest
 
@@ -23,40 +23,40 @@ CHUNK = 4 << 20
 def read_manifest(path: str) -> Manifest:
     """The manifest of the bundle at `path`, its hash and types checked.
 
-    Raises BundleMissing, NotABundle, FormatUnsupported, ManifestInvalid.
+    Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid.
     """
     try:
         with open(os.path.join(path, MANIFEST), "rb") as file:
             data = file.read(codec.MAX_BYTES + 1)
     except FileNotFoundError:
         if not os.path.lexists(path):
-            raise BundleMissing(f"{path}: no such bundle") from None
-        raise NotABundle(f"{path}: a directory without {MANIFEST}, not a bundle") from None
+            raise BundleError("bundle-missing", f"{path}: no such bundle") from None
+        raise BundleError("not-a-bundle", f"{path}: a directory without {MANIFEST}, not a bundle") from None
     except NotADirectoryError:
-        raise NotABundle(f"{path}: a file, not a bundle directory") from None
+        raise BundleError("not-a-bundle", f"{path}: a file, not a bundle directory") from None
     except IsADirectoryError:
-        raise NotABundle(f"{path}: its {MANIFEST} is a directory, not a bundle") from None
+        raise BundleError("not-a-bundle", f"{path}: its {MANIFEST} is a directory, not a bundle") from None
     return codec.decode(data)
 
 
 def check_sizes(path: str, manifest: Manifest) -> None:
-    """Raises FileDamaged unless every file of the manifest is there with its length."""
+    """Raises file-damaged unless every file of the manifest is there with its length."""
     for file in manifest.files:
         try:
             found = os.stat(os.path.join(path, file.path))
         except (FileNotFoundError, NotADirectoryError):
-            raise FileDamaged(f"{file.path}: missing") from None
+            raise BundleError("file-damaged", f"{file.path}: missing") from None
         if not stat.S_ISREG(found.st_mode):
-            raise FileDamaged(f"{file.path}: not a file")
+            raise BundleError("file-damaged", f"{file.path}: not a file")
         if found.st_size != file.bytes:
-            raise FileDamaged(f"{file.path}: {found.st_size} bytes, expected {file.bytes}")
+            raise BundleError("file-damaged", f"{file.path}: {found.st_size} bytes, expected {file.bytes}")
 
 
 def check_hash(path: str, file: File) -> None:
-    """Raises FileDamaged unless the file's SHA-256 is the manifest's."""
+    """Raises file-damaged unless the file's SHA-256 is the manifest's."""
     found = sha256(os.path.join(path, file.path))
     if found != file.sha256:
-        raise FileDamaged(f"{file.path}: SHA-256 is {found[:16]}..., expected {file.sha256[:16]}...")
+        raise BundleError("file-damaged", f"{file.path}: SHA-256 is {found[:16]}..., expected {file.sha256[:16]}...")
 
 
 def strangers(path: str, manifest: Manifest) -> list[str]:
@@ -65,9 +65,9 @@ def strangers(path: str, manifest: Manifest) -> list[str]:
 
 
 def check_strangers(path: str, manifest: Manifest, found: Sequence[str] | None = None) -> None:
-    """Raises FileDamaged for the first of `found` (default: `strangers`)."""
+    """Raises file-damaged for the first of `found` (default: `strangers`)."""
     for stranger in strangers(path, manifest) if found is None else found:
-        raise FileDamaged(f"{stranger}: not named in the manifest")
+        raise BundleError("file-damaged", f"{stranger}: not named in the manifest")
 
 
 def exam_entry(key: Sequence[int], kind: str, index: int) -> str:

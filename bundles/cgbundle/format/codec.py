@@ -16,7 +16,7 @@ from functools import cache
 from math import isfinite
 from typing import Any, NoReturn
 
-from ..errors import FormatUnsupported, ManifestInvalid
+from ..errors import BundleError
 from . import schema
 
 MAX_BYTES = 256 << 20
@@ -32,7 +32,7 @@ Decoder = Callable[[Any, str], Any]
 
 
 def encode(manifest: schema.Manifest) -> bytes:
-    """Canonical JSON of `manifest` in its own format version, UTF-8, ending with a newline.  Raises ManifestInvalid for what that
+    """Canonical JSON of `manifest` in its own format version, UTF-8, ending with a newline.  Raises manifest-invalid for what that
     version cannot hold."""
     plain = _plain(manifest, manifest.format) | {SEAL: "0" * 64}
     lines = [f"{json.dumps(name)}:{json.dumps(plain[name], sort_keys=True, separators=(',', ':'))}" for name in sorted(plain)]
@@ -41,27 +41,28 @@ def encode(manifest: schema.Manifest) -> bytes:
 
 
 def decode(data: bytes) -> schema.Manifest:
-    """The manifest in `data`.  Raises ManifestInvalid or FormatUnsupported; checks types only (see `verify.py` for the rest)."""
+    """The manifest in `data`.  Raises manifest-invalid or format-unsupported; checks types only (see `verify.py` for the rest)."""
     if len(data) > MAX_BYTES:
-        raise ManifestInvalid(f"manifest.json: {len(data)} bytes, more than the limit of {MAX_BYTES}")
+        raise BundleError("manifest-invalid", f"manifest.json: {len(data)} bytes, more than the limit of {MAX_BYTES}")
     try:
         plain = json.loads(data, parse_constant=_reject, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise ManifestInvalid(f"manifest.json: not JSON: {error}") from None
+        raise BundleError("manifest-invalid", f"manifest.json: not JSON: {error}") from None
     if not isinstance(plain, dict):
-        raise ManifestInvalid(f"manifest.json: expected an object, got {type(plain).__name__}")
+        raise BundleError("manifest-invalid", f"manifest.json: expected an object, got {type(plain).__name__}")
     version = plain.get("format")
     if type(version) is not int or version < 1:
-        raise ManifestInvalid(f"format: expected a version number, got {str(version)[:40]!r}")
+        raise BundleError("manifest-invalid", f"format: expected a version number, got {str(version)[:40]!r}")
     if version > schema.FORMAT_VERSION:
-        raise FormatUnsupported(
-            f"format: the bundle has format version {version}, this cgbundle reads versions up to {schema.FORMAT_VERSION}"
+        raise BundleError(
+            "format-unsupported",
+            f"format: the bundle has format version {version}, this cgbundle reads versions up to {schema.FORMAT_VERSION}",
         )
     seal = plain.pop(SEAL, None)
     if type(seal) is not str or not seal.isascii() or data.count(_seal(seal)) != 1:
-        raise ManifestInvalid(f"{SEAL}: missing")
+        raise BundleError("manifest-invalid", f"{SEAL}: missing")
     if hashlib.sha256(data.replace(_seal(seal), _seal("0" * 64))).hexdigest() != seal:
-        raise ManifestInvalid("manifest.json: its SHA-256 differs from the one it states")
+        raise BundleError("manifest-invalid", "manifest.json: its SHA-256 differs from the one it states")
     manifest: schema.Manifest = _record(schema.Manifest, version)(plain, "")
     return manifest
 
@@ -88,14 +89,14 @@ def _plain(value: Any, version: int) -> Any:
             if version >= since:
                 found[field.name] = _plain(item, version)
             elif item != before:
-                raise ManifestInvalid(f"{field.name}: format version {version} has no such field")
+                raise BundleError("manifest-invalid", f"{field.name}: format version {version} has no such field")
         return found
     if isinstance(value, tuple | list):
         return [_plain(item, version) for item in value]
     if isinstance(value, dict):
         return {key: _plain(item, version) for key, item in value.items()}
     if isinstance(value, float) and not isfinite(value):
-        raise ManifestInvalid(f"the manifest cannot hold the number {value}")
+        raise BundleError("manifest-invalid", f"the manifest cannot hold the number {value}")
     return value
 
 
@@ -107,8 +108,10 @@ def _added(kind: type, name: str) -> tuple[int, Any]:
 # --- decoders, built once per process and format version from the annotations -------------------------------------
 
 
-def _fail(where: str, expected: str, got: Any) -> ManifestInvalid:
-    return ManifestInvalid(f"{where or 'manifest'}: expected {expected}, got {type(got).__name__} {str(got)[:40]!r}")
+def _fail(where: str, expected: str, got: Any) -> BundleError:
+    return BundleError(
+        "manifest-invalid", f"{where or 'manifest'}: expected {expected}, got {type(got).__name__} {str(got)[:40]!r}"
+    )
 
 
 def _scalar(kind: type, name: str) -> Decoder:
@@ -127,7 +130,7 @@ def _size(value: Any, where: str, depth: int = 0) -> Any:
     if type(value) in (int, str):
         return value
     if depth > MAX_DEPTH:
-        raise ManifestInvalid(f"{where}: nested too deeply")
+        raise BundleError("manifest-invalid", f"{where}: nested too deeply")
     if type(value) is list and len(value) == 3 and value[0] in ("+", "-", "*", "//", "%"):
         return (value[0], _size(value[1], f"{where}[1]", depth + 1), _size(value[2], f"{where}[2]", depth + 1))
     raise _fail(where, "a size", value)
@@ -172,9 +175,9 @@ def _record(kind: type, version: int) -> Decoder:
             missing = sorted(members.keys() - value.keys())
             unknown = sorted(value.keys() - members.keys())
             if missing:
-                raise ManifestInvalid(f"{prefix}{missing[0]}: missing")
+                raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
             name = unknown[0] if unknown[0].isidentifier() else repr(unknown[0][:40])
-            raise ManifestInvalid(f"{prefix}{name}: no such field in this format version")
+            raise BundleError("manifest-invalid", f"{prefix}{name}: no such field in this format version")
         return kind(**lacking, **{name: member(value[name], prefix + name) for name, member in members.items()})
 
     return decoder

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from ..errors import InputStructure, ManifestInvalid
+from ..errors import BundleError, CallError
 from .schema import Tree
 
 MAX_DEPTH = 64
@@ -20,7 +20,7 @@ MAX_DEPTH = 64
 
 
 def check(tree: Tree, where: str, tensors: int) -> None:
-    """Raises ManifestInvalid unless `tree` is well formed and names tensors 0..tensors-1, each once and in order."""
+    """Raises manifest-invalid unless `tree` is well formed and names tensors 0..tensors-1, each once and in order."""
     _check_all([(where, tree)], where, tensors)
 
 
@@ -28,7 +28,7 @@ def check_call(tree: Tree, tensors: int) -> None:
     """As `check`, for the tree of a call: its parameters, each named once."""
     parameters: Any = tree.get("call")
     if len(tree) != 1 or not _are_pairs(parameters) or not all(type(name) is str for name, _ in parameters):
-        raise ManifestInvalid("call: is not the structure of a call")
+        raise BundleError("manifest-invalid", "call: is not the structure of a call")
     _check_keys(parameters, "call")
     _check_all([(_path("call", name), child) for name, child in parameters], "call", tensors)
 
@@ -38,14 +38,14 @@ def _check_all(trees: list[tuple[str, Any]], where: str, tensors: int) -> None:
     for place, tree in trees:
         _check(tree, place, found, 0)
     if found != list(range(tensors)):
-        raise ManifestInvalid(f"{where}: names tensors {found[:8]}, expected each of {tensors} once, in order")
+        raise BundleError("manifest-invalid", f"{where}: names tensors {found[:8]}, expected each of {tensors} once, in order")
 
 
 def _check(tree: Any, where: str, found: list[int], depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise ManifestInvalid(f"{where[:80]}: nested too deeply")
+        raise BundleError("manifest-invalid", f"{where[:80]}: nested too deeply")
     if type(tree) is not dict or len(tree) != 1:
-        raise ManifestInvalid(f"{where}: expected an object with one key")
+        raise BundleError("manifest-invalid", f"{where}: expected an object with one key")
     ((kind, body),) = tree.items()
     children: list[tuple[str, Any]] = []
     if kind == "tensor" and type(body) is int:
@@ -56,13 +56,13 @@ def _check(tree: Any, where: str, found: list[int], depth: int) -> None:
         children = [(f"{where}[{index}]", child) for index, child in enumerate(body)]
     elif kind == "dict" and _are_pairs(body):
         if not all(type(key) in (str, int) for key, _ in body):
-            raise ManifestInvalid(f"{where}: a key is neither text nor a number")
+            raise BundleError("manifest-invalid", f"{where}: a key is neither text nor a number")
         _check_keys(body, where)
         children = [(_path(where, key), child) for key, child in body]
     elif kind == "namedtuple" and type(body) is list and len(body) == 3 and _fields_fit(body):
         children = [(_path(where, key), child) for key, child in zip(body[1], body[2], strict=True)]
     else:
-        raise ManifestInvalid(f"{where}: {str(kind)[:40]!r} is no structure of this format")
+        raise BundleError("manifest-invalid", f"{where}: {str(kind)[:40]!r} is no structure of this format")
     for place, child in children:
         _check(child, place, found, depth + 1)
 
@@ -73,7 +73,7 @@ def _are_pairs(body: Any) -> bool:
 
 def _check_keys(pairs: list[Any], where: str) -> None:
     if len({key for key, _ in pairs}) != len(pairs):
-        raise ManifestInvalid(f"{where}: a key stands twice")
+        raise BundleError("manifest-invalid", f"{where}: a key stands twice")
 
 
 def _path(where: str, key: str | int) -> str:
@@ -109,7 +109,7 @@ def _is_name(word: str) -> bool:
 def flattener(call: Tree) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[Any]]:
     """A function (args, kwargs) -> tensors in the signature's order.
 
-    Parameters may be given by position or by name.  Raises InputStructure where the nesting, a key, or a constant differs.
+    Parameters may be given by position or by name.  Raises input-structure where the nesting, a key, or a constant differs.
     """
     parameters: list[tuple[str, Tree]] = [(name, tree) for name, tree in call["call"]]
     count = len(parameters)
@@ -128,7 +128,7 @@ def flattener(call: Tree) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Sequ
 
 def _bind(parameters: list[tuple[str, Tree]], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     if len(args) > len(parameters):
-        raise InputStructure(f"expected at most {len(parameters)} inputs ({_names(parameters)}), got {len(args)}")
+        raise CallError("input-structure", f"expected at most {len(parameters)} inputs ({_names(parameters)}), got {len(args)}")
     values = list(args)
     given = {name for name, _ in parameters[: len(args)]}
     for name, tree in parameters[len(args) :]:
@@ -137,12 +137,12 @@ def _bind(parameters: list[tuple[str, Tree]], args: tuple[Any, ...], kwargs: Map
         elif "value" in tree:
             values.append(tree["value"])
         else:
-            raise InputStructure(f"input {name!r} is missing: the bundle takes {_names(parameters)}")
+            raise CallError("input-structure", f"input {name!r} is missing: the bundle takes {_names(parameters)}")
     for name in kwargs:
         if name in given:
-            raise InputStructure(f"input {name!r} is given by position and by name")
+            raise CallError("input-structure", f"input {name!r} is given by position and by name")
         if name not in {parameter for parameter, _ in parameters}:
-            raise InputStructure(f"no input is called {name!r}: the bundle takes {_names(parameters)}")
+            raise CallError("input-structure", f"no input is called {name!r}: the bundle takes {_names(parameters)}")
     return values
 
 
@@ -156,18 +156,20 @@ def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
         tensors.append(value)
     elif kind == "value":
         if type(value) is not type(body) or value != body:
-            raise InputStructure(f"input {where!r}: the bundle was built for the constant {body!r}, got {_brief(value)}")
+            raise CallError(
+                "input-structure", f"input {where!r}: the bundle was built for the constant {body!r}, got {_brief(value)}"
+            )
     elif kind == "dict":
         keys = [key for key, _ in body]
         if not isinstance(value, Mapping) or set(value) != set(keys):
-            raise InputStructure(f"input {where!r}: expected a dict with the keys {keys}, got {_brief(value)}")
+            raise CallError("input-structure", f"input {where!r}: expected a dict with the keys {keys}, got {_brief(value)}")
         for key, child in body:
             _flatten(child, value[key], f"{where}.{key}", tensors)
     else:
         children: list[Tree] = body[2] if kind == "namedtuple" else body
         sort: type[list[Any]] | type[tuple[Any, ...]] = list if kind == "list" else tuple
         if not isinstance(value, sort) or len(value) != len(children):
-            raise InputStructure(f"input {where!r}: expected a {kind} of {len(children)}, got {_brief(value)}")
+            raise CallError("input-structure", f"input {where!r}: expected a {kind} of {len(children)}, got {_brief(value)}")
         for index, (child, item) in enumerate(zip(children, value, strict=True)):
             _flatten(child, item, f"{where}.{index}", tensors)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
-from ..errors import WeightsInvalid
+from ..errors import BundleError
 from .schema import DTYPES
 
 ALIGNMENT = 256
@@ -46,31 +46,32 @@ class Entry:
 def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     """The entries of an open file, in the order of their data.
 
-    Raises WeightsInvalid unless the tensors cover the rest of the file exactly, without gap or overlap, and fit their shapes.
+    Raises weights-invalid unless the tensors cover the rest of the file exactly, without gap or overlap, and fit their shapes.
     """
     size = os.fstat(file.fileno()).st_size
     head = file.read(8)
     length = int.from_bytes(head, "little")
     if len(head) < 8 or length > MAX_HEADER or 8 + length > size:
-        raise WeightsInvalid(f"{where}: the header's length does not fit the file of {size} bytes")
+        raise BundleError("weights-invalid", f"{where}: the header's length does not fit the file of {size} bytes")
     try:
         plain = json.loads(str(file.read(length), "utf-8"))
         dtypes = {code: name for name, code in CODES.items()}
         entries = {name: _entry(item, dtypes, 8 + length) for name, item in plain.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise WeightsInvalid(f"{where}: the header is not that of a safetensors file") from None
+        raise BundleError("weights-invalid", f"{where}: the header is not that of a safetensors file") from None
     ordered = dict(sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)))
     end = 8 + length
     for name, entry in ordered.items():
         if entry.begin != end or entry.end < entry.begin:
-            raise WeightsInvalid(f"{where}: tensor {name!r} begins at byte {entry.begin}, expected {end}")
+            raise BundleError("weights-invalid", f"{where}: tensor {name!r} begins at byte {entry.begin}, expected {end}")
         if min(entry.shape, default=0) < 0 or entry.end - entry.begin != nbytes(entry.dtype, entry.shape):
-            raise WeightsInvalid(
-                f"{where}: tensor {name!r} has {entry.end - entry.begin} bytes, its shape {list(entry.shape)} needs others"
+            raise BundleError(
+                "weights-invalid",
+                f"{where}: tensor {name!r} has {entry.end - entry.begin} bytes, its shape {list(entry.shape)} needs others",
             )
         end = entry.end
     if end != size:
-        raise WeightsInvalid(f"{where}: the file has {size} bytes, its header promises {end}")
+        raise BundleError("weights-invalid", f"{where}: the file has {size} bytes, its header promises {end}")
     return ordered
 
 
@@ -125,7 +126,7 @@ class Mapped:
     """A safetensors file mapped read-only: processes that map the same file share its pages.  `writable`: this process may write
     there, which the file and other processes never see: a page that is written to becomes its own.
 
-    `address(name)` is valid until `close`, or the end of this object.  Raises WeightsInvalid as `read_header` does.
+    `address(name)` is valid until `close`, or the end of this object.  Raises weights-invalid as `read_header` does.
     """
 
     def __init__(self, path: str, where: str, *, writable: bool = False) -> None:

@@ -28,7 +28,7 @@ class Initial:
     """The initial contents of a bundle's state but that of the random numbers: `rows`, valid while this object lives.
 
     Large state is mostly zeros (a cache to be filled), which is found out once, so that neither a session nor a reset has to bring
-    zeros from a file.  Raises WeightsInvalid.
+    zeros from a file.  Raises weights-invalid.
     """
 
     __slots__ = ("_mapped", "rows")

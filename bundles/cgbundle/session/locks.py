@@ -23,7 +23,7 @@ class Running:
     def __enter__(self) -> None:
         with self._gate:
             if self._closed:
-                raise ProgramClosed(f"program {self._name!r} was closed")
+                raise ProgramClosed("program-closed", f"program {self._name!r} was closed")
             self._held += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -65,8 +65,9 @@ class Exclusive:
         if not self.inner.acquire(blocking=False):
             holder = next((thread.name for thread in enumerate() if thread.ident == self._holder), "another")
             raise SessionBusy(
+                "session-busy",
                 f"a session of program {self._name!r} is in use by thread {holder!r}, and thread {current_thread().name!r} used it "
-                "meanwhile"
+                "meanwhile",
             )
         self._holder = get_ident()
 
@@ -98,7 +99,7 @@ class Turns:
         self._lock.acquire()
         if self._closed:
             self._lock.release()
-            raise ProgramClosed(f"program {self._name!r} was closed")
+            raise ProgramClosed("program-closed", f"program {self._name!r} was closed")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._lock.release()

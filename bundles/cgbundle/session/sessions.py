@@ -36,7 +36,7 @@ class Family:
             root._family._members.add(made)
         try:
             if late:
-                raise ProgramClosed(f"program {root.manifest.name!r} was closed")
+                raise ProgramClosed("program-closed", f"program {root.manifest.name!r} was closed")
             begin(made)
         except BaseException:
             made.close()

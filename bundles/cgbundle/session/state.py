@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from struct import pack
 from typing import Any, Protocol
 
-from ..errors import CaptureRefused, InputKind, StateInvalid, StateMissing
+from ..errors import CallError, StateMissing
 from ..format.schema import Manifest, Weight
 from ..tensors.interface import Library, Place
 from ..tensors.libraries import caller_captures, library_of
@@ -67,7 +67,7 @@ class State(Mapping[str, Tensor]):
         return Tensor(memory.address, weight.dtype, weight.shape, weight.strides, memory)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Raises StateInvalid for another dtype or shape, or a tensor of another device."""
+        """Raises state-invalid for another dtype or shape, or a tensor of another device."""
         index, weight = self._row(name)
         library, value, place = self._checked(name, weight, value)
         address, shape, _, strides, device = place
@@ -102,23 +102,23 @@ class State(Mapping[str, Tensor]):
         if index is None:
             known = ", ".join(map(repr, self._places))
             has = f"it has {known}" if known else "its model keeps none"
-            raise StateMissing(f"program {self._program!r} has no state {name!r}: {has}")
+            raise StateMissing("state-missing", f"program {self._program!r} has no state {name!r}: {has}")
         return index, self._weights[index]
 
     def _checked(self, name: str, weight: Weight, value: Any) -> tuple[Library, Any, Place]:
         library = library_of(value)
         try:
             value, place = library.take(value, name)
-        except InputKind as error:
-            raise StateInvalid(str(error).replace("input", "state", 1)) from None
+        except CallError as error:
+            raise CallError("state-invalid", str(error).replace("input", "state", 1)) from None
         _, shape, dtype, _, device = place
         if dtype != weight.dtype:
-            raise StateInvalid(f"state {name!r}: expected {weight.dtype}, got {dtype}")
+            raise CallError("state-invalid", f"state {name!r}: expected {weight.dtype}, got {dtype}")
         if tuple(shape) != weight.shape:
-            raise StateInvalid(f"state {name!r}: expected shape {list(weight.shape)}, got {list(shape)}")
+            raise CallError("state-invalid", f"state {name!r}: expected shape {list(weight.shape)}, got {list(shape)}")
         if device is not None and device != self._keeper.device:
             here = "the CPU" if self._keeper.device is None else f"the CPU or CUDA device {self._keeper.device}"
-            raise StateInvalid(f"state {name!r}: expected a tensor on {here}, got one on device {device}")
+            raise CallError("state-invalid", f"state {name!r}: expected a tensor on {here}, got one on device {device}")
         return library, value, place
 
 
@@ -139,7 +139,7 @@ def reset(keeper: Keeper) -> None:
 def seed(keeper: Keeper, manifest: Manifest, number: int) -> None:
     """Begins the random numbers anew.  Raises ValueError unless 0 <= number < 2**63, StateMissing for a model that draws none."""
     if manifest.random < 0:
-        raise StateMissing(f"program {manifest.name!r} has no seed: its model draws no random numbers")
+        raise StateMissing("state-missing", f"program {manifest.name!r} has no seed: its model draws no random numbers")
     if not 0 <= number < SEEDS:
         raise ValueError(f"seed {number}: expected an integer from 0 to 2**63 - 1")
     refuse_capture(keeper)
@@ -149,9 +149,10 @@ def seed(keeper: Keeper, manifest: Manifest, number: int) -> None:
 
 
 def refuse_capture(keeper: Keeper | None) -> None:
-    """Raises CaptureRefused where the caller captures a graph of the GPU and what follows is done on the CPU's side."""
+    """Raises capture-refused where the caller captures a graph of the GPU and what follows is done on the CPU's side."""
     if keeper is not None and keeper.device is not None and caller_captures():
-        raise CaptureRefused(
+        raise CallError(
+            "capture-refused",
             "state cannot be read, written from the CPU, reset or seeded while a CUDA graph is captured",
             "do it before or after the capture",
         )

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def encode(recording: Recording) -> bytes:
-    """The bytes of `graphs/*.bin`.  Raises TableInvalid where a field has no place in the format (`check` says the rest)."""
+    """The bytes of `graphs/*.bin`.  Raises table-invalid where a field has no place in the format (`check` says the rest)."""
     functions, nodes, edges = recording.functions, recording.nodes, recording.edges
     kernels = [node for node in nodes if isinstance(node, KernelNode)]
     memsets = [node for node in nodes if isinstance(node, MemsetNode)]
@@ -89,7 +89,7 @@ def encode(recording: Recording) -> bytes:
 
 
 def decode(data: Data, where: str = "table") -> Recording:
-    """The recording in `data`.  Raises TableInvalid unless its structure is sound; `check` says the rest."""
+    """The recording in `data`.  Raises table-invalid unless its structure is sound; `check` says the rest."""
     table = Table(data, where)
     return Recording(
         key=tuple(table.key),

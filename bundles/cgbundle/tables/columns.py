@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..errors import TableInvalid
+from ..errors import BundleError
 
 Data = bytes | bytearray | memoryview
 
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
 
 def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data | Iterable[int]]) -> bytes:
-    """The file.  Raises TableInvalid where a number does not fit its column."""
+    """The file.  Raises table-invalid where a number does not fit its column."""
     out = bytearray(layout.header)
     for column in layout.columns:
         content = contents[column.name]
@@ -57,9 +57,9 @@ def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data 
             try:
                 data = array(column.format, content).tobytes()
             except (OverflowError, TypeError) as error:
-                raise TableInvalid(f"{column.name}: {error}") from None
+                raise BundleError("table-invalid", f"{column.name}: {error}") from None
         if len(data) != _bytes(column, counts):
-            raise TableInvalid(f"{column.name}: {len(data)} bytes, expected {_bytes(column, counts)}")
+            raise BundleError("table-invalid", f"{column.name}: {len(data)} bytes, expected {_bytes(column, counts)}")
         out += data
         out += bytes(-len(data) % 8)
     words = array("Q", [layout.version, len(out), *(counts[name] for name in layout.counts)])
@@ -70,43 +70,43 @@ def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data 
 def unpack(layout: Layout, data: Data, where: str) -> tuple[dict[str, int], dict[str, memoryview]]:
     """The counts, and views of the columns into `data` (not copied).
 
-    Raises TableInvalid, its message starting with `where`, unless the header and the columns cover `data` exactly.
+    Raises table-invalid, its message starting with `where`, unless the header and the columns cover `data` exactly.
     """
     view = memoryview(data).cast("B")
     if bytes(view[:8]) != layout.magic:
-        raise TableInvalid(f"{where}: begins with {bytes(view[:8])!r}, expected {layout.magic!r}")
+        raise BundleError("table-invalid", f"{where}: begins with {bytes(view[:8])!r}, expected {layout.magic!r}")
     if len(view) < layout.header:
-        raise TableInvalid(f"{where}: {len(view)} bytes, fewer than its header of {layout.header}")
+        raise BundleError("table-invalid", f"{where}: {len(view)} bytes, fewer than its header of {layout.header}")
     version, size, *numbers = view[8 : layout.header].cast("Q")
     if version != layout.version:
-        raise TableInvalid(f"{where}: version {version}, expected {layout.version}")
+        raise BundleError("table-invalid", f"{where}: version {version}, expected {layout.version}")
     if size != len(view):
-        raise TableInvalid(f"{where}: {len(view)} bytes, its header says {size}")
+        raise BundleError("table-invalid", f"{where}: {len(view)} bytes, its header says {size}")
     counts = dict(zip(layout.counts, numbers, strict=True))
     for name, number in counts.items():
         if number > MAX_ROWS:
-            raise TableInvalid(f"{where}: {number} {name}, more than fit the file")
+            raise BundleError("table-invalid", f"{where}: {number} {name}, more than fit the file")
     columns: dict[str, memoryview] = {}
     begin = layout.header
     for column in layout.columns:
         end = begin + _bytes(column, counts)
         after = end + -end % 8
         if after > len(view):
-            raise TableInvalid(f"{where}: column {column.name} ends at byte {after}, the file at {len(view)}")
+            raise BundleError("table-invalid", f"{where}: column {column.name} ends at byte {after}, the file at {len(view)}")
         if any(view[end:after]):
-            raise TableInvalid(f"{where}: column {column.name}: padding is not zero")
+            raise BundleError("table-invalid", f"{where}: column {column.name}: padding is not zero")
         columns[column.name] = _cast(view[begin:end], column.format)
         begin = after
     if begin != len(view):
-        raise TableInvalid(f"{where}: the columns end at byte {begin}, the file at {len(view)}")
+        raise BundleError("table-invalid", f"{where}: the columns end at byte {begin}, the file at {len(view)}")
     return counts, columns
 
 
 def check_bounds(bounds: memoryview, total: int, where: str) -> None:
-    """Raises TableInvalid unless `bounds` starts at 0, never falls and ends at `total`."""
+    """Raises table-invalid unless `bounds` starts at 0, never falls and ends at `total`."""
     values = bounds.tolist()
     if values[0] != 0 or values[-1] != total or any(map(int.__gt__, values, values[1:])):
-        raise TableInvalid(f"{where}: bounds must rise from 0 to {total}")
+        raise BundleError("table-invalid", f"{where}: bounds must rise from 0 to {total}")
 
 
 def bounds(lengths: Iterable[int]) -> list[int]:
@@ -118,19 +118,19 @@ def bounds(lengths: Iterable[int]) -> list[int]:
 
 
 def check_below(values: memoryview | bytes, limit: int, where: str) -> None:
-    """Raises TableInvalid where a value reaches `limit`."""
+    """Raises table-invalid where a value reaches `limit`."""
     if len(values) and max(values) >= limit:
-        raise TableInvalid(f"{where}: {max(values)} is not below {limit}")
+        raise BundleError("table-invalid", f"{where}: {max(values)} is not below {limit}")
 
 
 def image_bytes(name: str) -> bytes:
-    """The 32 bytes of an image's SHA-256.  Raises TableInvalid."""
+    """The 32 bytes of an image's SHA-256.  Raises table-invalid."""
     try:
         data = bytes.fromhex(name)
     except ValueError:
         data = b""
     if len(data) != 32 or data.hex() != name:
-        raise TableInvalid(f"image {name[:80]!r}: expected a SHA-256 of 64 lower-case digits")
+        raise BundleError("table-invalid", f"image {name[:80]!r}: expected a SHA-256 of 64 lower-case digits")
     return data
 
 
@@ -141,20 +141,20 @@ def image_names(column: memoryview) -> list[str]:
 
 
 def utf8(name: str) -> bytes:
-    """The symbol in UTF-8.  Raises TableInvalid."""
+    """The symbol in UTF-8.  Raises table-invalid."""
     try:
         return name.encode()
     except UnicodeEncodeError:
-        raise TableInvalid(f"symbol {name[:80]!r}: not UTF-8") from None
+        raise BundleError("table-invalid", f"symbol {name[:80]!r}: not UTF-8") from None
 
 
 def strings(data: memoryview, limits: memoryview, where: str) -> list[str]:
-    """The UTF-8 strings that `limits` cuts out of `data`.  Raises TableInvalid."""
+    """The UTF-8 strings that `limits` cuts out of `data`.  Raises table-invalid."""
     raw = bytes(data)
     try:
         return [raw[limits[row] : limits[row + 1]].decode() for row in range(len(limits) - 1)]
     except UnicodeDecodeError:
-        raise TableInvalid(f"{where}: a symbol is not UTF-8") from None
+        raise BundleError("table-invalid", f"{where}: a symbol is not UTF-8") from None
 
 
 def _bytes(column: Column, counts: Mapping[str, int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ..errors import TableInvalid
+from ..errors import BundleError
 from ..format.schema import MEMORIES
 from .columns import Column, Data, Layout, bounds, check_below, check_bounds, image_bytes, image_names, pack, strings, unpack, utf8
 from .recording import Address, ModuleState, Relocation
@@ -29,7 +29,7 @@ STATES = Layout(
 
 
 def encode_states(states: Sequence[ModuleState]) -> bytes:
-    """The bytes of `graphs/modules.bin`, in the order given.  Raises TableInvalid where a field has no place in the format."""
+    """The bytes of `graphs/modules.bin`, in the order given.  Raises table-invalid where a field has no place in the format."""
     symbols = [utf8(state.symbol) for state in states]
     relocations = [item for state in states for item in state.relocations]
     contents = b"".join(state.contents for state in states)
@@ -52,7 +52,7 @@ def encode_states(states: Sequence[ModuleState]) -> bytes:
 
 
 def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]:
-    """The module states in `data`.  Raises TableInvalid unless the structure is sound and relocations lie inside their contents."""
+    """The module states in `data`.  Raises table-invalid unless the structure is sound and relocations lie inside their contents."""
     counts, columns = unpack(STATES, data, where)
     total, symbols, contents = counts["states"], columns["symbols"], columns["contents"]
     check_bounds(columns["symbol_bounds"], len(symbols), f"{where}: symbol")
@@ -71,7 +71,9 @@ def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]
             columns["relocation_at"][rows], columns["relocation_memory"][rows], columns["relocation_offset"][rows], strict=True
         ):
             if at < free or at + 8 > end - begin or any(contents[begin + at : begin + at + 8]):
-                raise TableInvalid(f"{where}: states[{row}].relocations: byte {at} is no free zeroed word of {end - begin} bytes")
+                raise BundleError(
+                    "table-invalid", f"{where}: states[{row}].relocations: byte {at} is no free zeroed word of {end - begin} bytes"
+                )
             free = at + 8
             relocations.append(Relocation(at=at, target=Address(memory=memory, offset=offset)))
         states.append(
@@ -81,20 +83,24 @@ def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]
 
 
 def check_states(states: Sequence[ModuleState], where: str, memories: Mapping[str, int], images: Collection[str]) -> None:
-    """Raises TableInvalid unless every image is known, no symbol stands twice and every relocation points into its memory."""
+    """Raises table-invalid unless every image is known, no symbol stands twice and every relocation points into its memory."""
     sizes = [memories.get(name, -1) for name in MEMORIES]
     seen = set()
     for row, state in enumerate(states):
         if state.image not in images:
-            raise TableInvalid(f"{where}: states[{row}].image: {state.image[:16]}... is not among the bundle's images")
+            raise BundleError(
+                "table-invalid", f"{where}: states[{row}].image: {state.image[:16]}... is not among the bundle's images"
+            )
         if (state.image, state.symbol) in seen or not state.symbol.isprintable() or not state.symbol:
-            raise TableInvalid(f"{where}: states[{row}].symbol: {state.symbol[:80]!r} is no symbol, or stands twice")
+            raise BundleError(
+                "table-invalid", f"{where}: states[{row}].symbol: {state.symbol[:80]!r} is no symbol, or stands twice"
+            )
         seen.add((state.image, state.symbol))
         for item in state.relocations:
             memory, offset = item.target.memory, item.target.offset
             if offset >= sizes[memory] and (offset or sizes[memory]):
                 found = place(memory, offset, sizes)
-                raise TableInvalid(f"{where}: states[{row}].relocations: the word at {item.at} points at {found}")
+                raise BundleError("table-invalid", f"{where}: states[{row}].relocations: the word at {item.at} points at {found}")
 
 
 def relocation_columns(relocations: Sequence[Relocation]) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ..errors import RelocationInvalid, TableInvalid
+from ..errors import BundleError
 from ..format.schema import MEMORIES
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _ZERO = bytes(8)
 
 
 def check(table: Table, where: str, memories: Mapping[str, int], images: Collection[str]) -> None:
-    """Raises TableInvalid at the first broken invariant.
+    """Raises table-invalid at the first broken invariant.
 
     `memories` gives the bytes of each memory of the bundle, by its name in MEMORIES; `images` the SHA-256 of its kernel images.
     """
@@ -58,7 +58,7 @@ def check(table: Table, where: str, memories: Mapping[str, int], images: Collect
 
 
 def order(table: Table) -> list[int]:
-    """Positions of the nodes so that every edge points forward: as recorded where possible.  Raises TableInvalid on a cycle."""
+    """Positions of the nodes so that every edge points forward: as recorded where possible.  Raises table-invalid on a cycle."""
     total = table.counts["nodes"]
     if all(map(int.__lt__, table.edge_source, table.edge_target)):
         return list(range(total))
@@ -74,7 +74,7 @@ def order(table: Table) -> list[int]:
             if not waits[target]:
                 done.append(target)
     if len(done) != total:
-        raise TableInvalid(f"{table.where}: edges: {total - len(done)} nodes lie on or behind a cycle")
+        raise BundleError("table-invalid", f"{table.where}: edges: {total - len(done)} nodes lie on or behind a cycle")
     return done
 
 
@@ -84,19 +84,19 @@ def _check_functions(table: Table, where: str, images: Collection[str]) -> list[
     for row, (image, symbol) in enumerate(zip(table.images, table.symbols, strict=True)):
         path = f"{where}: functions[{row}]"
         if image not in images:
-            raise TableInvalid(f"{path}.image: {image[:16]}... is not among the bundle's images")
+            raise BundleError("table-invalid", f"{path}.image: {image[:16]}... is not among the bundle's images")
         if not symbol or not symbol.isprintable():
-            raise TableInvalid(f"{path}.symbol: {symbol[:80]!r} is no symbol")
+            raise BundleError("table-invalid", f"{path}.symbol: {symbol[:80]!r} is no symbol")
         end = 0
         for param in range(table.param_bounds[row], table.param_bounds[row + 1]):
             offset, size = table.param_offset[param], table.param_size[param]
             if offset < end or not size:
-                raise TableInvalid(f"{path}.params: {size} bytes at {offset}, expected some from byte {end} on")
+                raise BundleError("table-invalid", f"{path}.params: {size} bytes at {offset}, expected some from byte {end} on")
             end = offset + size
         ends.append(end)
         first, last = table.function_attribute_bounds[row], table.function_attribute_bounds[row + 1]
         if reason := _attributes_reason(table.function_attribute_id[first:last], FUNCTION_ATTRIBUTES):
-            raise TableInvalid(f"{path}.{reason}")
+            raise BundleError("table-invalid", f"{path}.{reason}")
     return ends
 
 
@@ -118,14 +118,16 @@ def _check_launches(table: Table, where: str, ends: list[int]) -> None:
     for row, (function, size) in enumerate(zip(table.function, table.block_size, strict=True)):
         if ends[function] > size:
             path = f"{where}: {_node(table, _KERNEL, row)}.block"
-            raise TableInvalid(f"{path}: {size} bytes, the function's parameters end at {ends[function]}")
+            raise BundleError("table-invalid", f"{path}: {size} bytes, the function's parameters end at {ends[function]}")
     limits = table.attribute_bounds.tolist()
     for row, (first, last) in enumerate(pairwise(limits)):
         if first != last and (reason := _attributes_reason(table.attribute_id[first:last], LAUNCH_ATTRIBUTES)):
-            raise TableInvalid(f"{where}: {_node(table, _KERNEL, row)}.{reason}")
+            raise BundleError("table-invalid", f"{where}: {_node(table, _KERNEL, row)}.{reason}")
     values = table.attribute_value.tolist()
     if values and (min(values) < -(1 << 31) or max(values) >= 1 << 32):
-        raise TableInvalid(f"{where}: nodes.attributes: a value between {min(values)} and {max(values)} has more than 32 bits")
+        raise BundleError(
+            "table-invalid", f"{where}: nodes.attributes: a value between {min(values)} and {max(values)} has more than 32 bits"
+        )
 
 
 def _check_axes(
@@ -142,9 +144,11 @@ def _check_axes(
         return
     for row, sizes in enumerate(rows):
         if not all(1 <= size <= limit for size, limit in zip(sizes, limits, strict=True)):
-            raise TableInvalid(f"{where}: {_node(table, _KERNEL, row)}.{name}: {sizes} is not within {limits}")
+            raise BundleError("table-invalid", f"{where}: {_node(table, _KERNEL, row)}.{name}: {sizes} is not within {limits}")
         if total is not None and sizes[0] * sizes[1] * sizes[2] > total:
-            raise TableInvalid(f"{where}: {_node(table, _KERNEL, row)}.{name}: {sizes} are more than {total} in all")
+            raise BundleError(
+                "table-invalid", f"{where}: {_node(table, _KERNEL, row)}.{name}: {sizes} are more than {total} in all"
+            )
 
 
 def _check_relocations(table: Table, where: str, sizes: list[int]) -> None:
@@ -156,12 +160,16 @@ def _check_relocations(table: Table, where: str, sizes: list[int]) -> None:
         for at, memory, offset in rows[limits[kernel] : limits[kernel + 1]]:
             if at < free or at + 8 > size:
                 path = f"{where}: {_node(table, _KERNEL, kernel)}.relocations"
-                raise RelocationInvalid(f"{path}: 8 bytes at {at}, expected between {free} and {size}, rising and apart")
+                raise BundleError(
+                    "relocation-invalid", f"{path}: 8 bytes at {at}, expected between {free} and {size}, rising and apart"
+                )
             if blocks[begin + at : begin + at + 8] != _ZERO:
-                raise TableInvalid(f"{where}: {_node(table, _KERNEL, kernel)}.block: the relocated word at {at} is not zero")
+                raise BundleError(
+                    "table-invalid", f"{where}: {_node(table, _KERNEL, kernel)}.block: the relocated word at {at} is not zero"
+                )
             if offset >= sizes[memory] and (offset or sizes[memory]):
                 path = f"{where}: {_node(table, _KERNEL, kernel)}.relocations"
-                raise RelocationInvalid(f"{path}: the word at {at} points at {place(memory, offset, sizes)}")
+                raise BundleError("relocation-invalid", f"{path}: the word at {at} points at {place(memory, offset, sizes)}")
             free = at + 8
 
 
@@ -185,7 +193,7 @@ def _check_undefined(table: Table, where: str) -> None:
             else:
                 free = offset + length
                 continue
-            raise TableInvalid(f"{where}: {_node(table, _KERNEL, kernel)}.{reason}")
+            raise BundleError("table-invalid", f"{where}: {_node(table, _KERNEL, kernel)}.{reason}")
 
 
 def _check_memsets(table: Table, where: str, sizes: list[int]) -> None:
@@ -194,10 +202,10 @@ def _check_memsets(table: Table, where: str, sizes: list[int]) -> None:
         element = table.memset_element[row]
         width, height, pitch = table.memset_width[row] * element, table.memset_height[row], table.memset_pitch[row]
         if element not in (1, 2, 4):
-            raise TableInvalid(f"{path}.element: {element} bytes, expected 1, 2 or 4")
+            raise BundleError("table-invalid", f"{path}.element: {element} bytes, expected 1, 2 or 4")
         _check_extent(path, table.memset_memory[row], table.memset_offset[row], (width, height, 1), (pitch, height), sizes)
         if height > 1 and pitch % element:
-            raise TableInvalid(f"{path}.pitch: {pitch} is no multiple of {element}")
+            raise BundleError("table-invalid", f"{path}.pitch: {pitch} is no multiple of {element}")
 
 
 def _check_memcpys(table: Table, where: str, sizes: list[int]) -> None:
@@ -218,14 +226,14 @@ def _check_extent(
     width, height, depth = extent
     pitch, rows = pitches
     if not (width and height and depth):
-        raise TableInvalid(f"{path}: {width} x {height} x {depth}: nothing to write")
+        raise BundleError("table-invalid", f"{path}: {width} x {height} x {depth}: nothing to write")
     if (height > 1 or depth > 1) and pitch < width:
-        raise TableInvalid(f"{path}: rows {pitch} bytes apart, each of {width}")
+        raise BundleError("table-invalid", f"{path}: rows {pitch} bytes apart, each of {width}")
     if depth > 1 and rows < height:
-        raise TableInvalid(f"{path}: slices {rows} rows apart, each of {height}")
+        raise BundleError("table-invalid", f"{path}: slices {rows} rows apart, each of {height}")
     end = offset + ((depth - 1) * rows + height - 1) * pitch + width
     if end > sizes[memory]:
-        raise TableInvalid(f"{path}: ends at {place(memory, end, sizes)}")
+        raise BundleError("table-invalid", f"{path}: ends at {place(memory, end, sizes)}")
 
 
 def _check_edges(table: Table, where: str) -> None:
@@ -234,18 +242,20 @@ def _check_edges(table: Table, where: str) -> None:
         for row, (source, target, out, into, kind) in enumerate(zip(*columns, strict=True)):
             _check_edge_data(f"{where}: edges[{row}]", table.kind[source], table.kind[target], (out, into, kind))
     if len(set(zip(*columns, strict=True))) != table.counts["edges"]:
-        raise TableInvalid(f"{where}: edges: one stands twice")
+        raise BundleError("table-invalid", f"{where}: edges: one stands twice")
     order(table)
 
 
 def _check_edge_data(path: str, source: int, target: int, data: tuple[int, int, int]) -> None:
     out, into, kind = data
     if kind not in (EDGE_DEFAULT, EDGE_PROGRAMMATIC) or into:
-        raise TableInvalid(f"{path}: type {kind}, to port {into}: not known")
+        raise BundleError("table-invalid", f"{path}: type {kind}, to port {into}: not known")
     if out and (out not in (KERNEL_PORT_PROGRAMMATIC, KERNEL_PORT_LAUNCH_ORDER) or source != _KERNEL):
-        raise TableInvalid(f"{path}.from_port: {out} of a node of kind {source}")
+        raise BundleError("table-invalid", f"{path}.from_port: {out} of a node of kind {source}")
     if kind == EDGE_PROGRAMMATIC and not (out and source == target == _KERNEL):
-        raise TableInvalid(f"{path}.type: programmatic, from port {out}, between nodes of kinds {source} and {target}")
+        raise BundleError(
+            "table-invalid", f"{path}.type: programmatic, from port {out}, between nodes of kinds {source} and {target}"
+        )
 
 
 def _node(table: Table, kind: int, row: int) -> str:

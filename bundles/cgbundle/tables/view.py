@@ -6,7 +6,7 @@ states every other invariant, `tables.py` has the codec.
 
 from __future__ import annotations
 
-from ..errors import TableInvalid
+from ..errors import BundleError
 from ..format.schema import MEMORIES
 from .columns import Column, Data, Layout, check_below, check_bounds, image_names, strings, unpack
 
@@ -80,7 +80,7 @@ RECORDING = Layout(
 class Table:
     """A recording's columns, by their names in RECORDING: memoryviews of ints over the bytes given, which must stay.
 
-    `images` and `symbols` are the functions' identities, `where` what messages start with.  Raises TableInvalid.
+    `images` and `symbols` are the functions' identities, `where` what messages start with.  Raises table-invalid.
     """
 
     __slots__ = ("counts", "images", "symbols", "where", *(column.name for column in RECORDING.columns if column.name != "symbols"))
@@ -155,7 +155,7 @@ class Table:
         kinds = bytes(self.kind)
         for kind, rows in ((KERNEL, "kernels"), (MEMSET, "memsets"), (MEMCPY, "memcpys")):
             if kinds.count(kind) != counts[rows]:
-                raise TableInvalid(f"{where}: nodes.kind: {kinds.count(kind)} {rows}, expected {counts[rows]}")
+                raise BundleError("table-invalid", f"{where}: nodes.kind: {kinds.count(kind)} {rows}, expected {counts[rows]}")
         check_below(kinds, MEMCPY + 1, f"{where}: nodes.kind")
         check_below(self.function, counts["functions"], f"{where}: nodes.function")
         check_below(self.edge_source, counts["nodes"], f"{where}: edges.source")
@@ -170,9 +170,10 @@ def _check_blocks(offsets: memoryview, sizes: memoryview, blocks: memoryview, wh
     for offset, size in zip(offsets, sizes, strict=True):
         begin = end + -end % 8
         if offset != begin or offset + size > len(blocks) or any(blocks[end:begin]):
-            raise TableInvalid(
-                f"{where}: nodes.block: a block of {size} bytes at {offset}, expected at {begin} of {len(blocks)}, zeros before"
+            raise BundleError(
+                "table-invalid",
+                f"{where}: nodes.block: a block of {size} bytes at {offset}, expected at {begin} of {len(blocks)}, zeros before",
             )
         end = offset + size
     if len(blocks) != end + -end % 8 or any(blocks[end:]):
-        raise TableInvalid(f"{where}: nodes.block: the blocks end at {end} of {len(blocks)} bytes")
+        raise BundleError("table-invalid", f"{where}: nodes.block: the blocks end at {end} of {len(blocks)} bytes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputKind, InputUnwritable
+from ..errors import CallError
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -61,26 +61,27 @@ _capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, (ctypes.c_void_p
 def read(value: Any, name: str) -> Tensor:
     """A Tensor over the memory of any object with `__dlpack__`; the object is kept alive by it.
 
-    Raises InputKind for what cannot be read: other devices than CPU and CUDA, vector lanes, unknown dtypes.
+    Raises input-kind for what cannot be read: other devices than CPU and CUDA, vector lanes, unknown dtypes.
     """
     from .tensor import Tensor
 
     device_type, _ = value.__dlpack_device__()
     if device_type not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
-        raise InputKind(f"input {name!r}: DLPack device type {device_type} is neither CPU nor CUDA")
+        raise CallError("input-kind", f"input {name!r}: DLPack device type {device_type} is neither CPU nor CUDA")
     # 1: the legacy default stream, in whose order the replay then runs
     options = {"stream": 1} if device_type in (CUDA, CUDA_MANAGED) else {}
     try:
         capsule = value.__dlpack__(**options)
     except (BufferError, RuntimeError) as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise InputKind(f"input {name!r}: its library does not share it: {reason}") from None
+        raise CallError("input-kind", f"input {name!r}: its library does not share it: {reason}") from None
     managed = _Managed.from_address(_capsule_pointer(capsule, b"dltensor"))
     source = managed.tensor
     dtype = _CODES.get((source.code, source.bits))
     if dtype is None or source.lanes != 1:
-        raise InputKind(
-            f"input {name!r}: DLPack dtype (code {source.code}, {source.bits} bits, {source.lanes} lanes) is not supported"
+        raise CallError(
+            "input-kind",
+            f"input {name!r}: DLPack dtype (code {source.code}, {source.bits} bits, {source.lanes} lanes) is not supported",
         )
     shape = source.shape[: source.ndim]
     strides = source.strides[: source.ndim] if source.strides else None
@@ -89,21 +90,25 @@ def read(value: Any, name: str) -> Tensor:
 
 
 def check_writable(value: Any, name: str) -> None:
-    """Raises InputUnwritable unless an object with `__dlpack__` says that its memory may be written to, which it can from DLPack
+    """Raises input-unwritable unless an object with `__dlpack__` says that its memory may be written to, which it can from DLPack
     1.0 on."""
     library = type(value).__module__.partition(".")[0]
     if library in IMMUTABLE:
-        raise InputUnwritable(f"input {name!r}: the model writes to it, and arrays of {library} never change", _COPY)
+        raise CallError("input-unwritable", f"input {name!r}: the model writes to it, and arrays of {library} never change", _COPY)
     try:
         capsule = value.__dlpack__(max_version=(1, 0))
     except (TypeError, BufferError, RuntimeError):
         capsule = None
     if capsule is None or not _capsule_is(capsule, b"dltensor_versioned"):
-        raise InputUnwritable(
-            f"input {name!r}: the model writes to it, and its library ({library}) does not say whether it may be written to", _COPY
+        raise CallError(
+            "input-unwritable",
+            f"input {name!r}: the model writes to it, and its library ({library}) does not say whether it may be written to",
+            _COPY,
         )
     if _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned")).flags & READ_ONLY:
-        raise InputUnwritable(f"input {name!r}: the model writes to it, and its library ({library}) shares it read-only", _COPY)
+        raise CallError(
+            "input-unwritable", f"input {name!r}: the model writes to it, and its library ({library}) shares it read-only", _COPY
+        )
 
 
 _COPY = "pass a copy of it as a NumPy array, a torch tensor or a cgbundle.Tensor"

@@ -21,7 +21,7 @@ class Library(Protocol):
     name: str
 
     def take(self, value: Any, name: str) -> tuple[Any, Place]:
-        """`value` as this library's tensor, and where and what it is.  Raises InputKind, naming the input."""
+        """`value` as this library's tensor, and where and what it is.  Raises input-kind, naming the input."""
 
     def read(self, value: Any) -> Place:
         """Where and what a tensor of this library is."""
@@ -57,7 +57,7 @@ class Library(Protocol):
         """A row-major copy of `value` in memory of its own."""
 
     def writable(self, value: Any, name: str) -> Any:
-        """An input of the caller's, as a tensor over its memory that may be assigned to.  Raises InputUnwritable, naming the
+        """An input of the caller's, as a tensor over its memory that may be assigned to.  Raises input-unwritable, naming the
         input."""
 
     def finish(self, value: Any, like: Any) -> Any:

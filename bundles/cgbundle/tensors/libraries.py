@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import InputDevice, InputKind, InputUnwritable
+from ..errors import CallError
 from ..format.schema import DTYPES
 from . import dlpack, tensor
 from .interface import Aliaser, Library, Place, array_type, kind_of, span_bytes
@@ -32,12 +32,12 @@ class Numpy:
     def take(self, value: Any, name: str) -> tuple[Any, Place]:
         if type(value) is not self.module.ndarray and not isinstance(value, self.module.ndarray):
             if not isinstance(value, self.module.generic):
-                raise InputKind(f"input {name!r}: expected a NumPy array like the first input, got {kind_of(value)}")
+                raise CallError("input-kind", f"input {name!r}: expected a NumPy array like the first input, got {kind_of(value)}")
             value = self.module.asarray(value)
         elif type(value) is not self.module.ndarray and hasattr(value, "mask"):
-            raise InputKind(f"input {name!r}: expected an array without a mask, got {kind_of(value)}")
+            raise CallError("input-kind", f"input {name!r}: expected an array without a mask, got {kind_of(value)}")
         if not value.dtype.isnative:
-            raise InputKind(f"input {name!r}: expected native byte order, got dtype {value.dtype.str}")
+            raise CallError("input-kind", f"input {name!r}: expected native byte order, got dtype {value.dtype.str}")
         return value, self.read(value)
 
     def read(self, value: Any) -> Place:
@@ -95,7 +95,9 @@ class Numpy:
 
     def writable(self, value: Any, name: str) -> Any:
         if not (isinstance(value, self.module.ndarray) and value.flags.writeable):
-            raise InputUnwritable(f"input {name!r}: the model writes to it, and the array is read-only", "pass a copy of it")
+            raise CallError(
+                "input-unwritable", f"input {name!r}: the model writes to it, and the array is read-only", "pass a copy of it"
+            )
         return value
 
     def finish(self, value: Any, like: Any) -> Any:
@@ -127,7 +129,7 @@ class Cupy(Numpy):
 
     def take(self, value: Any, name: str) -> tuple[Any, Place]:
         if not isinstance(value, self.module.ndarray):
-            raise InputKind(f"input {name!r}: expected a CuPy array like the first input, got {kind_of(value)}")
+            raise CallError("input-kind", f"input {name!r}: expected a CuPy array like the first input, got {kind_of(value)}")
         return value, self.read(value)
 
     def read(self, value: Any) -> Place:
@@ -165,9 +167,9 @@ class Torch:
 
     def take(self, value: Any, name: str) -> tuple[Any, Place]:
         if not isinstance(value, self._tensor):
-            raise InputKind(f"input {name!r}: expected a torch tensor like the first input, got {kind_of(value)}")
+            raise CallError("input-kind", f"input {name!r}: expected a torch tensor like the first input, got {kind_of(value)}")
         if value.layout is not self._strided:
-            raise InputKind(f"input {name!r}: expected a dense tensor, got layout {value.layout}")
+            raise CallError("input-kind", f"input {name!r}: expected a dense tensor, got layout {value.layout}")
         if value.is_neg() or value.is_conj():
             value = value.resolve_conj().resolve_neg()  # lazy: the memory holds other numbers
         if value.requires_grad:
@@ -257,7 +259,9 @@ class Plain:
         if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
             taken = dlpack.read(value, name)
             return taken, self.read(taken)
-        raise InputKind(f"input {name!r}: expected a NumPy array, a torch tensor or a DLPack tensor, got {kind_of(value)}")
+        raise CallError(
+            "input-kind", f"input {name!r}: expected a NumPy array, a torch tensor or a DLPack tensor, got {kind_of(value)}"
+        )
 
     def read(self, value: tensor.Tensor) -> Place:
         return value.address, value.shape, value.dtype, None if value.contiguous else value.strides, value.device
@@ -284,7 +288,8 @@ class Plain:
 
     def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> tensor.Tensor:
         if device is not None:
-            raise InputDevice(
+            raise CallError(
+                "input-device",
                 "a DLPack tensor on a GPU can only be replayed at a recorded size and laid out as recorded",
                 "pass torch or CuPy tensors",
             )

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..errors import CgbundleError, FileDamaged, ManifestInvalid, TableInvalid, WeightsInvalid
+from ..errors import BundleError, CgbundleError
 from ..format import archive, safetensors
 from ..format import pytree as structure
 from ..format.extents import ELSEWHERE, graph_memories
@@ -32,7 +32,7 @@ SEVERITIES = ("refuse", "host", "note")
 
 
 def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
-    """Raises the error of the first invariant that does not hold: ManifestInvalid, FileDamaged, WeightsInvalid, TableInvalid."""
+    """Raises the error of the first invariant that does not hold: manifest-invalid, file-damaged, weights-invalid, table-invalid."""
     check_manifest(manifest)
     archive.check_sizes(path, manifest)
     check_weights(path, manifest)
@@ -54,7 +54,7 @@ def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
     def holds(check: Callable[..., None], *arguments: object) -> bool:
         try:
             check(*arguments)
-        except (ManifestInvalid, FileDamaged, WeightsInvalid, TableInvalid) as error:
+        except BundleError as error:
             found.setdefault(str(error), error)
             return False
         return True
@@ -76,7 +76,7 @@ def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raises ManifestInvalid, with the path of the field, unless the manifest is sound in itself; FileDamaged when it does not
+    """Raises manifest-invalid, with the path of the field, unless the manifest is sound in itself; file-damaged when it does not
     list a file that it needs."""
     _check_dimensions(manifest.dimensions)
     known = {dimension.name for dimension in manifest.dimensions}
@@ -104,24 +104,25 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def check_weights(path: str, manifest: Manifest) -> None:
-    """Raises WeightsInvalid unless weights.safetensors is well formed and holds what the manifest names."""
+    """Raises weights-invalid unless weights.safetensors is well formed and holds what the manifest names."""
     with open(os.path.join(path, archive.WEIGHTS), "rb") as file:
         entries = safetensors.read_header(file, archive.WEIGHTS)
     for weight in manifest.weights:
         entry = entries.get(weight.tensor)
         if entry is None:
-            raise WeightsInvalid(f"{archive.WEIGHTS}: tensor {weight.tensor!r} is missing")
+            raise BundleError("weights-invalid", f"{archive.WEIGHTS}: tensor {weight.tensor!r} is missing")
         found = list(entry.shape)
         stored = [weight.shape[axis] for axis in memory_order(weight.shape, weight.strides)]
         same = sorted(found) == sorted(stored) and _without_ones(found) == _without_ones(stored)
         if entry.dtype != weight.dtype or not same:
-            raise WeightsInvalid(
-                f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {found}, expected {weight.dtype} {stored}"
+            raise BundleError(
+                "weights-invalid",
+                f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {found}, expected {weight.dtype} {stored}",
             )
 
 
 def check_exam(path: str, manifest: Manifest) -> None:
-    """Raises WeightsInvalid unless the exam holds every input and output of every int_key, what the inputs that a call changes hold
+    """Raises weights-invalid unless the exam holds every input and output of every int_key, what the inputs that a call changes hold
     after it, and nothing else."""
     with open(os.path.join(path, archive.EXAM), "rb") as file:
         entries = safetensors.read_header(file, archive.EXAM)
@@ -136,18 +137,19 @@ def check_exam(path: str, manifest: Manifest) -> None:
                 expected.add(name)
                 entry = entries.get(name)
                 if entry is None:
-                    raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} is missing")
+                    raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is missing")
                 if (entry.dtype, entry.shape) != (value.dtype, value.shape):
-                    raise WeightsInvalid(
+                    raise BundleError(
+                        "weights-invalid",
                         f"{archive.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, "
-                        f"expected {value.dtype} {list(value.shape)}"
+                        f"expected {value.dtype} {list(value.shape)}",
                     )
     for name in sorted(entries.keys() - expected):
-        raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} belongs to no int_key")
+        raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} belongs to no int_key")
 
 
 def check_tables(path: str, manifest: Manifest) -> None:
-    """Raises TableInvalid unless every recording is sound and that of its program's key, and the module states are sound."""
+    """Raises table-invalid unless every recording is sound and that of its program's key, and the module states are sound."""
     from ..tables import module_state as modulestates  # a cpu bundle has neither
     from ..tables import validation as tablecheck
     from ..tables.view import Table
@@ -162,7 +164,7 @@ def check_tables(path: str, manifest: Manifest) -> None:
             table = Table(_read(path, name), name)
             tablecheck.check(table, name, memories, images)
             if tuple(table.key) != program.key:
-                raise TableInvalid(f"{name}: key: {tuple(table.key)}, the manifest uses it for {program.key}")
+                raise BundleError("table-invalid", f"{name}: key: {tuple(table.key)}, the manifest uses it for {program.key}")
             check_recording(program, place, table, name)
     if manifest.module_state:
         states = modulestates.decode_states(_read(path, manifest.module_state), manifest.module_state)
@@ -308,4 +310,4 @@ def _check_files(manifest: Manifest) -> None:
     needed |= {step.file for program in manifest.programs for step in program.steps if step.file}
     needed |= {manifest.module_state} - {""}
     for path in sorted(needed - set(paths)):
-        raise FileDamaged(f"{path}: the manifest needs it and does not list it")
+        raise BundleError("file-damaged", f"{path}: the manifest needs it and does not list it")

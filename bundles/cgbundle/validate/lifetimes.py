@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..errors import ManifestInvalid, TableInvalid
+from ..errors import BundleError
 from ..format.extents import overlap
 from ..format.schema import MEMORIES, Program, Step, Value
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_lifetimes(program: Program, where: str) -> None:
-    """Raises ManifestInvalid where a step writes over what a later one, or the call's outputs, still need.
+    """Raises manifest-invalid where a step writes over what a later one, or the call's outputs, still need.
 
     The outputs that a step declares may not share a byte with those of an earlier step that are still to be read.  Nor may they in
     one step, with its inputs or each other, but for a graph step, whose recording reads and writes in an order of its own and whose
@@ -33,7 +33,9 @@ def check_lifetimes(program: Program, where: str) -> None:
         for index in step.outputs:
             for other in alive:
                 if overlap(values[index], values[other]):
-                    raise ManifestInvalid(f"{at}: writes value {index} over value {other}, which {_reader(program, last[other])}")
+                    raise BundleError(
+                        "manifest-invalid", f"{at}: writes value {index} over value {other}, which {_reader(program, last[other])}"
+                    )
         if step.kind != "graph":
             _check_apart(values, step, at)
         alive.extend(step.outputs)
@@ -44,11 +46,11 @@ def _check_apart(values: tuple[Value, ...], step: Step, at: str) -> None:
     for place, index in enumerate(step.outputs):
         for other in (*step.inputs, *step.outputs[:place]):
             if overlap(values[index], values[other]):
-                raise ManifestInvalid(f"{at}: value {index}, an output, lies over value {other} of this step")
+                raise BundleError("manifest-invalid", f"{at}: value {index}, an output, lies over value {other} of this step")
 
 
 def check_recording(program: Program, place: int, table: Table, where: str) -> None:
-    """Raises TableInvalid where the recording of step `place` uses what others left for a later step: where an argument of a kernel
+    """Raises table-invalid where the recording of step `place` uses what others left for a later step: where an argument of a kernel
     begins in a value that outlives the step and is none of its own, or a memset or memcpy writes over one.
 
     `where` is the table's file.  The table is sound (see `tablecheck.check`).
@@ -62,12 +64,15 @@ def check_recording(program: Program, place: int, table: Table, where: str) -> N
     for target in _written(table):
         for index in alive:
             if overlap(target, program.values[index]):
-                raise TableInvalid(f"{where}: a node writes over value {index}, which {_reader(program, last[index])}")
+                raise BundleError(
+                    "table-invalid", f"{where}: a node writes over value {index}, which {_reader(program, last[index])}"
+                )
     for point in _points(table):
         for index in alive:
             if overlap(point, program.values[index]) and not any(overlap(point, value) for value in own):
-                raise TableInvalid(
-                    f"{where}: a node uses value {index}, which {_reader(program, last[index])}, and the step does not name it"
+                raise BundleError(
+                    "table-invalid",
+                    f"{where}: a node uses value {index}, which {_reader(program, last[index])}, and the step does not name it",
                 )
 
 

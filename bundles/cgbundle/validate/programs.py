@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 
-from ..errors import ManifestInvalid
+from ..errors import BundleError
 from ..format.extents import extent
 from ..format.schema import DTYPES, MEMORIES, Manifest, Program, TensorSpec, Value
 from ..format.size_expressions import evaluate
@@ -15,7 +15,7 @@ from .steps import check_steps, require
 
 
 def check_programs(manifest: Manifest) -> None:
-    """Raises ManifestInvalid unless the programs are sound."""
+    """Raises manifest-invalid unless the programs are sound."""
     count = prod(len(dimension.sizes) for dimension in manifest.dimensions)
     require(len(manifest.programs) == count, "programs", f"{len(manifest.programs)}, the dimensions' sizes make {count}")
     keys = list(product(*[dimension.sizes for dimension in manifest.dimensions]))
@@ -52,7 +52,7 @@ def _shape(spec: TensorSpec, sizes: Mapping[str, int], where: str) -> tuple[int,
     try:
         return tuple([evaluate(size, sizes) for size in spec.shape])
     except ZeroDivisionError:
-        raise ManifestInvalid(f"{where}: the signature's shape divides by zero at {dict(sizes)}") from None
+        raise BundleError("manifest-invalid", f"{where}: the signature's shape divides by zero at {dict(sizes)}") from None
 
 
 def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, where: str, *, look: bool) -> None:
@@ -68,7 +68,7 @@ def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, whe
 
 
 def checked_extent(where: str, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Bytes from the first to behind the last element.  Raises ManifestInvalid for a shape and strides of no tensor."""
+    """Bytes from the first to behind the last element.  Raises manifest-invalid for a shape and strides of no tensor."""
     require(len(shape) == len(strides), f"{where}.strides", "do not match the shape")
     require(min(shape, default=0) >= 0 and min(strides, default=0) >= 0, where, "negative size or stride")
     return extent(dtype, shape, strides)

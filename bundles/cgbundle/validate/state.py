@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import WeightsInvalid
+from ..errors import BundleError
 from ..format import archive
 from ..format.extents import ELSEWHERE, extent, span
 from ..format.safetensors import ALIGNMENT, Entry
@@ -16,7 +16,7 @@ SHARED = ("inputs", "outputs", "weights", STATE)
 
 
 def check_state(manifest: Manifest) -> None:
-    """Raises ManifestInvalid unless every buffer that calls change has bytes of memory state of its own and a tensor of its own in
+    """Raises manifest-invalid unless every buffer that calls change has bytes of memory state of its own and a tensor of its own in
     the file, no call of such a model is padded or cut, and the state of the random numbers is two integers there."""
     total = dict(manifest.memories).get(STATE, 0)
     rows = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
@@ -48,7 +48,7 @@ def check_state(manifest: Manifest) -> None:
 
 
 def check_aliases(manifest: Manifest) -> None:
-    """Raises ManifestInvalid unless every alias names an output, once, and something that is no alias itself."""
+    """Raises manifest-invalid unless every alias names an output, once, and something that is no alias itself."""
     outputs = [alias.output for alias in manifest.aliases]
     require(outputs == sorted(set(outputs)), "aliases", "not ascending, or an output stands twice")
     counts = {"inputs": len(manifest.inputs), "outputs": len(manifest.outputs)}
@@ -65,7 +65,7 @@ def check_aliases(manifest: Manifest) -> None:
 
 
 def check_looks(manifest: Manifest) -> None:
-    """Raises ManifestInvalid unless at every int_key every alias lies inside of what it shares memory with.  The manifest's
+    """Raises manifest-invalid unless at every int_key every alias lies inside of what it shares memory with.  The manifest's
     aliases, programs and weights are sound, each in itself."""
     for alias in manifest.aliases:
         on_gpu = alias.memory in KEPT and manifest.target.kind == "cuda"
@@ -91,7 +91,7 @@ def base_of(manifest: Manifest, program: Program, alias: Alias) -> Value:
 
 
 def check_state_exam(manifest: Manifest, key: tuple[int, ...], entries: Mapping[str, Entry]) -> set[str]:
-    """The names of the exam's entries about the state after a call with `key`.  Raises WeightsInvalid where one is missing or of
+    """The names of the exam's entries about the state after a call with `key`.  Raises weights-invalid where one is missing or of
     another kind: `state-at` are pairs [first element, number of elements] of what changed, in memory order, `state` these elements
     one after the other."""
     names = set()
@@ -103,7 +103,7 @@ def check_state_exam(manifest: Manifest, key: tuple[int, ...], entries: Mapping[
             names.add(name)
             entry = entries.get(name)
             if entry is None:
-                raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} is missing")
+                raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is missing")
             if entry.dtype != dtype or len(entry.shape) != rank or (rank == 2 and entry.shape[1] != 2):
-                raise WeightsInvalid(f"{archive.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}")
+                raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}")
     return names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..errors import ManifestInvalid
+from ..errors import BundleError
 from ..format.extents import overlap
 from ..format.schema import Alias, Manifest, Program, Region, Step
 from .lifetimes import check_lifetimes
@@ -16,13 +16,13 @@ KEPT = ("weights", "state")
 
 
 def require(holds: bool, where: str, message: str) -> None:
-    """Raises ManifestInvalid, naming the field, unless `holds`."""
+    """Raises manifest-invalid, naming the field, unless `holds`."""
     if not holds:
-        raise ManifestInvalid(f"{where}: {message}")
+        raise BundleError("manifest-invalid", f"{where}: {message}")
 
 
 def check_steps(manifest: Manifest, program: Program, where: str) -> None:
-    """Raises ManifestInvalid unless the program's steps are sound; `where` is the program's path in the manifest."""
+    """Raises manifest-invalid unless the program's steps are sound; `where` is the program's path in the manifest."""
     require(bool(program.steps), f"{where}.steps", "no step")
     for place, step in enumerate(program.steps):
         at = f"{where}.steps[{place}]"
@@ -75,7 +75,7 @@ def _check_sides(program: Program, where: str) -> None:
 
 
 def check_order(program: Program, where: str, aliases: Mapping[int, Alias] = MappingProxyType({})) -> None:
-    """Raises ManifestInvalid unless every step, and the call in the end, reads what was written before: inputs of the call, weights
+    """Raises manifest-invalid unless every step, and the call in the end, reads what was written before: inputs of the call, weights
     and state, outputs of earlier steps.  Every value is written once, and by no step the call's inputs; a copy leaves weights and
     the call's inputs as they are.  Of the `aliases`, by output, what they lie in is written."""
     given = set(program.inputs)

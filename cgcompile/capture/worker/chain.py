@@ -65,7 +65,7 @@ def _place(session: Session, row: Landing) -> tuple[str, torch.Tensor]:
 
 
 def warm_up_chain(session: Session, key: Key, tell: Tell) -> None:
-    """Lower the graph regions of a key and run them, so that the compile cache holds what they need.  Raises LoweringFailed."""
+    """Lower the graph regions of a key and run them, so that the compile cache holds what they need.  Raises lowering-failed."""
     chain = open_chain(session, key)
 
     def lowered(region: int, link: Link, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -77,7 +77,7 @@ def warm_up_chain(session: Session, key: Key, tell: Tell) -> None:
 
 
 def capture_chain(session: Session, key: Key, tell: Tell) -> tuple[Captured, ...]:
-    """Capture the graph regions of a key, in order.  Raises LoweringFailed, NotCapturable."""
+    """Capture the graph regions of a key, in order.  Raises lowering-failed, not-capturable."""
     chain = open_chain(session, key)
     last = {name: place for place, link in enumerate(chain.regions) for name in link.part.inputs}
     values: Values = {}

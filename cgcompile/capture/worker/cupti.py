@@ -19,7 +19,7 @@ import os
 import threading
 from dataclasses import dataclass
 
-from ..errors import CuptiUnavailable, LoaderUnknown
+from ...errors import BuildError
 from .driver import check, driver, succeeded
 
 DRIVER_API, RESOURCE = 1, 3  # CUpti_CallbackDomain
@@ -123,11 +123,13 @@ class ImageLog:
         """CUmodule handle -> sha256 of the image it was made from; several when one call loaded several images.
 
         A handle that was used again after an unload maps to its latest image.  Call this with the module's context current and
-        before the kernels of the graph may have been unloaded.  Raises LoaderUnknown.
+        before the kernels of the graph may have been unloaded.  Raises loader-unknown.
         """
         strangers = sorted({load.call for load in self._loads if not load.kind})
         if strangers:
-            raise LoaderUnknown(f"images were loaded inside {', '.join(strangers)}: the recorder does not know that call's module")
+            raise BuildError(
+                "loader-unknown", f"images were loaded inside {', '.join(strangers)}: the recorder does not know that call's module"
+            )
         found: dict[int, tuple[str, ...]] = {}
         previous = -1
         for load in list(self._loads):
@@ -142,7 +144,7 @@ class ImageLog:
     def _call(self, name: str, *arguments: object) -> None:
         code = getattr(self._cupti, name)(*arguments)
         if code:
-            raise CuptiUnavailable(f"{name} failed with CUPTI error {code}")
+            raise BuildError("cupti-unavailable", f"{name} failed with CUPTI error {code}")
 
     def _stack(self) -> list[tuple[str, list[str]]]:
         if not hasattr(self._stacks, "calls"):
@@ -205,7 +207,7 @@ def _module_of(load: Load) -> int | None:
 
 
 def _find_cupti() -> str:
-    """The libcupti that torch ships beside itself, else the toolkit's.  Raises CuptiUnavailable."""
+    """The libcupti that torch ships beside itself, else the toolkit's.  Raises cupti-unavailable."""
     roots = [os.path.join(path, "**") for path in _package_paths("nvidia")]
     roots += [
         os.path.join(root, "extras", "CUPTI", "lib64") for root in filter(None, [os.environ.get("CUDA_HOME"), "/usr/local/cuda"])
@@ -214,7 +216,7 @@ def _find_cupti() -> str:
         found = sorted(glob.glob(os.path.join(root, "libcupti.so*"), recursive=True))
         if found:
             return found[-1]
-    raise CuptiUnavailable("libcupti.so was found neither beside torch nor in the CUDA toolkit")
+    raise BuildError("cupti-unavailable", "libcupti.so was found neither beside torch nor in the CUDA toolkit")
 
 
 def _package_paths(name: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from ..errors import DriverCallFailed
+from ...errors import BuildError
 from ..rows import Pointee
 
 __all__ = ["allocation", "check", "driver", "inspect_pointer", "read_device", "succeeded"]
@@ -22,18 +22,18 @@ def succeeded(result: tuple[Any, ...]) -> bool:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call (None, one value, or a tuple of them).  Raises DriverCallFailed."""
+    """The value of a driver call (None, one value, or a tuple of them).  Raises driver-call-failed."""
     if int(result[0]):
         error, name = driver.cuGetErrorName(result[0])
         text = name.decode() if int(error) == 0 else str(result[0])
-        raise DriverCallFailed(f"a CUDA driver call failed with {text} ({int(result[0])})")
+        raise BuildError("driver-call-failed", f"a CUDA driver call failed with {text} ({int(result[0])})")
     if len(result) <= 2:
         return result[1] if len(result) == 2 else None
     return result[1:]
 
 
 def read_device(address: int, size: int) -> bytes:
-    """`size` bytes of device memory.  Raises DriverCallFailed."""
+    """`size` bytes of device memory.  Raises driver-call-failed."""
     if not size:
         return b""
     data = bytearray(size)

@@ -21,12 +21,12 @@ def tell(text: str) -> None:
 
 
 def main(path: str) -> int:
-    """Do what the request says and write its result: a Take, nothing for role "prime", or a refusal as (name, message, hint)."""
+    """Do what the request says and write its result: a Take, nothing for role "prime", or a refusal as (code, message, hint)."""
     request: Request = pickle.loads(Path(path).read_bytes())
     try:
         result = _run(request)
     except BuildError as error:
-        request.result.write_bytes(pickle.dumps((type(error).__name__, str(error), error.hint)))
+        request.result.write_bytes(pickle.dumps((error.code, str(error), error.hint)))
         return REFUSED
     request.result.write_bytes(pickle.dumps(result))
     return 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...errors import BuildError
 from ...targets.cuda.elf import Cubin
-from ..errors import ModuleStateUnreadable
 from ..rows import RawState
 from .addresses import AddressMap
 from .driver import allocation, driver, read_device, succeeded
@@ -29,7 +29,7 @@ def changed_variables(
 
     A symbol without a handle of its own is read at its distance from one of the same section, where that lies in the same
     allocation: an address outside could be taken for host memory.  Raises
-    ModuleStateUnreadable when a section that kernels can write has no handle at all.
+    module-state-unreadable when a section that kernels can write has no handle at all.
     """
     found: list[RawState] = []
     notes: list[str] = []
@@ -58,14 +58,16 @@ def changed_variables(
             if contents == symbol.initial:
                 continue
             if symbol.name not in handles:
-                raise ModuleStateUnreadable(
-                    f"image {image[:12]}: variable {symbol.name} was changed, and has no handle to restore it by"
+                raise BuildError(
+                    "module-state-unreadable",
+                    f"image {image[:12]}: variable {symbol.name} was changed, and has no handle to restore it by",
                 )
             found.append(RawState(image=image, symbol=symbol.name, block=addresses.block(contents, None)))
         if WRITABLE in lost:
             names = ", ".join(lost[WRITABLE][:3])
-            raise ModuleStateUnreadable(
-                f"image {image[:12]}: {len(lost[WRITABLE])} variables that kernels can write have no handle: {names}"
+            raise BuildError(
+                "module-state-unreadable",
+                f"image {image[:12]}: {len(lost[WRITABLE])} variables that kernels can write have no handle: {names}",
             )
         notes += [f"image {image[:12]}: {len(names)} variables of {section} have no handle" for section, names in lost.items()]
     return tuple(sorted(found, key=lambda s: (s.image, s.symbol))), tuple(notes)

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cgbundle.format.schema import Weight
 
+from ...errors import ModelError
 from ...model.source import load_code
 from ...targets.cuda.lowering import lower, lowering_errors, repair
 from ...targets.cuda.memory_layout import PAD
 from ...targets.cuda.tensors import Spot, apply_settings, place_inputs, place_weights, program_tensors, spot_of, tensor_at
-from ..errors import LoweringFailed, NotCapturable
 from ..request import Request
 from ..rows import Key
 from .driver import check, driver
@@ -108,7 +108,7 @@ def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], 
     """Lower the program for a key and run it on a side stream, each time on the example's values, although it may write to its
     inputs and buffers.  Returns the call without arguments, and its static inputs, which hold these values again.
 
-    Raises LoweringFailed.
+    Raises lowering-failed.
     """
     tell(f"lowering {key}")
     leaves, spec = tree_flatten(session.calls[key][0])
@@ -133,7 +133,7 @@ def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], 
 
 
 def run_warm(call: Callable[[], Any], where: str, restore: Callable[[], None] = lambda: None) -> None:
-    """Run a lowered program on a side stream, which compiles it; `restore` comes after every run.  Raises LoweringFailed."""
+    """Run a lowered program on a side stream, which compiles it; `restore` comes after every run.  Raises lowering-failed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
@@ -142,13 +142,13 @@ def run_warm(call: Callable[[], Any], where: str, restore: Callable[[], None] = 
                 call()
                 restore()
     except lowering_errors() as error:
-        raise LoweringFailed(f"{where}: {_first_line(error)}") from error
+        raise ModelError("lowering-failed", f"{where}: {_first_line(error)}") from error
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
 
 
 def capture(session: Session, key: Key, tell: Tell) -> Captured:
-    """Capture the program for a key into a private pool of its own.  Raises LoweringFailed, NotCapturable."""
+    """Capture the program for a key into a private pool of its own.  Raises lowering-failed, not-capturable."""
     call, static = warm_up(session, key, tell)
     tell(f"capturing {key}")
     graph, result = capture_call(call, f"int_key {key}")
@@ -160,7 +160,7 @@ def capture(session: Session, key: Key, tell: Tell) -> Captured:
 
 def capture_call(call: Callable[[], Any], where: str, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A captured graph of a call that ran before, and what the call returned; `pool` is that of an earlier graph, whose memory this
-    one may use as far as nothing holds it.  Raises NotCapturable."""
+    one may use as far as nothing holds it.  Raises not-capturable."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -169,7 +169,7 @@ def capture_call(call: Callable[[], Any], where: str, pool: Any = None) -> tuple
         with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
             result = call()
     except RuntimeError as error:
-        raise NotCapturable(f"{where}: {_first_line(error)}") from error
+        raise ModelError("not-capturable", f"{where}: {_first_line(error)}") from error
     torch._C._cuda_clearCublasWorkspaces()
     return graph, result
 

@@ -14,12 +14,12 @@ from importlib.metadata import version
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...errors import ModelError
 from ...targets.cuda.elf import Cubin, read_cubin
 from ...targets.cuda.memory_layout import LARGEST_TABLE
 from ...targets.cuda.tensors import Spot, contents, place_inputs, row_major
 from ...util.raw_bytes import raw
 from ...util.tolerance import largest_error
-from ..errors import InputMutated, RandomnessRefused
 from ..request import Request
 from ..rows import Key, Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawState, RawValue, Take, Word
 from .addresses import AddressMap
@@ -32,7 +32,7 @@ from .walk import walk
 
 
 def prime(request: Request, tell: Tell) -> None:
-    """Lower and run the keys once, so that the compile cache holds what the recorders need.  Raises LoweringFailed."""
+    """Lower and run the keys once, so that the compile cache holds what the recorders need.  Raises lowering-failed."""
     session = open_session(request)
     for key in request.keys:
         if request.placements:
@@ -156,7 +156,7 @@ def _restore(session: Session, names: Sequence[str]) -> None:
 def _examine(session: Session, key: Key, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
     """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.
 
-    Raises RandomnessRefused when the replay advanced torch's generator, InputMutated when it changed a static input that the
+    Raises randomness-refused when the replay advanced torch's generator, input-mutated when it changed a static input that the
     program is not known to write to.
     """
     fresh = session.calls[key][1]
@@ -175,10 +175,10 @@ def _examine(session: Session, key: Key, items: Sequence[Captured], mutated: Seq
             static.copy_(value)
         made = replay_chain(session, chain, items) if chain else _replay(items[0])
     if not torch.equal(before, torch.cuda.get_rng_state()):
-        raise RandomnessRefused(f"int_key {key}: replaying the graph draws random numbers")
+        raise ModelError("randomness-refused", f"int_key {key}: replaying the graph draws random numbers")
     for i, (static, value) in enumerate(zip(inputs, values, strict=True)):
         if i not in session.request.written and row_major(static) != row_major(value):
-            raise InputMutated(f"int_key {key}: the program changes tensor {i} of its inputs")
+            raise ModelError("input-mutated", f"int_key {key}: the program changes tensor {i} of its inputs")
     changed = [inputs[i] for i in session.request.written]
     outputs, written = tuple(row_major(t) for t in made), tuple(row_major(t) for t in changed)
     rows = [row for row in session.request.weights if row.memory == "state"]

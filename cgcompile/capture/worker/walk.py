@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import AttributeRefused, CopyRefused, ImageUnseen, NodeRefused, ParametersUnreadable
+from ...errors import BuildError, ModelError
 from ..rows import Key, RawEmpty, RawKernel, RawMemcpy, RawMemset, RawNode, Word
 from .addresses import AddressMap
 from .driver import check, driver, succeeded
@@ -81,7 +81,9 @@ def walk(
         elif kind == "EMPTY":
             nodes.append(RawEmpty())
         else:
-            raise NodeRefused(f"{where} is a node of kind {kind}: {REFUSED.get(kind, 'the recorder does not know it')}")
+            raise ModelError(
+                "node-refused", f"{where} is a node of kind {kind}: {REFUSED.get(kind, 'the recorder does not know it')}"
+            )
     check(driver.cuGraphDestroy(scratch))
     return tuple(nodes), _edges(handle, {int(node): i for i, node in enumerate(handles)}), used
 
@@ -113,7 +115,7 @@ def _kernel(
     images = [image for image in modules.get(module, ()) if symbol in functions(image)]
     if len(images) != 1:
         seen = "no image was" if not images else f"{len(images)} images were"
-        raise ImageUnseen(f"{where}: {seen} seen for its module ({module:#x})")
+        raise BuildError("image-unseen", f"{where}: {seen} seen for its module ({module:#x})")
     used[images[0]] = module
     layout = _layout(function)
     return RawKernel(
@@ -148,11 +150,13 @@ def _parameters(params: Any, layout: tuple[tuple[int, int], ...], where: str) ->
         words = (ctypes.c_size_t * 5).from_address(int(params.extra))
         named = {words[0]: words[1], words[2]: words[3]}
         if set(named) != {1, 2} or words[4]:  # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END
-            raise ParametersUnreadable(f"{where}: its `extra` list starts with {list(words)}, not with a buffer and its size")
+            raise BuildError(
+                "parameters-unreadable", f"{where}: its `extra` list starts with {list(words)}, not with a buffer and its size"
+            )
         packed = ctypes.string_at(named[1], ctypes.c_size_t.from_address(named[2]).value)
         block = bytearray(packed.ljust(end, b"\0"))
     elif layout:
-        raise ParametersUnreadable(f"{where}: it has {len(layout)} parameters, but neither kernelParams nor extra")
+        raise BuildError("parameters-unreadable", f"{where}: it has {len(layout)} parameters, but neither kernelParams nor extra")
     return bytes(block)
 
 
@@ -171,7 +175,7 @@ def _attributes(node: Any, params: Any, scratch: Any, where: str) -> tuple[tuple
     for number, (what, read) in REFUSED_ATTRIBUTES.items():
         result = driver.cuGraphKernelNodeGetAttribute(node, driver.CUlaunchAttributeID(number))
         if succeeded(result) and read(result[1]):
-            raise AttributeRefused(f"{where} has launch attribute {number}: {what}")
+            raise ModelError("attribute-refused", f"{where} has launch attribute {number}: {what}")
     return tuple((number, value) for number, value in _values(node).items() if value != plain.get(number))
 
 
@@ -188,7 +192,7 @@ def _memset(node: Any, where: str, key: Key, addresses: AddressMap) -> RawMemset
     p = check(driver.cuGraphMemsetNodeGetParams(node))
     target = Word(at=0, targets=addresses.readings(int(p.dst), key))
     if not target.targets:
-        raise NodeRefused(f"{where} is a memset of {int(p.dst):#x}, which is no live memory of this graph")
+        raise ModelError("node-refused", f"{where} is a memset of {int(p.dst):#x}, which is no live memory of this graph")
     return RawMemset(target=target, shape=(int(p.value), int(p.elementSize), int(p.width), int(p.height), int(p.pitch)))
 
 
@@ -198,14 +202,14 @@ def _memcpy(node: Any, where: str, key: Key, addresses: AddressMap) -> RawMemcpy
     for side in ("src", "dst"):
         kind = getattr(p, side + "MemoryType").name.removeprefix("CU_MEMORYTYPE_")
         if kind not in ("DEVICE", "UNIFIED"):
-            raise CopyRefused(f"{where} copies {'from' if side == 'src' else 'to'} {kind.lower()} memory")
+            raise ModelError("copy-refused", f"{where} copies {'from' if side == 'src' else 'to'} {kind.lower()} memory")
         pitch, rows = getattr(p, side + "Pitch"), getattr(p, side + "Height")
         skipped = getattr(p, side + "XInBytes") + pitch * (getattr(p, side + "Y") + rows * getattr(p, side + "Z"))
         address = int(getattr(p, side + "Device")) + skipped
         word = Word(at=0, targets=addresses.readings(address, key))
         if not word.targets or addresses.ranges[word.targets[0].range].kind == "host":
             what = "pinned host memory" if word.targets else "no live device memory of this graph"
-            raise CopyRefused(f"{where} copies {'from' if side == 'src' else 'to'} {address:#x}, which is {what}")
+            raise ModelError("copy-refused", f"{where} copies {'from' if side == 'src' else 'to'} {address:#x}, which is {what}")
         ends.append(word)
     shape = (p.WidthInBytes, p.Height, p.Depth, p.srcPitch, p.srcHeight, p.dstPitch, p.dstHeight)
     return RawMemcpy(source=ends[0], target=ends[1], shape=tuple(int(x) for x in shape))

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from ...errors import BuildError
 from ...targets.cuda.memory_layout import PAD, align
-from ..errors import LifetimeBroken
 from ..traced import TEMPORARY, Allocate, Copy, Fill, Launch, Place, Read, Release, Traced
 
 WORK = 3_000_000
@@ -46,7 +46,7 @@ class Life:
 def plan(traced: Traced) -> Plan:
     """Place every temporary.  A buffer lives from its first use to its last, an output to the end.
 
-    Empty and unused temporaries lie at offset 0.  Raises LifetimeBroken when a buffer is used before Allocate or after Release.
+    Empty and unused temporaries lie at offset 0.  Raises lifetime-broken when a buffer is used before Allocate or after Release.
     """
     offsets = {i: 0 for i, buffer in enumerate(traced.buffers) if buffer.kind == TEMPORARY}
     lives = lifetimes(traced)
@@ -57,7 +57,7 @@ def plan(traced: Traced) -> Plan:
 
 
 def lifetimes(traced: Traced) -> tuple[Life, ...]:
-    """The lives of all temporaries that are used and not empty, by first use.  Raises LifetimeBroken."""
+    """The lives of all temporaries that are used and not empty, by first use.  Raises lifetime-broken."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     allocated: set[int] = set()
@@ -66,14 +66,19 @@ def lifetimes(traced: Traced) -> tuple[Life, ...]:
         if isinstance(event, Allocate):
             if event.buffer in allocated or event.buffer in first:
                 why = "a second time" if event.buffer in allocated else "after its first use"
-                raise LifetimeBroken(f"int_key {traced.key}, event {moment}: {_name(traced, event.buffer)} is allocated {why}")
+                raise BuildError(
+                    "lifetime-broken", f"int_key {traced.key}, event {moment}: {_name(traced, event.buffer)} is allocated {why}"
+                )
             allocated.add(event.buffer)
         elif isinstance(event, Release):
             released.add(event.buffer)
         else:
             for buffer in uses(event):
                 if buffer in released:
-                    raise LifetimeBroken(f"int_key {traced.key}, event {moment}: {_name(traced, buffer)} is used after its release")
+                    raise BuildError(
+                        "lifetime-broken",
+                        f"int_key {traced.key}, event {moment}: {_name(traced, buffer)} is used after its release",
+                    )
                 first.setdefault(buffer, moment)
                 last[buffer] = moment
     for output in traced.outputs:

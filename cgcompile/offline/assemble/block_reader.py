@@ -7,7 +7,7 @@ import struct
 
 from cgbundle.tables.recording import Address, Function, KernelNode, Recording
 
-from ..errors import OrderBroken, ParameterMismatch
+from ...errors import BuildError
 from ..traced import Variant
 
 FORMATS = {
@@ -35,62 +35,67 @@ Argument = Address | int | float | None
 def arguments(variant: Variant, function: Function, node: KernelNode) -> dict[str, Argument]:
     """The value of every argument of the variant that is no constexpr, as this launch passes it.
 
-    Raises ParameterMismatch when block, parameters, relocations and signature do not fit each other: another number of parameters,
+    Raises parameter-mismatch when block, parameters, relocations and signature do not fit each other: another number of parameters,
     a parameter outside the block or of another size than its type, a relocation that is not exactly one pointer parameter.
     """
     where = f"kernel {variant.name}"
     names = [(name, kind) for name, kind in variant.signature if kind != "constexpr"]
     if not 0 <= len(function.params) - len(names) <= SCRATCH:
-        raise ParameterMismatch(
-            f"{where}: the image has {len(function.params)} parameters, the signature {len(names)} (and at most {SCRATCH} more)"
+        raise BuildError(
+            "parameter-mismatch",
+            f"{where}: the image has {len(function.params)} parameters, the signature {len(names)} (and at most {SCRATCH} more)",
         )
     block = bytearray(node.block)
     for offset, size in node.undefined:
         block[offset : offset + size] = bytes([POISON]) * size
     targets = {relocation.at: relocation.target for relocation in node.relocations}
     if len(targets) != len(node.relocations):
-        raise ParameterMismatch(f"{where}: two relocations write the same word")
+        raise BuildError("parameter-mismatch", f"{where}: two relocations write the same word")
     values: dict[str, Argument] = {}
     for (name, kind), (offset, size) in zip(names, function.params[: len(names)], strict=True):
         if offset + size > len(block):
-            raise ParameterMismatch(f"{where}: argument {name} ends at byte {offset + size} of a block of {len(block)}")
+            raise BuildError(
+                "parameter-mismatch", f"{where}: argument {name} ends at byte {offset + size} of a block of {len(block)}"
+            )
         piece = bytes(block[offset : offset + size])
         if kind.startswith("*"):
             values[name] = _pointer(where, name, piece, targets.pop(offset, None))
         elif kind not in FORMATS or struct.calcsize(FORMATS[kind]) != size:
-            raise ParameterMismatch(f"{where}: argument {name} is {kind!r}, its parameter has {size} bytes")
+            raise BuildError("parameter-mismatch", f"{where}: argument {name} is {kind!r}, its parameter has {size} bytes")
         else:
             (values[name],) = struct.unpack("<f", b"\0\0" + piece) if kind == "bf16" else struct.unpack(f"<{FORMATS[kind]}", piece)
     for offset, _ in function.params[len(names) :]:
         targets.pop(offset, None)  # scratch memory: the interpreter needs none
     if targets:
-        raise ParameterMismatch(f"{where}: a relocation at byte {min(targets)} is no pointer parameter")
+        raise BuildError("parameter-mismatch", f"{where}: a relocation at byte {min(targets)} is no pointer parameter")
     for name in variant.divisible:
         value = values.get(name)
         number = value.offset if isinstance(value, Address) else value
         if number is not None and number % DIVISOR:
-            raise ParameterMismatch(f"{where}: argument {name} is {number}, no multiple of {DIVISOR} as the kernel was promised")
+            raise BuildError(
+                "parameter-mismatch", f"{where}: argument {name} is {number}, no multiple of {DIVISOR} as the kernel was promised"
+            )
     return values
 
 
 def programs(node: KernelNode) -> tuple[int, int, int]:
-    """Program instances along each axis.  Raises ParameterMismatch when the grid is no multiple of the cluster."""
+    """Program instances along each axis.  Raises parameter-mismatch when the grid is no multiple of the cluster."""
     x, y, z = dict(node.attributes).get(CLUSTER_DIMENSION, (1, 1, 1))
     if node.grid[0] % x or node.grid[1] % y or node.grid[2] % z:
-        raise ParameterMismatch(f"a grid of {node.grid} blocks is no multiple of its cluster {(x, y, z)}")
+        raise BuildError("parameter-mismatch", f"a grid of {node.grid} blocks is no multiple of its cluster {(x, y, z)}")
     return node.grid[0] // x, node.grid[1] // y, node.grid[2] // z
 
 
 def check_order(recording: Recording) -> None:
-    """Raise OrderBroken unless every edge goes from a row to a later one, so that the rows may run one after the other."""
+    """Raise order-broken unless every edge goes from a row to a later one, so that the rows may run one after the other."""
     for edge in recording.edges:
         if not 0 <= edge.source < edge.target < len(recording.nodes):
-            raise OrderBroken(f"int_key {recording.key}: an edge goes from row {edge.source} to row {edge.target}")
+            raise BuildError("order-broken", f"int_key {recording.key}: an edge goes from row {edge.source} to row {edge.target}")
 
 
 def _pointer(where: str, name: str, piece: bytes, target: Address | None) -> Address | None:
     if len(piece) != 8:
-        raise ParameterMismatch(f"{where}: pointer {name} has {len(piece)} bytes")
+        raise BuildError("parameter-mismatch", f"{where}: pointer {name} has {len(piece)} bytes")
     if any(piece):
-        raise ParameterMismatch(f"{where}: pointer {name} holds an address of its own")
+        raise BuildError("parameter-mismatch", f"{where}: pointer {name} holds an address of its own")
     return target

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from heapq import heappop, heappush
 
-from ..errors import ArenaOverlap, PlaceInvalid
+from ...errors import BuildError
 from ..traced import TEMPORARY, Copy, Fill, Launch, Place, Read, Traced
 from .arena import Plan
 
@@ -23,7 +23,7 @@ TAIL = 256
 
 
 def check_plan(traced: Traced, plan: Plan) -> None:
-    """Raises ArenaOverlap when two temporaries share bytes while both are needed, PlaceInvalid when one has no aligned place inside
+    """Raises arena-overlap when two temporaries share bytes while both are needed, place-invalid when one has no aligned place inside
     the arena."""
     _check_places(traced, plan)
     needed = _needed(traced)
@@ -39,9 +39,9 @@ def check_plan(traced: Traced, plan: Plan) -> None:
         offset = plan.offsets[buffer]
         at = bisect_left(memory, (offset, buffer))
         if at and memory[at - 1][0] + traced.buffers[memory[at - 1][1]].nbytes > offset:
-            raise ArenaOverlap(_overlap(traced, plan, memory[at - 1][1], buffer, start, needed))
+            raise BuildError("arena-overlap", _overlap(traced, plan, memory[at - 1][1], buffer, start, needed))
         if at < len(memory) and offset + size > memory[at][0]:
-            raise ArenaOverlap(_overlap(traced, plan, memory[at][1], buffer, start, needed))
+            raise BuildError("arena-overlap", _overlap(traced, plan, memory[at][1], buffer, start, needed))
         insort(memory, (offset, buffer))
         heappush(leaving, (end, buffer))
 
@@ -50,18 +50,21 @@ def _check_places(traced: Traced, plan: Plan) -> None:
     for i, buffer in enumerate(traced.buffers):
         if buffer.kind != TEMPORARY:
             if i in plan.offsets:
-                raise PlaceInvalid(f"int_key {traced.key}: buffer {i} ({buffer.kind} {buffer.name}) has a place in the arena")
+                raise BuildError(
+                    "place-invalid", f"int_key {traced.key}: buffer {i} ({buffer.kind} {buffer.name}) has a place in the arena"
+                )
             continue
         offset = plan.offsets.get(i, -1)
         if offset < 0 or offset % ALIGNMENT:
             what = "no place in the arena" if i not in plan.offsets else f"offset {offset}, no multiple of {ALIGNMENT}"
-            raise PlaceInvalid(f"int_key {traced.key}: buffer {i} ({buffer.name}) has {what}")
+            raise BuildError("place-invalid", f"int_key {traced.key}: buffer {i} ({buffer.name}) has {what}")
     for i in _needed(traced):
         buffer = traced.buffers[i]
         if i in plan.offsets and plan.offsets[i] + buffer.nbytes + TAIL > plan.arena:
-            raise PlaceInvalid(
+            raise BuildError(
+                "place-invalid",
                 f"int_key {traced.key}: buffer {i} ({buffer.name}), {buffer.nbytes} bytes at {plan.offsets[i]}, does not lie "
-                f"inside the arena of {plan.arena} bytes, of which the last {TAIL} are nobody's"
+                f"inside the arena of {plan.arena} bytes, of which the last {TAIL} are nobody's",
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import PlaceInvalid, SizesUnlike
+from ...errors import BuildError
 from ..traced import (
     TEMPORARY,
     WEIGHT,
@@ -51,7 +51,7 @@ def merge(key: Key, pieces: Sequence[Piece], given: Sequence[str], outputs: Sequ
 
     `pieces` in the order in which they run.  `given`: the values that lie in memory `inputs`, in the order of INPUT buffers: the
     call's, and behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to
-    the end.  Raises SizesUnlike and PlaceInvalid when a region takes a value otherwise than an earlier one made it.
+    the end.  Raises sizes-unlike and place-invalid when a region takes a value otherwise than an earlier one made it.
     """
     growing = _Merged(key=key, given={name: place for place, name in enumerate(given)})
     for piece in pieces:
@@ -122,9 +122,11 @@ class _Merged:
             return self._shared(replace(buffer, name=str(self.given[name])))
         made, where = self.made[name], f"int_key {self.key}, {piece.name}"
         if _layout(made) != _layout(tensor):
-            raise SizesUnlike(f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(made)}")
+            raise BuildError("sizes-unlike", f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(made)}")
         if made.place.offset + buffer.nbytes > self.buffers[made.place.buffer].nbytes:
-            raise PlaceInvalid(f"{where}: {name}, {buffer.nbytes} bytes, does not lie inside the buffer that it was made in")
+            raise BuildError(
+                "place-invalid", f"{where}: {name}, {buffer.nbytes} bytes, does not lie inside the buffer that it was made in"
+            )
         return made.place
 
     def _new(self, buffer: Buffer) -> Place:

@@ -10,8 +10,8 @@ import struct
 from ctypes import c_float
 from typing import NamedTuple
 
+from ...errors import BuildError
 from ..compile.kernels import Compiled
-from ..errors import ParameterMismatch
 from ..traced import Launch, Place
 
 INTEGERS = {
@@ -38,25 +38,27 @@ class Block(NamedTuple):
 def pack(compiled: Compiled, launch: Launch, where: str) -> Block:
     """The parameter block of a launch, up to the end of the last parameter; scratch pointers and padding are zero.
 
-    Raises ParameterMismatch when an argument is missing, is too large for its type, or its type for its place in the block.
+    Raises parameter-mismatch when an argument is missing, is too large for its type, or its type for its place in the block.
     """
     if len(launch.arguments) != len(compiled.params):
-        raise ParameterMismatch(f"{where} has {len(launch.arguments)} arguments for {len(compiled.params)} parameters")
+        raise BuildError(
+            "parameter-mismatch", f"{where} has {len(launch.arguments)} arguments for {len(compiled.params)} parameters"
+        )
     data = bytearray(max((offset + size for offset, size in compiled.layout), default=0))
     places: list[tuple[int, Place]] = []
     for (type_, name), (offset, size), value in zip(compiled.params, compiled.layout, launch.arguments, strict=False):
         what = f"{where}, parameter {name} ({type_})"
         if type_.startswith("*"):
             if not isinstance(value, Place):
-                raise ParameterMismatch(f"{what}: {value!r} is no buffer")
+                raise BuildError("parameter-mismatch", f"{what}: {value!r} is no buffer")
             places.append((offset, value))
             packed = bytes(POINTER)
         elif isinstance(value, Place):
-            raise ParameterMismatch(f"{what}: buffer {value.buffer} is no number")
+            raise BuildError("parameter-mismatch", f"{what}: buffer {value.buffer} is no number")
         else:
             packed = scalar(type_, value, what)
         if len(packed) != size:
-            raise ParameterMismatch(f"{what}: {len(packed)} bytes, the image has {size} for it")
+            raise BuildError("parameter-mismatch", f"{what}: {len(packed)} bytes, the image has {size} for it")
         data[offset : offset + size] = packed
     return Block(data=bytes(data), places=tuple(places))
 
@@ -64,15 +66,15 @@ def pack(compiled: Compiled, launch: Launch, where: str) -> Block:
 def scalar(type_: str, value: int | float, what: str) -> bytes:
     """A number of a Triton type, little-endian.  fp32 is rounded to nearest; bf16 cut off from fp32, as triton's launcher does.
 
-    Raises ParameterMismatch when the type is not known, or the value does not fit it.
+    Raises parameter-mismatch when the type is not known, or the value does not fit it.
     """
     if type_ in INTEGERS:
         size, low, high = INTEGERS[type_]
         if not isinstance(value, int) or not low <= value <= high:
-            raise ParameterMismatch(f"{what}: {value!r} is no whole number from {low} to {high}")
+            raise BuildError("parameter-mismatch", f"{what}: {value!r} is no whole number from {low} to {high}")
         return int(value).to_bytes(size, "little", signed=low < 0)
     if type_ not in FLOATS:
-        raise ParameterMismatch(f"{what}: a parameter of an unknown type")
+        raise BuildError("parameter-mismatch", f"{what}: a parameter of an unknown type")
     number = float(value)
     if type_ == "fp64":
         return struct.pack("<d", number)
@@ -80,6 +82,6 @@ def scalar(type_: str, value: int | float, what: str) -> bytes:
         try:
             return struct.pack("<e", number)
         except OverflowError:
-            raise ParameterMismatch(f"{what}: {value!r} is too large") from None
+            raise BuildError("parameter-mismatch", f"{what}: {value!r} is too large") from None
     single = bytes(c_float(number))  # rounds as C does, and gives infinity where it has to
     return single[2:] if type_ == "bf16" else single

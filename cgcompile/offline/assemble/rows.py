@@ -13,8 +13,8 @@ from itertools import pairwise
 from cgbundle.format.schema import MEMORIES, Value
 from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
 
+from ...errors import BuildError
 from ..compile.kernels import Compiled
-from ..errors import ParameterMismatch, PlaceInvalid
 from ..traced import INPUT, TEMPORARY, WEIGHT, Chain, Copy, Fill, Launch, Place, Section, Tensor, Traced
 from .arena import Plan
 from .parameter_block import pack
@@ -54,13 +54,16 @@ class _Where:
     bases: tuple[Address | None, ...]
 
     def address(self, place: Place, nbytes: int, where: str) -> Address:
-        """The address of `nbytes` bytes.  Raises PlaceInvalid when they do not lie in the buffer."""
+        """The address of `nbytes` bytes.  Raises place-invalid when they do not lie in the buffer."""
         buffer, base = self.traced.buffers[place.buffer], self.bases[place.buffer]
         if base is None:
-            raise PlaceInvalid(f"{where}: buffer {place.buffer} ({buffer.kind} {buffer.name}) has no place in any memory")
+            raise BuildError(
+                "place-invalid", f"{where}: buffer {place.buffer} ({buffer.kind} {buffer.name}) has no place in any memory"
+            )
         if place.offset < 0 or place.offset + nbytes > buffer.nbytes:
-            raise PlaceInvalid(
-                f"{where}: {nbytes} bytes at {place.offset} of buffer {place.buffer} ({buffer.name}), which has {buffer.nbytes}"
+            raise BuildError(
+                "place-invalid",
+                f"{where}: {nbytes} bytes at {place.offset} of buffer {place.buffer} ({buffer.name}), which has {buffer.nbytes}",
             )
         return Address(memory=base.memory, offset=base.offset + place.offset)
 
@@ -79,7 +82,7 @@ def assemble_chain(
 
     `compiled`: one per variant of `chain.traced`.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`;
     `inputs`: the offset of each INPUT buffer, by number, in memory `inputs`.  Launches, copies and fills of nothing are left out.
-    Raises ParameterMismatch, and PlaceInvalid for a buffer without a place or bytes outside their buffer.
+    Raises parameter-mismatch, and place-invalid for a buffer without a place or bytes outside their buffer.
     """
     where = _Where(traced=chain.traced, bases=tuple(_bases(chain.traced, plan, weights, inputs)))
     return tuple([_assemble(section, compiled, plan.arena, where) for section in chain.sections])
@@ -141,7 +144,9 @@ def _kernel(launch: Launch, function: int, compiled: Compiled, where: _Where, sp
     for (_, name), value in zip(compiled.params, launch.arguments, strict=True):
         number = where.address(value, 0, spot).offset if isinstance(value, Place) else value
         if name in variant.divisible and number % DIVISOR:
-            raise ParameterMismatch(f"{spot}, parameter {name}: {number} is no multiple of {DIVISOR}, which the kernel relies on")
+            raise BuildError(
+                "parameter-mismatch", f"{spot}, parameter {name}: {number} is no multiple of {DIVISOR}, which the kernel relies on"
+            )
     attributes: list[tuple[int, tuple[int, int, int]]] = []
     if compiled.cooperative:
         attributes.append((COOPERATIVE, (1, 0, 0)))
@@ -181,7 +186,7 @@ def _copies(copy: Copy, where: _Where, spot: str) -> Iterator[MemcpyNode]:
 def _fill(fill: Fill, where: _Where, spot: str) -> MemsetNode:
     target = where.address(fill.target, fill.count * fill.element, spot)
     if target.offset % fill.element:
-        raise PlaceInvalid(f"{spot}: a fill with elements of {fill.element} bytes at offset {target.offset}")
+        raise BuildError("place-invalid", f"{spot}: a fill with elements of {fill.element} bytes at offset {target.offset}")
     value = fill.value & ((1 << (8 * fill.element)) - 1)
     return MemsetNode(target=target, value=value, element=fill.element, width=fill.count, height=1, pitch=0)
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from ...errors import BuildError
 from ...util.content_cache import recall, remember, versions
-from ..errors import CompilerDied, KernelFailed, KernelTooLarge, KernelUnsupported
 from ..traced import Variant
 from .parameters import read_entry
 
@@ -84,7 +84,7 @@ def compile_variants(
     """Compile every variant for `arch` ("sm_90"), those that stand in folder `cache` excepted.
 
     `shared_limit`: bytes of shared memory that a block may have there when it asks for more than 48 KiB.  `workers`: processes, by
-    default as many as there are processors.  Raises KernelFailed, KernelTooLarge, KernelUnsupported, CompilerDied, ImageFormat.
+    default as many as there are processors.  Raises kernel-failed, kernel-too-large, kernel-unsupported, compiler-died, image-format.
     """
     folder = cache / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,9 @@ def compile_variants(
     for variant, name in zip(variants, names, strict=True):
         kernel = known[name]
         if kernel is None:
-            raise CompilerDied(f"kernel {variant.name}: its image was compiled, but could not be read back from {folder}")
+            raise BuildError(
+                "compiler-died", f"kernel {variant.name}: its image was compiled, but could not be read back from {folder}"
+            )
         found.append(finish(variant, kernel, shared_limit))
     return tuple(found)
 
@@ -109,30 +111,44 @@ def compile_variants(
 def finish(variant: Variant, kernel: Kernel, shared_limit: int) -> Compiled:
     """Check what Triton says about a kernel against its image and the target's limits.
 
-    Raises KernelTooLarge, KernelUnsupported, KernelFailed when image and metadata disagree, and ImageFormat.
+    Raises kernel-too-large, kernel-unsupported, kernel-failed when image and metadata disagree, and image-format.
     """
     what = f"kernel {variant.name}"
     if kernel.shared > shared_limit:
-        raise KernelTooLarge(f"{what} needs {kernel.shared} bytes of shared memory per block, the target has {shared_limit}")
+        raise BuildError(
+            "kernel-too-large", f"{what} needs {kernel.shared} bytes of shared memory per block, the target has {shared_limit}"
+        )
     if kernel.warps * 32 > LARGEST_BLOCK:
-        raise KernelTooLarge(f"{what} needs blocks of {kernel.warps} warps, {kernel.warps * 32} threads of at most {LARGEST_BLOCK}")
+        raise BuildError(
+            "kernel-too-large",
+            f"{what} needs blocks of {kernel.warps} warps, {kernel.warps * 32} threads of at most {LARGEST_BLOCK}",
+        )
     if kernel.tensor_columns > LARGEST_TENSOR_MEMORY:
-        raise KernelTooLarge(f"{what} needs {kernel.tensor_columns} columns of tensor memory, a block has {LARGEST_TENSOR_MEMORY}")
+        raise BuildError(
+            "kernel-too-large",
+            f"{what} needs {kernel.tensor_columns} columns of tensor memory, a block has {LARGEST_TENSOR_MEMORY}",
+        )
     for kind, size in (("global", kernel.global_scratch), ("profile", kernel.profile_scratch)):
         if size:
-            raise KernelUnsupported(f"{what} needs {size} bytes of {kind} scratch memory per block")
+            raise BuildError("kernel-unsupported", f"{what} needs {size} bytes of {kind} scratch memory per block")
     params = tuple((type_, name) for name, type_ in variant.signature if type_ != "constexpr")
     for type_, name in params:
         if type_.startswith(("tensordesc", "nvTmaDesc")):
-            raise KernelUnsupported(f"{what}: parameter {name} is a tensor descriptor, which has to be made on the device")
+            raise BuildError(
+                "kernel-unsupported", f"{what}: parameter {name} is a tensor descriptor, which has to be made on the device"
+            )
     entry = read_entry(kernel.image, kernel.symbol, what)
     threads, extra = kernel.warps * 32, entry.params[len(params) :]
     if len(entry.params) < len(params) or len(extra) not in (0, 2) or any(size != 8 for _, size in extra):
-        raise KernelFailed(f"{what}: its image takes {len(entry.params)} parameters, its signature has {len(params)} and scratch")
+        raise BuildError(
+            "kernel-failed", f"{what}: its image takes {len(entry.params)} parameters, its signature has {len(params)} and scratch"
+        )
     if entry.threads not in (None, (threads, 1, 1)):
-        raise KernelFailed(f"{what}: its image wants blocks of {entry.threads} threads, Triton says {threads}")
+        raise BuildError("kernel-failed", f"{what}: its image wants blocks of {entry.threads} threads, Triton says {threads}")
     if (entry.cluster or (1, 1, 1)) != (kernel.blocks, 1, 1):
-        raise KernelFailed(f"{what}: its image wants clusters of {entry.cluster} blocks, Triton says {kernel.blocks}")
+        raise BuildError(
+            "kernel-failed", f"{what}: its image wants clusters of {entry.cluster} blocks, Triton says {kernel.blocks}"
+        )
     return Compiled(
         image=kernel.image,
         sha256=hashlib.sha256(kernel.image).hexdigest(),
@@ -223,7 +239,7 @@ def _feed(
     folder: Path,
     tell: Tell,
 ) -> None:
-    """Give one process variants until none is left, and remember what it makes.  Raises KernelFailed, CompilerDied."""
+    """Give one process variants until none is left, and remember what it makes.  Raises kernel-failed, compiler-died."""
     assert child.stdin is not None
     assert child.stdout is not None
     while True:
@@ -240,9 +256,9 @@ def _feed(
         except BrokenPipeError:
             answer = ""
         if answer.startswith("failed "):
-            raise KernelFailed(f"{what}: {answer.removeprefix('failed ')}")
+            raise BuildError("kernel-failed", f"{what}: {answer.removeprefix('failed ')}")
         if answer != "done":
-            raise CompilerDied(f"{what}: {_last_line(child, log)}")
+            raise BuildError("compiler-died", f"{what}: {_last_line(child, log)}")
         remember(folder / name, pickle.loads((scratch / f"{name}.kernel").read_bytes()))
         tell(what)
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...capture.errors import ImageFormat
+from ...errors import BuildError
 from ...targets.cuda.elf import read_sections
 
 EIATTR_REQNTID, EIATTR_CTA_PER_CLUSTER = 0x10, 0x3D
@@ -42,12 +42,12 @@ class Entry:
 def read_entry(image: bytes, symbol: str, what: str = "image") -> Entry:
     """Read the launch of kernel `symbol` of a cubin.  `what` stands for the image in messages.
 
-    Raises ImageFormat when the image is no cubin, has no such kernel, is damaged, or describes its parameters in another way.
+    Raises image-format when the image is no cubin, has no such kernel, is damaged, or describes its parameters in another way.
     """
     name = f".nv.info.{symbol}"
     found = [section for section in read_sections(image, what) if section.name == name]
     if len(found) != 1:
-        raise ImageFormat(f"{what}: {len(found)} sections {name}, expected one")
+        raise BuildError("image-format", f"{what}: {len(found)} sections {name}, expected one")
     info = image[found[0].offset : found[0].offset + found[0].size]
     where = f"{what}: {name}"
     places: dict[int, tuple[int, int]] = {}
@@ -57,7 +57,7 @@ def read_entry(image: bytes, symbol: str, what: str = "image") -> Entry:
         if attribute in (EIATTR_KPARAM_INFO, EIATTR_KPARAM_INFO_V2):
             ordinal, place = _param(attribute, payload, where)
             if ordinal in places:
-                raise ImageFormat(f"{where}: parameter {ordinal} stands twice")
+                raise BuildError("image-format", f"{where}: parameter {ordinal} stands twice")
             places[ordinal] = place
         elif attribute == EIATTR_CBANK_PARAM_SIZE:
             total = value
@@ -65,20 +65,22 @@ def read_entry(image: bytes, symbol: str, what: str = "image") -> Entry:
             x, y, z = _unpack(_AXES, payload, where)
             axes[attribute] = (x, y, z)
     if sorted(places) != list(range(len(places))):
-        raise ImageFormat(f"{where}: the parameters {sorted(places)} are not numbered from 0")
+        raise BuildError("image-format", f"{where}: the parameters {sorted(places)} are not numbered from 0")
     params = tuple(places[i] for i in range(len(places)))
     end = 0
     for i, (offset, size) in enumerate(params):
         if offset < end or not size:
-            raise ImageFormat(f"{where}: parameter {i} has {size} bytes at {offset}, expected some from byte {end} on")
+            raise BuildError(
+                "image-format", f"{where}: parameter {i} has {size} bytes at {offset}, expected some from byte {end} on"
+            )
         end = offset + size
     if end != total:
-        raise ImageFormat(f"{where}: the parameters end at byte {end}, the kernel says {total}")
+        raise BuildError("image-format", f"{where}: the parameters end at byte {end}, the kernel says {total}")
     return Entry(params=params, threads=axes.get(EIATTR_REQNTID), cluster=axes.get(EIATTR_CTA_PER_CLUSTER))
 
 
 def read_parameters(image: bytes, symbol: str, what: str = "image") -> tuple[tuple[int, int], ...]:
-    """(offset, size) in bytes of each parameter of kernel `symbol`, in order.  Raises ImageFormat as `read_entry` does."""
+    """(offset, size) in bytes of each parameter of kernel `symbol`, in order.  Raises image-format as `read_entry` does."""
     return read_entry(image, symbol, what).params
 
 
@@ -87,14 +89,14 @@ def _records(info: bytes, where: str) -> Iterator[tuple[int, int, bytes]]:
     at = 0
     while at < len(info):
         if at + _RECORD.size > len(info):
-            raise ImageFormat(f"{where}: a record at byte {at} is cut off")
+            raise BuildError("image-format", f"{where}: a record at byte {at} is cut off")
         form, attribute, value = _RECORD.unpack_from(info, at)
         at += _RECORD.size
         if not 1 <= form <= EIFMT_SVAL:
-            raise ImageFormat(f"{where}: a record of format {form}, which is not known")
+            raise BuildError("image-format", f"{where}: a record of format {form}, which is not known")
         size = value if form == EIFMT_SVAL else 0
         if at + size > len(info):
-            raise ImageFormat(f"{where}: a record's {size} bytes at {at} do not fit the section's {len(info)}")
+            raise BuildError("image-format", f"{where}: a record's {size} bytes at {at} do not fit the section's {len(info)}")
         yield attribute, value, info[at : at + size]
         at += size
 
@@ -110,5 +112,5 @@ def _param(attribute: int, payload: bytes, where: str) -> tuple[int, tuple[int, 
 
 def _unpack(layout: struct.Struct, payload: bytes, where: str) -> tuple[int, ...]:
     if len(payload) != layout.size:
-        raise ImageFormat(f"{where}: a record of {len(payload)} bytes, expected {layout.size}")
+        raise BuildError("image-format", f"{where}: a record of {len(payload)} bytes, expected {layout.size}")
     return layout.unpack(payload)

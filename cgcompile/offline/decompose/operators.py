@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._inductor.decomposition import select_decomp_table
 
-from ..errors import OperationNeedsGpu, RandomnessUnsupported
+from ...errors import ModelError
 from .attention import SHORTEST, WIDEST, attend, fits
 from .convolutions import PRODUCTS, convolution
 from .sort import sort, topk
@@ -133,15 +133,16 @@ def attention(
 ) -> Tensor:
     """(..., heads, rows, width) by (..., heads, columns, width): one kernel where it `fits`, else with float32 scores in memory."""
     if dropout_p > 0:
-        raise RandomnessUnsupported(f"attention with dropout_p={dropout_p} draws random numbers")
+        raise ModelError("randomness-refused", f"attention with dropout_p={dropout_p} draws random numbers")
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if fits(query, key, value, attn_mask):
         return attend(query, key, value, attn_mask, is_causal, factor)
     rows, columns = query.shape[-2], key.shape[-2]
     if min(rows, columns) >= SHORTEST and max(rows, columns) > LONGEST:
-        raise OperationNeedsGpu(
+        raise ModelError(
+            "operation-needs-gpu",
             f"scaled_dot_product_attention over {rows} by {columns} positions, {query.dtype}, heads {query.shape[-1]} wide: such "
-            f"long sequences are lowered to Triton in half precision or float32, for heads up to {WIDEST} wide"
+            f"long sequences are lowered to Triton in half precision or float32, for heads up to {WIDEST} wide",
         )
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)

@@ -19,19 +19,10 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from ...errors import BuildError
+from ...errors import CATALOGUE, BuildError, ModelError
 from ...export.exported import memory_order
 from ...model.source import first_line, is_user_file
 from ...targets.cuda.lowering import repair
-from ..errors import (
-    ConstantUnknown,
-    InputChanged,
-    LoweringBroken,
-    OperationNeedsGpu,
-    RandomnessUnsupported,
-    SizesUnlike,
-    StateShared,
-)
 from ..traced import INPUT, WEIGHT
 from .operators import REPLACED, decompositions
 
@@ -74,7 +65,7 @@ def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor], layouts: 
     """The program at the sizes of `tensors`, inside `offline`.  `layouts`: of each output of the call the strides that it must
     have, None for any; () for any of all.
 
-    Raises SizesUnlike, InputChanged, StateShared, ConstantUnknown, RandomnessUnsupported, OperationNeedsGpu.
+    Raises sizes-unlike, input-changed, state-shared, constant-unknown, randomness-refused, operation-needs-gpu.
     """
     if any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
         program = program.run_decompositions({})  # takes vmap's batch axes out, and leaves the operations as they are
@@ -119,8 +110,9 @@ def operator(node: torch.fx.Node) -> str:
 
 def host_hint(operators: Iterable[str]) -> str:
     """What to do about operators that have no Triton kernel: the host has one of each, eager PyTorch ran the model there."""
+    hint = CATALOGUE["operation-needs-gpu"].hint
     options = " ".join([f"--host-op {name}" for name in dict.fromkeys(operators) if name])
-    return f"{OperationNeedsGpu.hint}; or keep it on the host: cgcompile build ... {options}" if options else OperationNeedsGpu.hint
+    return f"{hint}; or keep it on the host: cgcompile build ... {options}" if options else hint
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------
@@ -140,19 +132,19 @@ def _inputs(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> list[R
             rows.append((INPUT, "", None))
             continue
         if spec.kind not in KINDS:
-            raise ConstantUnknown(f"input {spec.arg.name} of the program is of the kind {spec.kind.name}")
+            raise ModelError("constant-unknown", f"input {spec.arg.name} of the program is of the kind {spec.kind.name}")
         if spec.kind == InputKind.USER_INPUT:
             if given >= len(tensors):
-                raise SizesUnlike(f"the program takes more than the {len(tensors)} tensors of the call")
+                raise BuildError("sizes-unlike", f"the program takes more than the {len(tensors)} tensors of the call")
             tensor, seen = tensors[given], node.meta["val"]
             if (tensor.dtype, tensor.dim()) != (seen.dtype, seen.dim()):
-                raise SizesUnlike(f"input {given} is {_text(tensor)}, the program takes {_text(seen)}")
+                raise BuildError("sizes-unlike", f"input {given} is {_text(tensor)}, the program takes {_text(seen)}")
             rows.append((INPUT, str(given), tensor))
             given += 1
         else:
             rows.append((WEIGHT, spec.target, state[spec.target]))
     if given != len(tensors):
-        raise SizesUnlike(f"the program takes {given} tensors, the call has {len(tensors)}")
+        raise BuildError("sizes-unlike", f"the program takes {given} tensors, the call has {len(tensors)}")
     return rows
 
 
@@ -170,11 +162,11 @@ def _changed(program: ExportedProgram) -> list[tuple[int, str]]:
     found = []
     for position, spec in enumerate(program.graph_signature.output_specs):
         if spec.kind == OutputKind.USER_INPUT_MUTATION:
-            raise InputChanged(f"the program writes into its input {spec.target}")
+            raise ModelError("input-changed", f"the program writes into its input {spec.target}")
         if spec.kind == OutputKind.BUFFER_MUTATION:
             found.append((position, spec.target))
         elif spec.kind != OutputKind.USER_OUTPUT:
-            raise OperationNeedsGpu(f"output {position} of the program is of the kind {spec.kind.name}")
+            raise ModelError("operation-needs-gpu", f"output {position} of the program is of the kind {spec.kind.name}")
     return found
 
 
@@ -206,17 +198,22 @@ class _Replacing(torch.fx.Interpreter):
         try:
             result = super().run_node(n)
             return _laid_out(result, n.meta.get("val")) if n.target in REPLACED else result
-        except OperationNeedsGpu as error:
-            raise OperationNeedsGpu(f"{_named(n)}: {error}", host_hint([str(n.target).removesuffix(".default")])) from error
-        except BuildError:
-            raise
+        except BuildError as error:
+            if error.code != "operation-needs-gpu":
+                raise
+            raise ModelError(
+                "operation-needs-gpu", f"{_named(n)}: {error}", host_hint([str(n.target).removesuffix(".default")])
+            ) from error
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            raise OperationNeedsGpu(
+            raise ModelError(
+                "operation-needs-gpu",
                 f"{_named(n)}: its result's shape, or what the program does next, depends on data",
                 host_hint([str(n.target).removesuffix(".default")]),
             ) from error
         except Exception as error:
-            raise LoweringBroken(f"{_named(n)} cannot be traced for cuda: {type(error).__name__}: {first_line(error)}") from error
+            raise BuildError(
+                "lowering-broken", f"{_named(n)} cannot be traced for cuda: {type(error).__name__}: {first_line(error)}"
+            ) from error
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().call_function(REPLACED.get(target, target), args, kwargs)
@@ -260,22 +257,22 @@ def _check(traced: torch.fx.GraphModule, inputs: Sequence[str], rows: Sequence[R
         if node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags:
             random.append(_named(node))
     if random:
-        raise RandomnessUnsupported(f"random numbers: {', '.join(dict.fromkeys(random))}")
+        raise ModelError("randomness-refused", f"random numbers: {', '.join(dict.fromkeys(random))}")
     if branches:
-        raise OperationNeedsGpu(f"control flow that depends on data: {', '.join(branches)}")
+        raise ModelError("operation-needs-gpu", f"control flow that depends on data: {', '.join(branches)}")
     if own:
-        raise ConstantUnknown(f"the program holds tensors of its own: {', '.join(own)}")
+        raise ModelError("constant-unknown", f"the program holds tensors of its own: {', '.join(own)}")
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     given = [row for row in rows if row[2] is not None]
     for node, (kind, name, tensor) in zip(placeholders, given, strict=True):
         if not any(user.target == torch.ops.aten.copy_.default and user.args[0] is node for user in node.users):
             continue
         if kind == INPUT:
-            raise InputChanged(f"the program writes into its input {name}")
+            raise ModelError("input-changed", f"the program writes into its input {name}")
         assert tensor is not None
         for other_kind, other, value in given:
             if other_kind == WEIGHT and other != name and value is not None and _share(value, tensor):
-                raise StateShared(f"{name}, which the program changes, lies in the same memory as {other}")
+                raise ModelError("state-shared", f"{name}, which the program changes, lies in the same memory as {other}")
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:

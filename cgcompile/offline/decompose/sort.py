@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..errors import OperationNeedsGpu
+from ...errors import ModelError
 
 SORTED, RANKED, LOOKED = 512, 1 << 14, 16
 """Inductor sorts up to so many elements in one kernel; up to so many each counts those before it; up to so many are looked for one
@@ -24,7 +24,7 @@ def sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bo
         return NotImplemented
     length = x.shape[dim]
     if length > RANKED:
-        raise OperationNeedsGpu(f"sort of {length} elements: up to {RANKED} are lowered to Triton")
+        raise ModelError("operation-needs-gpu", f"sort of {length} elements: up to {RANKED} are lowered to Triton")
     rows = x.movedim(dim, -1)
     one, other = rows.unsqueeze(-1), rows.unsqueeze(-2)  # (..., length, 1) and (..., 1, length)
     before = _less(one, other) if descending else _less(other, one)

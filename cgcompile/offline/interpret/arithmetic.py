@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from ..errors import NoStandIn
+from ...errors import BuildError
 from . import values
 from .values import Array, Handle
 
@@ -87,9 +87,9 @@ class Arithmetic:
             raise self.refusal(f"tl operation {name.removeprefix('create_')!r}")
         raise AttributeError(name)
 
-    def refusal(self, what: str) -> NoStandIn:
+    def refusal(self, what: str) -> BuildError:
         """The error for something that cannot be done here."""
-        return NoStandIn(f"{self.kernel}: the interpreter has no stand-in for {what}")
+        return BuildError("function-not-interpretable", f"{self.kernel}: the interpreter has no stand-in for {what}")
 
     def value(self, data: Array, dtype: Any) -> Handle:
         """A result as its type holds it: rounded when it is kept wider."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from ..errors import KernelAsserted
+from ...errors import ModelError
 from . import values
 from .arithmetic import Arithmetic
 from .block_pointers import BlockPointer
@@ -50,11 +50,11 @@ class Builder(Arithmetic):
 
     def create_assert(self, condition: Handle, message: str) -> None:
         if not condition.data.all():
-            raise KernelAsserted(f"{self.kernel}: assertion failed: {message}")
+            raise ModelError("kernel-asserted", f"{self.kernel}: assertion failed: {message}")
 
     def create_assume(self, condition: Handle) -> None:
         if not condition.data.all():
-            raise KernelAsserted(f"{self.kernel}: what the kernel tells the compiler to assume does not hold")
+            raise ModelError("kernel-asserted", f"{self.kernel}: what the kernel tells the compiler to assume does not hold")
 
     # shapes
 

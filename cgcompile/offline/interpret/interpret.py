@@ -25,7 +25,6 @@ from ...targets.cuda.fills import memset_of
 from ...util.content_cache import digest, recall, remember, sources, versions
 from ...util.workers import ask
 from ..assemble.block_reader import arguments, check_order
-from ..errors import InterpreterDied
 from ..traced import Key, Variant
 
 QUIET = {
@@ -123,7 +122,7 @@ def interpret(
 
     `workers` processes run at a time (default: one for each processor); `folder` takes their files and logs.
 
-    Raises OrderBroken, ParameterMismatch, NoStandIn, ReadOutside, WroteOutside, KernelAsserted, KernelUnreadable, InterpreterDied.
+    Raises order-broken, parameter-mismatch, function-not-interpretable, read-outside, wrote-outside, kernel-asserted, kernel-unreadable, interpreter-died.
     """
     for recording in [recording for task in tasks for recording in task.recordings]:
         check_order(recording)
@@ -208,6 +207,6 @@ def _run(task: Task, folder: Path, number: int) -> Outcome:
     place = folder / f"interpret{number}-{'x'.join(map(str, task.key)) or 'call'}"
     environment = {"TRITON_INTERPRET": "1", **QUIET}
     outcome: Outcome = ask(
-        "cgcompile.offline.interpret.worker", task, place, environment, InterpreterDied, f"interpreting int_key {task.key}"
+        "cgcompile.offline.interpret.worker", task, place, environment, "interpreter-died", f"interpreting int_key {task.key}"
     )
     return outcome

@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from ..errors import KernelUnreadable
+from ...errors import BuildError
 from . import reductions
 from .builder import Builder
 from .memory import Memory
@@ -64,7 +64,7 @@ class Steps:
         return bool(self.number(value)) if isinstance(value, tl.tensor) else bool(value)
 
     def again(self, value: Any) -> bool:
-        """The condition of a `while`.  Raises Diverged, and NoStandIn for a loop that does not end."""
+        """The condition of a `while`.  Raises Diverged, and function-not-interpretable for a loop that does not end."""
         self.builder.turns += 1
         if self.builder.turns > TURNS:
             raise self.builder.refusal(f"a loop of more than {TURNS} turns: it may wait for another program instance")
@@ -217,7 +217,7 @@ def install(memory: Memory) -> tuple[Builder, Steps]:
 
 
 def function_of(source: str, name: str, steps: Steps) -> Callable[..., Any]:
-    """The function that a variant's source defines, rewritten.  Raises KernelUnreadable."""
+    """The function that a variant's source defines, rewritten.  Raises kernel-unreadable."""
     from torch._inductor.runtime import triton_helpers  # here: torch takes seconds to import, and looks at Triton's switch
 
     where = f"<kernel {name} {len(linecache.cache)}>"
@@ -229,10 +229,10 @@ def function_of(source: str, name: str, steps: Steps) -> Callable[..., Any]:
     try:
         exec(compile(source, where, "exec"), names)
     except (SyntaxError, NameError, AttributeError) as error:
-        raise KernelUnreadable(f"kernel {name}: its source cannot be run: {error}") from error
+        raise BuildError("kernel-unreadable", f"kernel {name}: its source cannot be run: {error}") from error
     found = names.get(name)
     if found is None:
-        raise KernelUnreadable(f"kernel {name}: its source does not define it")
+        raise BuildError("kernel-unreadable", f"kernel {name}: its source does not define it")
     return rewritten(getattr(found, "fn", found), steps)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ...errors import BuildError
-from ..errors import KernelUnreadable
 from .builder import Builder
 from .language import Diverged
 from .values import Array
@@ -23,7 +22,7 @@ def launch(
     """Run every instance of `grid`.  `kernel` names it in messages.
 
     The first instance runs alone and shows how wide the kernel's values are.  A batch whose instances take different ways is undone
-    and run again in groups.  Raises NoStandIn, ReadOutside, WroteOutside, KernelAsserted, KernelUnreadable.
+    and run again in groups.  Raises function-not-interpretable, read-outside, wrote-outside, kernel-asserted, kernel-unreadable.
     """
     builder.kernel = builder.memory.where = kernel
     builder.grid = grid
@@ -53,7 +52,7 @@ def _run(builder: Builder, function: Callable[..., Any], arguments: Mapping[str,
             raise
         except Exception as error:  # whatever Triton's front end raises on a kernel that its compiler would refuse too
             what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise KernelUnreadable(f"{builder.kernel}: the interpreter failed: {what}") from error
+            raise BuildError("kernel-unreadable", f"{builder.kernel}: the interpreter failed: {what}") from error
 
 
 def _ids(numbers: Array) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 
 from cgbundle.format.schema import MEMORIES
 
-from ..errors import ReadOutside, WroteOutside
+from ...errors import BuildError
 from .values import Array
 
 GAP, ALIGNMENT = 4096, 256
@@ -46,13 +46,13 @@ class Memory:
         self.buffer: Array = np.full(-(-(end + GAP) // ALIGNMENT) * ALIGNMENT, POISON, np.uint8)
 
     def address(self, memory: int, offset: int) -> int:
-        """The address of a byte of a memory (position in schema.MEMORIES).  Raises ReadOutside when there is no such memory."""
+        """The address of a byte of a memory (position in schema.MEMORIES).  Raises read-outside when there is no such memory."""
         if MEMORIES[memory] not in self._names:
-            raise ReadOutside(f"{self.where} names memory {MEMORIES[memory]!r}, which this recording does not have")
+            raise BuildError("read-outside", f"{self.where} names memory {MEMORIES[memory]!r}, which this recording does not have")
         return self._starts[self._names.index(MEMORIES[memory])] + offset
 
     def span(self, memory: int, offset: int, nbytes: int, verb: str = "reads") -> Array:
-        """The bytes of a piece of a memory, to read and write.  Raises ReadOutside or WroteOutside."""
+        """The bytes of a piece of a memory, to read and write.  Raises read-outside or wrote-outside."""
         start = self.address(memory, offset)
         if nbytes:
             self._check(np.array([start, start + nbytes - 1]), 1, verb)
@@ -138,11 +138,13 @@ class Memory:
         if size > 1 and int(np.bitwise_or.reduce(pointers, axis=None)) & (size - 1):
             raise self._error(int(pointers[(pointers & (size - 1)) != 0][0]), size, verb, ", which is not aligned")
 
-    def _error(self, address: int, size: int, verb: str, what: str) -> ReadOutside | WroteOutside:
+    def _error(self, address: int, size: int, verb: str, what: str) -> BuildError:
         regions = zip(self._names, self._starts, self._ends, strict=True)
         name, start, end = min(regions, key=lambda region: max(region[1] - address, address - region[2]))
-        kind = WroteOutside if verb == "writes" else ReadOutside
-        return kind(f"{self.where} {verb} {size} bytes at byte {address - start} of memory {name!r} ({end - start} bytes){what}")
+        code = "wrote-outside" if verb == "writes" else "read-outside"
+        return BuildError(
+            code, f"{self.where} {verb} {size} bytes at byte {address - start} of memory {name!r} ({end - start} bytes){what}"
+        )
 
 
 def _rounds(places: Array) -> list[Array]:

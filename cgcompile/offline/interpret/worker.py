@@ -17,10 +17,10 @@ from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import DTYPES, MEMORIES, Value
 from cgbundle.tables.recording import Address, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
+from ...errors import BuildError
 from ...targets.cuda.fills import memset_of
 from ...util.workers import answer
 from ..assemble.block_reader import arguments, check_order, programs
-from ..errors import NoStandIn
 from .interpret import Outcome, Task
 from .memory import Memory
 from .values import Array
@@ -84,7 +84,7 @@ class _Kernels:
         which = function.image, function.symbol
         where = f"kernel {function.symbol}, row {row} of int_key {self.task.key}"
         if which not in self.variants:
-            raise NoStandIn(f"{where}: the interpreter has no source of image {function.image[:12]}")
+            raise BuildError("function-not-interpretable", f"{where}: the interpreter has no source of image {function.image[:12]}")
         variant = self.variants[which]
         if which not in self.functions:
             self.functions[which] = self.language.function_of(variant.source, variant.name, self.steps)

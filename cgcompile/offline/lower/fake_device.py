@@ -22,9 +22,8 @@ from unittest import mock
 
 import torch
 
-from ...errors import TorchUnsupported
+from ...errors import BuildError
 from ...targets.architectures import Arch
-from ..errors import GpuVisible
 
 TESTED = "torch 2.11 and 2.13, triton 3.6 and 3.7"
 CUDA = "13.0"
@@ -61,12 +60,14 @@ def offline(arch: Arch) -> Iterator[None]:
     """Inside, torch has one GPU "cuda:0", of architecture `arch`; tensors there can only be fake, and kernels are not compiled:
     `async_compile.triton` of a wrapper gives a `KernelSource`.
 
-    Raises TorchUnsupported when this torch or Triton lacks a name that has to be replaced, GpuVisible when the process sees a GPU.
+    Raises torch-unsupported when this torch or Triton lacks a name that has to be replaced, gpu-visible when the process sees a GPU.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
         if torch.cuda.is_initialized() or torch.cuda.device_count():
-            raise GpuVisible("this process has looked for GPUs already and sees one, so it cannot be hidden any more")
+            raise BuildError(
+                "gpu-visible", "this process has looked for GPUs already and sees one, so it cannot be hidden any more"
+            )
         forget = [_find(owner, name) for owner, name in _forgotten()]
         for cached in forget:
             cached.cache_clear()
@@ -265,7 +266,9 @@ def _keep_source(compiler: Any, kernel_name: str, source_code: str, device_str: 
 
 def _refuse(what: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise TorchUnsupported(f"torch {torch.__version__} wanted to {what}, which needs a GPU; tested with {TESTED}")
+        raise BuildError(
+            "torch-unsupported", f"torch {torch.__version__} wanted to {what}, which needs a GPU; tested with {TESTED}"
+        )
 
     return refuse
 
@@ -274,7 +277,7 @@ def _refuse(what: str) -> Callable[..., Any]:
 
 
 def _find(path: str, name: str = "") -> Any:
-    """The object at a dotted path.  Raises TorchUnsupported."""
+    """The object at a dotted path.  Raises torch-unsupported."""
     parts = [*path.split("."), *([name] if name else [])]
     for cut in range(len(parts), 0, -1):
         module = ".".join(parts[:cut])
@@ -292,5 +295,5 @@ def _find(path: str, name: str = "") -> Any:
     raise _lacks(".".join(parts), "it has to be replaced")
 
 
-def _lacks(name: str, why: str) -> TorchUnsupported:
-    return TorchUnsupported(f"torch {torch.__version__} has no {name} ({why}); tested with {TESTED}")
+def _lacks(name: str, why: str) -> BuildError:
+    return BuildError("torch-unsupported", f"torch {torch.__version__} has no {name} ({why}); tested with {TESTED}")

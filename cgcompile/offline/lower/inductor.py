@@ -22,13 +22,12 @@ from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 from torch.export import ExportedProgram
 
-from ...errors import BuildError
+from ...errors import BuildError, ModelError
 from ...model.source import first_line
 from ...targets.architectures import Arch
 from ..decompose.constant_folding import fold
 from ..decompose.retrace import Retraced, host_hint, operator, place, retrace, same_layout
 from ..decompose.split_k import Pieces, split_products
-from ..errors import LoweringBroken, OperationNeedsGpu
 from ..traced import Key, Tensor, Traced
 from ..tuning import cost_model as choosing
 from ..tuning.cost_model import Candidate, Problem
@@ -105,8 +104,8 @@ def lower_key(
     `choose` picks the configuration of products and convolutions, `pieces` says what products are cut into; `float32` says how
     float32 is multiplied (`variants.FLOAT32`).  Equal arguments give equal results, in every process.
 
-    Raises OperationNeedsGpu, RandomnessUnsupported, InputChanged, StateShared, ConstantUnknown, SizesUnlike, LoweringBroken,
-    TorchUnsupported, GpuVisible.
+    Raises operation-needs-gpu, randomness-refused, input-changed, state-shared, constant-unknown, sizes-unlike, lowering-broken,
+    torch-unsupported, gpu-visible.
     """
     with offline(arch):
         held = {
@@ -123,7 +122,8 @@ def lower_key(
             followed = _follow(retraced, key, layouts, lambda source: load(source, chosen, float32))
     if followed.unknown:
         origins = [_origin(name, retraced) for name in followed.unknown]
-        raise OperationNeedsGpu(
+        raise ModelError(
+            "operation-needs-gpu",
             f"int_key {key}: no Triton kernel for {', '.join([text for text, _ in origins])}",
             host_hint([each for _, operators in origins for each in operators]),
         )
@@ -140,15 +140,16 @@ def lower_key(
 
 
 def _as_wanted(outputs: tuple[Tensor, ...], layouts: Sequence[tuple[int, ...] | None], key: Key) -> tuple[Tensor, ...]:
-    """The outputs with the strides of `layouts`, which may differ where an axis has one element.  Raises LoweringBroken."""
+    """The outputs with the strides of `layouts`, which may differ where an axis has one element.  Raises lowering-broken."""
     if not layouts:
         return outputs
     made = []
     for number, (tensor, wanted) in enumerate(zip(outputs, layouts, strict=True)):
         strides = tensor.strides if wanted is None else wanted
         if not same_layout(tensor.shape, tensor.strides, strides):
-            raise LoweringBroken(
-                f"int_key {key}: Inductor gives output {number} the strides {tensor.strides}, {strides} were asked for"
+            raise BuildError(
+                "lowering-broken",
+                f"int_key {key}: Inductor gives output {number} the strides {tensor.strides}, {strides} were asked for",
             )
         made.append(replace(tensor, strides=strides))
     return tuple(made)
@@ -179,9 +180,11 @@ def _explain(error: InductorError, key: Key, retraced: Retraced) -> BuildError:
         if type(cause).__name__ in ("NoValidChoicesError", "MissingOperatorWithoutDecomp", "MissingOperatorWithDecomp"):
             target = re.search(r"target: ([\w.]+)", str(error))
             text, operators = _origin(target[1], retraced) if target else ("an operation", [])
-            return OperationNeedsGpu(f"int_key {key}: no Triton kernel for {text}: {first_line(cause)}", host_hint(operators))
+            return ModelError(
+                "operation-needs-gpu", f"int_key {key}: no Triton kernel for {text}: {first_line(cause)}", host_hint(operators)
+            )
         cause = cause.__cause__ or cause.__context__
-    return LoweringBroken(f"int_key {key}: Inductor failed: {first_line(error)}")
+    return BuildError("lowering-broken", f"int_key {key}: Inductor failed: {first_line(error)}")
 
 
 def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
@@ -240,7 +243,7 @@ class _Choices(InductorChoices):
         try:
             index, how = self._choose(problem, candidates, self._arch)
         except ValueError as error:
-            raise OperationNeedsGpu(str(error)) from error
+            raise ModelError("operation-needs-gpu", str(error)) from error
         picked = candidates[index]
         self._found[picked.block_m, picked.block_n, picked.block_k, picked.stages, picked.warps] = how
         return index

@@ -16,7 +16,6 @@ from torch.export import ExportedProgram
 from ...targets.cuda.tensors import contents, program_tensors, settings
 from ...util.content_cache import digest, recall, remember, sources, versions
 from ...util.workers import ask
-from ..errors import LoweringBroken
 from ..traced import Key, Traced
 
 Name = tuple[str, Key]
@@ -76,7 +75,7 @@ def lower_all(
     """Every work lowered for `arch`, in the order of `works`.
 
     `folder` takes working files and logs; `cache` keeps what was lowered, by content.  `workers`: processes at a time, by default
-    one for each processor.  Raises what `lowering.lower_key` raises, and LoweringBroken when a process ends without an answer.
+    one for each processor.  Raises what `lowering.lower_key` raises, and lowering-broken when a process ends without an answer.
     """
     rest = arch, table.read_bytes() if table else b"", settings(), versions(), sources()
     about = _contents([work.program for work in works.values()])
@@ -95,7 +94,7 @@ def lower_all(
         items = [_item(works[name], name, files, folder / f"tensors{number}-{place}") for place, name in enumerate(names)]
         request = Request(items=tuple(items), arch=arch, settings=settings(), table=table)
         what = f"lowering {', '.join([f'{region} for int_key {key}' for region, key in names])}"
-        found: list[Traced] = ask("cgcompile.offline.lower.worker", request, folder / f"lower{number}", {}, LoweringBroken, what)
+        found: list[Traced] = ask("cgcompile.offline.lower.worker", request, folder / f"lower{number}", {}, "lowering-broken", what)
         for name, traced in zip(names, found, strict=True):
             remember(kept[name], traced)
             tell(f"lowered {name[0]} for int_key {name[1]}: {len(traced.variants)} kernels")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConstantUnknown, LoweringBroken
+from ...errors import BuildError, ModelError
 from ..traced import TEMPORARY, Allocate, Buffer, Copy, Event, Fill, Launch, Place, Release, Tensor, Variant
 from .fake_device import KernelSource
 from .variants import Kernel
@@ -40,7 +40,7 @@ class Followed:
 def follow(wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load) -> Followed:
     """Run the wrapper's `call` on stand-ins for `tensors`, whose kinds and names are `names`.
 
-    Raises ConstantUnknown, LoweringBroken.
+    Raises constant-unknown, lowering-broken.
     """
     log = _Log(load=load)
     given = [log.given(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
@@ -49,7 +49,7 @@ def follow(wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[
     results = scope["call"](list(given))
     outputs = tuple([value.tensor() for value in results if isinstance(value, StandIn)])
     if len(outputs) != len(results) and not log.unknown:
-        raise LoweringBroken(f"the wrapper returned {[type(value).__name__ for value in results]}, expected tensors")
+        raise BuildError("lowering-broken", f"the wrapper returned {[type(value).__name__ for value in results]}, expected tensors")
     events = tuple(log.events)  # before `results` are dropped: outputs live to the end
     return Followed(
         buffers=tuple(log.buffers),
@@ -124,7 +124,7 @@ class StandIn:
     def zero_(self) -> StandIn:
         """Inductor clears workspaces so, which are dense."""
         if span(self.shape, self.strides) != math.prod(self.shape):
-            raise LoweringBroken(f"the wrapper clears a tensor with gaps: {self.shape}, strides {self.strides}")
+            raise BuildError("lowering-broken", f"the wrapper clears a tensor with gaps: {self.shape}, strides {self.strides}")
         self.log.events.append(Fill(target=self.place(), value=0, element=1, count=self.span()))
         return self
 
@@ -136,14 +136,16 @@ class StandIn:
             self.strides,
             self.dtype,
         ):
-            raise LoweringBroken(f"the wrapper copies between different layouts: {source} to {self.shape}, {self.strides}")
+            raise BuildError(
+                "lowering-broken", f"the wrapper copies between different layouts: {source} to {self.shape}, {self.strides}"
+            )
         if not dense:
-            raise LoweringBroken(f"the wrapper copies a tensor with gaps: {self.shape}, strides {self.strides}")
+            raise BuildError("lowering-broken", f"the wrapper copies a tensor with gaps: {self.shape}, strides {self.strides}")
         self.log.events.append(Copy(source=source.place(), target=self.place(), nbytes=self.span()))
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise LoweringBroken(f"the wrapper uses a tensor's {name!r}")
+        raise BuildError("lowering-broken", f"the wrapper uses a tensor's {name!r}")
 
 
 class Unknown:
@@ -201,7 +203,9 @@ class _Log:
             self.kernels[key] = self.load(source)
         kernel = self.kernels[key]
         if len(arguments) != len(kernel.parameters):
-            raise LoweringBroken(f"kernel {source.name}: called with {len(arguments)} arguments, takes {kernel.parameters}")
+            raise BuildError(
+                "lowering-broken", f"kernel {source.name}: called with {len(arguments)} arguments, takes {kernel.parameters}"
+            )
         values = dict(zip(kernel.parameters, arguments, strict=True))
         _check_strides(kernel.variant, values)
         grid = kernel.grid({name: value for name, value in values.items() if not isinstance(value, StandIn)})
@@ -224,10 +228,13 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
 def _argument(kernel: str, name: str, kind: str, value: Any) -> Place | int | float:
     if kind.startswith("*"):
         if not isinstance(value, StandIn):
-            raise ConstantUnknown(f"kernel {kernel}: argument {name} is {type(value).__name__}, a tensor that Inductor made itself")
+            raise ModelError(
+                "constant-unknown",
+                f"kernel {kernel}: argument {name} is {type(value).__name__}, a tensor that Inductor made itself",
+            )
         return value.place()
     if not isinstance(value, int | float):
-        raise LoweringBroken(f"kernel {kernel}: argument {name} of type {kind} is {type(value).__name__}")
+        raise BuildError("lowering-broken", f"kernel {kernel}: argument {name} of type {kind} is {type(value).__name__}")
     return value
 
 
@@ -237,13 +244,14 @@ def _check_strides(variant: Variant, values: Mapping[str, Any]) -> None:
         tensor, found, axis = name.rpartition("_stride_")
         given = values.get(tensor)
         if found and isinstance(given, StandIn) and given.shape[int(axis)] > 1 and given.strides[int(axis)] != wanted:
-            raise LoweringBroken(
-                f"kernel {variant.name}: {tensor} has strides {given.strides}, {wanted} was expected for axis {axis}"
+            raise BuildError(
+                "lowering-broken",
+                f"kernel {variant.name}: {tensor} has strides {given.strides}, {wanted} was expected for axis {axis}",
             )
 
 
 def _impossible(name: str) -> Kernel:
-    raise LoweringBroken(f"a program without operations launches {name}")
+    raise BuildError("lowering-broken", f"a program without operations launches {name}")
 
 
 # --- the wrapper's names --------------------------------------------------------------------------------------
@@ -259,7 +267,7 @@ class _Kernels:
     def run(self, *arguments: Any, stream: Any = 0, **others: Any) -> None:
         """As the wrapper calls it."""
         if others:
-            raise LoweringBroken(f"kernel {self._source.name}: called with {sorted(others)}")
+            raise BuildError("lowering-broken", f"kernel {self._source.name}: called with {sorted(others)}")
         self._log.launch(self._source, arguments)
 
 

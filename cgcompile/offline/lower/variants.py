@@ -16,7 +16,7 @@ from typing import Any
 from torch._inductor.async_compile import _load_triton_kernel_from_source
 from torch._inductor.runtime.triton_heuristics import CompileResult, GridExpr, get_constexprs
 
-from ..errors import LoweringBroken
+from ...errors import BuildError
 from ..traced import Variant
 from .fake_device import KernelSource
 
@@ -40,7 +40,7 @@ class Kernel:
 
 
 def load(source: KernelSource, chosen: Mapping[Configuration, str], float32: str) -> Kernel:
-    """Read a kernel of the wrapper.  `chosen` says how the configurations of templates were found.  Raises LoweringBroken.
+    """Read a kernel of the wrapper.  `chosen` says how the configurations of templates were found.  Raises lowering-broken.
 
     Where Inductor offers several configurations it would measure them; the first is the one that it takes when it may not.
     """
@@ -52,7 +52,9 @@ def load(source: KernelSource, chosen: Mapping[Configuration, str], float32: str
     call = CompileResult(None, config, meta, tuner.inductor_meta)._get_arg_lists(names, get_constexprs(tuner.fn))[1]
     signature = tuple([(name, meta["signature"][name]) for name in names if name in meta["signature"]])
     if len(signature) != len(names) or any(name not in dict(signature) for name in meta["constants"]):
-        raise LoweringBroken(f"kernel {source.name}: its signature {list(meta['signature'])} does not name its arguments {names}")
+        raise BuildError(
+            "lowering-broken", f"kernel {source.name}: its signature {list(meta['signature'])} does not name its arguments {names}"
+        )
     text = exact_products(constant_factors(_functions(source.text, source.name)), float32)
     variant = Variant(
         name=source.name,
@@ -101,7 +103,7 @@ def _functions(text: str, name: str) -> str:
         elif found and before.startswith("@triton.jit"):
             helpers.append("@triton.jit\n" + part.strip() + "\n")
     if not kernel:
-        raise LoweringBroken(f"kernel {name}: Inductor's module defines no such function")
+        raise BuildError("lowering-broken", f"kernel {name}: Inductor's module defines no such function")
     return "\n\n".join([textwrap.dedent(kernel).strip() + "\n", *helpers])
 
 
@@ -109,7 +111,7 @@ def _divisible(name: str, names: list[str], configs: Any) -> tuple[str, ...]:
     found = []
     for (index,), attributes in configs[0].items():
         if attributes != [["tt.divisibility", 16]]:
-            raise LoweringBroken(f"kernel {name}: argument {names[index]} has the attributes {attributes}")
+            raise BuildError("lowering-broken", f"kernel {name}: argument {names[index]} has the attributes {attributes}")
         found.append(names[index])
     return tuple(found)
 

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...errors import BuildError
 from ...targets.architectures import Arch
-from ..errors import MeasurementsBroken
 from .cost_model import Candidate, Problem, Table, choose
 from .split_factors import pieces
 
@@ -25,12 +25,12 @@ def table_file(arch: str) -> Path | None:
 
 
 def read_table(path: Path) -> Table:
-    """Problem -> measured (candidate, microseconds), fastest first.  Raises MeasurementsBroken."""
+    """Problem -> measured (candidate, microseconds), fastest first.  Raises measurements-broken."""
     try:
         rows = json.loads(path.read_text())["problems"]
         return {Problem(**row["problem"]): [_measured(found) for found in row["measured"]] for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MeasurementsBroken(f"{path}: {type(error).__name__}: {error}") from error
+        raise BuildError("measurements-broken", f"{path}: {type(error).__name__}: {error}") from error
 
 
 def _measured(row: dict[str, Any]) -> tuple[Candidate, float]:

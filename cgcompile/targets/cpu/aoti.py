@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from ...errors import CompilerFailed, TorchUnsupported
+from ...errors import BuildError
 from ...model.source import first_line
 
 TESTED = "2.13"
@@ -59,18 +59,21 @@ def compile_cpu(
     `shared`: outputs that share memory with something else; of these it gives copies, because compiled code hands out one tensor
     under two names, or a constant, which the caller would free twice (seen with torch 2.13).  `changing`: its weights may change,
     because it writes to its buffers or hands weights out.
-    Raises CompilerFailed, TorchUnsupported.
+    Raises compiler-failed, torch-unsupported.
     """
     if not hasattr(torch._inductor, "aot_compile"):
-        raise TorchUnsupported(f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}")
+        raise BuildError(
+            "torch-unsupported", f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}"
+        )
     if shutil.which(_compiler()) is None:
-        raise CompilerFailed(f"no C++ compiler: {_compiler()!r} is not on the PATH", "install g++, or set CXX")
+        raise BuildError("compiler-failed", f"no C++ compiler: {_compiler()!r} is not on the PATH", "install g++, or set CXX")
     target = work / "model.so"
     known = torch._inductor.config.get_config_copy()
     wanted = OPTIONS | (UNFOLDED if changing else {})
     if changing and (missing := sorted(UNFOLDED.keys() - known.keys())):
-        raise TorchUnsupported(
-            f"torch {torch.__version__}: Inductor has no option {missing[0]}; cgcompile was tested with {TESTED}"
+        raise BuildError(
+            "torch-unsupported",
+            f"torch {torch.__version__}: Inductor has no option {missing[0]}; cgcompile was tested with {TESTED}",
         )
     options = {name: value for name, value in wanted.items() if name in known}
     with _private_cache(work / "cache"), _watched(work, tell), torch.no_grad():
@@ -81,9 +84,11 @@ def compile_cpu(
                 options={**options, "aot_inductor.output_path": str(target)},
             )
         except Exception as error:
-            raise CompilerFailed(f"Inductor failed: {type(error).__name__}: {first_line(error)}") from error
+            raise BuildError("compiler-failed", f"Inductor failed: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(made, str) or not target.exists():
-        raise TorchUnsupported(f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}")
+        raise BuildError(
+            "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
+        )
     _make_reproducible(target, work)
     return Compiled(path=target, features=_native_features())
 
@@ -107,7 +112,7 @@ def _make_reproducible(target: Path, work: Path) -> None:
     Others of the same length take their place."""
     strip = shutil.which("strip")
     if strip is None:
-        raise CompilerFailed("`strip` is not on the PATH", "install binutils")
+        raise BuildError("compiler-failed", "`strip` is not on the PATH", "install binutils")
     subprocess.run([strip, "--strip-all", "--remove-section=.note.gnu.build-id", str(target)], check=True)
     data = target.read_bytes()
     for old, new in ((str(work), "/cgcompile"), (os.path.dirname(os.path.abspath(torch.__file__)), "/torch")):

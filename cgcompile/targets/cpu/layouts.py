@@ -13,7 +13,7 @@ from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion, Layout
 from cgbundle.format.schema import Weight
 
-from ...errors import CompilerFailed, ConstantUnsaved
+from ...errors import BuildError, ModelError
 from ...export.weights import weight_tensors
 from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
@@ -37,7 +37,7 @@ class Bound:
 def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weight]) -> Bound:
     """Loads the shared object of `program` here, with the model's own tensors as constants, and copies of those that it writes to.
 
-    Raises ConstantUnsaved for a constant that is no weight.
+    Raises constant-unsaved for a constant that is no weight.
     """
     torch_library = libtorch.load(torch.__version__)
     region = HostRegion(str(path), torch_library, path.name)
@@ -47,8 +47,9 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
     for own, model in region.constants():
         name = model.removeprefix(PREFIX)
         if model not in tensors or name not in positions:
-            raise ConstantUnsaved(
-                f"the compiled code wants the constant {own!r} ({model or 'made by Inductor'}), which is no weight of the model"
+            raise ModelError(
+                "constant-unsaved",
+                f"the compiled code wants the constant {own!r} ({model or 'made by Inductor'}), which is no weight of the model",
             )
         pairs.append((own, positions[name]))
         value = tensors[model].detach()
@@ -61,7 +62,7 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
 
 
 def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Runs the region once, from its first state, and returns the strides of its outputs.  Raises CompilerFailed when their number,
+    """Runs the region once, from its first state, and returns the strides of its outputs.  Raises compiler-failed when their number,
     dtype or shape is not eager PyTorch's."""
     torch_library = libtorch.load(torch.__version__)
     layouts = [Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()) for value in inputs]
@@ -72,9 +73,10 @@ def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequen
         for index, (handle, expected) in enumerate(zip(handles, outputs, strict=True)):
             dtype, shape, strides = torch_library.layout(handle or 0)
             if shape != tuple(expected.shape) or dtype != torch_library.dtype(dtype_name(expected.dtype)):
-                raise CompilerFailed(
+                raise BuildError(
+                    "compiler-failed",
                     f"the compiled code gives output {index} the shape {list(shape)}, "
-                    f"eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}"
+                    f"eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}",
                 )
             found.append(strides)
     finally:

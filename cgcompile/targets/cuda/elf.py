@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from ...capture.errors import ImageFormat
+from ...errors import BuildError
 
 MAGIC = b"\x7fELF"
 FATBIN_MAGIC = (b"\x50\xed\x55\xba", b"\x51\x46\x62\x46", b"\xb1\x43\x62\x46")
@@ -60,7 +60,7 @@ class Cubin:
 def read_cubin(image: bytes, what: str = "image") -> Cubin:
     """Read a cubin.  `what` stands for the image in messages.
 
-    Raises ImageFormat when the bytes are no cubin ELF (a fatbin and PTX text are named as such), or are cut off.
+    Raises image-format when the bytes are no cubin ELF (a fatbin and PTX text are named as such), or are cut off.
     """
     sections = read_sections(image, what)
     data: list[Symbol] = []
@@ -69,7 +69,9 @@ def read_cubin(image: bytes, what: str = "image") -> Cubin:
         if table.type != SHT_SYMTAB:
             continue
         if table.link >= len(sections):
-            raise ImageFormat(f"{what}: symbol table {table.name} names string table {table.link} of {len(sections)} sections")
+            raise BuildError(
+                "image-format", f"{what}: symbol table {table.name} names string table {table.link} of {len(sections)} sections"
+            )
         names = sections[table.link]
         for at in range(table.offset, table.offset + table.size - _SYMBOL.size + 1, _SYMBOL.size):
             name_at, info, _other, index, value, size = _SYMBOL.unpack_from(image, at)
@@ -87,24 +89,26 @@ def read_cubin(image: bytes, what: str = "image") -> Cubin:
 
 
 def read_sections(image: bytes, what: str = "image") -> tuple[Section, ...]:
-    """The section table.  Raises ImageFormat."""
+    """The section table.  Raises image-format."""
     if image[:4] in FATBIN_MAGIC:
-        raise ImageFormat(f"{what} is a fatbin, not a cubin ELF file")
+        raise BuildError("image-format", f"{what} is a fatbin, not a cubin ELF file")
     if image[:4] != MAGIC:
         kind = "PTX text" if b".version" in image[:4096] else f"no ELF file (it starts with {image[:4].hex() or 'nothing'})"
-        raise ImageFormat(f"{what} is {kind}, not a cubin ELF file")
+        raise BuildError("image-format", f"{what} is {kind}, not a cubin ELF file")
     if len(image) < _HEADER.size:
-        raise ImageFormat(f"{what}: {len(image)} bytes are too few for an ELF header")
+        raise BuildError("image-format", f"{what}: {len(image)} bytes are too few for an ELF header")
     head = _HEADER.unpack_from(image)
     ident, machine, shoff, (shentsize, shnum, shstrndx) = head[0], head[2], head[6], head[11:14]
     if ident[4] != 2 or ident[5] != 1 or machine != EM_CUDA:
-        raise ImageFormat(f"{what}: ELF class {ident[4]}, encoding {ident[5]}, machine {machine}; a cubin has 2, 1, {EM_CUDA}")
+        raise BuildError(
+            "image-format", f"{what}: ELF class {ident[4]}, encoding {ident[5]}, machine {machine}; a cubin has 2, 1, {EM_CUDA}"
+        )
     if shentsize != _SECTION.size or shoff + shnum * shentsize > len(image) or shstrndx >= shnum:
-        raise ImageFormat(f"{what}: the section table ({shnum} entries at {shoff}) does not fit {len(image)} bytes")
+        raise BuildError("image-format", f"{what}: the section table ({shnum} entries at {shoff}) does not fit {len(image)} bytes")
     rows = [_SECTION.unpack_from(image, shoff + i * shentsize) for i in range(shnum)]
     for row in rows:
         if row[1] not in (0, SHT_NOBITS) and row[4] + row[5] > len(image):
-            raise ImageFormat(f"{what}: a section of {row[5]} bytes at {row[4]} does not fit {len(image)} bytes")
+            raise BuildError("image-format", f"{what}: a section of {row[5]} bytes at {row[4]} does not fit {len(image)} bytes")
     raw = [Section(name="", type=r[1], offset=r[4], size=r[5], link=r[6]) for r in rows]
     names = raw[shstrndx]
     return tuple(
@@ -115,7 +119,10 @@ def read_sections(image: bytes, what: str = "image") -> tuple[Section, ...]:
 
 def _initial(image: bytes, home: Section, name: str, value: int, size: int, what: str) -> bytes:
     if value + size > home.size:
-        raise ImageFormat(f"{what}: variable {name} ({size} bytes at {value}) lies outside section {home.name} ({home.size} bytes)")
+        raise BuildError(
+            "image-format",
+            f"{what}: variable {name} ({size} bytes at {value}) lies outside section {home.name} ({home.size} bytes)",
+        )
     if home.type == SHT_NOBITS:
         return bytes(size)
     return image[home.offset + value : home.offset + value + size]
@@ -125,5 +132,5 @@ def _string(image: bytes, table: Section, at: int, what: str) -> str:
     start, end = table.offset + at, table.offset + table.size
     stop = image.find(b"\0", start, end)
     if at >= table.size or stop < 0:
-        raise ImageFormat(f"{what}: a name at {at} lies outside its string table of {table.size} bytes")
+        raise BuildError("image-format", f"{what}: a name at {at} lies outside its string table of {table.size} bytes")
     return image[start:stop].decode("utf-8", "backslashreplace")

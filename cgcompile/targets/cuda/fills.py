@@ -75,7 +75,7 @@ def source() -> str:
 
 
 def fill_image(name: str) -> bytes:
-    """The kernels' image for an architecture ("sm_90").  Raises ExtraMissing, KernelFailed."""
+    """The kernels' image for an architecture ("sm_90").  Raises extra-missing, kernel-failed."""
     return assemble(source(), int(name.removeprefix("sm_")))
 
 

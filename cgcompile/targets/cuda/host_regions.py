@@ -13,12 +13,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from cgbundle.errors import LibraryRefused
+from cgbundle.errors import MachineError
 from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import Program, Region, Value, Weight
 
 from ...capture.request import Landing
-from ...errors import CompilerFailed, OperatorWithoutCode
+from ...errors import BuildError, ModelError
 from ...model.flat_module import PREFIX
 from ...model.source import first_line
 from ...partition import Partition, partition
@@ -103,7 +103,7 @@ def _elsewhere(program: ExportedProgram, chain: Sequence[Link]) -> frozenset[str
 
 def compile_hosts(mixed: Mixed, weights: Sequence[Weight], scratch: Path, stage: Path, tell: Tell) -> Hosts:
     """Compiles every host region that computes something, for every key, and writes host/<name>.so into `stage`; keys whose region
-    has the same code and inputs share one.  `weights`: `weight_rows`.  Raises CompilerFailed, ConstantUnsaved, TorchUnsupported."""
+    has the same code and inputs share one.  `weights`: `weight_rows`.  Raises compiler-failed, constant-unsaved, torch-unsupported."""
     made: dict[Any, Region] = {}
     rows: dict[tuple[str, Key], Region] = {}
     features: set[str] = set()
@@ -138,8 +138,8 @@ def _compile(
         with torch.no_grad():
             program = torch.export.export(link.module, tuple(given), strict=False)
     except Exception as error:
-        raise CompilerFailed(
-            f"{link.part.name} ({link.part.reason}): torch.export cannot take it alone: {first_line(error)}"
+        raise BuildError(
+            "compiler-failed", f"{link.part.name} ({link.part.reason}): torch.export cannot take it alone: {first_line(error)}"
         ) from error
     program = inlined(program)
     work = scratch / own
@@ -149,17 +149,21 @@ def _compile(
     bound = layouts.bind_constants(compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights])
     try:
         strides = layouts.output_strides(bound, given, expected)
-    except LibraryRefused as error:
+    except MachineError as error:
+        if error.code != "library-refused":
+            raise
         called = ", ".join(sorted({str(node.target) for node in program.graph.nodes if node.op == "call_function"}))
-        raise OperatorWithoutCode(
-            f"{link.part.name} ({link.part.reason}): its compiled code cannot run without Python; it calls {called}: {error}"
+        raise ModelError(
+            "operator-without-code",
+            f"{link.part.name} ({link.part.reason}): its compiled code cannot run without Python; it calls {called}: {error}",
         ) from error
     finally:
         bound.region.close()
     for found, tensor in zip(strides, expected, strict=True):
         if found != tensor.stride() and tensor.numel() > 1:
-            raise CompilerFailed(
-                f"{link.part.name}: the compiled code gives an output the strides {list(found)}, not {list(tensor.stride())}"
+            raise BuildError(
+                "compiler-failed",
+                f"{link.part.name}: the compiled code gives an output the strides {list(found)}, not {list(tensor.stride())}",
             )
     (stage / file).parent.mkdir(exist_ok=True)
     shutil.copyfile(compiled.path, stage / file)

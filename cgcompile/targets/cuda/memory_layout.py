@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from cgbundle.format.schema import DTYPES, MEMORIES, Weight
 from cgbundle.tables.recording import Address
 
-from ...capture.errors import MemoryRefused, PointerInTable
 from ...capture.pairing import Pairing, agree
 from ...capture.rows import INPUTS, WEIGHTS, Key, Take, Target
+from ...errors import ModelError
 
 ALIGN = 256
 PAD = 256
@@ -121,7 +121,7 @@ def place_tables(
     """Constants among the used "torch" and "device" ranges: those with equal contents in both processes.
 
     Returns the tables, range -> offset in `weights`, and the new end of `weights`.  A range that is missing in the
-    result has contents of its own in every process: scratch, which goes into the arena.  Raises PointerInTable, MemoryRefused.
+    result has contents of its own in every process: scratch, which goes into the arena.  Raises pointer-in-table, memory-refused.
     """
     tables: list[Table] = []
     offsets: dict[int, int] = {}
@@ -131,7 +131,9 @@ def place_tables(
             continue
         theirs = b.ranges[pairing[i]]
         if len(mine.contents) != mine.size or len(theirs.contents) != mine.size:
-            raise MemoryRefused(f"a kernel refers to an allocation of {mine.size} bytes outside the program's memory")
+            raise ModelError(
+                "memory-refused", f"a kernel refers to an allocation of {mine.size} bytes outside the program's memory"
+            )
         pointers = _pointers(a, b, pairing, i)
         blank = [bytearray(mine.contents), bytearray(theirs.contents)]
         for at in pointers:
@@ -140,8 +142,9 @@ def place_tables(
         if blank[0] != blank[1]:
             continue
         if pointers:
-            raise PointerInTable(
-                f"an allocation of {mine.size} bytes that kernels read holds an address itself, at byte {pointers[0]}"
+            raise ModelError(
+                "pointer-in-table",
+                f"an allocation of {mine.size} bytes that kernels read holds an address itself, at byte {pointers[0]}",
             )
         tables.append(Table(offset=end, contents=mine.contents))
         offsets[i] = end
@@ -166,7 +169,7 @@ def place(take: Take, used: Iterable[int], tables: Mapping[int, int], key: Key) 
             bases[i] = (MEMORIES.index("arena"), arena)
             arena += piece.size
         else:
-            raise MemoryRefused(f"int_key {key} refers to {piece.kind} memory")
+            raise ModelError("memory-refused", f"int_key {key} refers to {piece.kind} memory")
     return Placement(bases=bases, arena=arena + PAD)
 
 

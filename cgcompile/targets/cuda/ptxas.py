@@ -8,42 +8,43 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from ...errors import ExtraMissing
-from ...offline.errors import KernelFailed
+from ...errors import BuildError
 
 BLACKWELL = 100
 """Capabilities from here on are compiled by a ptxas of their own (triton/backends/nvidia/compiler.py, 3.6 and 3.7)."""
 
 
 def assemble(ptx: str, capability: int) -> bytes:
-    """The image of PTX text for a capability (90 for sm_90).  Raises ExtraMissing, KernelFailed."""
+    """The image of PTX text for a capability (90 for sm_90).  Raises extra-missing, kernel-failed."""
     with tempfile.TemporaryDirectory(prefix="cgcompile-") as folder:
         Path(folder, "kernels.ptx").write_text(ptx)
         options = [f"--gpu-name=sm_{capability}", "--output-file", "kernels.cubin", "kernels.ptx"]
         command: list[str | Path] = [_ptxas(capability), *options]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
         if done.returncode:
-            raise KernelFailed(f"ptxas for sm_{capability}: {' '.join((done.stdout + done.stderr).split())[:160]}")
+            raise BuildError("kernel-failed", f"ptxas for sm_{capability}: {' '.join((done.stdout + done.stderr).split())[:160]}")
         return Path(folder, "kernels.cubin").read_bytes()
 
 
 def lowest_driver(capability: int) -> int:
     """The major CUDA version of the ptxas for a capability (90 for sm_90), as drivers count (12000 = 12.0): a cubin runs on every
-    driver of its major version (CUDA's minor version compatibility).  Raises ExtraMissing, KernelFailed."""
+    driver of its major version (CUDA's minor version compatibility).  Raises extra-missing, kernel-failed."""
     done = subprocess.run([_ptxas(capability), "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"release (\d+)\.", done.stdout)
     if found is None or done.returncode:
         said = " ".join((done.stdout + done.stderr).split())
-        raise KernelFailed(f"ptxas --version says no version: {said[:80]}", "install triton again")
+        raise BuildError("kernel-failed", f"ptxas --version says no version: {said[:80]}", "install triton again")
     return int(found[1]) * 1000
 
 
 def _ptxas(capability: int) -> Path:
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
-        raise ExtraMissing("building for a GPU needs triton, which is not installed", "pip install 'cgcompile[compile]'")
+        raise BuildError(
+            "extra-missing", "building for a GPU needs triton, which is not installed", "pip install 'cgcompile[compile]'"
+        )
     name = "ptxas-blackwell" if capability >= BLACKWELL else "ptxas"
     path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
     if not path.exists():
-        raise KernelFailed(f"triton has no {name} at {path}", "install the triton that your torch asks for")
+        raise BuildError("kernel-failed", f"triton has no {name} at {path}", "install the triton that your torch asks for")
     return path

@@ -17,17 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import DTYPES, Weight
 
-from ...errors import DtypeUnsupported
+from ...errors import ModelError
 from ...util.raw_bytes import raw
 from ...util.tolerance import tolerance
 from .memory_layout import Shape, align, dense_strides, tensor_bytes
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype in schema.DTYPES.  Raises DtypeUnsupported."""
+    """The name of a tensor's dtype in schema.DTYPES.  Raises dtype-unsupported."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES or tensor.layout != torch.strided:
-        raise DtypeUnsupported(f"a tensor is {name} ({tensor.layout}), which a bundle cannot hold")
+        raise ModelError("dtype-unsupported", f"a tensor is {name} ({tensor.layout}), which a bundle cannot hold")
     return name
 
 

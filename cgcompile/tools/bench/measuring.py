@@ -19,7 +19,7 @@ from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as verify
 
-from ...errors import BenchFailed, PeerFailed, SourceMissing
+from ...errors import BuildError
 from ...util.progress import Stages, Watcher, silent
 from .clock import PHASES, STAY
 from .jobs import write
@@ -68,7 +68,7 @@ def measure(
     runs instead of the bundle's own program.  A peer that fails has a row that says why.  KeyboardInterrupt ends the measuring:
     what was found by then is returned.
 
-    Raises PeerUnknown, SourceMissing, BenchFailed where the bundle itself does not run, and what cgbundle finds wrong with the
+    Raises peer-unknown, source-missing, bench-failed where the bundle itself does not run, and what cgbundle finds wrong with the
     bundle; ValueError for rounds below 1 or an int_key that the bundle lacks.
     """
     folder = os.path.abspath(path)
@@ -76,7 +76,7 @@ def measure(
     verify.check_bundle(os.fspath(path), manifest)
     recorded = [program.key for program in manifest.programs]
     if model.endswith((".py", ".pt2")) and not os.path.isfile(model):
-        raise SourceMissing(f"{model}: no such model file")
+        raise BuildError("source-missing", f"{model}: no such model file")
     if rounds < 1 or any(key not in recorded for key in keys):
         raise ValueError("expected 1 round or more, and int_keys of the bundle")
     chosen = [key for key in recorded if key in keys] if keys else some(recorded)
@@ -228,7 +228,7 @@ class _Run:
             if number not in found.errors or made.error > found.errors[number].error or made.wrong:
                 found.errors[number] = made
         if name == BUNDLE and answer["torch"]:
-            raise BenchFailed("the bundle's process imported torch: it would show nothing about serving without it")
+            raise BuildError("bench-failed", "the bundle's process imported torch: it would show nothing about serving without it")
 
     def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
         """The bundle has its own promise; a peer may be as far from eager PyTorch as the bundle may, on the other side of it."""
@@ -241,12 +241,14 @@ class _Run:
 
     @contextmanager
     def _failing(self, *names: str) -> Iterator[None]:
-        """Peers that fail say so in their rows.  Raises BenchFailed where it is the bundle."""
+        """Peers that fail say so in their rows.  Raises bench-failed where it is the bundle."""
         try:
             yield
-        except PeerFailed as error:
+        except BuildError as error:
+            if error.code != "peer-failed":
+                raise
             if BUNDLE in names:
-                raise BenchFailed(f"the bundle does not run here: {error}", error.hint) from None
+                raise BuildError("bench-failed", f"the bundle does not run here: {error}", error.hint) from None
             for name in names:
                 self.found[name].why = self.found[name].why or f"failed: {error}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from ...errors import PeerUnknown
+from ...errors import BuildError
 
 TORCH = {
     "eager": "eager PyTorch",
@@ -20,10 +20,10 @@ PEERS = {**TORCH, "ort": "ONNX Runtime"}
 
 
 def choose(against: Sequence[str], target: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """(peers to measure, why others are not measured); without `against` all that this target has.  Raises PeerUnknown."""
+    """(peers to measure, why others are not measured); without `against` all that this target has.  Raises peer-unknown."""
     unknown = [name for name in against if name not in PEERS]
     if unknown:
-        raise PeerUnknown(f"no peer {unknown[0]!r}: there are {', '.join(PEERS)}")
+        raise BuildError("peer-unknown", f"no peer {unknown[0]!r}: there are {', '.join(PEERS)}")
     wanted = [name for name in PEERS if name in against or (not against and not (name == "manual" and target == "cpu"))]
     reasons = {name: why for name in wanted if (why := _missing(name, target))}
     return tuple([name for name in wanted if name not in reasons]), reasons

@@ -15,7 +15,7 @@ from typing import Any
 
 import cgbundle
 
-from ...errors import PeerFailed
+from ...errors import BuildError
 from .clock import MARK, SPAWNED, now
 
 HOME = Path(__file__).resolve().parents[3]
@@ -47,15 +47,15 @@ class Child:
             )
 
     def answer(self) -> dict[str, Any]:
-        """The next answer.  Raises PeerFailed with what the process said when it failed or ended."""
+        """The next answer.  Raises peer-failed with what the process said when it failed or ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(MARK):
                 found: dict[str, Any] = json.loads(line.removeprefix(MARK))
                 if "failed" in found:
-                    raise PeerFailed(found["failed"][:LONGEST], found["hint"])
+                    raise BuildError("peer-failed", found["failed"][:LONGEST], found["hint"])
                 return found
-        raise PeerFailed(self._death(self._process.wait()))
+        raise BuildError("peer-failed", self._death(self._process.wait()))
 
     def ask(self, request: str) -> dict[str, Any]:
         """The answer to a line.  Raises as `answer` does."""
@@ -66,13 +66,13 @@ class Child:
         return self.answer()
 
     def finish(self) -> None:
-        """Waits for a process that answers nothing.  Raises PeerFailed unless it ends well."""
+        """Waits for a process that answers nothing.  Raises peer-failed unless it ends well."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(MARK):
-                raise PeerFailed(json.loads(line.removeprefix(MARK))["failed"][:LONGEST])
+                raise BuildError("peer-failed", json.loads(line.removeprefix(MARK))["failed"][:LONGEST])
         if self._process.wait():
-            raise PeerFailed(self._death(self._process.returncode))
+            raise BuildError("peer-failed", self._death(self._process.returncode))
 
     def __enter__(self) -> Child:
         return self

@@ -24,7 +24,7 @@ from torch.export.passes import move_to_device_pass
 from cgbundle.format.schema import Weight
 from cgbundle.tensors.tensor import memory_order
 
-from ...errors import PeerUnwritable
+from ...errors import BuildError
 from ...model.flat_module import PREFIX
 from ...partition import without_markers
 from ...targets.cuda.lowering import repair
@@ -36,14 +36,14 @@ KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def load(path: str, target: str) -> ExportedProgram:
-    """The program at `path` for the device `target`, without markers of moves between devices.  Raises PeerUnwritable."""
+    """The program at `path` for the device `target`, without markers of moves between devices.  Raises peer-unwritable."""
     from ...model import device_tracking as placing  # noqa: F401 (a program may hold the operators that mark moves)
 
     try:
         program = without_markers(torch.export.load(path))
     except Exception as error:  # an operator of the user's that is registered nowhere here, above all
         lines = str(error).strip().splitlines() or [""]
-        raise PeerUnwritable(f"program.pt2: torch.export.load failed: {type(error).__name__}: {lines[0]}") from error
+        raise BuildError("peer-unwritable", f"program.pt2: torch.export.load failed: {type(error).__name__}: {lines[0]}") from error
     if target != "cpu":
         program = move_to_device_pass(program, target)
     repair(program.graph_module)
@@ -75,7 +75,7 @@ def _is_parameter(value: torch.Tensor) -> bool:
 
 
 def write(program: ExportedProgram, weights: Mapping[str, Weight]) -> str:
-    """The file's text; `weights` are the manifest's rows by name.  Raises PeerUnwritable for what cannot be spelled."""
+    """The file's text; `weights` are the manifest's rows by name.  Raises peer-unwritable for what cannot be spelled."""
     inputs: list[str] = []
     rows: list[tuple[str, str, tuple[int, ...], bool]] = []
     for spec in program.graph_signature.input_specs:
@@ -83,15 +83,17 @@ def write(program: ExportedProgram, weights: Mapping[str, Weight]) -> str:
         if spec.kind in KINDS and spec.target is not None:
             row = weights.get(str(spec.target).removeprefix(PREFIX))
             if row is None:
-                raise PeerUnwritable(f"program.pt2: {spec.target!r} is not among the bundle's weights")
+                raise BuildError("peer-unwritable", f"program.pt2: {spec.target!r} is not among the bundle's weights")
             rows.append((name, row.tensor, memory_order(row.shape, row.strides), spec.kind is InputKind.PARAMETER))
             inputs.append(f"self.{name}")
         elif spec.kind is InputKind.USER_INPUT:
             inputs.append(name)
         else:
-            raise PeerUnwritable(f"program.pt2: input {name!r} is a {spec.kind.name}, which no file of Python can hold")
+            raise BuildError(
+                "peer-unwritable", f"program.pt2: input {name!r} is a {spec.kind.name}, which no file of Python can hold"
+            )
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
-        raise PeerUnwritable("program.pt2: an output that is no output of the model's")
+        raise BuildError("peer-unwritable", "program.pt2: an output that is no output of the model's")
     known: dict[str, Any] = {}
     body = "\n".join(_class("Graph", program.graph_module, known))
     given = ", ".join(name for name in inputs if not name.startswith("self."))
@@ -120,10 +122,10 @@ def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
     code = module.graph.python_code("self")
     for word, value in code.globals.items():
         if known.setdefault(word, value) is not value and value == value:
-            raise PeerUnwritable(f"program.pt2: {word!r} means two things in its graphs")
+            raise BuildError("peer-unwritable", f"program.pt2: {word!r} means two things in its graphs")
     head, found, source = code.src.partition(HEADED)
     if not found or head.strip():
-        raise PeerUnwritable("program.pt2: torch writes the code of a graph in another way than cgcompile knows")
+        raise BuildError("peer-unwritable", "program.pt2: torch writes the code of a graph in another way than cgcompile knows")
     yield f"class {name}(torch.nn.Module):"
     yield "    def __init__(self):"
     yield "        super().__init__()"
@@ -133,7 +135,7 @@ def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
 
 
 def _spell(name: str, value: Any) -> str:
-    """The line that gives `name` its meaning.  Raises PeerUnwritable."""
+    """The line that gives `name` its meaning.  Raises peer-unwritable."""
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
     if isinstance(value, float):
@@ -143,7 +145,7 @@ def _spell(name: str, value: Any) -> str:
     home, word = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if home and word and getattr(sys.modules.get(home), word, None) is value:
         return f"from {home} import {word} as {name}"
-    raise PeerUnwritable(f"program.pt2: its code uses {value!r}, which cannot be imported by a name")
+    raise BuildError("peer-unwritable", f"program.pt2: its code uses {value!r}, which cannot be imported by a name")
 
 
 def main(path: str) -> None:

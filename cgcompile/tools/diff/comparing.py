@@ -24,7 +24,7 @@ def compare(a: Bundle, b: Bundle) -> tuple[Difference, ...]:
     """Everything that differs, by part; () for two builds of the same thing.
 
     Files to which both manifests give the same SHA-256 are not read: `cgcompile verify` says whether they have it.
-    Raises FileDamaged, TableInvalid, WeightsInvalid for a file that has to be read and is damaged.
+    Raises file-damaged, table-invalid, weights-invalid for a file that has to be read and is damaged.
     """
     rows = [*manifests.compare(a.manifest, b.manifest), *contents.weights(a, b), *contents.exam(a, b)]
     same = graphs.same_tables(a, b)

@@ -21,7 +21,7 @@ SHOWN = 3
 
 
 def launches(bundle: Bundle) -> Launches:
-    """What the bundle's recordings launch.  Raises FileDamaged, TableInvalid."""
+    """What the bundle's recordings launch.  Raises file-damaged, table-invalid."""
     found: dict[str, Counter[str]] = {}
     for name in files(bundle).values():
         view = table(bundle, name)

@@ -30,7 +30,7 @@ class Bundle:
 def open_bundle(path: str) -> Bundle:
     """The bundle at `path`: its manifest is checked, and every file has its length.
 
-    Raises BundleMissing, NotABundle, FormatUnsupported, ManifestInvalid, FileDamaged.
+    Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid, file-damaged.
     """
     with _about(path):
         manifest = archive.read_manifest(path)
@@ -40,19 +40,19 @@ def open_bundle(path: str) -> Bundle:
 
 
 def recording(bundle: Bundle, name: str) -> Recording:
-    """The recording in a file of the bundle.  Raises FileDamaged, TableInvalid."""
+    """The recording in a file of the bundle.  Raises file-damaged, table-invalid."""
     with _about(bundle.path):
         return decode(_read(bundle, name), name)
 
 
 def table(bundle: Bundle, name: str) -> Table:
-    """The columns of a recording in a file of the bundle.  Raises FileDamaged, TableInvalid."""
+    """The columns of a recording in a file of the bundle.  Raises file-damaged, table-invalid."""
     with _about(bundle.path):
         return Table(_read(bundle, name), name)
 
 
 def module_states(bundle: Bundle) -> tuple[ModuleState, ...]:
-    """What the data symbols of the bundle's images hold; () without any.  Raises FileDamaged, TableInvalid."""
+    """What the data symbols of the bundle's images hold; () without any.  Raises file-damaged, table-invalid."""
     if not bundle.manifest.module_state:
         return ()
     with _about(bundle.path):
@@ -63,7 +63,7 @@ def module_states(bundle: Bundle) -> tuple[ModuleState, ...]:
 def tensors(bundle: Bundle, name: str) -> Iterator[Mapped]:
     """A safetensors file of the bundle, mapped, its header checked against the manifest; the data is not hashed, gigabytes may be.
 
-    Raises WeightsInvalid.
+    Raises weights-invalid.
     """
     with _about(bundle.path):
         _CHECKS[name](bundle.path, bundle.manifest)
@@ -93,4 +93,4 @@ def _about(path: str) -> Iterator[None]:
     except CgbundleError as error:
         if str(error).startswith(path):
             raise
-        raise type(error)(f"{path}: {error}", error.hint) from None
+        raise type(error)(error.code, f"{path}: {error}", error.hint) from None

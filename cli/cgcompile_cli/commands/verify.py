@@ -35,7 +35,7 @@ def verify(
         write_json({
             "path": bundle,
             "ok": ok,
-            "damage": [{"kind": type(error).__name__, "message": str(error), "hint": error.hint} for error in damage],
+            "damage": [{"kind": error.code.title().replace("-", ""), "message": str(error), "hint": error.hint} for error in damage],
             "exam": answer or None,
         })  # fmt: skip
     elif not (ok and quiet):
@@ -46,13 +46,15 @@ def verify(
 
 def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:
     """The manifest (None where it is damaged) and everything that is wrong with the bundle."""
-    from cgbundle.errors import ManifestInvalid
+    from cgbundle.errors import BundleError
     from cgbundle.format import archive
     from cgbundle.validate import bundle as invariants
 
     try:
         manifest = archive.read_manifest(path)
-    except ManifestInvalid as error:
+    except BundleError as error:
+        if error.code != "manifest-invalid":
+            raise
         return None, [error]
     return manifest, invariants.examine(path, manifest)
 

@@ -30,8 +30,8 @@ class Kernel(NamedTuple):
 
 
 def kernels(path: str, manifest: Manifest) -> list[Kernel]:
-    """All kernels, those launched most first, then those with the larger images.  Raises FileDamaged, TableInvalid."""
-    from cgbundle.errors import TableInvalid
+    """All kernels, those launched most first, then those with the larger images.  Raises file-damaged, table-invalid."""
+    from cgbundle.errors import BundleError
 
     files = {file.path: file for file in manifest.files}
     launches: dict[tuple[str, str], int] = {}
@@ -40,7 +40,7 @@ def kernels(path: str, manifest: Manifest) -> list[Kernel]:
         for function in found.function:
             key = (found.images[function], found.symbols[function])
             if f"kernels/{key[0]}" not in files:
-                raise TableInvalid(f"{step.file}: kernel image {key[0]} is not in the bundle")
+                raise BundleError("table-invalid", f"{step.file}: kernel image {key[0]} is not in the bundle")
             launches[key] = launches.get(key, 0) + 1
     said = _choices(path, files)
     rows = []
@@ -57,7 +57,7 @@ def shown(rows: list[Kernel]) -> Table:
 
 
 def _choices(path: str, files: dict[str, Any]) -> dict[tuple[str, str], tuple[str, str]]:
-    from cgbundle.errors import FileDamaged
+    from cgbundle.errors import BundleError
     from cgbundle.format import archive
 
     if CHOICES not in files:
@@ -68,4 +68,4 @@ def _choices(path: str, files: dict[str, Any]) -> dict[tuple[str, str], tuple[st
             rows = json.loads(file.read())
         return {(str(row["image"]), str(row["symbol"])): (str(row["configuration"]), str(row["chosen"])) for row in rows}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FileDamaged(f"{CHOICES}: not a list of kernels and their configurations") from error
+        raise BundleError("file-damaged", f"{CHOICES}: not a list of kernels and their configurations") from error

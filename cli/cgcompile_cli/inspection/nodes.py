@@ -66,7 +66,7 @@ _BARE = Node(0, 0, "empty", "(orders other nodes)", "", (), (), (), 0, (), (), (
 
 
 def read_table(path: str, files: dict[str, File], name: str) -> Table:
-    """The recording in file `name`, its hash and structure checked.  Raises FileDamaged, TableInvalid."""
+    """The recording in file `name`, its hash and structure checked.  Raises file-damaged, table-invalid."""
     from cgbundle.format import archive
     from cgbundle.tables import view as tableview
 
@@ -76,7 +76,7 @@ def read_table(path: str, files: dict[str, File], name: str) -> Table:
 
 
 def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Node]]:
-    """The nodes of every step, in an order in which they may run.  Raises FileDamaged, TableInvalid."""
+    """The nodes of every step, in an order in which they may run.  Raises file-damaged, table-invalid."""
     from cgbundle.format.extents import graph_memories
     from cgbundle.tables import validation as tablecheck
 

@@ -34,7 +34,7 @@ WEIGHTS = 400
 
 
 def page(path: str, manifest: Manifest) -> str:
-    """The page of the bundle at `path`.  Raises FileDamaged, TableInvalid."""
+    """The page of the bundle at `path`.  Raises file-damaged, table-invalid."""
     steps = [read_nodes(path, manifest, program) for program in manifest.programs]
     maps = [places(manifest, program, order(each)) for program, each in zip(manifest.programs, steps, strict=True)]
     rows = kernels(path, manifest)

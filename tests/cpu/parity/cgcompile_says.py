@@ -11,7 +11,7 @@ import torch
 
 from cgbundle.format.schema import Finding
 from cgcompile.checks import check, place, placements
-from cgcompile.errors import BranchOnData, BuildError
+from cgcompile.errors import BuildError, ModelError
 from cgcompile.export.export import trace
 from cgcompile.model.device_tracking import TO_DEVICE
 from cgcompile.model.source import load_source
@@ -58,7 +58,7 @@ def cgcompile_says(case: Case) -> Verdict:
 
 def _refused(error: BuildError) -> Verdict:
     """A branch on data that export could not pass is a finding like one that it passed."""
-    rule = "data-dependent-branch" if isinstance(error, BranchOnData) else type(error).__name__
+    rule = "data-dependent-branch" if isinstance(error, ModelError) else type(error).__name__
     found = re.match(r"\S+\.py:\d+", str(error))
     lines = frozenset([short(found[0])] if found else [])
     return Verdict(rules=frozenset([rule]), flagged=True, lines=lines, findings=(), error=str(error))
