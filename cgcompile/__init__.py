@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .report import Report, check
     from .util.progress import Event
 
-__version__ = "0.1.0"
+from .util.version import VERSION as __version__
+
 __all__ = ["Built", "Event", "Report", "__version__", "build", "check"]
 
 _HOMES = {"build": "pipeline", "Built": "pipeline", "Event": "util.progress", "Report": "report", "check": "report"}

@@ -86,7 +86,7 @@ def build(
     from .checks import check, functional, placements, refuse, refuse_written, state_buffers, written_inputs
     from .export.export import export
     from .model.flat_module import PREFIX, Computed
-    from .model.source import load_source
+    from .model.load import load_source
     from .partition import without_markers
     from .targets.choice import choose
     from .targets.job import Job

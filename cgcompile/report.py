@@ -80,7 +80,7 @@ def check(
     from .checks.sizes import too_many_keys
     from .export.export import trace
     from .export.signature import describe_signature
-    from .model.source import load_source
+    from .model.load import load_source
 
     kind = _kind(target)
     source = load_source(model, inputs)
@@ -142,7 +142,8 @@ def _stopped(error: ModelError) -> list[Finding]:
     """The finding of a rule that torch.export stopped at.  Raises `error` where no rule knows it."""
     from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
-    from .model.side_effects import BRANCH, BRANCH_FIX, user_place
+    from .model.side_effects import BRANCH, BRANCH_FIX
+    from .model.user_code import user_place
 
     cause = error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")

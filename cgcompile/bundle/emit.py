@@ -20,13 +20,13 @@ from cgbundle.cpu.processor import processor_name
 from cgbundle.format import archive, codec, safetensors, schema
 from cgbundle.validate import bundle as verify
 
-from .. import __version__
 from ..export.exported import Exported
 from ..export.weights import Weights, weight_tensors
 from ..model.flat_module import PREFIX, run_writing
 from ..model.pytree import dtype_name
 from ..model.source import Source, all_keys, sample
 from ..util.raw_bytes import raw
+from ..util.version import VERSION
 from . import state_exam
 
 TRACES = ("stack_trace", "custom", "from_node")
@@ -155,7 +155,7 @@ def provenance(label: str, options: Mapping[str, str]) -> schema.Provenance:
         if epoch and epoch.isdigit()
         else datetime.datetime.now(datetime.UTC)
     )
-    versions = {"cgcompile": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    versions = {"cgcompile": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     if importlib.util.find_spec("triton") is not None:
         versions["triton"] = importlib.metadata.version("triton")
     return schema.Provenance(

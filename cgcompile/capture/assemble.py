@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cgbundle.format.schema import MEMORIES, Value
+from cgbundle.format.schema import MEMORIES, IntKey, Value
 from cgbundle.tables.recording import (
     Address,
     Edge,
@@ -25,10 +25,11 @@ from cgbundle.tables.recording import (
 )
 
 from ..errors import BuildError
-from ..targets.cuda.memory_layout import Placement, Table, place, place_tables
+from ..targets.cuda.memory_layout import Table
 from .pairing import Known, know
+from .placement import Placement, place, place_tables
 from .relocation import Census, Classified, classify, classify_graph, compare, node_name, place_of
-from .rows import INPUTS, WEIGHTS, Key, RawGraph, RawKernel, RawMemcpy, RawMemset, RawValue, Take, Target
+from .rows import INPUTS, WEIGHTS, RawGraph, RawKernel, RawMemcpy, RawMemset, RawValue, Take, Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class Assembled:
     """All keys, in the takes' order, each with its graphs in the order in which they run, and what they share: the tables behind
     the weights, the end of memory `weights`, module state."""
 
-    graphs: dict[Key, tuple[Graph, ...]]
+    graphs: dict[IntKey, tuple[Graph, ...]]
     tables: tuple[Table, ...]
     weights_end: int
     states: tuple[ModuleState, ...]

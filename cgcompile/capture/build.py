@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import archive, safetensors
-from cgbundle.format.schema import CODE, Exam, Program, Proof, Region, Target, Value, Weight
+from cgbundle.format.schema import CODE, Exam, IntKey, Program, Proof, Region, Target, Value, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Recording
 
@@ -32,13 +32,12 @@ from ..transforms.output_aliases import with_aliases
 from ..util.progress import Stages
 from ..util.scratch import scratch_folder
 from .recorder import Call, Recorded, record
-from .rows import Key
 
 STATES_FILE = "graphs/modules.bin"
 FRESH = 1
 """Seed of the exam's inputs: others than those that the graphs were captured on."""
 
-Tables = dict[tuple[str, Key], Recording]
+Tables = dict[tuple[str, IntKey], Recording]
 """Recordings by region and key."""
 
 
@@ -132,7 +131,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     )
 
 
-def _hosted(job: Job, calls: Mapping[Key, Call], scratch: Path, stage: Path, stages: Stages) -> _Hosted:
+def _hosted(job: Job, calls: Mapping[IntKey, Call], scratch: Path, stage: Path, stages: Stages) -> _Hosted:
     program = job.exported.program
     with stages("partition") as tell:
         mixed = plan_mixed(program, job.placements, {key: calls[key][0] for key in all_keys(job.sizes)})
@@ -149,7 +148,7 @@ def _tables(recorded: Recorded, hosted: _Hosted | None) -> Tables:
 
 
 def _rows(
-    job: Job, recorded: Recorded, hosted: _Hosted | None, files: Mapping[tuple[str, Key], str]
+    job: Job, recorded: Recorded, hosted: _Hosted | None, files: Mapping[tuple[str, IntKey], str]
 ) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
     """Regions and programs of the manifest, and the bytes of memory host."""
     if hosted is None:
@@ -160,7 +159,7 @@ def _rows(
             programs.append(row(key, graph.inputs, graph.outputs, file, graph.arena, recorded.static[key]))
         return (Region(name="model", kind="graph", reason="", file="", constants=()),), tuple(programs), 0
     names = [part.name for part in hosted.mixed.parts.regions if part.kind == "graph"]
-    made: dict[Key, dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]] = {
+    made: dict[IntKey, dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]] = {
         key: {name: (graph.inputs, graph.outputs) for name, graph in zip(names, graphs, strict=True)}
         for key, graphs in recorded.graphs.items()
     }
@@ -168,12 +167,12 @@ def _rows(
     return rows_of(hosted.mixed, hosted.hosts, made, files, arena, recorded.static)
 
 
-def _calls(job: Job, seed: int) -> dict[Key, Call]:
+def _calls(job: Job, seed: int) -> dict[IntKey, Call]:
     keys = all_keys(job.sizes)
     return {key: (sample(job.source, dict(zip(job.sizes, key, strict=True)), seed).tensors, {}) for key in keys}
 
 
-def _proof(recorded: Recorded, key: Key) -> Proof:
+def _proof(recorded: Recorded, key: IntKey) -> Proof:
     trial = recorded.trials[key]
     return Proof(key=key, method="none", error=trial.error, tolerance=trial.tolerance)
 

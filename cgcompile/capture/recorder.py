@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from cgbundle.format.schema import Weight
+from cgbundle.format.schema import IntKey, Weight
 from cgbundle.tables.recording import ModuleState
 
 from ..errors import BuildError, ModelError
 from ..targets.cuda.lowering import cache_environment
-from ..targets.cuda.memory_layout import PAD, Table, align, lay_out, tensor_bytes
+from ..targets.cuda.memory_layout import PAD, Landing, Table, align, lay_out, tensor_bytes
 from ..targets.cuda.tensors import entangled, freshen, inputs_bytes, program_tensors, row_major, settings, shapes_of, tolerance_of
 from .assemble import Assembled, Graph, assemble
 from .processes import run_all
-from .request import Landing, Request
-from .rows import Key, Take
+from .request import Request
+from .rows import Take
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one call: (args, kwargs)."""
@@ -61,9 +61,9 @@ class Recorded:
     `images` are cubins by sha256.  `driver` is the CUDA version of the recording machine's driver (13000 = 13.0).
     """
 
-    graphs: dict[Key, tuple[Graph, ...]]
-    static: dict[Key, int]
-    trials: dict[Key, Trial]
+    graphs: dict[IntKey, tuple[Graph, ...]]
+    static: dict[IntKey, int]
+    trials: dict[IntKey, Trial]
     weights: tuple[Weight, ...]
     tables: tuple[Table, ...]
     weights_bytes: int
@@ -79,15 +79,15 @@ class Recorded:
 
 def record(
     program: torch.export.ExportedProgram,
-    calls: Mapping[Key, Call],
+    calls: Mapping[IntKey, Call],
     *,
     folder: Path,
     level: str = "inductor",
     specialize: str = "size",
-    fresh: Mapping[Key, Call] | None = None,
+    fresh: Mapping[IntKey, Call] | None = None,
     code: str = "",
     placements: Mapping[str, str] = MappingProxyType({}),
-    landing: Mapping[Key, tuple[Landing, ...]] = MappingProxyType({}),
+    landing: Mapping[IntKey, tuple[Landing, ...]] = MappingProxyType({}),
     elsewhere: frozenset[str] = frozenset(),
     written: tuple[int, ...] = (),
     state: Collection[str] = (),
@@ -124,7 +124,7 @@ def record(
         static[key] = max([static[key], *(align(offset + tensor_bytes(dtype, shape)) for _, offset, dtype, shape, _ in rows)])
     keys = tuple(sorted(calls, key=lambda key: (static[key], key), reverse=True))
 
-    def request(role: str, number: int, some: tuple[Key, ...]) -> Request:
+    def request(role: str, number: int, some: tuple[IntKey, ...]) -> Request:
         return Request(
             role=role,
             program=folder / "program.pt2",
@@ -165,8 +165,8 @@ def _recorded(
     assembled: Assembled,
     weights: tuple[Weight, ...],
     state_end: int,
-    static: Mapping[Key, int],
-    exams: Mapping[Key, tuple[bytes, ...]],
+    static: Mapping[IntKey, int],
+    exams: Mapping[IntKey, tuple[bytes, ...]],
     tolerance: float,
 ) -> Recorded:
     trials = {}
@@ -202,13 +202,13 @@ def _tensors(call: Call) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
 
 
-def _fresh_calls(calls: Mapping[Key, Call]) -> dict[Key, Call]:
+def _fresh_calls(calls: Mapping[IntKey, Call]) -> dict[IntKey, Call]:
     """Other inputs for every key, the same in every build."""
     generator = torch.Generator().manual_seed(0)
     return {key: tree_map_only(torch.Tensor, lambda t: freshen(t, generator), call) for key, call in calls.items()}
 
 
-def _check_calls(calls: Mapping[Key, Call], exam: Mapping[Key, Call]) -> None:
+def _check_calls(calls: Mapping[IntKey, Call], exam: Mapping[IntKey, Call]) -> None:
     for key, call in calls.items():
         if key not in exam:
             raise BuildError("sizes-differ", f"there are no fresh inputs for int_key {key}")

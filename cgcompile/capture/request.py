@@ -7,19 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cgbundle.format.schema import Weight
+from cgbundle.format.schema import IntKey, Weight
 
-from .rows import Key
+from ..targets.cuda.memory_layout import Landing
 
 PREFIX = "@cgcompile "
 """Starts a line of progress on a recorder's standard output; every other line is the user's program talking."""
 
 REFUSED = 3
 """Exit status of a recorder process that wrote a refusal (class name, message, hint) to its result file."""
-
-
-Landing = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
-"""A value that the host makes and a graph takes: its name, bytes into the inputs buffer, dtype, shape, and strides in elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +35,12 @@ class Request:
     program: Path
     calls: Path
     result: Path
-    keys: tuple[Key, ...]
+    keys: tuple[IntKey, ...]
     level: str
     specialize: str
     code: str
     placements: tuple[tuple[str, str], ...]
-    landing: dict[Key, tuple[Landing, ...]]
+    landing: dict[IntKey, tuple[Landing, ...]]
     weights: tuple[Weight, ...]
     weights_end: int
     state_end: int

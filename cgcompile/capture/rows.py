@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Key = tuple[int, ...]
+from cgbundle.format.schema import IntKey
 
 WEIGHTS, INPUTS = 0, 1
 """The first two ranges of every process: its weights buffer and its static inputs.  Its state buffer, where it has one, is next."""
@@ -44,7 +44,7 @@ class Range:
     kind: str
     start: int
     size: int
-    key: Key | None = None
+    key: IntKey | None = None
     contents: bytes = b""
     words: tuple[Word, ...] = ()
 
@@ -123,7 +123,7 @@ class RawGraph:
     """One captured graph.  `edges` are (source, target, from_port, to_port, type); `inputs` and `outputs` its tensors, which are
     those of the call where the whole program is one graph.  `region`: position among the graphs of its key."""
 
-    key: Key
+    key: IntKey
     nodes: tuple[RawNode, ...]
     edges: tuple[tuple[int, int, int, int, int], ...]
     inputs: tuple[RawValue, ...]
@@ -147,7 +147,7 @@ class RawExam:
     hold after the replay, in their order; `state` what the buffers that it writes to hold, in the order of their memory and by the
     weights' names."""
 
-    key: Key
+    key: IntKey
     outputs: tuple[bytes, ...]
     error: float
     written: tuple[bytes, ...] = ()

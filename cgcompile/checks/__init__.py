@@ -10,12 +10,13 @@ judging       check and refuse; which inputs the program writes to
 
 from __future__ import annotations
 
+from ..model.user_code import place
 from .judging import check, functional, refuse, refuse_written, state_buffers, written_inputs
 from .placements import placements
 from .rules import RULES, names
-from .subject import HOST, NOTE, REFUSE, Subject, place
+from .subject import HOST, NOTE, REFUSE, Subject
 
 __all__ = [
-    "HOST", "NOTE", "REFUSE", "RULES", "Subject", "check", "functional", "names", "place", "placements", "refuse", "refuse_written",
+    "HOST", "NOTE", "REFUSE", "RULES", "Subject", "check", "functional", "names", "placements", "refuse", "refuse_written",
     "state_buffers", "written_inputs",
 ]  # fmt: skip

@@ -9,8 +9,9 @@ from torch.fx import Node
 from cgbundle.format.schema import Finding
 
 from ..model.device_tracking import TO_HOST
+from ..model.user_code import place
 from . import flow
-from .subject import HOST, NOTE, REFUSE, Subject, computes, finding, operator, place
+from .subject import HOST, NOTE, REFUSE, Subject, computes, finding, operator
 
 
 def device_copy(subject: Subject) -> Iterable[Finding]:

@@ -11,7 +11,7 @@ from cgbundle.format.schema import Finding
 from ..errors import ModelError
 from ..export.exported import Exported, Traced
 from ..model.module_attributes import ATTRIBUTE_FIX
-from ..model.source import first_line
+from ..model.user_code import first_line
 from . import flow
 from .operators import check_host_ops
 from .randomness import keeps_rng_state

@@ -10,8 +10,9 @@ from torch.fx import Node
 from cgbundle.format.schema import Finding
 
 from ..model.side_effects import BRANCH_FIX
+from ..model.user_code import place
 from . import flow
-from .subject import HOST, NOTE, REFUSE, Subject, finding, place
+from .subject import HOST, NOTE, REFUSE, Subject, finding
 
 aten = torch.ops.aten
 

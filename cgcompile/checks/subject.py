@@ -14,8 +14,8 @@ from torch.fx import Node
 from cgbundle.format.schema import Finding
 
 from ..export.exported import Exported, Traced
-from ..model.side_effects import Obstacle, shown
-from ..model.source import is_user_file
+from ..model.side_effects import Obstacle
+from ..model.user_code import place
 
 REFUSE, HOST, NOTE = "refuse", "host", "note"
 """Severities: stops a build; puts a node on the host; information."""
@@ -97,15 +97,6 @@ def finding(rule: str, severity: str, message: str, at: Node | Obstacle | None, 
     where, source = (at.where, at.source) if isinstance(at, Obstacle) else place(at)
     name = node or (at.name if isinstance(at, Node) else "")
     return Finding(rule=rule, severity=severity, message=message, node=name, where=where, source=source, effect=effect, fix=fix)
-
-
-def place(node: Node | None) -> tuple[str, str]:
-    """(file:line, source line) of the user's code that a node comes from, or ("", "")."""
-    trace = (node.meta.get("stack_trace") or "") if node is not None else ""
-    for file, line, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)):
-        if is_user_file(file):
-            return f"{shown(file)}:{line}", code.strip()
-    return "", ""
 
 
 def operator(node: Node) -> str:

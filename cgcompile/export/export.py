@@ -25,8 +25,9 @@ from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.flat_module import Flat, nobody, run_eager
 from ..model.module_attributes import ATTRIBUTE_FIX, changed, marks, place
-from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, Run, user_place
-from ..model.source import Sample, Source, first_line, sample, user_line
+from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, Run
+from ..model.source import Sample, Source, sample
+from ..model.user_code import first_line, user_line, user_place
 from .exported import Exported, Seen, Traced, memory_order
 from .signature import describe_signature
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.export import ExportedProgram
 
-from cgbundle.format.schema import Size, TensorSpec, Tree
+from cgbundle.format.schema import IntKey, Size, TensorSpec, Tree
 
 from ..model.flat_module import Computed, Eager, Flat
 from ..model.side_effects import Obstacle
 from ..model.source import Sample, Source
-from ..transforms.output_aliases import Shared
 
 Seen = tuple[dict[str, int], list[tuple[int, ...]]]
 """Sizes, and the shapes of the outputs that eager PyTorch gave at them."""
@@ -71,3 +70,24 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The axes from outermost to innermost in memory; row-major where the tensor is not dense in any order."""
     order = tuple(sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis)))
     return order if tensor.permute(order).is_contiguous() and not tensor.is_contiguous() else tuple(range(tensor.dim()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """A tensor as a look at another: bytes from the other's first element, strides in elements; `base` are the other's own."""
+
+    offset: int
+    strides: tuple[int, ...]
+    base: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """Output number `output` shares memory with number `index` of the `inputs` or `outputs`, or with the weight `name` of the
+    user's module (`memory` is then "weights", and for one that calls change "state"); `looks` says how at every int_key."""
+
+    output: int
+    memory: str
+    index: int
+    name: str
+    looks: Mapping[IntKey, Look]

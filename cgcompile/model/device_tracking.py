@@ -28,7 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .side_effects import BRANCH, UNFINISHED, Obstacle, Run, here, user_frame
+from .side_effects import BRANCH, UNFINISHED, Obstacle, Run
+from .user_code import here, user_frame
 
 HOST, DEVICE, FREE = "host", "device", "free"
 """Places of a tensor."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .side_effects import shown
+from .user_code import shown
 
 ATTRIBUTE_FIX = "register it as a buffer and write to that, or leave it out of forward()"
 

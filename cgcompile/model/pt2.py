@@ -12,7 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import BuildError, ModelError
-from .source import Source, first_line
+from .source import Source
+from .user_code import first_line
 
 
 def load_saved(label: str) -> Source:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import linecache
-import os
-import sys
-import traceback
 from collections.abc import Set
 from dataclasses import dataclass
-from functools import cache
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-
-from .source import is_user_file
 
 BRANCH = "Python needs the value of a tensor to know how to go on"
 BRANCH_FIX = "compute both sides and choose with torch.where, or write the branch as torch.cond"
@@ -62,45 +54,3 @@ def _symbols(value: Any) -> set[Any]:
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             symbols |= leaf.node.expr.free_symbols
     return symbols
-
-
-def here() -> tuple[str, str]:
-    """(file:line, source line) of the user's code that runs, or ("", "")."""
-    frame = _user_frame()
-    if frame is None:
-        return "", ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{shown(file)}:{line}", linecache.getline(file, line).strip()
-
-
-def user_frame() -> str:
-    """The frame of the user's code that runs as a traceback spells it, or ""."""
-    frame = _user_frame()
-    if frame is None:
-        return ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f'File "{file}", line {line}, in {frame.f_code.co_name}\n    {linecache.getline(file, line).strip()}'
-
-
-def _user_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-_is_user_file = cache(is_user_file)
-
-
-def user_place(error: BaseException) -> tuple[str, str]:
-    """(file:line, source line) of the innermost frame of the user's code that an error came through, or ("", "")."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_user_file(frame.filename):
-            return f"{shown(frame.filename)}:{frame.lineno}", (frame.line or "").strip()
-    return "", ""
-
-
-def shown(file: str) -> str:
-    """The path of a user's file as messages show it: relative where it lies under the current folder."""
-    near = os.path.relpath(file) if os.path.isabs(file) else file
-    return file if near.startswith("..") else near

@@ -14,7 +14,7 @@ import torch
 
 from cgbundle.format import archive
 from cgbundle.format.extents import ELSEWHERE
-from cgbundle.format.schema import CODE, Exam, Program, Proof, Region, Target, Value, Weight
+from cgbundle.format.schema import CODE, Exam, IntKey, Program, Proof, Region, Target, Value, Weight
 from cgbundle.tables.recording import Recording
 
 from ..bundle.emit import eager_exam, write_exam
@@ -41,7 +41,7 @@ from .interpret.interpret import interpret
 from .lower.jobs import Name, lower_all
 from .proof import kernel_sources, make_task, make_trial, proved
 from .regions import WHOLE, region_works, whole_works
-from .traced import Chain, Key, Traced, Variant
+from .traced import Chain, Traced, Variant
 from .tuning.measured import table_file
 
 KERNELS = "kernels.json"
@@ -139,7 +139,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     )
 
 
-def _mixed(job: Job, calls: Mapping[Key, Sequence[torch.Tensor]], stages: Stages) -> Mixed:
+def _mixed(job: Job, calls: Mapping[IntKey, Sequence[torch.Tensor]], stages: Stages) -> Mixed:
     with stages("partition") as tell:
         mixed = plan_mixed(job.exported.program, job.placements, calls)
         tell(" -> ".join(part.name for part in mixed.parts.regions))
@@ -153,7 +153,7 @@ def _hosts(mixed: Mixed, layout: _Layout, scratch: Path, stage: Path, stages: St
     return hosts
 
 
-def _chains(lowered: Mapping[Name, Traced], mixed: Mixed | None) -> dict[Key, Chain]:
+def _chains(lowered: Mapping[Name, Traced], mixed: Mixed | None) -> dict[IntKey, Chain]:
     """What was lowered, as one program per key."""
     if mixed is None:
         return {key: whole(traced) for (_, key), traced in lowered.items()}
@@ -168,21 +168,21 @@ def _chains(lowered: Mapping[Name, Traced], mixed: Mixed | None) -> dict[Key, Ch
     return chains
 
 
-def _lay_out(tensors: Mapping[str, torch.Tensor], mixed: Mixed | None, traced: Mapping[Key, Traced]) -> _Layout:
+def _lay_out(tensors: Mapping[str, torch.Tensor], mixed: Mixed | None, traced: Mapping[IntKey, Traced]) -> _Layout:
     placed = weight_rows(tensors, mixed.elsewhere if mixed else frozenset())
     ends = [align(row.offset + tensor_bytes(row.dtype, row.shape)) for row in placed if row.offset != ELSEWHERE]
     folded, end = folded_tables(traced, max(ends, default=0))
     return _Layout(placed=placed, folded=folded, end=end)
 
 
-def _summary(traced: Mapping[Key, Traced]) -> str:
+def _summary(traced: Mapping[IntKey, Traced]) -> str:
     chosen = [variant.chosen for each in traced.values() for variant in each.variants]
     counts = {how: chosen.count(how) for how in ("table", "nearest", "heuristic") if how in chosen}
     found = ", ".join(f"{count} by {how}" for how, count in counts.items())
     return f"{len(chosen)} kernels" + (f"; configurations: {found}" if found else "")
 
 
-def _compile(traced: Mapping[Key, Traced], target: Arch, tell: object) -> dict[Variant, Compiled]:
+def _compile(traced: Mapping[IntKey, Traced], target: Arch, tell: object) -> dict[Variant, Compiled]:
     variants = list(dict.fromkeys(variant for each in traced.values() for variant in each.variants))
     made = compile_variants(variants, target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=tell)  # type: ignore[arg-type]
     return dict(zip(variants, made, strict=True))
@@ -200,7 +200,7 @@ def cache_folder() -> Path:
     return folder
 
 
-def folded_tables(traced: Mapping[Key, Traced], end: int) -> tuple[dict[str, Table], int]:
+def folded_tables(traced: Mapping[IntKey, Traced], end: int) -> tuple[dict[str, Table], int]:
     """What was computed when lowering, behind the program's own tensors, each once; and the new end of memory `weights`."""
     found: dict[str, Table] = {}
     for constant in [constant for each in traced.values() for constant in each.constants]:
@@ -216,10 +216,10 @@ def weight_offsets(placed: Sequence[Weight], folded: Mapping[str, Table]) -> dic
 
 
 def _assemble(
-    chains: Mapping[Key, Chain],
+    chains: Mapping[IntKey, Chain],
     compiled: Mapping[Variant, Compiled],
     offsets: Mapping[str, int],
-    calls: Mapping[Key, Sequence[torch.Tensor]],
+    calls: Mapping[IntKey, Sequence[torch.Tensor]],
     mixed: Mixed | None,
 ) -> tuple[dict[Name, Graph], int]:
     """The rows of every region and key, and the largest lower bound of their arenas."""
@@ -238,7 +238,7 @@ def _assemble(
     return graphs, bound
 
 
-def _static(tensors: Sequence[torch.Tensor], mixed: Mixed | None, key: Key) -> int:
+def _static(tensors: Sequence[torch.Tensor], mixed: Mixed | None, key: IntKey) -> int:
     """Bytes that a key needs of memory `inputs`."""
     landing = mixed.landing[key] if mixed else ()
     return (
@@ -249,8 +249,8 @@ def _static(tensors: Sequence[torch.Tensor], mixed: Mixed | None, key: Key) -> i
 def _rows(
     graphs: Mapping[Name, Graph],
     files: Mapping[Name, str],
-    arena: Mapping[Key, int],
-    static: Mapping[Key, int],
+    arena: Mapping[IntKey, int],
+    static: Mapping[IntKey, int],
     mixed: Mixed | None,
     hosts: Hosts | None,
 ) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
@@ -259,7 +259,7 @@ def _rows(
         region = Region(name=WHOLE, kind="graph", reason="", file="", constants=())
         programs = [row(key, g.inputs, g.outputs, files[name, key], g.arena, static[key]) for (name, key), g in graphs.items()]
         return (region,), tuple(programs), 0
-    made: dict[Key, dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]] = {key: {} for key in static}
+    made: dict[IntKey, dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]] = {key: {} for key in static}
     for (name, key), graph in graphs.items():
         made[key][name] = graph.inputs, graph.outputs
     return rows_of(mixed, hosts, made, files, arena, static)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.format.schema import Program, Proof, Value, Weight
+from cgbundle.format.schema import IntKey, Program, Proof, Value, Weight
 from cgbundle.tables.recording import Recording
 
 from ..bundle.emit import KeyExam
@@ -23,7 +23,7 @@ from ..targets.cuda.tensors import row_major
 from ..util.tolerance import largest_error
 from .compile.kernels import Compiled
 from .interpret.interpret import Outcome, Stage, Task
-from .traced import Key, Variant
+from .traced import Variant
 
 Sources = tuple[tuple[tuple[str, str], Variant], ...]
 """(image's sha256, symbol) of a kernel, and what it was compiled from."""
@@ -34,7 +34,7 @@ class Trial:
     """The stages of a program, and what eager PyTorch says of all that is read, in order: `crossing` goes to the host, and in the
     end come the `outputs` of the call."""
 
-    key: Key
+    key: IntKey
     stages: tuple[Stage, ...]
     crossing: tuple[torch.Tensor, ...] = field(repr=False)
     outputs: tuple[torch.Tensor, ...] = field(repr=False)

@@ -7,19 +7,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.export import ExportedProgram
 
+from cgbundle.format.schema import IntKey
+
 from ..errors import BuildError
-from ..model.source import first_line
+from ..model.user_code import first_line
 from ..partition.regions import Link
 from ..targets.cuda.host_regions import Mixed
 from ..targets.cuda.memory_layout import dense_strides
 from .lower.jobs import Name, Work
-from .traced import Key
 
 WHOLE = "model"
 """The name of the one region of a program that is one graph."""
 
 
-def whole_works(program: ExportedProgram, calls: Mapping[Key, Sequence[torch.Tensor]]) -> dict[Name, Work]:
+def whole_works(program: ExportedProgram, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> dict[Name, Work]:
     """A program that is one graph, at every key."""
     return {(WHOLE, key): Work(program=program, tensors=tuple(tensors), layouts=()) for key, tensors in calls.items()}
 
@@ -45,7 +46,7 @@ def _laid_out(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(shape, dense_strides(shape, value.stride()), dtype=value.dtype)
 
 
-def _exported(link: Link, key: Key, given: Sequence[torch.Tensor]) -> ExportedProgram:
+def _exported(link: Link, key: IntKey, given: Sequence[torch.Tensor]) -> ExportedProgram:
     try:
         with torch.no_grad():
             return torch.export.export(link.module, tuple(given), strict=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Key = tuple[int, ...]
+from cgbundle.format.schema import IntKey
 
 WEIGHT, INPUT, TEMPORARY = "weight", "input", "temporary"
 """Kinds of buffers: a tensor of the program under its name there, input number `name` of the call, and what the program makes."""
@@ -128,7 +128,7 @@ class Traced:
     """A program lowered at one int_key.  `inputs` and `outputs` are the call's tensors; outputs live to the end.  `constants` are
     the weights among `buffers` that were computed when it was lowered."""
 
-    key: Key
+    key: IntKey
     buffers: tuple[Buffer, ...]
     variants: tuple[Variant, ...]
     events: tuple[Event, ...]

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ModelError
-from ..model.source import is_user_file
+from ..model.user_code import is_user_file
 
 aten = torch.ops.aten
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import BuildError, ModelError
-from ..model.source import Source, first_line
+from ..model.source import Source
+from ..model.user_code import first_line
 
 OWN = frozenset({"aten", "prims", "prim", "quantized", "cgcompile"})
 """Namespaces of operators that PyTorch registers itself, or we do."""

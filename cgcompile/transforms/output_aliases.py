@@ -13,37 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from cgbundle.format.extents import ELSEWHERE
-from cgbundle.format.schema import DTYPES, Alias, Program, Value, Weight
+from cgbundle.format.schema import DTYPES, Alias, IntKey, Program, Value, Weight
 
 from ..errors import ModelError
+from ..export.exported import Look, Shared
 from ..model.flat_module import PREFIX, Flat
 from ..model.source import Source, all_keys, sample
 
 if TYPE_CHECKING:
     from ..export.exported import Exported
-
-Key = tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
-    """A tensor as a look at another: bytes from the other's first element, strides in elements; `base` are the other's own."""
-
-    offset: int
-    strides: tuple[int, ...]
-    base: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """Output number `output` shares memory with number `index` of the `inputs` or `outputs`, or with the weight `name` of the
-    user's module (`memory` is then "weights", and for one that calls change "state"); `looks` says how at every int_key."""
-
-    output: int
-    memory: str
-    index: int
-    name: str
-    looks: Mapping[Key, Look]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +41,7 @@ def find_aliases(source: Source, exported: Exported, sizes: Mapping[str, tuple[i
     keys = all_keys(sizes)
     state = frozenset(name.removeprefix(PREFIX) for name in exported.state)
 
-    def at(key: Key) -> list[_Found]:
+    def at(key: IntKey) -> list[_Found]:
         tensors = sample(source, dict(zip(sizes, key, strict=True))).tensors
         return _found(exported.flat, tensors, state, [spec.name for spec in exported.outputs])
 

@@ -11,8 +11,8 @@ import torch
 
 from cgbundle.format.size_expressions import names
 
-from ..checks import place
 from ..export.exported import Exported
+from ..model.user_code import place
 
 SHAPE_ONLY = frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"})
 """Operations that take a tensor for its dtype and device alone."""

@@ -65,7 +65,8 @@ def one(name: str, folder: str) -> None:
 
     import cgbundle
     from cgbundle.format import archive
-    from cgcompile.model.source import load_source, sample
+    from cgcompile.model.load import load_source
+    from cgcompile.model.source import sample
 
     sys.path.insert(0, str(HERE))
     label, out = str(HERE / f"{name}.py"), str(Path(folder, f"{name}.cgb"))

@@ -10,7 +10,8 @@ import children
 import torch
 
 from cgcompile.export.export import export
-from cgcompile.model.source import all_keys, load_source, sample
+from cgcompile.model.load import load_source
+from cgcompile.model.source import all_keys, sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

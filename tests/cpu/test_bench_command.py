@@ -19,7 +19,8 @@ from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
 from cgcompile.export.weights import collect
 from cgcompile.model.flat_module import run_eager
-from cgcompile.model.source import load_source, sample
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
 from cgcompile.tools.bench import measure
 from cgcompile.tools.bench.clock import PHASES, Laps
 from cgcompile.tools.bench.torch_child import Torch, UserModel, Written

@@ -20,13 +20,14 @@ pytest.importorskip("triton")
 import cgcompile
 from cgbundle.format import archive
 from cgbundle.format.extents import ELSEWHERE
-from cgbundle.format.schema import MEMORIES, Manifest, Program, Proof, Region, Weight
+from cgbundle.format.schema import MEMORIES, IntKey, Manifest, Program, Proof, Region, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode, Recording
 from cgbundle.validate import bundle as verify
 from cgcompile.checks import check, placements
 from cgcompile.export.export import export
-from cgcompile.model.source import load_source, sample
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
 from cgcompile.offline import build as build_trace
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.lifetimes import check_plan
@@ -35,7 +36,7 @@ from cgcompile.offline.interpret.interpret import Outcome
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.proof import Trial, proved
 from cgcompile.offline.regions import region_works
-from cgcompile.offline.traced import Chain, Key, Traced
+from cgcompile.offline.traced import Chain, Traced
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.cuda.host_regions import Hosts, Mixed, plan_mixed
 from cgcompile.targets.cuda.memory_layout import PAD
@@ -126,7 +127,7 @@ class Build:
 
     path: Path
     manifest: Manifest
-    alone: Mapping[Key, Sequence[int]]
+    alone: Mapping[IntKey, Sequence[int]]
 
     def recordings(self, program: Program) -> list[Recording]:
         return [tables.decode((self.path / step.file).read_bytes()) for step in program.steps if step.kind == "graph"]
@@ -159,7 +160,7 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
 
     def build(name: str, sizes: Sequence[int] = (1, 4), host_ops: Sequence[str] = (), compiled: bool = False) -> Build:
         if name not in done:
-            alone: dict[Key, list[int]] = {}
+            alone: dict[IntKey, list[int]] = {}
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(build_trace, "merge", lambda key, pieces, *rest: _noted(alone, key, pieces, rest))
                 if not compiled:
@@ -174,7 +175,7 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     return build
 
 
-def _noted(alone: dict[Key, list[int]], key: Key, pieces: Sequence[Piece], rest: Any) -> Chain:
+def _noted(alone: dict[IntKey, list[int]], key: IntKey, pieces: Sequence[Piece], rest: Any) -> Chain:
     alone[key] = [plan(piece.traced).arena - PAD for piece in pieces if piece.traced]
     return merge(key, pieces, *rest)
 
@@ -191,7 +192,7 @@ def _uncompiled(mixed: Mixed, weights: Sequence[Weight], scratch: Path, stage: P
     return Hosts(rows=rows, features=())
 
 
-def sound(build: Build, keys: Sequence[Key]) -> None:
+def sound(build: Build, keys: Sequence[IntKey]) -> None:
     """The verifier finds nothing, and every key was proved."""
     verify.check_bundle(str(build.path), build.manifest, "full")
     assert verify.examine(str(build.path), build.manifest) == []

@@ -12,7 +12,8 @@ import torch
 from cgcompile.capture.request import Request
 from cgcompile.checks import check, placements
 from cgcompile.export.export import export
-from cgcompile.model.source import load_source, sample
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
 from cgcompile.targets.cuda.host_regions import Mixed, plan_mixed
 from tests.cpu.recorder import chain
 

@@ -18,7 +18,7 @@ from cgcompile.checks.rules import name
 from cgcompile.checks.sizes import too_many_keys
 from cgcompile.export.export import trace
 from cgcompile.export.exported import Traced
-from cgcompile.model.source import load_source
+from cgcompile.model.load import load_source
 from tests.cpu.models import rows
 from tests.raising import raises
 

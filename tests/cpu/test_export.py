@@ -13,7 +13,8 @@ from torch import nn
 from cgcompile.checks import check, refuse
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
-from cgcompile.model.source import load_source, sample
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
 from cgcompile.targets.choice import choose
 from tests.cpu.models import Batched, rows
 from tests.raising import raises

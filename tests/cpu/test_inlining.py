@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cgcompile.model.source import load_source
+from cgcompile.model.load import load_source
 from cgcompile.transforms.inlining import code_of, custom_operators, inlined
 from tests.raising import raises
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cgcompile.export.export import export
-from cgcompile.model.source import load_source
+from cgcompile.model.load import load_source
 from cgcompile.transforms.padding_proof import prove_padding
 from tests.cpu.models import Batched, rows
 

@@ -16,8 +16,9 @@ from cgcompile.export.exported import Traced
 from cgcompile.model import flat_module as flat
 from cgcompile.model.device_tracking import TO_DEVICE, TO_HOST
 from cgcompile.model.flat_module import run_eager
+from cgcompile.model.load import load_source
 from cgcompile.model.side_effects import Run
-from cgcompile.model.source import load_source, sample
+from cgcompile.model.source import sample
 from tests.cpu.models import Everything, Image, everything_inputs, image_inputs
 from tests.raising import raises
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cgcompile.export.export import export
-from cgcompile.model.source import load_source, sample
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
 from cgcompile.offline.decompose.retrace import Retraced, retrace
 from cgcompile.offline.decompose.split_k import split_products
 from cgcompile.offline.lower.fake_device import offline

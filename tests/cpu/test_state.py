@@ -15,7 +15,7 @@ import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.format import archive, safetensors  # noqa: E402
 from cgcompile.export.export import export  # noqa: E402
-from cgcompile.model.source import load_source  # noqa: E402
+from cgcompile.model.load import load_source  # noqa: E402
 from cgcompile.transforms.output_aliases import find_aliases  # noqa: E402
 from tests import state_checks as checks  # noqa: E402
 from tests.state_models import SIZES, Sum, draws, looks, pairs, rows, running, singles, triples  # noqa: E402

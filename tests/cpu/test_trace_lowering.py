@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from cgcompile.export.export import export
-from cgcompile.model.source import load_source, sample
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
 from cgcompile.offline.assemble.arena import lifetimes
 from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import convolutions

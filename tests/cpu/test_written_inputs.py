@@ -23,7 +23,7 @@ from cgbundle.tensors.tensor import from_bytes
 from cgcompile.checks import check, functional, refuse_written, written_inputs
 from cgcompile.errors import BuildError
 from cgcompile.export.export import export
-from cgcompile.model.source import load_source
+from cgcompile.model.load import load_source
 from cgcompile_cli import main
 from cgcompile_cli.commands.run import _named
 from tests.fabricate import signature, spec

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cgcompile.export.export import export
-from cgcompile.model.source import load_source
+from cgcompile.model.load import load_source
 from tests.cpu.recorder import chain as loaded
 from tests.raising import raises
 from tests.written_models import MODELS, draw, eager

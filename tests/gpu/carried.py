@@ -34,7 +34,7 @@ def tensors_of(model: str) -> dict[str, Any]:
 
         module, _ = gpu_architectures.make(model.partition(":")[2])
     else:
-        from cgcompile.model.source import load_source
+        from cgcompile.model.load import load_source
 
         with torch.random.fork_rng(devices=[]):
             module = load_source(str(ROOT / model)).model

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cgbundle.tables.recording import Address, KernelNode, MemcpyNode, MemsetNode, Relocation
 from cgcompile.capture.assemble import assemble
+from cgcompile.capture.placement import SEGMENT_ALIGN
 from cgcompile.capture.rows import (
     Pointee,
     Range,
@@ -26,7 +27,7 @@ from cgcompile.capture.rows import (
     Word,
 )
 from cgcompile.capture.worker.addresses import AddressMap
-from cgcompile.targets.cuda.memory_layout import PAD, SEGMENT_ALIGN, Shape, dense_strides, lay_out
+from cgcompile.targets.cuda.memory_layout import PAD, Shape, dense_strides, lay_out
 from tests.raising import raises
 
 KEY, OTHER = (4,), (1,)

@@ -49,6 +49,10 @@ Tree = dict[str, Any]
 """Nested structure of a call's inputs or outputs as JSON: see `structure.py`."""
 
 
+IntKey = tuple[int, ...]
+"""The sizes of all declared dimensions, in declared order."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
     """A declared dimension.

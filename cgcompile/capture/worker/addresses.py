@@ -9,7 +9,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ..rows import Block, Key, Pointee, Range, Target, Word
+from cgbundle.format.schema import IntKey
+
+from ..rows import Block, Pointee, Range, Target, Word
 
 LOWEST, HIGHEST = 1 << 20, 1 << 57
 """Numbers outside are taken for data without asking the driver: no device address is that low, none has more than 57 bits."""
@@ -35,7 +37,7 @@ class AddressMap:
         for i, piece in enumerate(self.ranges):
             self._ends.setdefault(piece.start + piece.size, []).append(i)
 
-    def readings(self, address: int, key: Key | None) -> tuple[Target, ...]:
+    def readings(self, address: int, key: IntKey | None) -> tuple[Target, ...]:
         """Every place that `address` can mean in a graph of `key`, the likeliest first; () when it is no live address.
 
         Private pools of other keys do not count: nothing there is alive while the graph of this key runs.
@@ -51,7 +53,7 @@ class AddressMap:
             self._probed[address] = self._ask(address)
         return self._probed[address]
 
-    def block(self, data: bytes, key: Key | None) -> Block:
+    def block(self, data: bytes, key: IntKey | None) -> Block:
         """`data` with the readings of each of its 8-byte aligned words."""
         words = []
         for at in range(0, len(data) - 7, 8):

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from cgbundle.format.schema import IntKey
+
 from ...partition import Partition, partition
 from ...partition.regions import Link, links
 from ...targets.cuda.lowering import lower, repair
-from ...targets.cuda.memory_layout import dense_strides
+from ...targets.cuda.memory_layout import Landing, dense_strides
 from ...targets.cuda.tensors import Spot, place_inputs, place_weights, spot_of, tensor_at
-from ..request import Landing
-from ..rows import Key
 from .session import Captured, Session, Tell, capture_call, run_warm
 
 Values = dict[str, torch.Tensor]
@@ -39,7 +39,7 @@ class Chain:
     landing: dict[str, torch.Tensor]
 
 
-def open_chain(session: Session, key: Key) -> Chain:
+def open_chain(session: Session, key: IntKey) -> Chain:
     """The regions of a key, with weights and inputs in their places."""
     assert session.sides is not None
     program, moved = session.sides
@@ -64,7 +64,7 @@ def _place(session: Session, row: Landing) -> tuple[str, torch.Tensor]:
     return name, tensor_at(session.inputs, offset, dtype, shape, strides)
 
 
-def warm_up_chain(session: Session, key: Key, tell: Tell) -> None:
+def warm_up_chain(session: Session, key: IntKey, tell: Tell) -> None:
     """Lower the graph regions of a key and run them, so that the compile cache holds what they need.  Raises lowering-failed."""
     chain = open_chain(session, key)
 
@@ -76,7 +76,7 @@ def warm_up_chain(session: Session, key: Key, tell: Tell) -> None:
     _through(chain, lowered)
 
 
-def capture_chain(session: Session, key: Key, tell: Tell) -> tuple[Captured, ...]:
+def capture_chain(session: Session, key: IntKey, tell: Tell) -> tuple[Captured, ...]:
     """Capture the graph regions of a key, in order.  Raises lowering-failed, not-capturable."""
     chain = open_chain(session, key)
     last = {name: place for place, link in enumerate(chain.regions) for name in link.part.inputs}
@@ -150,7 +150,7 @@ def _through(
     return values
 
 
-def _lowered(session: Session, key: Key, link: Link, given: Sequence[torch.Tensor], tell: Tell) -> Callable[[], Any]:
+def _lowered(session: Session, key: IntKey, link: Link, given: Sequence[torch.Tensor], tell: Tell) -> Callable[[], Any]:
     tell(f"lowering {key}, {link.part.name}")
     lowered = lower(link.module, session.request.level, session.request.specialize)
 

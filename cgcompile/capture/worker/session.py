@@ -15,15 +15,14 @@ import torch
 from torch.export.passes import move_to_device_pass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from cgbundle.format.schema import Weight
+from cgbundle.format.schema import IntKey, Weight
 
 from ...errors import ModelError
-from ...model.source import load_code
+from ...model.load import load_code
 from ...targets.cuda.lowering import lower, lowering_errors, repair
 from ...targets.cuda.memory_layout import PAD
 from ...targets.cuda.tensors import Spot, apply_settings, place_inputs, place_weights, program_tensors, spot_of, tensor_at
 from ..request import Request
-from ..rows import Key
 from .driver import check, driver
 
 WARMUPS = 3
@@ -47,7 +46,7 @@ class Session:
     weights: torch.Tensor
     state: torch.Tensor
     inputs: torch.Tensor
-    calls: Mapping[Key, tuple[Call, Call]]
+    calls: Mapping[IntKey, tuple[Call, Call]]
 
     def tensor_of(self, row: Weight) -> torch.Tensor:
         """Where a weight lies."""
@@ -66,7 +65,7 @@ class Captured:
     """A captured graph, not yet run: number `region` of its key.  `inputs` and `outputs` are the places of the tensors that it
     takes and makes; `kept` are outputs of the program among them, whose memory nobody else gets."""
 
-    key: Key
+    key: IntKey
     region: int
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Spot, ...]
@@ -104,7 +103,7 @@ def open_session(request: Request) -> Session:
     )  # fmt: skip
 
 
-def warm_up(session: Session, key: Key, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
+def warm_up(session: Session, key: IntKey, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
     """Lower the program for a key and run it on a side stream, each time on the example's values, although it may write to its
     inputs and buffers.  Returns the call without arguments, and its static inputs, which hold these values again.
 
@@ -147,7 +146,7 @@ def run_warm(call: Callable[[], Any], where: str, restore: Callable[[], None] = 
     torch.cuda.synchronize()
 
 
-def capture(session: Session, key: Key, tell: Tell) -> Captured:
+def capture(session: Session, key: IntKey, tell: Tell) -> Captured:
     """Capture the program for a key into a private pool of its own.  Raises lowering-failed, not-capturable."""
     call, static = warm_up(session, key, tell)
     tell(f"capturing {key}")

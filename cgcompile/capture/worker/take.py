@@ -14,14 +14,16 @@ from importlib.metadata import version
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cgbundle.format.schema import IntKey
+
 from ...errors import ModelError
 from ...targets.cuda.elf import Cubin, read_cubin
-from ...targets.cuda.memory_layout import LARGEST_TABLE
 from ...targets.cuda.tensors import Spot, contents, place_inputs, row_major
 from ...util.raw_bytes import raw
 from ...util.tolerance import largest_error
+from ..placement import LARGEST_TABLE
 from ..request import Request
-from ..rows import Key, Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawState, RawValue, Take, Word
+from ..rows import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawState, RawValue, Take, Word
 from .addresses import AddressMap
 from .chain import capture_chain, open_chain, replay_chain, warm_up_chain
 from .cupti import ImageLog
@@ -153,7 +155,7 @@ def _restore(session: Session, names: Sequence[str]) -> None:
             session.tensor_of(row).copy_(session.originals[row.name])
 
 
-def _examine(session: Session, key: Key, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
+def _examine(session: Session, key: IntKey, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
     """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.
 
     Raises randomness-refused when the replay advanced torch's generator, input-mutated when it changed a static input that the

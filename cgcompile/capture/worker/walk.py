@@ -10,8 +10,10 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cgbundle.format.schema import IntKey
+
 from ...errors import BuildError, ModelError
-from ..rows import Key, RawEmpty, RawKernel, RawMemcpy, RawMemset, RawNode, Word
+from ..rows import RawEmpty, RawKernel, RawMemcpy, RawMemset, RawNode, Word
 from .addresses import AddressMap
 from .driver import check, driver, succeeded
 
@@ -55,7 +57,11 @@ REFUSED_ATTRIBUTES: dict[int, tuple[str, Callable[[Any], int]]] = {
 
 
 def walk(
-    graph: int, key: Key, addresses: AddressMap, modules: Mapping[int, tuple[str, ...]], functions: Callable[[str], frozenset[str]]
+    graph: int,
+    key: IntKey,
+    addresses: AddressMap,
+    modules: Mapping[int, tuple[str, ...]],
+    functions: Callable[[str], frozenset[str]],
 ) -> tuple[tuple[RawNode, ...], tuple[tuple[int, int, int, int, int], ...], dict[str, int]]:
     """Read a CUgraph.
 
@@ -100,7 +106,7 @@ def _edges(graph: Any, index: Mapping[int, int]) -> tuple[tuple[int, int, int, i
 def _kernel(
     node: Any,
     where: str,
-    key: Key,
+    key: IntKey,
     addresses: AddressMap,
     modules: Mapping[int, tuple[str, ...]],
     functions: Callable[[str], frozenset[str]],
@@ -188,7 +194,7 @@ def _values(node: Any) -> dict[int, tuple[int, int, int]]:
     return values
 
 
-def _memset(node: Any, where: str, key: Key, addresses: AddressMap) -> RawMemset:
+def _memset(node: Any, where: str, key: IntKey, addresses: AddressMap) -> RawMemset:
     p = check(driver.cuGraphMemsetNodeGetParams(node))
     target = Word(at=0, targets=addresses.readings(int(p.dst), key))
     if not target.targets:
@@ -196,7 +202,7 @@ def _memset(node: Any, where: str, key: Key, addresses: AddressMap) -> RawMemset
     return RawMemset(target=target, shape=(int(p.value), int(p.elementSize), int(p.width), int(p.height), int(p.pitch)))
 
 
-def _memcpy(node: Any, where: str, key: Key, addresses: AddressMap) -> RawMemcpy:
+def _memcpy(node: Any, where: str, key: IntKey, addresses: AddressMap) -> RawMemcpy:
     p = check(driver.cuGraphMemcpyNodeGetParams(node))
     ends = []
     for side in ("src", "dst"):

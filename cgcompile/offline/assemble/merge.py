@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cgbundle.format.schema import IntKey
+
 from ...errors import BuildError
 from ..traced import (
     TEMPORARY,
@@ -19,7 +21,6 @@ from ..traced import (
     Copy,
     Event,
     Fill,
-    Key,
     Launch,
     Place,
     Read,
@@ -46,7 +47,7 @@ def whole(traced: Traced) -> Chain:
     return Chain(traced=traced, sections=(section,))
 
 
-def merge(key: Key, pieces: Sequence[Piece], given: Sequence[str], outputs: Sequence[str]) -> Chain:
+def merge(key: IntKey, pieces: Sequence[Piece], given: Sequence[str], outputs: Sequence[str]) -> Chain:
     """The regions as one program.
 
     `pieces` in the order in which they run.  `given`: the values that lie in memory `inputs`, in the order of INPUT buffers: the
@@ -66,7 +67,7 @@ class _Merged:
     """The merged program as it grows.  `made`: the values that the regions so far made; `shared`: weights and inputs by kind and
     name, which several regions may take; `on_host`: values that the host has a copy of."""
 
-    def __init__(self, key: Key, given: Mapping[str, int]) -> None:
+    def __init__(self, key: IntKey, given: Mapping[str, int]) -> None:
         self.key = key
         self.given = given
         self.buffers: list[Buffer] = []

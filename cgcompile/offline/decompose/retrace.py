@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from ...errors import CATALOGUE, BuildError, ModelError
 from ...export.exported import memory_order
-from ...model.source import first_line, is_user_file
+from ...model.user_code import first_line, is_user_file
 from ...targets.cuda.lowering import repair
 from ..traced import INPUT, WEIGHT
 from .operators import REPLACED, decompositions

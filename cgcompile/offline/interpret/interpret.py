@@ -18,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cgbundle.format.schema import Value, Weight
+from cgbundle.format.schema import IntKey, Value, Weight
 from cgbundle.tables.recording import Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
 from ...targets.cuda.fills import memset_of
 from ...util.content_cache import digest, recall, remember, sources, versions
 from ...util.workers import ask
 from ..assemble.block_reader import arguments, check_order
-from ..traced import Key, Variant
+from ..traced import Variant
 
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -62,7 +62,7 @@ class Task:
     `weights`: the bundle's weights.safetensors, and `placed` where its tensors lie in memory `weights`.
     """
 
-    key: Key
+    key: IntKey
     stages: tuple[Stage, ...]
     variants: tuple[tuple[tuple[str, str], Variant], ...]
     sizes: tuple[tuple[str, int], ...]
@@ -79,7 +79,7 @@ class Task:
 class Outcome:
     """What was read, stage after stage: bytes, row-major.  `seconds`: what the rows took, without starting the process."""
 
-    key: Key
+    key: IntKey
     read: tuple[bytes, ...] = field(repr=False)
     seconds: float
 

@@ -22,13 +22,15 @@ from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 from torch.export import ExportedProgram
 
+from cgbundle.format.schema import IntKey
+
 from ...errors import BuildError, ModelError
-from ...model.source import first_line
+from ...model.user_code import first_line
 from ...targets.architectures import Arch
 from ..decompose.constant_folding import fold
 from ..decompose.retrace import Retraced, host_hint, operator, place, retrace, same_layout
 from ..decompose.split_k import Pieces, split_products
-from ..traced import Key, Tensor, Traced
+from ..traced import Tensor, Traced
 from ..tuning import cost_model as choosing
 from ..tuning.cost_model import Candidate, Problem
 from .fake_device import offline
@@ -89,7 +91,7 @@ OPTIONS: dict[str, Any] = {
 
 def lower_key(
     program: ExportedProgram,
-    key: Key,
+    key: IntKey,
     tensors: Sequence[torch.Tensor],
     arch: Arch,
     *,
@@ -139,7 +141,7 @@ def lower_key(
     )
 
 
-def _as_wanted(outputs: tuple[Tensor, ...], layouts: Sequence[tuple[int, ...] | None], key: Key) -> tuple[Tensor, ...]:
+def _as_wanted(outputs: tuple[Tensor, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey) -> tuple[Tensor, ...]:
     """The outputs with the strides of `layouts`, which may differ where an axis has one element.  Raises lowering-broken."""
     if not layouts:
         return outputs
@@ -155,7 +157,9 @@ def _as_wanted(outputs: tuple[Tensor, ...], layouts: Sequence[tuple[int, ...] | 
     return tuple(made)
 
 
-def _follow(retraced: Retraced, key: Key, layouts: Sequence[tuple[int, ...] | None], load_kernel: Callable[..., Any]) -> Followed:
+def _follow(
+    retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] | None], load_kernel: Callable[..., Any]
+) -> Followed:
     placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
     (output,) = [node for node in retraced.graph.graph.nodes if node.op == "output"]
     if not any(node.op == "call_function" for node in retraced.graph.graph.nodes):
@@ -171,7 +175,7 @@ def _follow(retraced: Retraced, key: Key, layouts: Sequence[tuple[int, ...] | No
     return follow(compiled.source_code, retraced.tensors, retraced.names, load_kernel)
 
 
-def _explain(error: InductorError, key: Key, retraced: Retraced) -> BuildError:
+def _explain(error: InductorError, key: IntKey, retraced: Retraced) -> BuildError:
     """Our own errors as they are; what Inductor has no lowering for by name; the rest as a failure of Inductor."""
     cause: BaseException | None = error
     while cause is not None:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from cgbundle.format.schema import IntKey
+
 from ...targets.cuda.tensors import contents, program_tensors, settings
 from ...util.content_cache import digest, recall, remember, sources, versions
 from ...util.workers import ask
-from ..traced import Key, Traced
+from ..traced import Traced
 
-Name = tuple[str, Key]
+Name = tuple[str, IntKey]
 """A region and an int_key."""
 
 Layouts = tuple[tuple[int, ...] | None, ...]
@@ -45,7 +47,7 @@ class Item:
     program: Path
     tensors: Path
     layouts: Layouts
-    key: Key
+    key: IntKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

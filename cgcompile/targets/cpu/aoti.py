@@ -19,7 +19,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ...errors import BuildError
-from ...model.source import first_line
+from ...model.user_code import first_line
 
 TESTED = "2.13"
 

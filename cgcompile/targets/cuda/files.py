@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import safetensors
-from cgbundle.format.schema import Program, Step, Value, Weight
+from cgbundle.format.schema import IntKey, Program, Step, Value, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Recording
 from cgbundle.tensors.tensor import memory_order
@@ -18,8 +18,6 @@ from cgbundle.tensors.tensor import memory_order
 from ...model.flat_module import PREFIX
 from .memory_layout import Table
 from .tensors import contents
-
-Key = tuple[int, ...]
 
 
 def write_weights(
@@ -63,7 +61,7 @@ def write_kernels(stage: Path, images: Mapping[str, bytes]) -> None:
         (stage / "kernels" / name).write_bytes(image)
 
 
-def write_tables(stage: Path, recordings: Mapping[tuple[str, Key], Recording]) -> dict[tuple[str, Key], str]:
+def write_tables(stage: Path, recordings: Mapping[tuple[str, IntKey], Recording]) -> dict[tuple[str, IntKey], str]:
     """graphs/<region>-<key>.bin of every region and int_key; returns their paths in the bundle."""
     (stage / "graphs").mkdir()
     files = {}
@@ -73,7 +71,7 @@ def write_tables(stage: Path, recordings: Mapping[tuple[str, Key], Recording]) -
     return files
 
 
-def program(key: Key, inputs: Sequence[Value], outputs: Sequence[Value], file: str, arena: int, static: int) -> Program:
+def program(key: IntKey, inputs: Sequence[Value], outputs: Sequence[Value], file: str, arena: int, static: int) -> Program:
     """The manifest's row of an int_key that is one graph."""
     given, made = tuple(range(len(inputs))), tuple(range(len(inputs), len(inputs) + len(outputs)))
     step = Step(kind="graph", region=0, file=file, inputs=given, outputs=made)

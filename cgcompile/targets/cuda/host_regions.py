@@ -15,23 +15,21 @@ from torch.fx import GraphModule
 
 from cgbundle.errors import MachineError
 from cgbundle.format.extents import ELSEWHERE
-from cgbundle.format.schema import Program, Region, Value, Weight
+from cgbundle.format.schema import IntKey, Program, Region, Value, Weight
 
-from ...capture.request import Landing
 from ...errors import BuildError, ModelError
 from ...model.flat_module import PREFIX
-from ...model.source import first_line
+from ...model.user_code import first_line
 from ...partition import Partition, partition
 from ...partition.regions import Link, landings, links, run
 from ...transforms.inlining import inlined
 from ..cpu import layouts
 from ..cpu.aoti import compile_cpu
-from .memory_layout import align, dense_strides, lay_out, tensor_bytes
+from .memory_layout import Landing, align, dense_strides, lay_out, tensor_bytes
 from .steps import Lowered
 from .steps import program as program_row
 from .tensors import dtype_name, program_tensors, shapes_of
 
-Key = tuple[int, ...]
 Tell = Callable[[str], None]
 
 
@@ -41,9 +39,9 @@ class Mixed:
     regions alone read, which stay off the GPU."""
 
     parts: Partition
-    chains: dict[Key, tuple[Link, ...]] = field(repr=False)
-    values: dict[Key, dict[str, torch.Tensor]] = field(repr=False)
-    landing: dict[Key, tuple[Landing, ...]]
+    chains: dict[IntKey, tuple[Link, ...]] = field(repr=False)
+    values: dict[IntKey, dict[str, torch.Tensor]] = field(repr=False)
+    landing: dict[IntKey, tuple[Landing, ...]]
     elsewhere: frozenset[str]
 
 
@@ -52,11 +50,11 @@ class Hosts:
     """Compiled host regions.  `rows` by (name of the part, key), the same row for keys that share one, and the processor
     `features` that the code of all uses."""
 
-    rows: dict[tuple[str, Key], Region]
+    rows: dict[tuple[str, IntKey], Region]
     features: tuple[str, ...]
 
 
-def plan_mixed(program: ExportedProgram, placements: Mapping[str, str], calls: Mapping[Key, Sequence[torch.Tensor]]) -> Mixed:
+def plan_mixed(program: ExportedProgram, placements: Mapping[str, str], calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> Mixed:
     """`calls` are example inputs of every key, on the CPU.  Raises the errors of `partition`."""
     parts = partition(program, placements)
     chains, values, landing = {}, {}, {}
@@ -105,7 +103,7 @@ def compile_hosts(mixed: Mixed, weights: Sequence[Weight], scratch: Path, stage:
     """Compiles every host region that computes something, for every key, and writes host/<name>.so into `stage`; keys whose region
     has the same code and inputs share one.  `weights`: `weight_rows`.  Raises compiler-failed, constant-unsaved, torch-unsupported."""
     made: dict[Any, Region] = {}
-    rows: dict[tuple[str, Key], Region] = {}
+    rows: dict[tuple[str, IntKey], Region] = {}
     features: set[str] = set()
     names = [part.name for part in mixed.parts.regions if part.kind == "host" and part.operations]
     for name in names:
@@ -187,10 +185,10 @@ def weight_rows(tensors: Mapping[str, torch.Tensor], elsewhere: frozenset[str], 
 def rows_of(
     mixed: Mixed,
     hosts: Hosts,
-    graphs: Mapping[Key, Mapping[str, tuple[tuple[Value, ...], tuple[Value, ...]]]],
-    files: Mapping[tuple[str, Key], str],
-    arena: Mapping[Key, int],
-    static: Mapping[Key, int],
+    graphs: Mapping[IntKey, Mapping[str, tuple[tuple[Value, ...], tuple[Value, ...]]]],
+    files: Mapping[tuple[str, IntKey], str],
+    arena: Mapping[IntKey, int],
+    static: Mapping[IntKey, int],
 ) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
     """Regions and programs for the manifest, and the bytes of memory host.
 

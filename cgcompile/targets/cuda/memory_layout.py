@@ -15,20 +15,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from cgbundle.format.schema import DTYPES, MEMORIES, Weight
-from cgbundle.tables.recording import Address
-
-from ...capture.pairing import Pairing, agree
-from ...capture.rows import INPUTS, WEIGHTS, Key, Take, Target
-from ...errors import ModelError
+from cgbundle.format.schema import DTYPES, Weight
 
 ALIGN = 256
 PAD = 256
-SEGMENT_ALIGN = 2 << 20
-"""torch's segments start at multiples of 2 MiB; kept, so that an arena has the alignment that the kernels were chosen for."""
-
-LARGEST_TABLE = 256 << 20
-"""A table that no tensor of the program holds may have this many bytes; larger ones are refused."""
 
 
 def align(value: int, to: int = ALIGN) -> int:
@@ -52,19 +42,6 @@ class Table:
 
     offset: int
     contents: bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Range of the first recording -> (memory as a position in MEMORIES, offset of the range in it), for one key."""
-
-    bases: dict[int, tuple[int, int]]
-    arena: int
-
-    def address(self, target: Target) -> Address:
-        """The place in a memory that a target means.  Raises KeyError for a range that was not placed."""
-        memory, base = self.bases[target.range]
-        return Address(memory=memory, offset=base + target.offset)
 
 
 def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
@@ -115,65 +92,5 @@ def lay_out(shapes: Mapping[str, Shape], state: Collection[str] = ()) -> tuple[t
     return tuple(rows), Ends(**ends)
 
 
-def place_tables(
-    a: Take, b: Take, pairing: Pairing, used: Iterable[int], end: int
-) -> tuple[tuple[Table, ...], dict[int, int], int]:
-    """Constants among the used "torch" and "device" ranges: those with equal contents in both processes.
-
-    Returns the tables, range -> offset in `weights`, and the new end of `weights`.  A range that is missing in the
-    result has contents of its own in every process: scratch, which goes into the arena.  Raises pointer-in-table, memory-refused.
-    """
-    tables: list[Table] = []
-    offsets: dict[int, int] = {}
-    for i in used:
-        mine = a.ranges[i]
-        if mine.kind not in ("torch", "device"):
-            continue
-        theirs = b.ranges[pairing[i]]
-        if len(mine.contents) != mine.size or len(theirs.contents) != mine.size:
-            raise ModelError(
-                "memory-refused", f"a kernel refers to an allocation of {mine.size} bytes outside the program's memory"
-            )
-        pointers = _pointers(a, b, pairing, i)
-        blank = [bytearray(mine.contents), bytearray(theirs.contents)]
-        for at in pointers:
-            for data in blank:
-                data[at : at + 8] = bytes(8)
-        if blank[0] != blank[1]:
-            continue
-        if pointers:
-            raise ModelError(
-                "pointer-in-table",
-                f"an allocation of {mine.size} bytes that kernels read holds an address itself, at byte {pointers[0]}",
-            )
-        tables.append(Table(offset=end, contents=mine.contents))
-        offsets[i] = end
-        end = align(end + mine.size)
-    return tuple(tables), offsets, end
-
-
-def place(take: Take, used: Iterable[int], tables: Mapping[int, int], key: Key) -> Placement:
-    """Place the ranges that the graph of one key refers to, in the order of their first use."""
-    bases = {WEIGHTS: (MEMORIES.index("weights"), 0), INPUTS: (MEMORIES.index("inputs"), 0)}
-    arena = 0
-    for i in used:
-        piece = take.ranges[i]
-        if i in bases:
-            continue
-        if i in tables:
-            bases[i] = (MEMORIES.index("weights"), tables[i])
-        elif piece.kind == "state":
-            bases[i] = (MEMORIES.index("state"), 0)
-        elif piece.kind in ("pool", "torch", "device"):
-            arena = align(arena, SEGMENT_ALIGN if piece.size >= SEGMENT_ALIGN else ALIGN)
-            bases[i] = (MEMORIES.index("arena"), arena)
-            arena += piece.size
-        else:
-            raise ModelError("memory-refused", f"int_key {key} refers to {piece.kind} memory")
-    return Placement(bases=bases, arena=arena + PAD)
-
-
-def _pointers(a: Take, b: Take, pairing: Pairing, i: int) -> list[int]:
-    """Offsets of the words of a range's contents that are the same live address in both processes."""
-    theirs = {word.at: word for word in b.ranges[pairing[i]].words}
-    return [w.at for w in a.ranges[i].words if w.at in theirs and agree(w, theirs[w.at], pairing) is not None]
+Landing = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
+"""A value that the host makes and a graph takes: its name, bytes into the inputs buffer, dtype, shape, and strides in elements."""

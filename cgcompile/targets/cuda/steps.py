@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cgbundle.format.extents import span
-from cgbundle.format.schema import Program, Step, Value
+from cgbundle.format.schema import IntKey, Program, Step, Value
 
 from ...partition import Part, Partition
 from .memory_layout import align
-
-Key = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +49,7 @@ class _Rows:
         self.steps.append(Step(kind="copy", region=0, file="", inputs=(source,), outputs=(target,)))
 
 
-def program(key: Key, parts: Partition, lowered: Lowered, arena: int, static: int) -> tuple[Program, int]:
+def program(key: IntKey, parts: Partition, lowered: Lowered, arena: int, static: int) -> tuple[Program, int]:
     """The program of one int_key, and the bytes that it needs of memory host.
 
     A value is copied to the other side when a region there first reads it, and once; what the host made and the call returns is

@@ -18,12 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cgbundle.format import archive
-from cgbundle.format.schema import Manifest
-
-from .report import Key
+from cgbundle.format.schema import IntKey, Manifest
 
 
-def write(folder: str, manifest: Manifest, keys: Sequence[Key], model: str, scratch: Path) -> Path:
+def write(folder: str, manifest: Manifest, keys: Sequence[IntKey], model: str, scratch: Path) -> Path:
     """The file that tells children what to serve."""
     job = {
         "bundle": folder,

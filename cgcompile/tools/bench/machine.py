@@ -10,7 +10,7 @@ from typing import Any
 
 from cgbundle.cpu.processor import processor_name
 
-from ... import __version__
+from ...util.version import VERSION
 from .report import Machine
 
 PACKAGES = ("torch", "triton", "onnxruntime", "cuda-bindings")
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "triton", "onnxruntime", "cuda-bindings")
 
 def machine(about: dict[str, Any], load: float) -> Machine:
     """This machine, now; `about` is what the bundle's process said of the GPU, `load` the load average before."""
-    versions = {"python": platform.python_version(), "cgcompile": __version__}
+    versions = {"python": platform.python_version(), "cgcompile": VERSION}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

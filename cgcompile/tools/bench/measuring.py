@@ -16,7 +16,7 @@ from typing import Any
 
 from cgbundle.exam import BITS, name_key
 from cgbundle.format import archive
-from cgbundle.format.schema import Manifest
+from cgbundle.format.schema import IntKey, Manifest
 from cgbundle.validate import bundle as verify
 
 from ...errors import BuildError
@@ -26,7 +26,7 @@ from .jobs import write
 from .machine import machine
 from .peers import TORCH, choose
 from .processes import Child, compiler_cache
-from .report import BUNDLE, Error, Key, Memory, Peer, Report, Timing
+from .report import BUNDLE, Error, Memory, Peer, Report, Timing
 
 ROUNDS = 5
 SHOWN = 4
@@ -55,7 +55,7 @@ def measure(
     path: str | os.PathLike[str],
     *,
     against: Sequence[str] = (),
-    keys: Sequence[Key] = (),
+    keys: Sequence[IntKey] = (),
     rounds: int = ROUNDS,
     model: str = "",
     progress: Watcher | None = None,
@@ -115,7 +115,7 @@ def measure(
     )
 
 
-def some(keys: Sequence[Key], limit: int = SHOWN) -> list[Key]:
+def some(keys: Sequence[IntKey], limit: int = SHOWN) -> list[IntKey]:
     """At most `limit` of the int_keys, evenly from the smallest to the largest, in their order."""
     if len(keys) <= limit:
         return list(keys)
@@ -133,7 +133,7 @@ class _Run:
     job: Path
     found: dict[str, _Found]
     manifest: Manifest
-    keys: Sequence[Key]
+    keys: Sequence[IntKey]
 
     def prepare(self, peers: Sequence[str], stages: Stages) -> None:
         """The bundle once, to see whether it runs; then what peers run: the program as Python, and as ONNX for ONNX Runtime."""
@@ -262,7 +262,7 @@ def _ordered(names: Sequence[str]) -> list[str]:
     return [name for name in PEERS if name in names]
 
 
-def _peer(name: str, found: _Found, keys: Sequence[Key]) -> Peer:
+def _peer(name: str, found: _Found, keys: Sequence[IntKey]) -> Peer:
     timings = [Timing(what=what, key=keys[number], seconds=tuple(seconds)) for (what, number), seconds in found.seconds.items()]
     return Peer(
         name=name,

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from cgbundle.format.schema import IntKey
+
 from .clock import PHASES
 
 BUNDLE = "bundle"
 
 FIRST = PHASES[:-1]
 """The phases up to the first output."""
-
-Key = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Timing:
     of it on a GPU; "device" its time by the GPU's clock, calls back to back."""
 
     what: str
-    key: Key
+    key: IntKey
     seconds: tuple[float, ...]
 
 
@@ -43,7 +43,7 @@ class Error:
     """The largest difference of a peer's outputs to the exam's, divided by the largest element, and what is allowed; `exact`: all
     bits were the same."""
 
-    key: Key
+    key: IntKey
     error: float
     allowed: float
     exact: bool
@@ -78,7 +78,7 @@ class Peer:
         """The median of one phase, seconds."""
         return median([start[index] for start in self.starts])
 
-    def timing(self, what: str, key: Key) -> Timing | None:
+    def timing(self, what: str, key: IntKey) -> Timing | None:
         """The calls of one kind at an int_key, where they were measured."""
         return next((each for each in self.timings if (each.what, each.key) == (what, key)), None)
 
@@ -107,7 +107,7 @@ class Report:
     name: str
     target: str
     machine: Machine
-    keys: tuple[Key, ...]
+    keys: tuple[IntKey, ...]
     names: tuple[str, ...]
     recorded: int
     rounds: int

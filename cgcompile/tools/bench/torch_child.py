@@ -198,7 +198,7 @@ class UserModel:
     """The user's own module with its own weights."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        from ...model.source import load_source
+        from ...model.load import load_source
 
         self.module: Any = load_source(job["model"]).model.to(job["target"])
         self._start = _state(self.module) if job["state"] else {}

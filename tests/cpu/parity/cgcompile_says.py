@@ -14,7 +14,7 @@ from cgcompile.checks import check, place, placements
 from cgcompile.errors import BuildError, ModelError
 from cgcompile.export.export import trace
 from cgcompile.model.device_tracking import TO_DEVICE
-from cgcompile.model.source import load_source
+from cgcompile.model.load import load_source
 
 from .case import SIZES, Case
 from .settings import settings

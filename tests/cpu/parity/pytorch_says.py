@@ -46,7 +46,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_map_only
 
-from cgcompile.model.source import first_line, is_user_file, load_source, sample
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
+from cgcompile.model.user_code import first_line, is_user_file
 from cgcompile.offline.lower.fake_device import offline
 from cgcompile.targets.architectures import arch
 

@@ -1,0 +1,106 @@
+"""Which code is the user's: the file and line that an error, a frame or a node comes from."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..errors import ModelError
+
+
+def user_line(error: BaseException, label: str) -> str:
+    """`model.py:12` of the innermost frame of the traceback that lies in the user's code, or "" """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_user_file(frame.filename):
+            return f"{os.path.relpath(frame.filename) if os.path.exists(frame.filename) else label}:{frame.lineno}"
+    return ""
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a file is neither torch's, ours, the standard library's, nor generated."""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    library = os.path.dirname(os.__file__)
+    torch_home = os.path.dirname(os.path.abspath(torch.__file__))
+    full = os.path.abspath(filename)
+    if filename.startswith("<") or full.startswith((ours + os.sep, torch_home + os.sep)):
+        return False
+    return not full.startswith(library + os.sep) or "site-packages" in full
+
+
+def first_line(error: BaseException) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def here() -> tuple[str, str]:
+    """(file:line, source line) of the user's code that runs, or ("", "")."""
+    frame = _user_frame()
+    if frame is None:
+        return "", ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{shown(file)}:{line}", linecache.getline(file, line).strip()
+
+
+def user_frame() -> str:
+    """The frame of the user's code that runs as a traceback spells it, or ""."""
+    frame = _user_frame()
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f'File "{file}", line {line}, in {frame.f_code.co_name}\n    {linecache.getline(file, line).strip()}'
+
+
+def _user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+_is_user_file = cache(is_user_file)
+
+
+def user_place(error: BaseException) -> tuple[str, str]:
+    """(file:line, source line) of the innermost frame of the user's code that an error came through, or ("", "")."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_user_file(frame.filename):
+            return f"{shown(frame.filename)}:{frame.lineno}", (frame.line or "").strip()
+    return "", ""
+
+
+def shown(file: str) -> str:
+    """The path of a user's file as messages show it: relative where it lies under the current folder."""
+    near = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if near.startswith("..") else near
+
+
+def place(node: Node | None) -> tuple[str, str]:
+    """(file:line, source line) of the user's code that a node comes from, or ("", "")."""
+    trace = (node.meta.get("stack_trace") or "") if node is not None else ""
+    for file, line, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)):
+        if is_user_file(file):
+            return f"{shown(file)}:{line}", code.strip()
+    return "", ""
+
+
+def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls the user's code; whatever it raises becomes one line with the place."""
+    try:
+        return function(*args, **kwargs)
+    except SyntaxError as error:
+        where = f"{os.path.relpath(error.filename)}:{error.lineno}" if error.filename else label
+        raise ModelError("source-invalid", f"{where}: {error.msg}: {(error.text or '').strip()}") from None
+    except Exception as error:
+        raise ModelError(
+            "source-invalid", f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
+        ) from error
