@@ -10,7 +10,6 @@ judging       check and refuse; which inputs the program writes to
 
 from __future__ import annotations
 
-from ..model.user_code import place
 from .judging import check, functional, refuse, refuse_written, state_buffers, written_inputs
 from .placements import placements
 from .rules import RULES, names

@@ -13,8 +13,8 @@ from torch import nn
 import cgcompile
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
-from tests import support
 from tests.gpu.models import GPT, mlp
+from tests.helpers import support
 
 SIZES = (1, 4)
 TOKENS, VOCABULARY, WIDTH = 16, 256, 64

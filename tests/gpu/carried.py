@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.places import ROOT
+
 sys.path[:0] = [str(ROOT / folder) for folder in ("bundles", ".", "tests/bench")]
 
 from cgbundle.format import archive, safetensors  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.raising import raises
+from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():

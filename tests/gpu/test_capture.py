@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.raising import raises
+from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
 

@@ -24,9 +24,9 @@ from cgbundle.format.schema import Manifest
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Function, MemsetNode, Recording
 from cgbundle.tables.view import Table
-from tests import cuda_bundles
-from tests.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
-from tests.raising import raises
+from tests.helpers import cuda_bundles
+from tests.helpers.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
+from tests.helpers.raising import raises
 
 
 def missing() -> str:

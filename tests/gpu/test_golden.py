@@ -10,8 +10,9 @@ import cgbundle
 from cgbundle import exam
 from cgbundle.errors import MachineError
 from cgbundle.format import archive
+from tests.helpers.places import GOLDEN
 
-GOLDENS = sorted((Path(__file__).parents[1] / "golden").glob("v*/*.cgb"))
+GOLDENS = sorted((GOLDEN).glob("v*/*.cgb"))
 FOR_A_GPU = [path for path in GOLDENS if archive.read_manifest(str(path)).target.kind == "cuda"]
 
 

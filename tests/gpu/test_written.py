@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.raising import raises
+from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -18,7 +18,7 @@ import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from tests.gpu.recording import record_case  # noqa: E402
-from tests.written_models import MODELS, PLACES, WIDTH, draw, eager  # noqa: E402
+from tests.helpers.written_models import MODELS, PLACES, WIDTH, draw, eager  # noqa: E402
 
 SIZES = (1, 4)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.places import ROOT
+
 BANNED = ("torch", "numpy", "triton", "typer", "rich", "cgcompile", "cgcompile_cli", "safetensors", "ml_dtypes", "cupy", "cuda")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT / "bundles").with_suffix("").parts).removesuffix(".__init__")
@@ -55,7 +56,7 @@ def test_all_names_of_the_package_can_be_had_with_everything_else_absent() -> No
 
 
 def test_a_bundle_is_read_and_checked_with_everything_else_absent(tmp_path: Path) -> None:
-    from tests.support import write_bundle
+    from tests.helpers.support import write_bundle
 
     path = write_bundle(tmp_path / "tiny.cgb")
     code = f"from cgbundle import archive, verify\npath = {str(path)!r}\n"

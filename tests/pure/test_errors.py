@@ -16,9 +16,9 @@ from cgbundle import errors
 from cgbundle.errors import CATALOGUE, CallError, CgbundleError, OutOfMemory
 from cgcompile.errors import BuildError, ModelError
 from cgcompile_cli.errors import hint as spelled
+from tests.helpers.places import ROOT
 
 PACKAGE = Path(inspect.getfile(cgbundle)).parent
-ROOT = Path(__file__).parents[2]
 
 CATALOGUES = (
     "cgbundle.errors", "cgcompile.errors", "cgcompile.partition.errors", "cgcompile.capture.errors", "cgcompile.offline.errors",
@@ -29,12 +29,12 @@ CATALOGUES = (
 SOURCES = ("bundles/cgbundle", "cgcompile", "cli/cgcompile_cli")
 
 BY_MESSAGE = {
-    "SourceMissing": "tests/cpu/test_bad_input.py::test_no_model",
-    "SourceInvalid": "tests/cpu/test_bad_input.py::test_model_file",
-    "TooManyKeys": "tests/cpu/test_bad_input.py::test_ten_thousand_keys",
-    "Usage": "tests/pure/test_help.py::test_quiet_and_verbose_exclude_each_other",
-    "BenchFailed": "tests/cpu/test_bench_command.py::test_a_bundle_that_this_machine_cannot_run_is_the_environments_fault",
-    "OutputUnwritable": "tests/cpu/test_bad_input.py::test_unwritable_directory",
+    "SourceMissing": "tests/cpu/pipeline/test_bad_input.py::test_no_model",
+    "SourceInvalid": "tests/cpu/pipeline/test_bad_input.py::test_model_file",
+    "TooManyKeys": "tests/cpu/pipeline/test_bad_input.py::test_ten_thousand_keys",
+    "Usage": "tests/pure/cli/test_help.py::test_quiet_and_verbose_exclude_each_other",
+    "BenchFailed": "tests/cpu/tools/test_bench.py::test_a_bundle_that_this_machine_cannot_run_is_the_environments_fault",
+    "OutputUnwritable": "tests/cpu/pipeline/test_bad_input.py::test_unwritable_directory",
 }
 """Tests that provoke an error through a command, where its text is all that is seen: they do not name the class."""
 

@@ -25,10 +25,11 @@ from cgbundle.tables.recording import Address, EmptyNode, KernelNode, MemcpyNode
 from cgbundle.validate import bundle as verify
 from cgcompile.targets.cuda.elf import read_cubin
 from cgcompile_cli import main
-from tests import support
-from tests.raising import raises
+from tests.helpers import support
+from tests.helpers.places import GOLDEN
+from tests.helpers.raising import raises
 
-HOME = Path(__file__).parents[1] / "golden"
+HOME = GOLDEN
 GOLDENS = sorted(HOME.glob("v*/*.cgb"))
 LIMIT = 500_000
 """Bytes of all goldens of a version for one kind of target."""

@@ -1,0 +1,170 @@
+"""Bundles for the CPU whose models keep state, or hand out what they share: built, and driven beside eager PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.raising import raises
+
+torch = pytest.importorskip("torch")
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from cgbundle import exam  # noqa: E402
+from cgbundle.format import archive, safetensors  # noqa: E402
+from cgcompile.export.export import export  # noqa: E402
+from cgcompile.model.load import load_source  # noqa: E402
+from cgcompile.transforms.output_aliases import find_aliases  # noqa: E402
+from tests.helpers import state_checks as checks  # noqa: E402
+from tests.helpers.state_models import SIZES, Sum, draws, looks, pairs, rows, running, singles, triples  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def stateful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("state") / "running.cgb"
+    return cgcompile.build(running(), rows, sizes=list(SIZES), out=path, target="cpu").path
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("looks") / "looks.cgb"
+    return cgcompile.build(looks(), pairs, sizes=list(SIZES), out=path, target="cpu").path
+
+
+@pytest.fixture(scope="module")
+def random(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("random") / "draws.cgb"
+    return cgcompile.build(draws(), singles, sizes=list(SIZES), out=path, target="cpu").path
+
+
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+def test_calls_share_state_and_sessions_do_not(stateful: Path, outputs: str) -> None:
+    checks.check_state(stateful, "cpu", outputs=outputs)
+
+
+def test_state_is_guarded(stateful: Path) -> None:
+    checks.check_state_is_guarded(stateful, "cpu")
+
+
+def test_a_buffer_that_is_handed_out_is_live(stateful: Path) -> None:
+    checks.check_a_buffer_that_is_handed_out_is_live(stateful, "cpu")
+
+
+def test_outputs_that_share_memory_share_it(shared: Path) -> None:
+    checks.check_looks(shared, "cpu")
+
+
+def test_views_of_shared_memory_go_stale_together(shared: Path) -> None:
+    checks.check_looks_as_views(shared, "cpu")
+
+
+def test_inputs_may_be_laid_out_in_any_way(tmp_path: Path) -> None:
+    path = cgcompile.build(Sum(), triples, sizes=list(SIZES), out=tmp_path / "sum.cgb", target="cpu").path
+    checks.check_inputs(path, "cpu")
+
+
+def test_random_numbers_are_fresh_and_repeatable(random: Path) -> None:
+    checks.check_random(random, "cpu")
+
+
+def test_the_build_leaves_no_trace_in_the_model(tmp_path: Path) -> None:
+    network = running()
+    before = {name: value.clone() for name, value in network.named_buffers()}
+    cgcompile.check(network, rows, sizes=list(SIZES))
+    assert all(torch.equal(value, before[name]) for name, value in network.named_buffers())
+
+
+def test_the_exam_holds_what_a_call_changes_and_notices_a_change(stateful: Path) -> None:
+    manifest = archive.read_manifest(str(stateful))
+    names = {weight.name: index for index, weight in enumerate(manifest.weights) if weight.memory == "state"}
+    assert names.keys() == dict(running().named_buffers()).keys()
+    stored = safetensors.Mapped(str(stateful / archive.EXAM), archive.EXAM)
+    runs = memoryview(stored.data(archive.exam_entry((1,), "state-at", names["cache"]))).cast("q").tolist()
+    assert manifest.exam.calls == 2 and runs == [2 * 8, 2 * 8], "one row of the cache, at a place for each of two calls"
+    with cgbundle.load(stateful) as program:
+        assert all(result.error < 1e-5 for result in exam.sit(str(stateful), program))
+        program.state["place"] = torch.full((1,), 3)
+        program.reset = lambda: None  # type: ignore[method-assign]
+        assert any(not result.passed(manifest.exam.compare) for result in exam.sit(str(stateful), program))
+
+
+def test_the_same_state_by_numpy_and_without_any_library(stateful: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    with cgbundle.load(stateful) as program:
+        x = numpy.ones((4, 2, 8), numpy.float32)
+        program(x)
+        got = numpy.asarray(program.state["cache"])
+        assert got[:, 2].any() and not got[:, 3].any()
+        program.state["cache"] = numpy.zeros_like(got)
+        assert not numpy.asarray(program.state["cache"]).any()
+
+
+class Overlapping(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = x * 2
+        return made[:, :6], made[:, 4:]
+
+
+class Apart(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * 2).chunk(2, dim=1)
+
+
+class Sometimes(torch.nn.Module):
+    """`reshape` gives a look where it can, else a copy."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = (x * 2)[:, :4]
+        return made, made.reshape(-1)
+
+
+def wide(batch: int) -> tuple[torch.Tensor, ...]:
+    return (torch.randn(batch, 8),)
+
+
+def test_outputs_that_overlap_in_part_are_refused(tmp_path: Path) -> None:
+    with raises("outputs-shared", match="overlap, and neither holds the other"):
+        cgcompile.build(Overlapping(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
+
+
+class Reread(torch.nn.Module):
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.given = given
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = x * 2
+        return made, (x if self.given else made).view(torch.int32)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_memory_seen_as_another_dtype_is_refused(given: bool, tmp_path: Path) -> None:
+    with raises("outputs-shared", match="sees memory as torch.int32 that it shares with a tensor of torch.float32"):
+        cgcompile.build(Reread(given), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
+
+
+def test_sharing_that_depends_on_the_size_is_refused(tmp_path: Path) -> None:
+    with raises("outputs-shared", match="changes with the sizes"):
+        cgcompile.build(Sometimes(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
+
+
+def test_chunks_of_one_tensor_share_nothing() -> None:
+    source = load_source(Apart(), wide)
+    assert find_aliases(source, export(source, {"batch": (1, 4)}), {"batch": (1, 4)}) == ()
+
+
+class Growing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x])
+        return x + self.seen.sum(0)
+
+
+def test_a_buffer_that_grows_is_refused(tmp_path: Path) -> None:
+    with raises("state-changed", match="to the buffer 'seen', which is"):
+        cgcompile.build(Growing(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")

@@ -1,0 +1,247 @@
+"""Models that write to their inputs, on the cpu target: the caller's own tensors hold what eager PyTorch leaves there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import cgbundle
+import cgcompile
+from cgbundle import exam
+from cgbundle.format import archive
+from cgbundle.tensors.tensor import from_bytes
+from cgcompile.checks import check, functional, refuse_written, written_inputs
+from cgcompile.errors import BuildError
+from cgcompile.export.export import export
+from cgcompile.model.load import load_source
+from cgcompile_cli import main
+from cgcompile_cli.commands.run import _named
+from tests.helpers.fabricate import signature, spec
+from tests.helpers.raising import raises
+from tests.helpers.written_models import MODELS, PLACES, Whole, draw, drawn, eager, step
+
+SIZES = (1, 4)
+
+Case = tuple[Path, nn.Module, Callable[[int], tuple[Tensor, ...]], tuple[int, ...]]
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A bundle, its model, the model's inputs, and the inputs that it writes to."""
+    made, inputs, written = MODELS[request.param]
+    out = tmp_path_factory.mktemp("written") / f"{request.param}.cgb"
+    network = made()
+    return cgcompile.build(network, inputs, sizes=list(SIZES), out=out, target="cpu").path, network, inputs, written
+
+
+def close(got: Any, want: Tensor) -> None:
+    found = torch.as_tensor(got)
+    assert found.dtype == want.dtype
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+def outputs(made: Any) -> list[Any]:
+    return [getattr(each, "tensor", each) for each in (made if isinstance(made, tuple) else (made,))]
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """The same numbers with gaps between them."""
+    return torch.stack([tensor, tensor], -1)[..., 1]
+
+
+KINDS: dict[str, Callable[[Tensor], Any]] = {
+    "torch": lambda tensor: tensor.clone(),
+    "spread": spread,
+    "turned": lambda tensor: tensor.clone().permute(*range(tensor.dim())[::-1]).contiguous().permute(*range(tensor.dim())[::-1]),
+    "numpy": lambda tensor: tensor.clone().numpy(),
+    "numpy-spread": lambda tensor: spread(tensor).numpy(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", SIZES)
+@pytest.mark.parametrize("handed", ["copy", "view"])
+def test_inputs_and_outputs_equal_eager(case: Case, kind: str, batch: int, handed: str) -> None:
+    path, network, inputs, _ = case
+    if kind.startswith("numpy") and path.stem == "kinds":
+        pytest.skip("NumPy has no bfloat16")
+    with cgbundle.load(path, outputs=handed) as program:
+        for seed in range(2):
+            fresh = draw(inputs, batch, seed)
+            wanted, after = eager(network, fresh)
+            given = [KINDS[kind](tensor) for tensor in fresh]
+            places = [tensor.__array_interface__ if isinstance(tensor, numpy.ndarray) else tensor.data_ptr() for tensor in given]
+            for got, want in zip(outputs(program(*given)), wanted, strict=True):
+                close(got, want)
+            for tensor, want in zip(given, after, strict=True):
+                close(tensor, want)
+            assert places == [t.__array_interface__ if isinstance(t, numpy.ndarray) else t.data_ptr() for t in given]
+
+
+def test_the_manifest_and_the_exam_name_what_is_written(case: Case) -> None:
+    path, network, _, written = case
+    manifest = archive.read_manifest(str(path))
+    assert manifest.written == written
+    names = {manifest.inputs[index].name for index in written}
+    notes = [finding for finding in manifest.findings if finding.rule == "mutated-input"]
+    assert {finding.severity for finding in notes} == {"note"} and len(notes) == len(written)
+    assert {name for name in names if any(repr(name) in finding.message for finding in notes)} == names
+    assert all(finding.where.startswith("tests/helpers/written_models.py:") for finding in notes)
+    (batch,) = manifest.dimensions
+    assert (batch.pad, batch.chunk) == ("no", False) and batch.reason.startswith("forward() writes to its input '")
+    stored = load_file(path / archive.EXAM)
+    for size in SIZES:
+        given = tuple([stored[f"{size}/input/{index}"] for index in range(len(manifest.inputs))])
+        _, after = eager(network, given)
+        for index in written:
+            close(stored[f"{size}/written/{index}"], after[index])
+            assert not torch.equal(stored[f"{size}/written/{index}"], given[index]), "an exam that sees no change proves nothing"
+    assert {name for name in stored if "/written/" in name} == {f"{size}/written/{index}" for size in SIZES for index in written}
+
+
+def test_a_fresh_process_without_torch_sits_the_exam(case: Case) -> None:
+    answer = exam.fresh(str(case[0]))
+    assert [row["passed"] for row in answer["results"]] == [True] * len(SIZES) and not answer["torch_imported"]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("written") / "decoder.cgb"
+    return cgcompile.build(MODELS["step"][0](), step, sizes=list(SIZES), out=out, target="cpu").path
+
+
+def test_a_cache_fills_call_by_call(decoder: Path) -> None:
+    network = MODELS["step"][0]()
+    mine = [torch.zeros(4, PLACES, 8), torch.zeros(1, dtype=torch.long)]
+    theirs = [tensor.clone() for tensor in mine]
+    with cgbundle.load(decoder) as program, torch.no_grad():
+        for _ in range(PLACES):
+            x = torch.randn(4, 8)
+            close(program(x, *mine), network(x, *theirs))
+            for got, want in zip(mine, theirs, strict=True):
+                close(got, want)
+    assert mine[1].item() == PLACES and mine[0].abs().sum(-1).min() > 0
+
+
+def test_layers_of_one_cache_are_written_each_for_itself(decoder: Path) -> None:
+    for cut in (lambda whole, layer: whole[layer], lambda whole, layer: whole[:, layer]):
+        whole = torch.zeros(4, 4, PLACES, 8)
+        with cgbundle.load(decoder) as program:
+            program(torch.randn(4, 8), cut(whole, 1), torch.zeros(1, dtype=torch.long))
+        row = cut(whole, 1)[:, 0]
+        assert row.any()
+        row.zero_()
+        assert not whole.any(), "nothing else was written"
+
+
+def test_what_cannot_be_written_is_refused(decoder: Path) -> None:
+    x, cache, place = (tensor.numpy() for tensor in step(4))
+    with cgbundle.load(decoder) as program:
+        cache.flags.writeable = False
+        with raises("input-unwritable", match="input 'cache': the model writes to it, and the array is read-only"):
+            program(x, cache, place)
+        with raises("input-unwritable", match="input 'cache': .* its elements share memory"):
+            program(torch.randn(4, 8), torch.zeros(1, PLACES, 8).expand(4, -1, -1), torch.zeros(1, dtype=torch.long))
+        with raises("input-unwritable", match="input 'cache': .* it shares memory with input 'x'"):
+            whole = torch.zeros(4, PLACES, 8)
+            program(whole[:, 0], whole, torch.zeros(1, dtype=torch.long))
+        with raises("key-missing", match=r"batch cannot be padded: forward\(\) writes to its input 'cache'"):
+            program(*step(3))
+
+
+def test_inspect_and_run_show_what_is_written(decoder: Path, tmp_path: Path) -> None:
+    def call(*arguments: object) -> str:
+        result = CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "120"})
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    lines = call("inspect", decoder).splitlines()
+    assert [("updated by the call" in line) for line in lines if " in " in line and "float32" in line] == [False, True]
+    assert json.loads(call("inspect", decoder, "--json"))["written"] == ["cache", "place"]
+    shown = json.loads(call("run", decoder, "--size", "4", "--json", "--outputs", tmp_path / "made.safetensors"))
+    assert [row["name"] for row in shown["written"]] == ["cache", "place"] and len(shown["outputs"]) == 1
+    made, stored = load_file(tmp_path / "made.safetensors"), load_file(decoder / archive.EXAM)
+    assert made.keys() == {"output", "cache", "place"}
+    close(made["cache"], stored["4/written/1"])
+    close(made["place"], stored["4/written/2"])
+    assert "cache" in call("run", decoder)
+
+
+def test_run_gives_an_input_and_an_output_of_one_name_a_name_each() -> None:
+    manifest = replace(signature([], [spec("x", 1)], [spec("x", 1), spec("x.written", 1)]), written=(0,))
+    given, first, second = [from_bytes(bytes(4), "float32", (1,)) for _ in range(3)]
+    named = [("x", first), ("x.written", second), ("x.written.written", given)]
+    assert _named(manifest, [given], [first, second]) == named
+
+
+# --- what is refused when it is built ------------------------------------------------------------------------------
+
+
+def test_memory_that_is_shared_among_the_examples_is_refused(tmp_path: Path) -> None:
+    def build(model: nn.Module, inputs: Callable[..., Any]) -> None:
+        cgcompile.build(model, inputs, sizes=list(SIZES), out=tmp_path / "m.cgb", target="cpu")
+
+    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* it shares memory with itself"):
+        build(Whole(), lambda batch: (torch.randn(batch, 1).expand(-1, 3),))
+
+    def twice(batch: int) -> tuple[Tensor, ...]:
+        x = torch.randn(batch, 4)
+        return x, torch.randn(batch, 4), x
+
+    with raises("refused", match="mutated-input: .* it shares memory with the input 'last'"):
+        build(MODELS["both"][0](), twice)
+    assert not list(tmp_path.iterdir())
+
+
+class Swap(nn.Module):
+    """Inductor of torch 2.13 drops the copy, and gives both the same numbers."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        kept = x.clone()
+        x.copy_(y)
+        y.copy_(kept)
+        return x - y
+
+
+def test_an_input_that_the_compiler_writes_wrongly_is_no_bundle(tmp_path: Path) -> None:
+    """Whatever Inductor makes of it: a bundle is published only where the inputs hold what eager PyTorch leaves there."""
+    out = tmp_path / "swap.cgb"
+    try:
+        cgcompile.build(Swap(), drawn(3, 3), sizes=[2], out=out, target="cpu")
+    except BuildError as error:
+        assert "int_key batch=2" in str(error) and not out.exists()
+    else:
+        given = draw(drawn(3, 3), 2, 1)
+        _, after = eager(Swap(), given)
+        with cgbundle.load(out) as program:
+            program(*given)
+        assert all(torch.equal(got, want) for got, want in zip(given, after, strict=True))
+
+
+def test_writes_are_refused_where_no_recorder_keeps_them() -> None:
+    exported = export(load_source(Whole(), drawn(3)), {"batch": SIZES})
+    assert exported.written == () and written_inputs(functional(exported.program)) == (0,)
+    findings = check(exported)
+    for recorder, placed in (("capture", 0), ("host", 0)):
+        refuse_written(findings, recorder, placed)
+    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
+        refuse_written(findings, "trace", 0)
+    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* beside operations on the host"):
+        refuse_written(findings, "capture", 2)
+    refuse_written((), "trace", 2)
+
+
+def test_a_build_for_a_gpu_that_is_not_here_refuses_by_line(tmp_path: Path) -> None:
+    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
+        cgcompile.build(Whole(), drawn(3), sizes=[2], out=tmp_path / "m.cgb", target="sm_90", recorder="trace")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,130 @@
+"""Capturing a program of several regions, with graphs that are Python calls: what runs in which order, and on which values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cgcompile.capture.request import Request
+from cgcompile.checks import check, placements
+from cgcompile.export.export import export
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
+from cgcompile.targets.cuda.host_regions import Mixed, plan_mixed
+from tests.cpu.capture.recorder import chain
+
+KEYS = ((1,), (4,))
+
+MIDDLE = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(6)])
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = torch.relu(layer(x)) + x
+            if i == 2:
+                total = x[x > 0].sum()
+                x = x / (total.item() + 1.0)
+        return x, total
+
+def model():
+    torch.manual_seed(0)
+    return Net().eval()
+
+def inputs(batch):
+    return (torch.randn(batch, 16),)
+"""
+
+
+class Graph:
+    """A graph that runs a call again and writes to the tensors that its capture gave."""
+
+    def __init__(self, call: Callable[[], Any], made: tuple[torch.Tensor, ...]) -> None:
+        self.call, self.made = call, made
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def instantiate(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        for target, value in zip(self.made, self.call(), strict=True):
+            target.copy_(value)
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The CPU plays the GPU; returns the pools that graphs were captured into."""
+    held: dict[int, torch.Tensor] = {}
+    asked: list[object] = []
+
+    def captured(call: Callable[[], Any], where: str, pool: object = None) -> tuple[Graph, Any]:
+        asked.append(pool)
+        made = tuple(call())
+        held.update({tensor.data_ptr(): tensor for tensor in made})
+        return Graph(call, made), made
+
+    buffer: dict[Any, torch.Tensor] = {}
+
+    def placed(at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return buffer.setdefault((at, shape), torch.zeros(shape, dtype=dtype))
+
+    monkeypatch.setattr(
+        chain, "place_inputs", lambda tensors, buffer: [placed(-i, t.shape, t.dtype).copy_(t) for i, t in enumerate(tensors)]
+    )
+    monkeypatch.setattr(chain, "place_weights", lambda *given: None)
+    monkeypatch.setattr(chain, "tensor_at", lambda buffer, at, dtype, shape, strides: placed(at, shape, getattr(torch, dtype)))
+    monkeypatch.setattr(chain, "lower", lambda module, level, specialize: module)
+    monkeypatch.setattr(chain, "run_warm", lambda call, where: call())
+    monkeypatch.setattr(chain, "capture_call", captured)
+    monkeypatch.setattr(chain, "_here", lambda spot: held[spot.address])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return asked
+
+
+def planned(folder: Path) -> tuple[chain.Session, Mixed]:
+    (folder / "model.py").write_text(MIDDLE)
+    source = load_source(str(folder / "model.py"))
+    exported = export(source, {"batch": tuple(key[0] for key in KEYS)})
+    placed = placements(check(exported), exported)
+    calls = {key: [sample(source, {"batch": key[0]}, seed).tensors for seed in (0, 1)] for key in KEYS}
+    mixed = plan_mixed(exported.program, placed, {key: both[0] for key, both in calls.items()})
+    request = Request(
+        role="record", program=folder, calls=folder, result=folder, keys=KEYS, level="eager", specialize="size",
+        code="", placements=tuple(placed.items()), landing=mixed.landing, weights=(), weights_end=0, state_end=0, inputs_end=0,
+        settings={}, shift=False,
+    )  # fmt: skip
+    nothing = torch.empty(0)
+    session = chain.Session(
+        request=request, sides=(exported.program, exported.program), module=exported.flat, originals={}, weights=nothing,
+        state=nothing,
+        inputs=nothing, calls={key: ((first, {}), (second, {})) for key, (first, second) in calls.items()},
+    )  # fmt: skip
+    return session, mixed
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_replay_with_other_inputs_gives_what_the_model_gives(key: tuple[int, ...], tmp_path: Path, pools: list[object]) -> None:
+    session, mixed = planned(tmp_path)
+    captured = chain.capture_chain(session, key, lambda text: None)
+    assert [part.kind for part in mixed.parts.regions] == ["graph", "host", "graph"]
+    assert [item.region for item in captured] == [0, 1]
+    assert pools == [None, (0, 1)], "one pool for the graphs of a key"
+    opened = chain.open_chain(session, key)
+    fresh = session.calls[key][1][0]
+    for static, value in zip(opened.static, fresh, strict=True):
+        static.copy_(value)
+    made = chain.replay_chain(session, opened, captured)
+    with torch.no_grad():
+        wanted = session.module(*fresh)
+    for got, want in zip(made, wanted, strict=True):
+        torch.testing.assert_close(got, want)

@@ -1,0 +1,466 @@
+"""Every rule is hit by one model and passed by another, at the user's line, and the placements hold what follows an obstacle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cgcompile
+from cgbundle.format.schema import Finding
+from cgcompile.checks import RULES, check, names, placements, refuse
+from cgcompile.checks.operators import DETERMINISTIC_SCATTER, INCOMPATIBLE
+from cgcompile.checks.rules import name
+from cgcompile.checks.sizes import too_many_keys
+from cgcompile.export.export import trace
+from cgcompile.export.exported import Traced
+from cgcompile.model.load import load_source
+from tests.cpu.models import rows
+from tests.helpers.raising import raises
+
+aten = torch.ops.aten
+
+attention = nn.functional.scaled_dot_product_attention
+
+
+@torch.library.custom_op("cgchecks::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def unsafe(x: torch.Tensor) -> torch.Tensor:
+    """Doubles."""
+    return x * 2
+
+
+@torch.library.custom_op("cgchecks::plain", mutates_args=())
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """Doubles."""
+    return x * 2
+
+
+@torch.library.custom_op("cgchecks::faceless", mutates_args=())
+def faceless(x: torch.Tensor) -> torch.Tensor:
+    """Doubles, and has no fake implementation."""
+    return x * 2
+
+
+unsafe.register_fake(lambda x: torch.empty_like(x))
+plain.register_fake(lambda x: torch.empty_like(x))
+
+
+class Model(nn.Module):
+    """A function of tensors and of this module, which holds a weight and a buffer."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(10, 4))
+        self.function = function
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(self, *values)
+
+
+def traced(function: Callable[..., Any] | nn.Module, inputs: Callable[..., Any] = rows) -> Traced:
+    model = function if isinstance(function, nn.Module) else Model(function).eval()
+    return trace(load_source(model, inputs), {"batch": (1, 8)})
+
+
+def told(findings: tuple[Finding, ...]) -> list[str]:
+    return [f"{finding.severity} {finding.rule}" for finding in findings]
+
+
+def source_line(number: int) -> str:
+    return Path(__file__).read_text().splitlines()[number - 1].strip()
+
+
+# --- models that a rule is about ----------------------------------------------------------------------------------
+
+
+def fill(m: Model, x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[x > 0.5] = 0.0
+    return y
+
+
+def assign(m: Model, x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[x[:, 0] > 0.5] = torch.arange(4.0)
+    return y
+
+
+def write_buffer(m: Model, x: torch.Tensor) -> torch.Tensor:
+    m.table.add_(1)
+    return x + m.table[0]
+
+
+class Tied(nn.Module):
+    """A buffer that calls change and that is also seen under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(4))
+        self.register_buffer("again", self.table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table.add_(1)
+        return x + self.table + self.again[0]
+
+
+def count(m: Model, x: torch.Tensor) -> torch.Tensor:
+    m.calls = getattr(m, "calls", 0) + 1
+    return x + 1
+
+
+def on_the_cpu(m: Model, x: torch.Tensor) -> torch.Tensor:
+    host = x.cpu()
+    return host * 2
+
+
+def loop(m: Model, x: torch.Tensor) -> torch.Tensor:
+    zero = torch.zeros((), dtype=torch.long)
+    return torch._higher_order_ops.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (zero, x))[1]
+
+
+def observe(m: Model, x: torch.Tensor) -> torch.Tensor:
+    switch, scale, zero = torch.ones(1, dtype=torch.long), torch.ones(1), torch.zeros(1, dtype=torch.int)
+    low, high = torch.zeros(1), torch.ones(1)
+    made = aten._fused_moving_avg_obs_fq_helper_functional.default(x, switch, switch, low, high, scale, zero, 0.01, 0, 255, -1)
+    return made[0]
+
+
+def checkpointed(m: Model, x: torch.Tensor) -> torch.Tensor:
+    from torch._prims.rng_prims import run_and_save_rng_state
+
+    return x + run_and_save_rng_state(aten.relu.default, x)[1]
+
+
+CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
+    ("note mutated-buffer", "add_", write_buffer),
+    ("refuse mutated-attribute", "", count),
+    ("note mutated-input", "add_", lambda m, x: x.add_(1) * 2),
+    ("note random-operation", "rand_like", lambda m, x: x + torch.rand_like(x)),
+    ("note random-operation", "dropout", nn.Dropout()),
+    ("note random-operation", "rrelu", nn.RReLU()),
+    ("note random-operation", "scaled_dot_product_attention", lambda m, x: attention(x[None], x[None], x[None], dropout_p=0.1)),
+    ("refuse random-operation", "multinomial", lambda m, x: torch.multinomial(x, 1)),
+    ("refuse random-operation", "poisson", lambda m, x: torch.poisson(x)),
+    ("refuse rng-state-operation", "run_and_save_rng_state", checkpointed),
+    ("refuse data-dependent-branch", "", lambda m, x: x + 1 if x.sum() > 0 else x),
+    ("host host-scalar", "item", lambda m, x: x * x.max().item()),
+    ("host host-scalar", "item", lambda m, x: x * x.max().tolist()),
+    ("host host-scalar", "item", lambda m, x: torch.arange(x.sum().long().item()).sum() + x),
+    ("host data-dependent-shape", "nonzero", lambda m, x: x + x.nonzero().sum()),
+    ("host data-dependent-shape", "index", lambda m, x: x + x[x > 0.5].sum()),
+    ("host data-dependent-shape", "masked_select", lambda m, x: x + x.masked_select(x > 0.5).sum()),
+    ("host data-dependent-shape", "_unique2", lambda m, x: x + torch.unique(x).sum()),
+    ("host data-dependent-shape", "unique_consecutive", lambda m, x: x + torch.unique_consecutive(x).sum()),
+    ("host data-dependent-shape", "bincount", lambda m, x: x + torch.bincount(x.view(-1).long()).sum()),
+    ("host data-dependent-shape", "repeat_interleave", lambda m, x: x + x.repeat_interleave(m.table[0].long(), dim=1).sum()),
+    ("refuse data-dependent-shape", "index", lambda m, x: x[x > 0.5]),
+    ("host data-dependent-select", "item", lambda m, x: x + x.t()[x.sum().long().item() % 4].sum()),
+    ("host device-copy", "to_host", lambda m, x: x.cpu() * 2),
+    ("host cpu-operation", "mul", on_the_cpu),
+    ("host cpu-operation", "to_host", lambda m, x: torch.ones(4, device="cpu").to(x.device) + x),
+    ("refuse several-devices", "", lambda m, x: x + x.cpu()),
+    ("note pinned-memory", "", lambda m, x: x.cpu().pin_memory().cuda()),
+    ("host control-flow", "cond", lambda m, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))),
+    ("host control-flow", "while_loop", loop),
+    ("host control-flow", "map_impl", lambda m, x: torch._higher_order_ops.map(lambda row: row * 2, x)),
+    ("host control-flow", "scan", lambda m, x: torch._higher_order_ops.scan(lambda c, r: (c + r, r * 1), m.table[0] * 1, x)[1]),
+    ("note boolean-index-put", "index_put_", fill),
+    ("host boolean-index-put", "index_put_", assign),
+    ("host incompatible-operator", "_fused_moving_avg_obs_fq_helper_functional", observe),
+    ("host cudagraph-unsafe", "unsafe", lambda m, x: unsafe(x)),
+    ("note custom-operator", "plain", lambda m, x: plain(x)),
+    ("note aliased-output", "view", lambda m, x: x.view(-1, 2, 2)),
+    ("note aliased-output", "b_model_table", lambda m, x: (x + 1, m.table)),
+    ("note training-mode", "", nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)).train()),
+]  # fmt: skip
+"""What is found, at which node ("" for none), and the model."""
+
+PASSED: list[tuple[str, Callable[..., Any] | nn.Module]] = [
+    ("a write to a copy", lambda m, x: x.clone().add_(1)),
+    ("a write to a new tensor", lambda m, x: torch.zeros_like(x).copy_(x)),
+    ("a maximum that stays a tensor", lambda m, x: x * x.max()),
+    ("dropout outside training", nn.Dropout().eval()),
+    ("attention without dropout", lambda m, x: attention(x[None], x[None], x[None])),
+    ("random slopes outside training", nn.RReLU().eval()),
+    ("a choice by where", lambda m, x: torch.where(x.sum() > 0, x + 1, x - 1)),
+    ("a mask that stays", lambda m, x: x + torch.where(x > 0.5, x, 0).sum()),
+    ("a masked fill", lambda m, x: x.masked_fill(x > 0.5, 0.0)),
+    ("nonzero of a fixed size", lambda m, x: x + torch.nonzero_static(x, size=4).sum()),
+    ("repeats that are a number", lambda m, x: x.repeat_interleave(2, dim=1)),
+    ("a position that is read on the GPU", lambda m, x: x.index_select(1, x.sum().long().remainder(4).reshape(1))),
+    ("moves to where it is", lambda m, x: x.to(m.table.device).cuda() + torch.ones(4, device=x.device)),
+    ("a copy to the host that nobody reads", lambda m, x: (x.cpu(), x + 1)[1]),
+    ("an assertion on the GPU", lambda m, x: (torch._assert_async(x.sum() > 0), x + 1)[1]),
+    ("an assertion about a size", lambda m, x: (torch._check(x.shape[0] > 0), x + 1)[1]),
+    ("an integer index", lambda m, x: m.table[x[:, 0].long()]),
+    ("an assignment by position", lambda m, x: torch.zeros_like(x).index_put_((x[:, 0].long(),), x)),
+    ("a scatter", lambda m, x: torch.zeros_like(x).scatter_add(1, x.long(), x)),
+    ("an associative scan", lambda m, x: x.cumsum(0)),
+    ("topk", lambda m, x: x.topk(2).values),
+    ("batch normalization outside training", nn.BatchNorm1d(4).eval()),
+]
+
+
+@pytest.mark.parametrize(("expected", "node", "function"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
+def test_every_rule_is_hit(expected: str, node: str, function: Callable[..., Any]) -> None:
+    made = traced(function)
+    findings = check(made)
+    (found, *_) = [finding for finding in findings if told((finding,)) == [expected]] or [None]
+    assert found is not None, told(findings)
+    assert found.node.rstrip("0123456789").rstrip("_") == node.rstrip("_") or found.node == node
+    assert all((found.message, found.effect, found.fix)) and "\n" not in found.message + found.effect + found.fix
+    if not isinstance(function, nn.Module) and node != "b_model_table":
+        file, _, line = found.where.rpartition(":")
+        assert (
+            file == "tests/cpu/checks/test_checks.py"
+            and found.source == source_line(int(line)) != "return self.function(self, *values)"
+        )
+    if found.severity == "host":
+        assert placements(findings, made)[found.node] == found.rule
+
+
+@pytest.mark.parametrize("function", [case[1] for case in PASSED], ids=[case[0] for case in PASSED])
+def test_what_a_graph_can_hold_is_passed(function: Callable[..., Any]) -> None:
+    made = traced(function)
+    findings = check(made)
+    assert told(findings) == [] and placements(findings, made) == {}
+
+
+def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
+    own = {
+        "sparse-output", "deterministic-scatter", "host-op", "overlapping-input", "non-tensor-input", "too-many-keys",
+        "small-region", "data-dependent-follower", "assert-scalar",
+    }  # fmt: skip
+    assert {case[0].split()[1] for case in CASES} | own == names()
+
+
+@pytest.mark.parametrize("rule", [*RULES, too_many_keys], ids=name)
+def test_every_rule_explains_itself(rule: Callable[..., Any]) -> None:
+    text = rule.__doc__ or ""
+    assert [part for part in ("What it looks for: ", "Why", "Effect: ", "Fix: ", "Source: ") if part not in text] == []
+
+
+# --- rules that need more than a function -------------------------------------------------------------------------
+
+
+def test_operators_that_the_user_keeps_on_the_host() -> None:
+    made = traced(lambda m, x: plain(x.topk(2).values))
+    for spelled in ("aten.topk", "aten::topk", "aten.topk.default"):
+        findings = check(made, host_ops=[spelled])
+        assert told(findings) == ["host host-op", "note custom-operator"] and findings[0].node == "topk"
+        assert placements(findings, made) == {"topk": "host-op"}
+    assert told(check(made, host_ops=["cgchecks::plain"]))[0] == "host host-op"
+
+
+def test_an_operator_that_is_not_called_is_no_host_op() -> None:
+    with raises("host-op-unknown", match="'aten.tpok': the model calls no such operator") as caught:
+        check(traced(lambda m, x: x.topk(2).values), host_ops=["aten.tpok"])
+    assert "aten.topk" in caught.value.hint and caught.value.exit_code == 2
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Deterministic algorithms are on."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_scatters_under_deterministic_algorithms() -> None:
+    for function in (
+        lambda m, x: torch.zeros_like(x).scatter_add(1, x.long(), x),
+        lambda m, x: torch.zeros_like(x).scatter_add_(1, x.long(), x),
+        lambda m, x: torch.zeros_like(x).index_put_((x[:, 0].long(),), x),
+    ):
+        assert told(check(traced(function))) == ["host deterministic-scatter"]
+    assert told(check(traced(lambda m, x: x + 1))) == []
+
+
+def test_inputs_that_share_memory_or_are_numbers() -> None:
+    def pair(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        both = torch.rand(batch, 8)
+        return both[:, :4], both[:, 4:]
+
+    findings = check(traced(lambda m, x, y: x + y, pair))
+    assert told(findings) == ["note overlapping-input"] and "'values_0' and 'values_1' share memory" in findings[0].message
+    findings = check(traced(lambda m, x: x + 1, lambda batch: torch.rand(1, 4).expand(batch, 4)))
+    assert told(findings) == ["note overlapping-input"] and "is expanded" in findings[0].message
+    findings = check(traced(lambda m, x, n: x * n, lambda batch: (torch.rand(batch, 4), 3)))
+    assert told(findings) == ["note non-tensor-input"] and "fixed to 3" in findings[0].message
+
+
+def test_assertions_that_export_added_are_part_of_what_they_are_about() -> None:
+    made = traced(lambda m, x: torch.arange(x.sum().long().item()).sum() + x)
+    assert told(check(made)) == ["host host-scalar"]
+    (node,) = [node for node in made.program.graph.nodes if node.target is aten._assert_scalar.default]
+    node.meta["stack_trace"] = 'File "/home/user/model.py", line 7, in forward\n    assert small'
+    findings = check(made)
+    assert told(findings) == ["host host-scalar", "note assert-scalar"]
+    assert (findings[1].where, findings[1].source) == ("/home/user/model.py:7", "assert small")
+
+
+def test_many_keys() -> None:
+    assert list(too_many_keys({"batch": (1, 2), "seq": (1, 2)}, 4)) == []
+    (finding,) = too_many_keys({"batch": (1, 2), "seq": (1, 2)}, 3)
+    assert finding.rule == "too-many-keys" and "--max-keys 4" in finding.fix
+
+
+# --- what follows -------------------------------------------------------------------------------------------------
+
+
+def test_what_takes_a_value_that_depends_on_data_follows_until_sizes_are_known() -> None:
+    made = traced(lambda m, x: m.linear(x) + x[x > 0.5].sin().cos().sum().exp())
+    findings = check(made)
+    (shape,) = [finding for finding in findings if finding.severity == "host"]
+    assert shape.effect == "this operation and the 3 after it run on the host between two graphs"
+    placed = placements(findings, made)
+    assert {each: placed[each] for each in ("index", "sin", "cos", "sum_1")} == {
+        "index": "data-dependent-shape", **dict.fromkeys(("sin", "cos", "sum_1"), "data-dependent-follower")
+    }  # fmt: skip
+    assert {"linear", "gt", "exp", "add"} & placed.keys() == set()
+
+
+def test_what_only_the_host_uses_is_made_there() -> None:
+    made = traced(lambda m, x: (x.cpu() + torch.ones(4, device="cpu") * m.table[0]).cuda() + torch.zeros(4))
+    placed = placements(check(made), made)
+    assert {"ones", "to_host", "mul", "add", "select"} <= placed.keys()
+    assert {"to_device", "zeros", "add_1"} & placed.keys() == set()
+
+
+def test_obstacles_inside_control_flow_place_the_whole_operator() -> None:
+    made = traced(lambda m, x: torch.cond(x.sum() > 0, lambda x: unsafe(x), lambda x: x - 1, (x,)))
+    findings = check(made)
+    assert {finding.node for finding in findings if finding.severity == "host"} == {"cond"}
+    assert placements(findings, made).keys() == {"cond"}
+
+
+def test_writes_to_a_buffer_of_two_names_are_refused() -> None:
+    with raises("export-failed", match="the buffers 'table' and 'again' share memory"):
+        check(traced(Tied()))
+
+
+def test_nothing_is_placed_for_the_cpu() -> None:
+    made = traced(lambda m, x: (x.cpu() * 2).cuda() + x[x > 0.5].sum() + x.cpu())
+    assert told(check(made, "cpu")) == []
+    writing = traced(lambda m, x: x.add_(1) * x.max().item())
+    assert told(check(writing, "cpu")) == ["note mutated-input"]
+
+
+def test_strict_refuses_what_is_on_the_host() -> None:
+    findings = check(traced(lambda m, x: x * x.max().item()))
+    refuse(findings, strict=False, waive=[])
+    with raises("refused", match=r"test_checks.py:\d+: host-scalar: "):
+        refuse(findings, strict=True, waive=[])
+    with raises("refused", match="no such rule"):
+        refuse(findings, strict=False, waive=["host_scalar"])
+
+
+# --- PyTorch's own lists ------------------------------------------------------------------------------------------
+
+
+def test_pytorch_lists_nothing_that_no_rule_knows() -> None:
+    listed = getattr(torch._inductor.utils, "FORBIDDEN_CUDAGRAPH_OPS", frozenset())
+    elsewhere = {"run_and_save_rng_state", "run_with_rng_state", "aten._local_scalar_dense", "aten._assert_scalar"}
+    assert listed <= INCOMPATIBLE | elsewhere
+
+
+@pytest.mark.parametrize("spelled", sorted(DETERMINISTIC_SCATTER | INCOMPATIBLE))
+def test_the_operators_that_are_listed_exist(spelled: str) -> None:
+    namespace, packet, *overload = spelled.split(".")
+    if namespace == "aten" and overload:
+        assert hasattr(getattr(aten, packet), overload[0])
+
+
+# --- the whole report ---------------------------------------------------------------------------------------------
+
+
+class Five(nn.Module):
+    """Five obstacles between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(12)])
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:6]:
+            x = torch.relu(layer(x))
+        x = x / x.abs().max().item()
+        selected = x[x > 0].sum()
+        if selected > 3:
+            x = x * 2
+        for layer in self.layers[6:]:
+            x = torch.relu(layer(x))
+        self.seen += 1
+        return x + selected + torch.rand_like(x)
+
+
+def lines(report: cgcompile.Report) -> dict[str, str]:
+    return {finding.rule: finding.source for finding in report.findings}
+
+
+def test_five_obstacles_in_one_run() -> None:
+    report = cgcompile.check(Five().eval(), rows, sizes=[1, 8])
+    assert lines(report) == {
+        "mutated-buffer": "self.seen += 1",
+        "random-operation": "return x + selected + torch.rand_like(x)",
+        "data-dependent-branch": "if selected > 3:",
+        "host-scalar": "x = x / x.abs().max().item()",
+        "data-dependent-shape": "selected = x[x > 0].sum()",
+    } | ({"small-region": lines(report)["small-region"]} if "small-region" in lines(report) else {})
+    assert report.refused and all(finding.where and finding.fix for finding in report.findings)
+    assert [region.kind for region in report.regions] == ["graph", "host", "graph"]
+    assert dict(report.regions[0].operations)["linear"] == dict(report.regions[2].operations)["linear"] == 6
+    assert ("item", 1) in report.regions[1].operations and report.regions[1].reason
+    assert all(number > 0 for region in report.regions for _, number in region.reads)
+
+
+def test_a_report_without_obstacles() -> None:
+    report = cgcompile.check(nn.Linear(4, 4), rows)
+    assert (report.findings, report.refused, report.assumed) == ((), False, ("batch",))
+    assert [region.kind for region in report.regions] == ["graph"]
+    assert report.regions[0].reads == (("input", 8 * 4 * 4),), "under the name in the model"
+
+
+def test_a_report_for_the_cpu_has_no_regions() -> None:
+    report = cgcompile.check(Model(lambda m, x: x * x.max().item()), rows, target="cpu")
+    assert (report.target, report.findings, report.regions) == ("cpu", (), ())
+
+
+def test_strict_and_host_ops_in_a_report() -> None:
+    model = Model(lambda m, x: x.topk(2).values)
+    assert not cgcompile.check(model, rows, host_ops=["aten.topk"]).refused
+    assert cgcompile.check(model, rows, host_ops=["aten.topk"], strict=True).refused
+
+
+@pytest.mark.parametrize(
+    ("function", "rule"),
+    [
+        (lambda m, x: faceless(x) + 1, "custom-operator"),
+        (lambda m, x: x.to_sparse().to_dense(), "sparse-output"),
+        (lambda m, x: x + 1 if x.nonzero().shape[0] > 3 else x, "data-dependent-branch"),
+    ],
+    ids=["faceless", "sparse", "branch"],
+)
+def test_what_stops_the_export_is_a_finding(function: Callable[..., Any], rule: str) -> None:
+    report = cgcompile.check(Model(function), rows)
+    assert told(report.findings) == [f"refuse {rule}"]
+    assert report.findings[0].where.startswith("tests/cpu/checks/test_checks.py:") and report.findings[0].source
+    assert "was not checked" in report.findings[0].effect and report.unpartitioned
+
+
+def test_other_failures_stay_errors() -> None:
+    with raises("size-excluded", match="test_checks.py"):
+        cgcompile.check(Model(lambda m, x: x @ x), rows)
+    with raises("structure-unsupported"):
+        cgcompile.check(Model(lambda m, x: 3), rows)
+    with raises("target-unavailable"):
+        cgcompile.check(nn.Linear(4, 4), rows, target="sm_1")

@@ -1,0 +1,349 @@
+"""examples/serve.py: dynamic batching by itself, and a server over real HTTP that never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cgbundle.errors import CATALOGUE
+from tests.helpers.places import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(scope="module")
+def batching() -> Iterator[ModuleType]:
+    """The module as serve.py sees it."""
+    sys.path.insert(0, str(EXAMPLES))
+    yield importlib.import_module("batching")
+    sys.path.remove(str(EXAMPLES))
+
+
+# --- batching -----------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """Sums the tokens of each row, and remembers what it was called with.  Tokens 13 are bad luck."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.called: list[tuple[list[list[int]], int]] = []
+        self.seconds = seconds
+
+    def __call__(self, rows: Sequence[Sequence[int]], length: int) -> list[int]:
+        self.called.append(([list(row) for row in rows], length))
+        time.sleep(self.seconds)
+        if any(13 in row for row in rows):
+            raise ValueError("bad luck")
+        return [sum(row) for row in rows]
+
+
+def asked(batching: ModuleType, model: Model, session: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
+    """What `session(batcher)` gives; lengths 2 and 4, batches of at most 3."""
+
+    async def run() -> Any:
+        async with batching.Batcher(model, (2, 4), 3, **options) as batcher:
+            return await asyncio.wait_for(session(batcher), 20)
+
+    return asyncio.run(run())
+
+
+def test_requests_that_fill_a_batch_do_not_wait(batching: ModuleType) -> None:
+    model = Model()
+    answers = asked(batching, model, lambda b: asyncio.gather(*[b.answer([n]) for n in range(6)]), wait=3600)
+    assert answers == [0, 1, 2, 3, 4, 5]
+    assert model.called == [([[0], [1], [2]], 2), ([[3], [4], [5]], 2)]
+
+
+def test_a_lone_request_waits_for_others_no_longer_than_it_was_told(batching: ModuleType) -> None:
+    model = Model()
+    begin = time.monotonic()
+    assert asked(batching, model, lambda b: b.answer([1, 2, 3]), wait=0.2) == 6
+    assert 0.2 <= time.monotonic() - begin < 10
+    assert model.called == [([[1, 2, 3]], 4)]
+
+
+def test_requests_go_with_others_of_their_length(batching: ModuleType) -> None:
+    model = Model()
+    rows = [[1], [1, 2, 3], [4, 5], [1, 2, 3, 4], []]
+    answers = asked(batching, model, lambda b: asyncio.gather(*map(b.answer, rows)), wait=0.05)
+    assert answers == [1, 6, 9, 10, 0]
+    assert sorted(model.called) == [([[1], [4, 5], []], 2), ([[1, 2, 3], [1, 2, 3, 4]], 4)]
+
+
+def test_what_comes_during_a_call_goes_with_the_next(batching: ModuleType) -> None:
+    model = Model(seconds=0.3)
+
+    async def session(batcher: Any) -> list[int]:
+        first = asyncio.create_task(batcher.answer([1]))
+        await asyncio.sleep(0.1)
+        return [*await asyncio.gather(*[batcher.answer([n]) for n in (2, 3)]), await first]
+
+    assert asked(batching, model, session, wait=0.0) == [2, 3, 1]
+    assert [rows for rows, _ in model.called] == [[[1]], [[2], [3]]]
+
+
+def test_what_is_longer_than_the_longest_is_refused(batching: ModuleType) -> None:
+    with pytest.raises(batching.TooLong, match="5 tokens, where at most 4 were recorded"):
+        asked(batching, Model(), lambda b: b.answer([1] * 5))
+
+
+def test_a_failed_call_is_told_to_those_who_asked_and_to_nobody_else(batching: ModuleType) -> None:
+    async def session(batcher: Any) -> list[Any]:
+        rows = ([13], [1], [2], [1, 2, 3])
+        return await asyncio.gather(*[batcher.answer(row) for row in rows], return_exceptions=True) + [await batcher.answer([5])]
+
+    told = asked(batching, Model(), session)
+    assert [str(each) for each in told] == ["bad luck", "bad luck", "bad luck", "6", "5"]
+
+
+def test_too_many_who_wait_are_refused(batching: ModuleType) -> None:
+    async def session(batcher: Any) -> list[Any]:
+        return await asyncio.gather(*[batcher.answer([n]) for n in range(9)], return_exceptions=True)
+
+    told = asked(batching, Model(), session, limit=6)
+    assert told[:6] == [0, 1, 2, 3, 4, 5]
+    assert [str(each) for each in told[6:]] == ["6 requests wait already"] * 3
+
+
+def test_one_who_went_away_takes_no_place(batching: ModuleType) -> None:
+    model = Model()
+
+    async def session(batcher: Any) -> int:
+        gone = asyncio.create_task(batcher.answer([7]))
+        await asyncio.sleep(0)
+        gone.cancel()
+        return await batcher.answer([1])
+
+    assert asked(batching, model, session, wait=0.05) == 1
+    assert model.called == [([[1]], 2)]
+
+
+def test_stopping_answers_those_who_wait_and_refuses_the_next(batching: ModuleType) -> None:
+    async def run() -> Any:
+        async with batching.Batcher(Model(), (2, 4), 3, wait=3600) as batcher:
+            waiting = [asyncio.create_task(batcher.answer(row)) for row in ([1], [2, 3, 4])]
+            await asyncio.sleep(0)
+        with pytest.raises(batching.Busy, match="stopping"):
+            await batcher.answer([1])
+        return await asyncio.wait_for(asyncio.gather(*waiting), 20)
+
+    assert asyncio.run(run()) == [1, 9]
+
+
+def test_every_answer_is_its_own(batching: ModuleType) -> None:
+    """300 requests at random moments: answers are those of their rows, no call is too large or holds a row of another length."""
+    draw, model = random.Random(0), Model(seconds=0.001)
+    rows = [[draw.randrange(20, 10**6) for _ in range(draw.randrange(5))] for _ in range(300)]
+
+    async def session(batcher: Any) -> list[int]:
+        async def later(row: list[int]) -> int:
+            await asyncio.sleep(draw.random() / 4)
+            return await batcher.answer(row)
+
+        return await asyncio.gather(*map(later, rows))
+
+    assert asked(batching, model, session) == [sum(row) for row in rows]
+    assert all(len(some) <= 3 and {2 if len(row) <= 2 else 4 for row in some} == {length} for some, length in model.called)
+    assert len(model.called) < 300
+
+
+# --- HTTP ---------------------------------------------------------------------------------------------------------
+
+WORDS = ("the", "cat", "sleeps", "on", "a", "mat", "while", "rain", "falls")
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(16, 8)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        kept = attention_mask.unsqueeze(-1).to(torch.float32)
+        mean = (self.words(input_ids) * kept).sum(1) / kept.sum(1).clamp(min=1e-9)
+        return nn.functional.normalize(self.out(torch.tanh(mean)), dim=-1)
+
+
+def model() -> nn.Module:
+    return Embed().eval()
+
+
+def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = torch.randint(1, seq + 1, (batch, 1))
+    mask = (torch.arange(seq) < lengths).to(torch.int64)
+    return torch.randint(1, 16, (batch, seq)) * mask, mask
+"""
+"""MiniLM's signature: the normalized mean over the tokens that the mask keeps."""
+
+
+Expected = Callable[[str], list[float]]
+"""Eager PyTorch's answer for a text."""
+
+
+class Served:
+    """A running server and what goes with it."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, expected: Expected) -> None:
+        self.process, self.port, self.expected = process, port, expected
+
+    def ask(self, method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> tuple[int, Any]:
+        """(status, body as JSON) of one request on a connection of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, body, {"Content-Type": kind})
+        answer = connection.getresponse()
+        told = json.loads(answer.read())
+        connection.close()
+        return answer.status, told
+
+    def embed(self, text: object) -> tuple[int, Any]:
+        """The same for one text."""
+        return self.ask("POST", "/embed", json.dumps({"text": text}).encode())
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """`python examples/serve.py ARGUMENTS`, not waited for."""
+    path = os.pathsep.join([str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(EXAMPLES / "serve.py"), *map(str, arguments)]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Expected]:
+    """The bundle, its tokenizer.json, and what is expected of them."""
+    for package in ("fastapi", "uvicorn"):
+        pytest.importorskip(package, reason="pip install 'cgcompile[serve]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'cgcompile[examples]'")
+    torch = pytest.importorskip("torch")
+    import cgcompile
+
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "embed.py").write_text(MODEL)
+    sizes = ["batch=1,4", "seq=4,8"]
+    bundle = cgcompile.build(str(folder / "embed.py"), sizes=sizes, out=folder / "embed.cgb", target="cpu").path
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: index for index, word in enumerate(["[UNK]", *WORDS])}, unk_token="[UNK]")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    names: dict[str, Any] = {}
+    exec(MODEL, names)
+    network = names["model"]()
+
+    def expected(text: str) -> list[float]:
+        ids = torch.tensor([words.encode(text).ids])
+        with torch.no_grad():
+            return network(ids, torch.ones_like(ids))[0].tolist()
+
+    return bundle, folder / "tokenizer.json", expected
+
+
+@contextmanager
+def serving(made: tuple[Path, Path, Expected]) -> Iterator[Served]:
+    """A fresh server at a free port."""
+    bundle, words, expected = made
+    process = start(bundle, "--port", 0, "--tokenizer", words)
+    assert process.stderr is not None
+    try:
+        said = process.stderr.readline()
+        assert said.startswith("serving embed at http://127.0.0.1:"), said + process.stderr.read()
+        yield Served(process, int(said.rsplit(":", 1)[1]), expected)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def server(made: tuple[Path, Path, Expected]) -> Iterator[Served]:
+    """One server for all tests that leave it running."""
+    with serving(made) as found:
+        yield found
+
+
+def test_64_clients_get_their_own_answers_from_a_process_without_torch(server: Served) -> None:
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randrange(1, 9))) for _ in range(64 * 5)]
+    before = server.ask("GET", "/health")[1]
+    with ThreadPoolExecutor(64) as clients:
+        answers = list(clients.map(server.embed, texts))
+    expected = {text: server.expected(text) for text in texts}
+    for text, (status, told) in zip(texts, answers, strict=True):
+        assert status == 200 and told["tokens"] == len(text.split())
+        assert told["embedding"] == pytest.approx(expected[text], abs=1e-6)
+    status, about = server.ask("GET", "/health")
+    assert status == 200 and about["torch"] is False
+    rows, calls = (about[what] - before[what] for what in ("rows", "calls"))
+    assert rows == len(texts) and len(texts) / 4 <= calls < len(texts), "requests that came together were one call"
+    assert about["int_keys"] == [[1, 4], [1, 8], [4, 4], [4, 8]]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "line"),
+    [
+        (b'{"text": ', 400, "no JSON: Expecting value at character 9"),
+        (b"\xff\xfe", 400, "no JSON"),
+        (b"[1]", 400, 'expected {"text": "..."} with Content-Type: application/json'),
+        (b"", 400, 'expected {"text": "..."} with Content-Type: application/json'),
+        (b'{"txt": "the cat"}', 400, "text: Field required"),
+        (b'{"text": 5}', 400, "text: Input should be a valid string"),
+        (json.dumps({"text": "cat " * 9}).encode(), 413, "text: 9 tokens, where at most 8 were recorded"),
+        (json.dumps({"text": "x" * 20_001}).encode(), 400, "text: String should have at most 20000 characters"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_line(server: Served, body: bytes, status: int, line: str) -> None:
+    got, told = server.ask("POST", "/embed", body)
+    assert (got, list(told)) == (status, ["detail"])
+    assert told["detail"].startswith(line) and "\n" not in told["detail"]
+    assert server.embed("the cat")[0] == 200, "the server goes on"
+
+
+def test_other_paths_and_kinds(server: Served) -> None:
+    assert server.ask("GET", "/nothing") == (404, {"detail": "Not Found"})
+    assert server.ask("GET", "/embed") == (405, {"detail": "Method Not Allowed"})
+    assert server.ask("POST", "/embed", b'{"text": "cat"}', "text/plain")[0] == 400
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_the_server_stops_without_a_word(made: tuple[Path, Path, Expected], how: signal.Signals) -> None:
+    with serving(made) as server:
+        kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        kept.request("GET", "/health")
+        assert kept.getresponse().read(), "a connection that is kept open does not hold it up"
+        server.process.send_signal(how)
+        assert server.process.wait(30) == 0
+        assert server.process.stderr is not None and server.process.stderr.read() == ""
+
+
+def test_what_cannot_be_served_is_one_line(made: tuple[Path, Path, Expected], bundle: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        expected = {
+            ("nothing.cgb",): f"serve: nothing.cgb: no such bundle\nhint: {CATALOGUE['bundle-missing'].hint}\n",
+            (bundle,): "serve: expected a bundle of (input_ids, attention_mask) -> embeddings, int64 (batch, seq)\n",
+            (made[0], "--tokenizer", made[1], "--port", port): f"serve: 127.0.0.1:{port}: Address already in use\n",
+        }
+        for arguments, line in expected.items():
+            process = start(*arguments)
+            assert (process.communicate(timeout=60)[1], process.returncode) == (line, 1)

@@ -1,0 +1,257 @@
+"""Which axes are dynamic, which sizes a model allows, and the errors that name the dimension or the user's line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cgcompile.checks import check, refuse
+from cgcompile.export.export import export
+from cgcompile.export.exported import Exported
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
+from cgcompile.targets.choice import choose
+from tests.cpu.models import Batched, rows
+from tests.helpers.raising import raises
+
+
+def exported(function: Callable[..., Any] | nn.Module, inputs: Callable[..., Any] = rows, **sizes: tuple[int, ...]) -> Exported:
+    model = function if isinstance(function, nn.Module) else Batched(function)
+    return export(load_source(model, inputs), sizes or {"batch": (1, 8)})
+
+
+class Two(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sum(1) + y.sum(1)
+
+
+def test_dimensions_are_shared_across_inputs() -> None:
+    made = exported(Two(), lambda batch, seq: (torch.rand(batch, seq), torch.rand(batch, 2 * seq + 1)), batch=(1, 4), seq=(3, 8))
+    assert [spec.shape for spec in made.inputs] == [("batch", "seq"), ("batch", ("+", ("*", "seq", 2), 1))]
+    assert made.outputs[0].shape == ("batch",)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x: x.reshape(-1), (("*", "batch", 4),)),
+        (lambda x: torch.cat([x, x]), (("*", "batch", 2), 4)),
+        (lambda x: x @ x.T, ("batch", "batch")),
+        (lambda x: x.sum(), ()),
+        (lambda x: torch.outer(x[:, 0], x[:, 1]).reshape(-1), (("*", "batch", "batch"),)),
+    ],
+)
+def test_output_shapes_follow_from_the_dimensions(function: Callable[..., Any], shape: tuple[Any, ...]) -> None:
+    from cgbundle.format.size_expressions import evaluate
+
+    (spec,) = exported(function).outputs
+    for batch in (1, 2, 5, 8):
+        expected = tuple(function(torch.rand(batch, 4)).shape)
+        assert tuple(evaluate(size, {"batch": batch}) for size in spec.shape) == expected
+        assert tuple(evaluate(size, {"batch": batch}) for size in shape) == expected
+
+
+def test_only_the_range_of_the_sizes_has_to_work() -> None:
+    assert exported(lambda x: x[3:], batch=(5, 8)).outputs[0].shape == (("-", "batch", 3), 4)
+    assert exported(lambda x: x[::2], batch=(4, 8)).outputs[0].shape == (("//", ("+", "batch", 1), 2), 4)
+
+
+def test_a_multiple_that_export_finds_is_taken_up() -> None:
+    made = exported(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 8))
+    assert made.inputs[0].shape == ("batch", 4)
+    with raises("size-excluded", match="batch=5 is excluded: the model needs a multiple of 2|batch=5"):
+        exported(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 5, 8))
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "error", "said"),
+    [
+        (lambda x: x.view(-1, 2, 4), (1, 8), "size-excluded", "batch=1"),
+        (
+            lambda x: x + torch.rand(8, 4)[: int(x.shape[0])] if x.shape[0] == 8 else x,
+            (8,),
+            "size-excluded",
+            "'batch' cannot vary",
+        ),
+        (lambda x: x + torch.ones(8, 1), (8,), "size-excluded", "'batch' cannot vary"),
+        (lambda x: x.sum() if x.sum() > 0 else x.mean(), (1, 8), "export-failed", "test_export.py:"),
+        (lambda x: x[x > 0.5], (1, 8), "structure-unsupported", "depends on data"),
+        (lambda x: {1.5: x}, (1, 8), "structure-unsupported", "neither text nor a number"),
+        (lambda x: (x, x.shape[0]), (1, 8), "structure-unsupported", "change with the sizes"),
+        (lambda x: 3, (1, 8), "structure-unsupported", "no tensor"),
+        (lambda x: x @ x, (1, 8), "size-excluded", "test_export.py:"),
+    ],
+)
+def test_models_that_cannot_be_exported(
+    function: Callable[..., Any], sizes: tuple[int, ...], error: type[Exception], said: str
+) -> None:
+    with raises(error) as caught:
+        exported(function, batch=sizes)
+    assert said in str(caught.value), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dimension_that_touches_no_shape() -> None:
+    with raises("dimension-unused", match="'seq' changes no shape"):
+        exported(Batched(torch.relu), lambda batch, seq: torch.rand(batch, 4), batch=(1, 2), seq=(3,))
+
+
+def test_a_size_that_is_no_line() -> None:
+    with raises("shape-irregular", match="axis 0: sizes"):
+        exported(Batched(torch.relu), lambda batch: torch.rand(batch * batch, 4), batch=(1, 3))
+    with raises("shape-irregular", match="axis 0: sizes"):
+        exported(Batched(torch.relu), lambda batch, seq: torch.rand(batch * seq, 4), batch=(2, 3), seq=(2, 3))
+
+
+def test_inputs_are_drawn_alike_each_time() -> None:
+    source = load_source(Batched(torch.relu), rows)
+    before = torch.random.get_rng_state()
+    first, second = sample(source, {"batch": 3}).tensors[0], sample(source, {"batch": 3}).tensors[0]
+    assert torch.equal(first, second)
+    assert torch.equal(before, torch.random.get_rng_state()), "the caller's random state is left alone"
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [
+        (Counted(), "mutated-attribute"),
+        (Batched(lambda x: x + torch.multinomial(x.abs(), 1)), "random-operation"),
+    ],
+    ids=["attribute", "multinomial"],
+)
+def test_what_cannot_be_replayed_faithfully_is_refused(model: nn.Module, rule: str) -> None:
+    findings = check(exported(model))
+    assert rule in {finding.rule for finding in findings}
+    with raises("refused", match=rule):
+        refuse(findings, strict=False, waive=[])
+
+
+@pytest.mark.parametrize("model", [nn.Dropout().eval(), nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval()])
+def test_dropout_outside_training_draws_nothing(model: nn.Module) -> None:
+    refuse(check(exported(model)), strict=True, waive=[])
+
+
+@pytest.mark.parametrize("target", ["cpu", "auto"])
+@pytest.mark.parametrize("lower", ["eager", "max-autotune"])
+def test_the_cpu_target_does_not_ignore_a_lowering_it_lacks(target: str, lower: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose(target, "inductor").target == "cpu"
+    with raises("target-unavailable", match="the cpu target has one lowering"):
+        choose(target, lower)
+
+
+# --- targets ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes torch see a GPU of an architecture, or none ("")."""
+
+    def show(arch: str) -> None:
+        digits = arch.removeprefix("sm_")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(arch))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (int(digits[:-1]), int(digits[-1])))
+
+    return show
+
+
+@pytest.mark.parametrize(
+    ("here", "target", "recorder", "expected"),
+    [
+        ("", "auto", "auto", ("cpu", "host", True)),
+        ("", "cpu", "auto", ("cpu", "host", True)),
+        ("", "sm_90", "auto", ("sm_90", "trace", False)),
+        ("", "sm_120", "trace", ("sm_120", "trace", False)),
+        ("sm_90", "auto", "auto", ("sm_90", "capture", True)),
+        ("sm_90", "cuda", "auto", ("sm_90", "capture", True)),
+        ("sm_90", "sm_90", "auto", ("sm_90", "capture", True)),
+        ("sm_90", "sm_90", "capture", ("sm_90", "capture", True)),
+        ("sm_90", "cuda", "capture", ("sm_90", "capture", True)),
+        ("sm_90", "sm_90", "trace", ("sm_90", "trace", True)),
+        ("sm_90", "cuda", "trace", ("sm_90", "trace", True)),
+        ("sm_90", "auto", "trace", ("sm_90", "trace", True)),
+        ("sm_90", "cpu", "auto", ("cpu", "host", True)),
+        ("sm_80", "auto", "auto", ("sm_80", "capture", True)),
+        ("sm_80", "sm_90", "auto", ("sm_90", "trace", False)),
+        ("sm_80", "sm_90", "trace", ("sm_90", "trace", False)),
+        ("sm_120", "sm_120", "auto", ("sm_120", "capture", True)),
+        ("sm_120", "sm_100", "auto", ("sm_100", "trace", False)),
+    ],
+)
+def test_a_gpu_that_is_here_is_captured_and_every_other_is_traced(
+    here: str, target: str, recorder: str, expected: tuple[str, str, bool], gpu: Callable[[str], None]
+) -> None:
+    gpu(here)
+    chosen = choose(target, "inductor", recorder=recorder)
+    assert (chosen.target, chosen.recorder, chosen.runs_here) == expected
+
+
+@pytest.mark.parametrize(
+    ("here", "target", "recorder", "said"),
+    [
+        ("", "cuda", "auto", "target cuda: there is no GPU on this machine"),
+        ("", "cuda", "trace", "target cuda: there is no GPU on this machine"),
+        ("", "auto", "trace", "target auto: there is no GPU on this machine"),
+        ("", "sm_90", "capture", "target sm_90: this machine has no GPU, and only a GPU that is here can be captured"),
+        ("sm_80", "sm_90", "capture", "target sm_90: this machine has sm_80, and only a GPU that is here can be captured"),
+        ("", "cpu", "trace", "record 'trace': the cpu target records nothing"),
+        ("sm_90", "cpu", "capture", "record 'capture': the cpu target records nothing"),
+        ("", "auto", "capture", "record 'capture': the cpu target records nothing"),
+        ("sm_90", "sm_77", "auto", "target 'sm_77': no such architecture"),
+        ("sm_90", "gpu", "auto", "target 'gpu': no such architecture"),
+        ("sm_90", "sm_90", "film", "record 'film': expected one of auto, capture, trace"),
+    ],
+)
+def test_what_this_machine_cannot_build(here: str, target: str, recorder: str, said: str, gpu: Callable[[str], None]) -> None:
+    gpu(here)
+    with raises("target-unavailable") as caught:
+        choose(target, "inductor", recorder=recorder)
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value) and caught.value.exit_code == 2
+    if "expected one of" not in said:
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor", "max-autotune"])
+@pytest.mark.parametrize("specialize", ["size", "shared"])
+def test_only_a_captured_gpu_has_every_lowering(lower: str, specialize: str, gpu: Callable[[str], None]) -> None:
+    gpu("sm_90")
+    assert choose("sm_90", lower, specialize).recorder == "capture"
+    for target, recorder in (("sm_80", "auto"), ("sm_90", "trace")):
+        if (lower, specialize) == ("inductor", "size"):
+            assert choose(target, lower, specialize, recorder).recorder == "trace"
+            continue
+        named = f"lower '{lower}'" if lower != "inductor" else f"specialize '{specialize}'"
+        with raises("target-unavailable", match=f"^{named}: a build for {target} without that GPU"):
+            choose(target, lower, specialize, recorder)
+
+
+@pytest.mark.parametrize("option", ["lower", "specialize", "recorder", "prove"])
+def test_a_word_that_is_no_choice(option: str, gpu: Callable[[str], None]) -> None:
+    gpu("sm_90")
+    with raises("target-unavailable", match="'perhaps': expected one of "):
+        choose(**{"target": "sm_90", "lower": "inductor", option: "perhaps"})
+
+
+def test_a_saved_program_is_a_source(tmp_path: Path) -> None:
+    path = tmp_path / "saved.pt2"
+    dims = ({0: torch.export.Dim("batch", max=64)},)
+    torch.export.save(torch.export.export(nn.Linear(4, 2).eval(), (torch.rand(3, 4),), dynamic_shapes=dims), path)
+    source = load_source(str(path))
+    assert (source.name, source.dimensions) == ("saved", ("batch",))
+    made = export(source, {"batch": (1, 8)})
+    assert made.inputs[0].shape == ("batch", 4)

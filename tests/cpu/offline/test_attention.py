@@ -1,0 +1,314 @@
+"""Attention as one kernel: what it computes, which strides it takes, what it fits into, and where it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from cgbundle.format import safetensors
+from cgcompile.offline.assemble.arena import plan
+from cgcompile.offline.assemble.block_reader import FORMATS
+from cgcompile.offline.assemble.rows import assemble
+from cgcompile.offline.compile.kernels import Compiled, finish
+from cgcompile.offline.compile.worker import compile_variant
+from cgcompile.offline.decompose import attention
+from cgcompile.offline.decompose.attention import choose
+from cgcompile.offline.interpret.interpret import Stage, Task, interpret
+from cgcompile.offline.lower.inductor import lower_key
+from cgcompile.offline.traced import Launch, Traced, Variant
+from cgcompile.targets.architectures import ARCHES, Arch, arch
+from cgcompile.targets.cuda.memory_layout import PAD, align
+from cgcompile.targets.cuda.tensors import row_major
+from tests.cpu.offline.written_rows import tensor_of
+from tests.helpers.raising import raises
+
+BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+
+
+class Of(nn.Module):
+    """A module that is a function of its inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self.function(*tensors)
+
+
+class Layer(nn.Module):
+    """Self attention as most models write it, and with a rotation of queries and keys, as many do."""
+
+    def __init__(self, width: int, heads: int, rotated: bool = False) -> None:
+        super().__init__()
+        self.heads, self.rotated = heads, rotated
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        query, key, value = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        if self.rotated:
+            query, key = query * 0.5 + query.flip(-1), key * 0.5 + key.flip(-1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+def lowered(model: nn.Module | Callable[..., Any], *tensors: torch.Tensor, target: str = "sm_90") -> Traced:
+    module = model if isinstance(model, nn.Module) else Of(model)
+    return lower_key(torch.export.export(module.eval(), tensors), (1,), tensors, arch(target))
+
+
+def names(traced: Traced) -> list[str]:
+    """The kernels of all launches, in order."""
+    return [traced.variants[event.variant].name for event in traced.events if isinstance(event, Launch)]
+
+
+def kernels(traced: Traced) -> list[Variant]:
+    return [variant for variant in traced.variants if variant.name == "fused_attention"]
+
+
+# --- where it is used -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=["float32", "bfloat16"])
+def test_a_layer_has_three_kernels(dtype: torch.dtype) -> None:
+    """The projection's output is read where it lies, and what the next product reads is written as it wants it."""
+    traced = lowered(Layer(128, 2).to(dtype), torch.randn(2, 64, 128, dtype=dtype))
+    projection, attention, product = [event for event in traced.events if isinstance(event, Launch)]
+    assert names(traced)[1] == "fused_attention" and "addmm" in names(traced)[0] and "addmm" in names(traced)[2]
+    query, key, value, mixed = attention.arguments
+    assert [(place.buffer, place.offset) for place in (query, key, value)] == [
+        (projection.arguments[-1].buffer, offset * 128 * dtype.itemsize) for offset in range(3)
+    ]
+    assert mixed in product.arguments
+
+
+def test_computed_queries_need_no_copy() -> None:
+    traced = lowered(Layer(128, 2, rotated=True), torch.randn(2, 64, 128))
+    assert len(names(traced)) <= 5 and not any("clone" in name for name in names(traced))
+
+
+def test_repeated_keys_are_read_where_they_are() -> None:
+    def repeating(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        wide = key.expand(2, 3, 40, 16)
+        return F.scaled_dot_product_attention(query, wide, wide, attn_mask=query[..., :1, :1].expand(2, 3, 40, 40))
+
+    traced = lowered(repeating, four(2, 3, 40, 16), torch.randn(2, 1, 40, 16))
+    assert names(traced) == ["fused_attention"]
+    constants = dict(kernels(traced)[0].constants)
+    assert [constants[f"key_stride_{axis}"] for axis in range(4)] == [640, 0, 16, 1]
+    assert [constants[f"mask_stride_{axis}"] for axis in range(4)] == [1920, 16, 0, 0]
+
+
+def attended(*shapes: tuple[int, ...], dtype: torch.dtype = FLOAT) -> Traced:
+    query, key = [torch.randn(*shape).to(dtype) for shape in shapes]
+    return lowered(lambda q, k: F.scaled_dot_product_attention(q, k, k), query, key)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "one"),
+    [
+        ((1, 2, 15, 16), (1, 2, 15, 16), False),
+        ((1, 2, 16, 16), (1, 2, 5, 16), True),
+        ((1, 2, 1, 16), (1, 2, 512, 16), True),
+        ((1, 2, 1, 16), (1, 2, 513, 16), False),  # one instance would walk along it
+        ((1, 66, 1, 16), (1, 66, 513, 16), True),
+        ((1, 1, 20, 256), (1, 1, 20, 256), True),
+        ((1, 1, 20, 257), (1, 1, 20, 257), False),
+    ],
+)
+def test_where_it_is_used(query: tuple[int, ...], key: tuple[int, ...], one: bool) -> None:
+    found = names(attended(query, key))
+    assert (found == ["fused_attention"]) if one else ("fused_attention" not in found)
+
+
+def test_long_ones_that_do_not_fit_are_refused() -> None:
+    with raises("operation-needs-gpu", match=r"600 by 20 positions, torch.float64, heads 16 wide"):
+        attended((1, 1, 600, 16), (1, 1, 20, 16), dtype=torch.float64)
+    with raises("operation-needs-gpu", match=r"600 by 600 positions, torch.float32, heads 300 wide"):
+        attended((1, 1, 600, 300), (1, 1, 600, 300))
+
+
+def test_other_strides_than_traced_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = attention._step
+    monkeypatch.setattr(attention, "_step", lambda tensor, axis: honest(tensor, axis) + (axis == 2))
+    with raises("lowering-broken", match=r"query has strides \(640, 320, 16, 1\), 17 was expected for axis 2"):
+        attended((1, 2, 20, 16), (1, 2, 20, 16))
+
+
+def test_float32_is_switchable() -> None:
+    tensors = (torch.randn(1, 2, 20, 16),)
+    program = torch.export.export(Of(lambda x: F.scaled_dot_product_attention(x, x, x)), tensors)
+    for how in ("tf32x3", "ieee"):
+        (variant,) = lower_key(program, (1,), tensors, arch("sm_90"), float32=how).variants
+        assert variant.source.count(f'input_precision="{how}"') == 2 and "allow_tf32" not in variant.source
+
+
+def test_equal_each_time() -> None:
+    assert attended((1, 2, 40, 32), (1, 2, 70, 32)) == attended((1, 2, 40, 32), (1, 2, 70, 32))
+
+
+# --- what it fits into ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("width", [64, 256])
+def test_fits_into_the_smallest_and_the_newest(width: int, dtype: torch.dtype) -> None:
+    """The blocks of a large problem, compiled with the mask that takes most shared memory."""
+    mask = torch.randn(300, 300).to(dtype)
+    tensors = [torch.randn(1, 60, 300, width, dtype=dtype) for _ in range(3)]
+    for target in ("sm_80", "sm_120"):
+        traced = lowered(lambda *each: F.scaled_dot_product_attention(*each), *tensors, mask, target=target)
+        (variant,) = traced.variants
+        assert (dict(variant.constants)["BLOCK_M"] > 16 and variant.stages > 1) or (width, dtype) == (256, FLOAT)
+        finish(variant, compile_variant(variant, target), arch(target).shared_optin)
+
+
+@given(
+    st.tuples(st.integers(1, 5000), st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 256), st.integers(1, 256)),
+    st.sampled_from([2, 4]),
+    st.sampled_from(ARCHES),
+)
+def test_blocks_fit_and_keep_processors_busy(problem: tuple[int, ...], item: int, target: Arch) -> None:
+    heads, rows, columns, width, depth = problem
+    blocks = choose(problem, item, target.multiprocessors, target.shared_optin)
+    least = item * (blocks.rows * width + blocks.stages * blocks.columns * (width + depth))
+    assert least <= target.shared_optin
+    assert blocks.rows == 16 or heads * math.ceil(rows / blocks.rows) >= target.multiprocessors
+    assert blocks.rows in (16, 32, 64, 128) and blocks.rows < 2 * max(rows, 16)
+    assert blocks.columns in (16, 32, 64) and blocks.columns < 2 * max(columns, 16)
+    assert blocks.stages == 1 or columns > blocks.columns
+
+
+# --- what it computes -----------------------------------------------------------------------------------------
+
+Case = tuple[tuple[torch.Tensor, ...], dict[str, Any]]
+"""Query, key, value, and the mask if there is one; the options of scaled_dot_product_attention."""
+
+
+def four(batch: int, heads: int, rows: int, width: int, dtype: torch.dtype = FLOAT) -> torch.Tensor:
+    """(batch, heads, rows, width), in memory as a projection leaves it: the rows outside the heads."""
+    return torch.randn(batch, rows, heads, width).transpose(1, 2).to(dtype)
+
+
+def without(columns: int, *rows: int) -> torch.Tensor:
+    """A random mask (columns, columns) in which these rows keep nothing."""
+    mask = torch.rand(columns, columns) > 0.4
+    mask[list(rows)] = False
+    return mask
+
+
+def cases() -> dict[str, Case]:
+    """Small ones, with lengths that no block divides, but for the first."""
+    torch.manual_seed(1)
+    added = torch.randn(2, 1, 20, 70)
+    added[0, :, 3] = -math.inf
+    lowest = torch.zeros(1, 1, 70, 70)
+    lowest[..., 5, :] = torch.finfo(FLOAT).min  # every column alike: as if none were masked
+    lowest[..., 6, 30:] = torch.finfo(FLOAT).min
+    poisoned = four(1, 2, 40, 16)
+    poisoned[0, 1, 7] = math.nan
+    infinite = four(1, 2, 40, 16)
+    infinite[0, 0, 9, 3] = math.inf
+    return {
+        "long": (tuple(four(1, 2, 600, 32) for _ in range(3)), {"is_causal": True}),
+        "long bf16": (tuple(four(1, 2, 600, 32, BF16) for _ in range(3)), {}),
+        "causal": (tuple(torch.randn(3, 2, 4, 77, 24).unbind(0)), {"is_causal": True, "scale": 0.3}),
+        "causal, more rows": ((four(2, 2, 90, 32), four(2, 2, 50, 32), four(2, 2, 50, 32)), {"is_causal": True}),
+        "causal, more columns": ((four(2, 2, 50, 32), four(2, 2, 90, 32), four(2, 2, 90, 32)), {"is_causal": True}),
+        "half": (tuple(four(1, 3, 65, 16, HALF) for _ in range(3)), {"is_causal": True}),
+        "kept": ((*(four(2, 2, 70, 48) for _ in range(3)), without(70, 0, 33, 69)), {}),
+        "added": ((four(2, 3, 20, 32), four(2, 3, 70, 32), four(2, 3, 70, 32), added), {}),
+        "lowest": ((*(four(1, 2, 70, 32) for _ in range(3)), lowest), {}),
+        "columns kept": ((*(four(2, 2, 70, 32) for _ in range(3)), torch.rand(2, 1, 1, 70) > 0.3), {}),
+        "groups": ((four(2, 6, 40, 32), four(2, 2, 40, 32), four(2, 2, 40, 32)), {"enable_gqa": True}),
+        "groups of one": ((four(2, 4, 40, 32), four(2, 1, 40, 32), four(2, 1, 40, 32)), {"enable_gqa": True}),
+        "deep": ((four(1, 2, 40, 32), four(1, 2, 40, 32), four(1, 2, 40, 72)), {}),
+        "one row": ((four(3, 4, 1, 32), four(3, 4, 130, 32), four(3, 4, 130, 32)), {}),
+        "three axes": ((torch.randn(3, 40, 20), torch.randn(3, 50, 20), torch.randn(3, 50, 20), torch.randn(3, 40, 50)), {}),
+        "two axes": ((torch.randn(40, 20), torch.randn(50, 20), torch.randn(50, 20)), {}),
+        "five axes": ((*(torch.randn(2, 3, 2, 40, 20) for _ in range(3)), torch.rand(3, 1, 40, 40) > 0.3), {}),
+        "heads outside": ((torch.randn(40, 2, 3, 16).permute(1, 2, 0, 3), *(four(2, 3, 40, 16) for _ in range(2))), {}),
+        "width outside": (tuple(torch.randn(3, 2, 2, 16, 40).transpose(-1, -2).unbind(0)), {}),
+        "keys of all": ((four(2, 3, 40, 16), *(torch.randn(1, 1, 40, 16) for _ in range(2))), {}),
+        "no numbers": ((poisoned, four(1, 2, 40, 16), four(1, 2, 40, 16)), {"is_causal": True}),
+        "infinite": ((infinite, four(1, 2, 40, 16), four(1, 2, 40, 16)), {}),
+    }
+
+
+def test_computes_what_eager_does(tmp_path: Path) -> None:
+    """All cases in one program, interpreted over poisoned memory; eager in float64, where torch takes scores in memory."""
+    all_cases = cases()
+    tensors_given = [tensor for tensors, _ in all_cases.values() for tensor in tensors]
+
+    def model(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        remaining, results = iter(flat), []
+        for tensors, options in all_cases.values():
+            results.append(F.scaled_dot_product_attention(*[next(remaining) for _ in tensors], **options))
+        return tuple(results)
+
+    traced = lowered(model, *tensors_given)
+    assert names(traced).count("fused_attention") == len(all_cases)
+    outcomes = interpreted(traced, tensors_given, tmp_path)
+    for (name, (tensors, options)), got in zip(all_cases.items(), outcomes, strict=True):
+        wide = [tensor if tensor.dtype == torch.bool else tensor.double() for tensor in tensors]
+        wanted = F.scaled_dot_product_attention(*wide, **options)
+        assert got.shape == wanted.shape and got.dtype == tensors[0].dtype, name
+        assert torch.equal(got.isnan(), wanted.isnan()), name
+        bound = {FLOAT: 2e-6, HALF: 2e-3, BF16: 2e-2}[got.dtype]
+        error = (got.double() - wanted).nan_to_num().abs().max()
+        assert error <= bound * wanted.nan_to_num().abs().max(), (name, float(error))
+
+
+def interpreted(traced: Traced, tensors: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
+    compiled = [_laid_out(variant) for variant in traced.variants]
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end = align(end + tensor.numel() * tensor.element_size())
+    graph = assemble(traced, compiled, plan(traced), {}, starts)
+    with open(folder / "weights.safetensors", "wb") as file:
+        safetensors.write(file, {})
+    given = tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, tensors, strict=True))
+    task = Task(
+        key=(1,),
+        stages=(Stage(given=given, recording=graph.recording, read=graph.outputs),),
+        variants=tuple(((image.sha256, image.symbol), variant) for image, variant in zip(compiled, traced.variants, strict=True)),
+        sizes=(("weights", PAD), ("inputs", end + PAD), ("arena", graph.arena)),
+        weights=folder / "weights.safetensors",
+        placed=(),
+    )
+    (outcome,) = interpret([task], folder, budget=1)
+    return [tensor_of(contents, value) for contents, value in zip(outcome.read, graph.outputs, strict=True)]
+
+
+def _laid_out(variant: Variant) -> Compiled:
+    """A kernel without an image: each parameter aligned to its size, two scratch pointers behind them."""
+    params = tuple((kind, name) for name, kind in variant.signature if kind != "constexpr")
+    layout, end = [], 0
+    for size in [*(8 if kind.startswith("*") else struct.calcsize(FORMATS[kind]) for kind, _ in params), 8, 8]:
+        layout.append((-(-end // size) * size, size))
+        end = sum(layout[-1])
+    return Compiled(
+        image=b"",
+        sha256=hashlib.sha256(repr(variant).encode()).hexdigest(),
+        symbol=variant.name,
+        params=params,
+        layout=tuple(layout),
+        scratch_pointers=2,
+        shared=0,
+        threads=32 * variant.warps,
+        cluster=(1, 1, 1),
+        cooperative=False,
+    )

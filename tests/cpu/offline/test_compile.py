@@ -1,0 +1,383 @@
+"""Kernels are compiled for GPUs that are not there, remembered by content, and their images say what the launch needs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.raising import raises
+
+pytest.importorskip("triton")
+
+from cgbundle.tables import codec as tables
+from cgcompile.offline.assemble.arena import plan
+from cgcompile.offline.assemble.lifetimes import check_plan
+from cgcompile.offline.assemble.rows import assemble
+from cgcompile.offline.compile.kernels import Compiled, Kernel, compile_variants, finish, first_line
+from cgcompile.offline.compile.parameters import read_entry
+from cgcompile.offline.traced import INPUT, TEMPORARY, WEIGHT, Buffer, Launch, Place, Tensor, Traced, Variant
+from cgcompile.targets.cuda.elf import read_cubin
+
+LIMIT = 232448
+"""Shared memory of a block on sm_90."""
+
+ADD = """def add(a, b, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(a + i, i < n) + tl.load(b + i, i < n), i < n)
+"""
+
+SOFTMAX = """def softmax(x, out, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + row * columns + i, i < columns, -float("inf"))
+    e = tl.exp(v - tl.max(v, 0))
+    tl.store(out + row * columns + i, e / tl.sum(e, 0), i < columns)
+"""
+
+MATMUL = """def matmul(a, b, c, K, M: tl.constexpr, STEP: tl.constexpr):
+    i = tl.arange(0, M)
+    k = tl.arange(0, STEP)
+    total = tl.zeros((M, M), tl.float32)
+    for start in range(0, K, STEP):
+        x = tl.load(a + i[:, None] * K + start + k[None, :])
+        y = tl.load(b + (start + k)[:, None] * M + i[None, :])
+        total = tl.dot(x, y, total)
+    tl.store(c + i[:, None] * M + i[None, :], total)
+"""
+
+NUMBERS = """def numbers(out, flag, small, n, scale, half, brain, double, wide):
+    i = tl.arange(0, 16)
+    y = scale + half.to(tl.float32) + brain.to(tl.float32) + double.to(tl.float32) + wide.to(tl.float32)
+    tl.store(out + i, y + flag.to(tl.float32) + small, i < n)
+"""
+
+INDUCTORS = """def inductors(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = triton_helpers.maximum(tl.load(x + i, i < n), 0.5)
+    tl.device_assert(v < 9, "too large")
+    tl.store(out + i, libdevice.rsqrt(v) + tl_math.sin(v), i < n)
+"""
+
+
+def variant(
+    source: str,
+    signature: Sequence[tuple[str, str]],
+    divisible: tuple[str, ...] = (),
+    warps: int = 4,
+    options: tuple[tuple[str, int | bool], ...] = (),
+    **constants: int,
+) -> Variant:
+    return Variant(
+        name=source[4 : source.index("(")],
+        source=source,
+        signature=(*signature, *((name, "constexpr") for name in constants)),
+        constants=tuple(constants.items()),
+        divisible=divisible,
+        warps=warps,
+        stages=3,
+        options=options,
+        chosen="only",
+    )
+
+
+FLOATS = [("a", "*fp32"), ("b", "*fp32"), ("out", "*fp32"), ("n", "i32")]
+add = variant(ADD, FLOATS, ("a", "b", "out"), BLOCK=256)
+softmax = variant(SOFTMAX, [("x", "*fp32"), ("out", "*fp32"), ("columns", "i32")], ("x", "out"), warps=8, BLOCK=1024)
+matmul = variant(MATMUL, [("a", "*fp16"), ("b", "*fp16"), ("c", "*fp32"), ("K", "i32")], ("a", "b", "c", "K"), M=128, STEP=64)
+numbers = variant(
+    NUMBERS,
+    [
+        ("out", "*fp32"), ("flag", "i1"), ("small", "i16"), ("n", "i32"), ("scale", "fp32"), ("half", "fp16"), ("brain", "bf16"),
+        ("double", "fp64"), ("wide", "i64"),
+    ],
+)  # fmt: skip
+inductors = variant(
+    INDUCTORS, [("x", "*fp32"), ("out", "*fp32"), ("n", "i32")], options=(("debug", True), ("sanitize_overflow", False)), BLOCK=64
+)
+
+
+def compile_all(variants: Sequence[Variant], cache: Path, arch: str = "sm_90", limit: int = LIMIT) -> tuple[Compiled, ...]:
+    return compile_variants(variants, arch, shared_limit=limit, cache=cache, tell=lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tests of this file remember kernels."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+# --- images ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_kernels_are_compiled_without_a_gpu(arch: str, cache: Path) -> None:
+    made = compile_all([add, softmax, matmul], cache, arch)
+    assert [kernel.symbol for kernel in made] == ["add", "softmax", "matmul"]
+    assert [kernel.threads for kernel in made] == [128, 256, 128]
+    for kernel, source in zip(made, (add, softmax, matmul), strict=True):
+        assert read_cubin(kernel.image).functions == {kernel.symbol}
+        assert kernel.params == tuple((type_, name) for name, type_ in source.signature if type_ != "constexpr")
+        assert kernel.scratch_pointers == 2
+        assert len(kernel.layout) == len(kernel.params) + 2
+        assert kernel.cluster == (1, 1, 1)
+        # e_flags: the architecture stands in the low byte up to ptxas 12, in the second from 13 on
+        assert int(arch[3:]) in (kernel.image[48], kernel.image[49])
+    # the tiles of three stages; sm_90 keeps what is loaded in two of them
+    assert made[2].shared >= 2 * 2 * 128 * 64 * 2 > 48 << 10
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_layouts_are_read_from_images_of_every_architecture(arch: str, cache: Path) -> None:
+    (kernel,) = compile_all([numbers], cache, arch)
+    entry = read_entry(kernel.image, "numbers")
+    assert entry.params == ((0, 8), (8, 1), (10, 2), (12, 4), (16, 4), (20, 2), (22, 2), (24, 8), (32, 8), (40, 8), (48, 8))
+    assert (entry.threads, entry.cluster) == ((128, 1, 1), None)
+
+
+def test_layouts_of_large_parameters_are_read(tmp_path: Path) -> None:
+    """Triton passes none, but its ptxas can be asked: the parameters are then described in another form."""
+    import triton.backends.nvidia
+
+    text = """.version 8.7
+    .target sm_90
+    .address_size 64
+    .visible .entry big(.param .u64 p0, .param .align 4 .b8 p1[5000], .param .u8 p2) { ret; }
+    """
+    (tmp_path / "big.ptx").write_text(text)
+    ptxas = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
+    subprocess.run([ptxas, "-arch=sm_90", tmp_path / "big.ptx", "-o", tmp_path / "big.cubin"], check=True)
+    entry = read_entry((tmp_path / "big.cubin").read_bytes(), "big")
+    assert entry.params == ((0, 8), (8, 5000), (5008, 1))
+    assert entry.threads is None
+
+
+def test_clusters_multiply_the_blocks(cache: Path) -> None:
+    (kernel,) = compile_all([replace(add, options=(("num_ctas", 2),))], cache)
+    assert kernel.cluster == (2, 1, 1)
+    assert read_entry(kernel.image, "add").cluster == (2, 1, 1)
+
+
+def test_equal_variants_give_equal_bytes_wherever_they_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the kernels that name their source: those that assert.  Settings of Triton in the environment do not get through."""
+    found = []
+    for name, setting in (("here", "0"), ("there", "1")):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        monkeypatch.setenv("TMPDIR", os.fspath(tmp_path / name))
+        monkeypatch.setenv("DISABLE_PTXAS_OPT", setting)
+        monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", setting)
+        found.append(compile_all([inductors, matmul], tmp_path / name / "cache"))
+    for here, there in zip(*found, strict=True):
+        assert here == there
+        assert os.fspath(tmp_path).encode() not in here.image
+        assert b"debug_line" not in here.image
+
+
+# --- the cache ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_remembered_is_not_compiled_again(cache: Path) -> None:
+    """In a process that would notice: nothing of Triton or torch is imported, no process is started."""
+    first = compile_all([add, softmax], cache)
+    program = """
+import pickle, subprocess, sys
+from pathlib import Path
+from cgcompile.trace.compiling import compile_variants
+def refuse(*args, **kwargs):
+    raise AssertionError("a process was started")
+subprocess.Popen = refuse
+variants, cache = pickle.loads(sys.stdin.buffer.read())
+made = compile_variants(variants, "sm_90", shared_limit=232448, cache=Path(cache), tell=print)
+assert not {"triton", "torch"} & set(sys.modules)
+print(*(kernel.sha256 for kernel in made))
+"""
+    again = subprocess.run(
+        [sys.executable, "-c", program],
+        input=pickle.dumps(([replace(add, chosen="table"), softmax], os.fspath(cache))),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        check=False,
+    )
+    assert again.stderr.decode() == ""
+    assert again.stdout.decode().split() == [kernel.sha256 for kernel in first]
+
+
+def test_what_changes_a_kernel_changes_its_place_in_the_cache(cache: Path) -> None:
+    others = [
+        add,
+        replace(add, warps=8),
+        replace(add, constants=(("BLOCK", 512),)),
+        replace(add, divisible=()),
+        replace(add, source=ADD.replace("+ tl.load(b", "- tl.load(b")),
+    ]
+    made = compile_all(others, cache)
+    fewer = compile_all([matmul, replace(matmul, stages=2)], cache, "sm_80")
+    assert fewer[1].shared < fewer[0].shared
+    assert len({kernel.sha256 for kernel in made}) == len(others)
+    assert compile_all([add], cache, "sm_80")[0].sha256 not in {kernel.sha256 for kernel in made}
+
+
+def test_a_damaged_file_of_the_cache_is_made_again(tmp_path: Path) -> None:
+    (before,) = compile_all([add], tmp_path)
+    (path,) = (tmp_path / "kernels").iterdir()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    told: list[str] = []
+    (after,) = compile_variants([add], "sm_90", shared_limit=LIMIT, cache=tmp_path, tell=told.append)
+    assert after == before
+    assert told == ["1 of 1 kernels to compile", "kernel add"]
+
+
+def test_equal_variants_are_compiled_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    made = compile_variants(
+        [add, add, replace(add, chosen="nearest")], "sm_90", shared_limit=LIMIT, cache=tmp_path, tell=told.append
+    )
+    assert told == ["1 of 1 kernels to compile", "kernel add"]
+    assert made == (made[0],) * 3
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            replace(add, source=ADD.replace("a + i", "a + missing")),
+            "kernel add: CompilationError: NameError.*missing is not defined",
+        ),
+        (replace(add, constants=(("BLOCK", 100),)), "arange's range must be a power of 2"),
+        (replace(add, options=(("num_waves", 1),)), "ValueError: triton .* has no option num_waves"),
+        (replace(add, options=(("ptx_options", "--no-such-option"),)), "PTXASError: ptxas fatal.*no-such-option"),
+    ],
+)
+def test_kernels_that_do_not_compile_are_named(bad: Variant, message: str, tmp_path: Path) -> None:
+    with raises("kernel-failed", match=message):
+        compile_all([bad], tmp_path)
+
+
+def test_kernels_that_compiled_beside_one_that_failed_are_kept(tmp_path: Path) -> None:
+    bad = replace(add, constants=(("BLOCK", 100),))
+    with raises("kernel-failed"):
+        compile_variants([add, bad], "sm_90", shared_limit=LIMIT, cache=tmp_path, workers=1, tell=lambda text: None)
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+def test_the_first_failure_ends_the_other_processes(tmp_path: Path) -> None:
+    bad = replace(add, constants=(("BLOCK", 100),))
+    many = [replace(add, source=ADD.replace("a + i,", f"a + i + {i},")) for i in range(40)]
+    with raises("kernel-failed"):
+        compile_variants([bad, *many], "sm_90", shared_limit=LIMIT, cache=tmp_path, workers=2, tell=lambda text: None)
+    assert len(list((tmp_path / "kernels").iterdir())) < len(many)
+
+
+def test_kernels_that_need_too_much_are_refused(cache: Path) -> None:
+    shared = compile_all([matmul], cache)[0].shared
+    assert compile_all([matmul], cache, limit=shared)[0].shared == shared
+    with raises("kernel-too-large", match=f"kernel matmul needs {shared} bytes of shared memory per block, the target has"):
+        compile_all([matmul], cache, limit=shared - 1)
+    with raises("kernel-too-large", match="blocks of 64 warps"):
+        compile_all([replace(add, warps=64, constants=(("BLOCK", 4096),))], cache)
+
+
+def test_a_compiler_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("import sys\nsys.exit('no Triton today')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with raises("compiler-died", match="kernel add: its compiler ended with status 1: no Triton today"):
+        compile_all([add], tmp_path / "cache")
+
+
+def kernel_of(made: Compiled, **changes: Any) -> Kernel:
+    plain = Kernel(
+        image=made.image,
+        symbol=made.symbol,
+        shared=made.shared,
+        tensor_columns=0,
+        warps=made.threads // 32,
+        blocks=1,
+        global_scratch=0,
+        profile_scratch=0,
+        cooperative=False,
+    )
+    return replace(plain, **changes)
+
+
+def test_metadata_and_image_have_to_agree(cache: Path) -> None:
+    (made,) = compile_all([add], cache)
+    assert finish(add, kernel_of(made), LIMIT) == made
+    with raises("kernel-unsupported", match="kernel add needs 128 bytes of global scratch"):
+        finish(add, kernel_of(made, global_scratch=128), LIMIT)
+    with raises("kernel-unsupported", match="needs 64 bytes of profile scratch"):
+        finish(add, kernel_of(made, profile_scratch=64), LIMIT)
+    with raises("kernel-too-large", match="1024 columns of tensor memory"):
+        finish(add, kernel_of(made, tensor_columns=1024), LIMIT)
+    with raises("kernel-failed", match=r"wants blocks of \(128, 1, 1\) threads, Triton says 256"):
+        finish(add, kernel_of(made, warps=8), LIMIT)
+    with raises("kernel-failed", match="wants clusters of None blocks, Triton says 2"):
+        finish(add, kernel_of(made, blocks=2), LIMIT)
+    with raises("kernel-failed", match="takes 6 parameters, its signature has 7"):
+        finish(replace(add, signature=(*add.signature, *(("x", "i32"),) * 3)), kernel_of(made), LIMIT)
+    with raises("kernel-failed", match="takes 6 parameters, its signature has 5"):
+        finish(replace(add, signature=(*add.signature, ("x", "*fp32"))), kernel_of(made), LIMIT)
+    with raises("kernel-unsupported", match="parameter a is a tensor descriptor"):
+        finish(replace(add, signature=(("a", "tensordesc<fp16[8]>"), *add.signature[1:])), kernel_of(made), LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("at 3:4:\ndef add(a):\n    i = x\n        ^\nNameError('x')", "E: NameError('x')"),
+        ("PTXAS error: Internal\n`ptxas` stderr:\nptxas fatal   : Unknown option\n", "E: ptxas fatal   : Unknown option"),
+        ("plain\nmore", "E: plain"),
+        ("", "E: "),
+    ],
+)
+def test_the_line_that_says_most_is_shown(text: str, line: str) -> None:
+    assert first_line("E", text) == line
+
+
+# --- together -------------------------------------------------------------------------------------------------
+
+
+def test_a_program_of_real_kernels_becomes_rows(cache: Path) -> None:
+    def at(buffer: int) -> Place:
+        return Place(buffer=buffer, offset=0)
+
+    buffers = [
+        (INPUT, "0", 2 * 128 * 128),
+        (WEIGHT, "w", 2 * 128 * 128),
+        *((TEMPORARY, f"buf{i}", 4 * 128 * 128) for i in range(4)),
+    ]
+    program = Traced(
+        key=(128,),
+        buffers=tuple(Buffer(kind=kind, name=name, nbytes=size) for kind, name, size in buffers),
+        variants=(matmul, softmax, add),
+        events=(
+            Launch(variant=0, grid=(1, 1, 1), arguments=(at(0), at(1), at(2), 128)),
+            Launch(variant=1, grid=(128, 1, 1), arguments=(at(2), at(3), 128)),
+            Launch(variant=2, grid=(64, 1, 1), arguments=(at(3), at(2), at(4), 128 * 128)),
+            Launch(variant=2, grid=(64, 1, 1), arguments=(at(4), at(4), at(5), 128 * 128)),
+        ),
+        inputs=(Tensor(place=at(0), dtype="float16", shape=(128, 128), strides=(128, 1)),),
+        outputs=(Tensor(place=at(5), dtype="float32", shape=(128, 128), strides=(128, 1)),),
+    )
+    made = compile_all(program.variants, cache)
+    placed = plan(program)
+    check_plan(program, placed)
+    assert placed.bound == 3 * 4 * 128 * 128
+    graph = assemble(program, made, placed, {"w": 0}, (0,))
+    data = tables.encode(graph.recording)
+    memories = {"weights": 1 << 20, "inputs": 1 << 20, "arena": graph.arena}
+    tables.check(tables.Table(data, "t"), "t", memories, {kernel.sha256 for kernel in made})
+    assert [function.attributes for function in graph.recording.functions] == [((8, made[0].shared),), (), ()]

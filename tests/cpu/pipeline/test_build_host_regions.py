@@ -1,0 +1,396 @@
+"""Programs with host regions, built for a GPU that is not here: what stays on the GPU is lowered region by region over one arena,
+and proved with eager PyTorch in the host's place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cgcompile.errors import CATALOGUE
+from tests.helpers.raising import raises
+
+pytest.importorskip("triton")
+
+import cgcompile
+from cgbundle.format import archive
+from cgbundle.format.extents import ELSEWHERE
+from cgbundle.format.schema import MEMORIES, IntKey, Manifest, Program, Proof, Region, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import KernelNode, Recording
+from cgbundle.validate import bundle as verify
+from cgcompile.checks import check, placements
+from cgcompile.export.export import export
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
+from cgcompile.offline import build as build_trace
+from cgcompile.offline.assemble.arena import plan
+from cgcompile.offline.assemble.lifetimes import check_plan
+from cgcompile.offline.assemble.merge import Piece, merge
+from cgcompile.offline.interpret.interpret import Outcome
+from cgcompile.offline.lower.inductor import lower_key
+from cgcompile.offline.proof import Trial, proved
+from cgcompile.offline.regions import region_works
+from cgcompile.offline.traced import Chain, Traced
+from cgcompile.targets.architectures import arch
+from cgcompile.targets.cuda.host_regions import Hosts, Mixed, plan_mixed
+from cgcompile.targets.cuda.memory_layout import PAD
+
+HEAD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Layers(nn.Module):
+    def __init__(self, count, width):
+        super().__init__()
+        self.all = nn.ModuleList([nn.Linear(width, width) for _ in range(count)])
+
+    def forward(self, x):
+        for layer in self.all:
+            x = torch.relu(layer(x)) + x
+        return x
+
+
+def model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Net().eval()
+
+"""
+
+MODELS = {
+    "scalars": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = Layers(2, 16), Layers(2, 16), Layers(2, 16)
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.second(x * x.sum().item())
+        return self.third(x + (y[y > 0].sum() + y).tanh())
+
+
+def inputs(batch):
+    return (torch.randn(batch, 16),)
+""",
+    "softmax": """
+class Net(nn.Module):
+    def forward(self, x):
+        y = torch.relu(x)
+        return torch.softmax(y * y.sum().cpu() / 8, -1)
+
+
+def inputs(batch):
+    return (torch.randn(batch, 16),)
+""",
+    "table": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(5000, 16)), nn.Linear(16, 4)
+
+    def forward(self, ids, x):
+        found = F.embedding(ids.cpu(), self.table).to(x.device)
+        return self.out(torch.relu(found).mean(1) + x)
+
+
+def inputs(batch):
+    return (torch.randint(0, 5000, (batch, 3)), torch.randn(batch, 16))
+""",
+    "spectrum": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layers(2, 16), Layers(2, 9)
+
+    def forward(self, x):
+        return self.second(torch.view_as_real(torch.fft.rfft(self.first(x))).square().sum(-1))
+
+
+def inputs(batch):
+    return (torch.randn(batch, 16),)
+""",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """A published bundle; `alone`: by key the bytes of the arena that each graph region would need by itself."""
+
+    path: Path
+    manifest: Manifest
+    alone: Mapping[IntKey, Sequence[int]]
+
+    def recordings(self, program: Program) -> list[Recording]:
+        return [tables.decode((self.path / step.file).read_bytes()) for step in program.steps if step.kind == "graph"]
+
+    def regions(self, program: Program) -> list[str]:
+        """The regions' names without the key, and the copies between them."""
+        names = [self.manifest.regions[step.region].name if step.kind != "copy" else "copy" for step in program.steps]
+        return [re.sub(r"^(host-\d+)-.*", r"\1", name) for name in names]
+
+
+Make = Callable[..., Build]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """No GPU, one cache of kernels for all tests of this file, and the folder of the model files."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, text in MODELS.items():
+        (folder / f"{name}.py").write_text(HEAD + text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setenv("CGCOMPILE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Builds a model of MODELS, each way once.  `compiled`: with its host regions, which takes some 8 s each."""
+    done: dict[object, Build] = {}
+
+    def build(name: str, sizes: Sequence[int] = (1, 4), host_ops: Sequence[str] = (), compiled: bool = False) -> Build:
+        if name not in done:
+            alone: dict[IntKey, list[int]] = {}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(build_trace, "merge", lambda key, pieces, *rest: _noted(alone, key, pieces, rest))
+                if not compiled:
+                    patch.setattr(build_trace, "compile_hosts", _uncompiled)
+                out = tmp_path_factory.mktemp(name) / f"{name}.cgb"
+                built = cgcompile.build(
+                    environment / f"{name}.py", sizes=list(sizes), out=out, target="sm_90", host_ops=tuple(host_ops)
+                )
+            done[name] = Build(path=built.path, manifest=built.manifest, alone=alone)
+        return done[name]
+
+    return build
+
+
+def _noted(alone: dict[IntKey, list[int]], key: IntKey, pieces: Sequence[Piece], rest: Any) -> Chain:
+    alone[key] = [plan(piece.traced).arena - PAD for piece in pieces if piece.traced]
+    return merge(key, pieces, *rest)
+
+
+def _uncompiled(mixed: Mixed, weights: Sequence[Weight], scratch: Path, stage: Path, tell: object) -> Hosts:
+    """In the place of `compile_hosts`: rows and files of its kind."""
+    rows = {}
+    for part in [part for part in mixed.parts.regions if part.kind == "host" and part.operations]:
+        for key in mixed.chains:
+            own = f"{part.name}-{'x'.join(map(str, key))}"
+            (stage / "host").mkdir(exist_ok=True)
+            (stage / "host" / f"{own}.so").write_bytes(b"\x7fELF")
+            rows[part.name, key] = Region(name=own, kind="host", reason=part.reason, file=f"host/{own}.so", constants=())
+    return Hosts(rows=rows, features=())
+
+
+def sound(build: Build, keys: Sequence[IntKey]) -> None:
+    """The verifier finds nothing, and every key was proved."""
+    verify.check_bundle(str(build.path), build.manifest, "full")
+    assert verify.examine(str(build.path), build.manifest) == []
+    assert archive.read_manifest(str(build.path)).programs == build.manifest.programs
+    assert [proof.key for proof in build.manifest.exam.proofs] == list(keys)
+    for proof in build.manifest.exam.proofs:
+        assert proof.method == "interpret" and proof.error <= proof.tolerance == 1e-4
+    assert build.manifest.exam.compare == "tolerance"
+
+
+def arena_offsets(recording: Recording) -> set[int]:
+    """Where the arguments of a recording's kernels begin in the arena."""
+    targets = [row.target for node in recording.nodes if isinstance(node, KernelNode) for row in node.relocations]
+    return {target.offset for target in targets if target.memory == MEMORIES.index("arena")}
+
+
+# --- what is built ------------------------------------------------------------------------------------------------
+
+
+def test_a_number_and_a_mask_between_layers_leave_three_graphs(make: Make) -> None:
+    build = make("scalars")
+    sound(build, [(1,), (4,)])
+    for program in build.manifest.programs:
+        steps = build.regions(program)
+        assert [step for step in steps if step != "copy"] == ["graph-1", "host-1", "graph-2", "host-2", "graph-3"]
+        assert "copy" not in (steps[0], steps[-1])
+    reasons = {region.name.rpartition("-")[0]: region.reason for region in build.manifest.regions if region.kind == "host"}
+    assert "host-scalar" in reasons["host-1"] and "data-dependent-shape" in reasons["host-2"]
+    memories = dict(build.manifest.memories)
+    assert memories["host"] > 0 and memories["arena"] == max(program.arena for program in build.manifest.programs)
+
+
+def test_regions_share_the_arena_where_values_die_and_keep_what_is_read_later(make: Make) -> None:
+    build = make("scalars")
+    for program in build.manifest.programs:
+        first, second, third = [arena_offsets(recording) for recording in build.recordings(program)]
+        assert program.arena - PAD < sum(build.alone[program.key])
+        assert first & second & third, "each region lies where the one before it did"
+        steps = [step for step in program.steps if step.kind == "graph"]
+        (kept,) = set(steps[0].outputs) & set(steps[2].inputs)
+        assert program.values[kept].memory == "arena" and program.values[kept].offset not in second
+
+
+def test_a_sum_that_goes_over_the_host_needs_copies_alone(make: Make) -> None:
+    build = make("softmax", sizes=[4])
+    sound(build, [(4,)])
+    (program,) = build.manifest.programs
+    assert build.regions(program) == ["graph-1", "copy", "copy", "graph-2"]
+    assert {region.kind for region in build.manifest.regions} == {"graph"}
+    assert (build.manifest.target.torch, build.manifest.target.features) == ("", ())
+    first, second = program.steps[0], program.steps[3]
+    crossing = set(first.outputs) & set(second.inputs)
+    assert [program.values[index].shape for index in crossing] == [(4, 16)], "relu(x) stays on the GPU"
+
+
+def test_a_table_that_the_host_reads_stays_off_the_gpu(make: Make) -> None:
+    build = make("table", sizes=[4], compiled=True)
+    sound(build, [(4,)])
+    (program,) = build.manifest.programs
+    assert build.regions(program) == ["copy", "host-1", "copy", "graph-1"]
+    offsets = {weight.name: weight.offset for weight in build.manifest.weights}
+    assert offsets["table"] == ELSEWHERE and offsets["out.weight"] >= 0
+    assert dict(build.manifest.memories)["weights"] < 5000 * 16 * 4
+    (row,) = [region for region in build.manifest.regions if region.kind == "host"]
+    ((_, weight),) = row.constants
+    assert build.manifest.weights[weight].name == "table"
+    assert (build.path / row.file).read_bytes().startswith(b"\x7fELF")
+    assert build.manifest.target.torch == torch.__version__.partition("+")[0] and build.manifest.target.features
+
+
+def test_what_has_no_triton_kernel_builds_with_the_options_of_the_hint(make: Make) -> None:
+    with raises("operation-needs-gpu", match="no Triton kernel for aten._fft_r2c") as caught:
+        make("spectrum", sizes=[4])
+    hint = caught.value.hint
+    assert hint.startswith(CATALOGUE["operation-needs-gpu"].hint) and "cgcompile build ... --host-op " in hint
+    names = re.findall(r"--host-op (\S+)", hint)
+    assert names == ["aten.fft_rfft", "aten.view_as_real"]
+    build = make("spectrum", sizes=[4], host_ops=names)
+    sound(build, [(4,)])
+    assert build.regions(build.manifest.programs[0]) == ["graph-1", "copy", "host-1", "copy", "graph-2"]
+
+
+# --- what is caught -----------------------------------------------------------------------------------------------
+
+
+def overlapping(traced: Traced) -> Any:
+    """A plan that puts everything at one place."""
+    found = plan(traced)
+    return replace(found, offsets=dict.fromkeys(found.offsets, 0))
+
+
+def test_an_overlap_of_two_regions_is_not_built(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make("softmax", sizes=[4])
+    monkeypatch.setattr(build_trace, "plan", overlapping)
+    with raises("arena-overlap", match=r"int_key \(4,\), event \d+ .*\(graph-\d\.t\d"):
+        again("softmax", tmp_path)
+
+
+def test_what_an_overlap_spoils_does_not_pass_the_proof(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the check of the plan: the sum lies over the values that the second region multiplies."""
+    make("softmax", sizes=[4])
+    monkeypatch.setattr(build_trace, "plan", overlapping)
+    monkeypatch.setattr(build_trace, "check_plan", lambda traced, found: None)
+    with raises("proof-failed", match=r"int_key \(4,\): the interpreted kernels differ from eager PyTorch"):
+        again("softmax", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def again(name: str, folder: Path) -> None:
+    """Builds a model once more, from the file of the first build."""
+    import sys
+
+    (model,) = [module for path, module in sys.modules.items() if path == f"cgcompile_model_{name}"]
+    cgcompile.build(str(model.__file__), sizes=[4], out=folder / f"{name}.cgb", target="sm_90")
+
+
+def trial(crossing: torch.Tensor, outputs: torch.Tensor) -> Trial:
+    return Trial(key=(1,), stages=(), crossing=(crossing,), outputs=(outputs,))
+
+
+@pytest.mark.parametrize(("flipped", "passes"), [(0, True), (1, True), (3, False)])
+def test_rounding_may_turn_a_comparison_over_for_the_host(flipped: int, passes: bool) -> None:
+    """One in twenty thousand booleans, but no output."""
+    mask, number = torch.arange(20000) % 3 == 0, torch.ones(4)
+    got = mask.clone()
+    got[:flipped] = ~got[:flipped]
+    claim = Proof(key=(1,), method="none", error=0.0, tolerance=1e-4)
+    outcome = Outcome(key=(1,), read=(raw(got), raw(number)), seconds=0.0)
+    if passes:
+        assert proved(claim, trial(mask, number), [outcome]) == replace(claim, method="interpret", error=flipped / 20000)
+    else:
+        with raises("proof-failed"):
+            proved(claim, trial(mask, number), [outcome])
+    output = Outcome(key=(1,), read=(raw(mask), raw(got)), seconds=0.0)
+    if flipped:
+        with raises("proof-failed"):
+            proved(claim, trial(mask, mask), [output])
+
+
+def test_a_key_that_was_not_interpreted_keeps_its_claim() -> None:
+    claim = Proof(key=(1,), method="none", error=0.0, tolerance=1e-4)
+    other = Outcome(key=(2,), read=(), seconds=0.0)
+    assert proved(claim, trial(torch.ones(1), torch.ones(1)), [other]) == claim
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+# --- what crosses between two graphs ------------------------------------------------------------------------------
+
+
+class Views(torch.nn.Module):
+    """Values of many layouts that one graph makes and the next one reads, and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.other.weight = self.one.weight
+        self.image = torch.nn.Conv2d(3, 8, 3, padding=1)
+        self.register_buffer("steps", torch.arange(8.0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.relu(self.image(x)).to(memory_format=torch.channels_last)
+        h = self.one(y.permute(0, 2, 3, 1))
+        turned, odd, tail, wide = h.transpose(1, 2), h[..., 3], h[1:], self.steps.expand(x.shape[0], 8)
+        number = h.mean((1, 2)).exp().sum().item()
+        r = self.other(torch.tanh(wide * number))
+        return (turned * r[:, None, None]).sum((1, 2)) + odd.sum((1, 2))[:, None] + tail.sum(), y + r[:, :, None, None]
+
+
+def test_regions_agree_on_the_layout_of_what_crosses() -> None:
+    torch.manual_seed(0)
+    source = load_source(Views().eval(), lambda batch: (torch.randn(batch, 3, 5, 5),))
+    exported = export(source, {"batch": (3, 4)})
+    placed = placements(check(exported, "cuda", ()), exported)
+    mixed = plan_mixed(exported.program, placed, {(3,): sample(source, {"batch": 3}).tensors})
+    works = region_works(mixed)
+    lowered = {
+        name: lower_key(work.program, name[1], work.tensors, arch("sm_90"), layouts=work.layouts) for name, work in works.items()
+    }
+    pieces = [
+        Piece(name=part.name, inputs=part.inputs, outputs=part.outputs, traced=lowered.get((part.name, (3,))))
+        for part in mixed.parts.regions
+    ]
+    given = [*mixed.parts.inputs, *[row[0] for row in mixed.landing[3,]]]
+    chain = merge((3,), pieces, given, mixed.parts.outputs)
+    check_plan(chain.traced, plan(chain.traced))
+    first, second = chain.sections
+    crossing = {tensor for tensor in first.outputs if tensor in second.inputs}
+    shapes = {tensor.shape: tensor.strides for tensor in crossing}
+    assert shapes[3, 5, 5, 8] == (200, 8, 40, 1), "transposed"
+    assert shapes[3, 5, 5] == (25, 5, 1), "the gaps are closed"
+    assert shapes[3, 8, 5, 5] == (200, 1, 40, 8), "channels last"
+    assert all(tensor.place.offset % 16 == 0 for tensor in crossing)
+    names = {buffer.name for buffer in chain.traced.buffers if buffer.kind == "weight"}
+    assert (
+        {"model.one.bias", "model.other.bias"}
+        <= names
+        <= exported.program.state_dict.keys() | {constant.name for constant in chain.traced.constants}
+    )

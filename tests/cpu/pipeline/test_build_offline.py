@@ -1,0 +1,367 @@
+"""Building for a GPU that is not here, from a model file to a published bundle; kernels, plan and proof have tests of their own."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from cgcompile.errors import CATALOGUE
+from tests.helpers.raising import raises
+
+pytest.importorskip("triton")
+
+import cgcompile
+from cgbundle import exam
+from cgbundle.cuda import device, driver, executors, memory, modules, weights
+from cgbundle.cuda import stream_order as order
+from cgbundle.format import archive
+from cgbundle.format.schema import Manifest
+from cgbundle.validate import bundle as verify
+from cgcompile.offline import build as build_trace
+from cgcompile.targets.architectures import ARCHES
+from cgcompile.targets.cuda.elf import EM_CUDA, read_cubin
+from cgcompile_cli import main
+from tests.helpers.fake_driver import FakeDriver
+
+GPT = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, HEADS, TOKENS, WORDS = 32, 2, 8, 48
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(self.before(x)).view(batch, tokens, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(mixed.reshape(batch, tokens, WIDTH))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks, self.norm = nn.Sequential(Block(), Block()), nn.LayerNorm(WIDTH)
+
+    def forward(self, ids):
+        return self.norm(self.blocks(self.words(ids) + self.places.weight)) @ self.words.weight.T
+
+
+def model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Gpt().eval()
+
+
+def inputs(batch):
+    return (torch.randint(0, WORDS, (batch, TOKENS)),)
+"""
+"""Two layers, width 32: token ids -> logits."""
+
+LINEAR = """
+import torch
+
+
+def model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return torch.nn.Linear(8, 4).eval()
+
+
+def inputs(batch):
+    return (torch.randn(batch, 8),)
+"""
+
+SPECTRUM = """
+import torch
+
+
+class Spectrum(torch.nn.Module):
+    def forward(self, x):
+        y = x * 2
+        return torch.fft.rfft(y).real
+
+
+def model():
+    return Spectrum().eval()
+
+
+def inputs(batch):
+    return (torch.randn(batch, 8),)
+"""
+"""Inductor leaves the transform in line 8 to cuFFT."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No GPU, one cache of kernels for all tests of this file, and a time for the manifests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setenv("CGCOMPILE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+        yield
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model files."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, text in (("gpt", GPT), ("linear", LINEAR), ("spectrum", SPECTRUM)):
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hopper(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("hopper") / "gpt.cgb"
+    return cgcompile.build(str(files / "gpt.py"), sizes=[1, 2], out=out, target="sm_90").path
+
+
+@pytest.fixture(scope="module")
+def ampere(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ampere") / "gpt.cgb"
+    return cgcompile.build(str(files / "gpt.py"), sizes=[2], out=out, target="sm_80").path
+
+
+@pytest.fixture(params=["sm_90", "sm_80"])
+def bundle(request: pytest.FixtureRequest) -> tuple[Path, str]:
+    """A GPT's bundle and its target."""
+    path: Path = request.getfixturevalue("hopper" if request.param == "sm_90" else "ampere")
+    return path, request.param
+
+
+def call(*arguments: object) -> Result:
+    """A command as the shell would run it."""
+    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
+
+
+def read(path: Path) -> Manifest:
+    return archive.read_manifest(str(path))
+
+
+def architecture(image: bytes) -> int:
+    """The compute capability (90 for sm_90) that a cubin's header names: in e_flags, whose second byte holds it since version 8 of
+    CUDA's ELF (CUDA 13), and whose first byte before."""
+    (machine,), (flags,) = struct.unpack_from("<H", image, 18), struct.unpack_from("<I", image, 48)
+    assert machine == EM_CUDA
+    version = image[8]
+    return (flags >> 8 if version >= 8 else flags) & 0xFF
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+# --- what is built ------------------------------------------------------------------------------------------------
+
+
+def test_the_images_are_code_for_the_target(bundle: tuple[Path, str]) -> None:
+    path, target = bundle
+    images = sorted((path / "kernels").iterdir())
+    assert images
+    for image in images:
+        assert f"sm_{architecture(image.read_bytes())}" == target
+        assert read_cubin(image.read_bytes()).functions
+    assert (read(path).target.kind, read(path).target.arch, read(path).target.torch) == ("cuda", target, "")
+
+
+def test_the_whole_model_is_one_graph_of_triton_kernels(bundle: tuple[Path, str]) -> None:
+    path, _ = bundle
+    symbols = {row["symbol"] for row in json.loads((path / build_trace.KERNELS).read_text())}
+    assert symbols and all(symbol.startswith("triton_") for symbol in symbols)
+    assert any("triton_tem" in symbol for symbol in symbols), "products are Triton's, too"
+    for program in read(path).programs:
+        assert [step.kind for step in program.steps] == ["graph"]
+
+
+def test_verify_finds_nothing(bundle: tuple[Path, str]) -> None:
+    path, _ = bundle
+    verify.check_bundle(str(path), read(path), "full")
+    assert verify.examine(str(path), read(path)) == []
+    result = call("verify", path)
+    assert result.exit_code == 0 and "every hash and invariant holds" in result.stdout
+
+
+def test_every_int_key_was_proved_by_interpretation(bundle: tuple[Path, str]) -> None:
+    path, target = bundle
+    manifest = read(path)
+    assert [proof.key for proof in manifest.exam.proofs] == ([(1,), (2,)] if target == "sm_90" else [(2,)])
+    for proof in manifest.exam.proofs:
+        assert proof.method == "interpret" and 0 < proof.error <= proof.tolerance == 1e-4
+    assert manifest.exam.compare == "tolerance"
+    assert "interpret" in call("inspect", path).stdout
+
+
+def test_the_exam_is_eager_pytorch(hopper: Path, files: Path) -> None:
+    """The stored outputs are what the model gives for the stored inputs: `verify --run` on a GPU compares with these."""
+    from safetensors.torch import load_file
+
+    scope: dict[str, object] = {}
+    exec((files / "gpt.py").read_text(), scope)
+    stored = load_file(hopper / archive.EXAM)
+    for key in ("1", "2"):
+        with torch.no_grad():
+            expected = scope["model"]()(stored[f"{key}/input/0"])  # type: ignore[operator]
+        torch.testing.assert_close(stored[f"{key}/output/0"], expected)
+
+
+def test_another_gpu_is_refused_when_the_bundle_is_loaded(ampere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver(arch=(9, 0))
+    for module in (device, driver, executors, memory, modules, order, weights):
+        monkeypatch.setattr(module, "cu", fake)
+    with raises("wrong-architecture", match=r"the bundle is for sm_80, device 0 \(Fake GPU\) is sm_90") as caught:
+        device.open(read(ampere), ampere)
+    assert caught.value.exit_code == 2 and "--target sm_90" in caught.value.hint
+    assert not fake.live
+
+
+def test_a_machine_without_a_gpu_says_so(hopper: Path) -> None:
+    answer = exam.fresh(str(hopper))
+    if "results" in answer:
+        assert all(row["passed"] for row in answer["results"]), "a GPU of this architecture is here"
+    else:
+        assert answer["kind"] in ("WrongMachine", "WrongArchitecture", "DriverTooOld", "LibraryMissing")
+        result = call("verify", hopper, "--run")
+        assert result.exit_code == 2 and len(result.stderr.splitlines()) <= 2
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def test_inspect_lists_the_kernels_and_what_chose_them(hopper: Path) -> None:
+    rows = json.loads(call("inspect", hopper, "--kernels", "--json").stdout)
+    assert {row["image"] for row in rows} == {path.name for path in (hopper / "kernels").iterdir()}
+    assert [row["launches"] for row in rows] == sorted([row["launches"] for row in rows], reverse=True)
+    for row in rows:
+        assert row["image_bytes"] == (hopper / "kernels" / row["image"]).stat().st_size
+        assert row["symbol"] in read_cubin((hopper / "kernels" / row["image"]).read_bytes()).functions
+        assert "warps=" in row["configuration"] and "stages=" in row["configuration"], row
+        assert row["chosen"] in ("only", "table", "nearest", "heuristic")
+    products = [row for row in rows if row["symbol"].startswith("triton_tem")]
+    assert products and all("BLOCK_M=" in row["configuration"] for row in products)
+    shown = call("inspect", hopper, "--kernels").stdout.splitlines()
+    assert len(shown) == len(rows) + 1
+    assert shown[0].split()[:5] == ["launches", "image", "sha256", "kernel", "configuration"]
+    for row, line in zip(rows, shown[1:], strict=True):
+        assert all(str(part) in line for part in (row["launches"], row["image"][:12], row["symbol"], row["configuration"]))
+
+
+# --- equal inputs, equal bytes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unproved(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """The bundle of `ampere` once more, by the command line, in other folders, with an empty cache, and without the proof."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "tmp").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CGCOMPILE_CACHE", str(folder / "cache"))
+        patch.setenv("TMPDIR", str(folder / "tmp"))
+        patch.setattr("tempfile.tempdir", None)  # read again
+        out = folder / "again.cgb"
+        result = call("build", files / "gpt.py", "--sizes", "2", "--target", "sm_80", "--prove", "none", "-o", out)
+    assert result.exit_code == 0, result.output
+    assert any((folder / "cache").rglob("*")), "the images come from this build, not from the first one's cache"
+    assert [path for path in (folder / "tmp").rglob("*") if path.is_file()] == [], "nothing is left behind"
+    return out, result
+
+
+def test_two_builds_in_different_folders_are_equal_byte_for_byte(ampere: Path, unproved: tuple[Path, Result]) -> None:
+    first, second = contents(ampere), contents(unproved[0])
+    assert {name.partition("/")[0] for name in first} > {"kernels", "graphs", build_trace.KERNELS}
+    assert first.keys() == second.keys()
+    manifests = [json.loads(each.pop(archive.MANIFEST)) for each in (first, second)]
+    assert [name for name in first if first[name] != second[name]] == []
+    for manifest in manifests:
+        del manifest["exam"], manifest["sha256"]  # the proof, which only one of them has
+        manifest["provenance"]["options"] = [pair for pair in manifest["provenance"]["options"] if pair[0] != "prove"]
+    assert manifests[0] == manifests[1]
+
+
+def test_a_build_without_a_proof_says_so(unproved: tuple[Path, Result]) -> None:
+    path, result = unproved
+    assert [proof.method for proof in read(path).exam.proofs] == ["none"]
+    assert "interpret" not in result.stderr and "compared with eager" not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("proof ")]
+    assert "not " in line and "--run" in line
+    shown = [line.split() for line in call("inspect", path).stdout.splitlines()]
+    (row,) = [line for line in shown if "none" in line and "graph" in line]
+    assert "0.0e+00" not in row, "no error was measured"
+
+
+def test_int_keys_over_the_budget_are_left_out_and_named(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_trace, "BUDGET", 0.0)
+    out = tmp_path / "linear.cgb"
+    result = call("build", files / "linear.py", "--sizes", "1,4", "--target", "sm_90", "-o", out)
+    assert result.exit_code == 0, result.output
+    assert [(proof.key, proof.method) for proof in read(out).exam.proofs] == [((1,), "interpret"), ((4,), "none")]
+    assert 0 < read(out).exam.proofs[0].error <= 1e-4
+    lines = result.stderr.splitlines()
+    (stage,) = [line for line in lines if line.startswith("interpret")]
+    assert "1 of 2 int_keys" in stage
+    first = next(i for i, line in enumerate(lines) if line.startswith("proof "))
+    assert "1 of 2 int_keys interpreted" in lines[first] and "1 of 2 int_keys not proved" in lines[first + 1], lines
+    assert call("verify", out).exit_code == 0
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_an_operation_without_a_triton_kernel_is_named_with_the_users_line(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "spectrum.cgb"
+    result = call("build", files / "spectrum.py", "--sizes", "2", "--target", "sm_90", "-o", out, "-q")
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    first, second = result.stderr.splitlines()
+    assert first.startswith("error: ") and second.startswith("hint: ")
+    assert "_fft_r2c" in first and f"{files / 'spectrum.py'}:8" in first and "no Triton kernel" in first
+    assert CATALOGUE["operation-needs-gpu"].exit_code == 1 and CATALOGUE["operation-needs-gpu"].hint in second
+    assert list(tmp_path.iterdir()) == [], "nothing is published, nothing is left"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--target", "sm_90", "--lower", "eager"], "lower 'eager': a build for sm_90 without that GPU has one lowering, inductor"),
+        (["--target", "sm_90", "--lower", "max-autotune"], "lower 'max-autotune': a build for sm_90 without that GPU"),
+        (["--target", "sm_77"], "target 'sm_77': no such architecture"),
+        (["--target", "sm_90", "--specialize", "shared"], "specialize 'shared': a build for sm_90 without that GPU"),
+        (["--target", "sm_90", "--record", "capture"], "target sm_90: this machine has no GPU, and only a GPU that is here"),
+        (["--target", "cuda"], "target cuda: there is no GPU on this machine"),
+        (["--record", "trace"], "target auto: there is no GPU on this machine"),
+    ],
+    ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else "",
+)
+def test_what_a_target_cannot_do_is_said_before_anything_runs(options: list[str], said: str, files: Path, tmp_path: Path) -> None:
+    result = call("build", files / "linear.py", "--sizes", "1", *options, "-o", tmp_path / "linear.cgb")
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    first, *rest = result.stderr.splitlines()
+    assert first.startswith(f"error: {said}")
+    assert len(rest) == 1 and rest[0].startswith("hint: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_target_is_told_the_known_ones(files: Path) -> None:
+    result = call("build", files / "linear.py", "--sizes", "1", "--target", "sm_77")
+    assert all(row.name in result.stderr for row in ARCHES)
+
+
+def test_a_bundle_that_exists_is_not_built_again(hopper: Path, files: Path) -> None:
+    before = contents(hopper)
+    with raises("output-exists"):
+        cgcompile.build(str(files / "gpt.py"), sizes=[1], out=hopper, target="sm_90")
+    assert contents(hopper) == before

@@ -1,0 +1,323 @@
+"""Errors of the catalogue that no other test without a GPU provokes: the recorder against a driver of ours, folders and compilers
+that are not as they should be.  tests/pure/test_errors.py holds every class to a test that names it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from tests.helpers.raising import raises
+
+torch = pytest.importorskip("torch")
+
+from cgcompile.capture import errors  # noqa: E402
+from cgcompile.capture.rows import Range, Take  # noqa: E402
+from cgcompile.capture.worker.addresses import AddressMap  # noqa: E402
+from cgcompile.targets.cuda.elf import Cubin, Symbol  # noqa: E402
+
+MEGA = 1 << 20
+KEY = (4,)
+
+
+@pytest.fixture(scope="module")
+def record() -> SimpleNamespace:
+    """The modules of the recorder, also where cuda-bindings is not installed; `drive` gives them a driver."""
+    without = importlib.util.find_spec("cuda") is None
+    if without:
+        sys.modules["cuda"], sys.modules["cuda.bindings"] = ModuleType("cuda"), ModuleType("cuda.bindings")
+        sys.modules["cuda.bindings"].driver = ModuleType("cuda.bindings.driver")  # type: ignore[attr-defined]
+    names = ("driver", "cupti", "walk", "state", "session", "processes", "capture")
+    found = SimpleNamespace(**{name: importlib.import_module(f"cgcompile.record.{name}") for name in names})
+    if without:
+        del sys.modules["cuda"], sys.modules["cuda.bindings"]
+    return found
+
+
+class Calls:
+    """A CUDA driver: every call that is not given succeeds with 0."""
+
+    CUgraph = CUmodule = CUdeviceptr = CUfunction_attribute = CUlaunchAttributeID = staticmethod(lambda value: value)
+
+    def __init__(self, **calls: Callable[..., tuple[Any, ...]]) -> None:
+        self.calls = calls
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        return self.calls.get(name, lambda *_: (0, 0))
+
+
+@pytest.fixture
+def drive(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """Gives the recorder a driver with these calls."""
+
+    def set_calls(**calls: Callable[..., tuple[Any, ...]]) -> SimpleNamespace:
+        for module in (record.driver, record.walk, record.cupti, record.state):
+            monkeypatch.setattr(module, "driver", Calls(**calls))
+        return record
+
+    return set_calls
+
+
+def addresses() -> AddressMap:
+    """1 MiB of weights and nothing else; the driver knows no other address."""
+    return AddressMap([Range(kind="weights", start=MEGA, size=MEGA)], [], lambda address: None)
+
+
+# --- the environment ----------------------------------------------------------------------------------------------
+
+
+def test_cupti_is_nowhere(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record.cupti.glob, "glob", lambda *_, **__: [])
+    with raises("cupti-unavailable", match="found neither beside torch nor in the CUDA toolkit"):
+        record.cupti.ImageLog()
+
+
+def test_cupti_refuses(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record.cupti, "_find_cupti", lambda: "libcupti.so")
+    monkeypatch.setattr(record.cupti.ctypes, "CDLL", lambda _: SimpleNamespace(cuptiSubscribe=lambda *_: 39))
+    with raises("cupti-unavailable", match="cuptiSubscribe failed with CUPTI error 39"):
+        record.cupti.ImageLog()
+
+
+def test_a_driver_call_fails(drive: Callable[..., SimpleNamespace]) -> None:
+    record = drive(cuGetErrorName=lambda _: (0, b"CUDA_ERROR_ILLEGAL_ADDRESS"))
+    with raises("driver-call-failed", match=r"failed with CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+        record.driver.check((700,))
+
+
+def test_a_recorder_dies(record: SimpleNamespace, tmp_path: Path) -> None:
+    log = tmp_path / "record0.log"
+    log.write_text("one\n\nSegmentation fault\n")
+    with raises("recorder-failed", match=r"ended with status -11: Segmentation fault \(log: .*record0.log\)"):
+        record.processes._result(SimpleNamespace(), -11, log)
+    with raises("recorder-failed", match="odd"):
+        errors.raise_named("NoSuchClass", "odd", "")
+
+
+# --- lowering and capture -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda as far as a capture asks for it."""
+    for name in ("Stream", "current_stream", "synchronize", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+
+
+def fails(error: Exception) -> Callable[[], Any]:
+    """A call that raises."""
+
+    def call() -> Any:
+        raise error
+
+    return call
+
+
+def test_the_compiler_fails(record: SimpleNamespace, gpu: None) -> None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    with raises("lowering-failed", match=r"int_key \(4,\), inductor: TorchDynamoException: no such thing"):
+        record.session.run_warm(fails(TorchDynamoException("no such thing\nand more")), "int_key (4,), inductor")
+
+
+def test_the_capture_breaks(record: SimpleNamespace, gpu: None) -> None:
+    with raises("not-capturable", match=r"int_key \(4,\): RuntimeError: operation not permitted"):
+        record.session.capture_call(fails(RuntimeError("operation not permitted when stream is capturing")), "int_key (4,)")
+
+
+class Counter(torch.nn.Module):
+    """A buffer, and a second one over a part of its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(4))
+        self.register_buffer("part", self.whole[:2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.whole.sum() + self.part.sum()
+
+
+@pytest.fixture
+def exported() -> Any:
+    return torch.export.export(Counter(), (torch.ones(2),))
+
+
+def test_state_that_shares_memory_is_not_torn_apart(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
+    with raises("shared-storage", match="whole"):
+        record.capture.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, state=("whole",))
+
+
+def test_a_weight_that_a_replay_changes(
+    record: SimpleNamespace, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams", "versions", "notes")}
+    take = Take(**nothing, images={}, mutated=("whole",), machine="", arch="", driver=0)
+    monkeypatch.setattr(record.capture, "run_all", lambda *_: [take, take])
+    with raises("weight-mutated", match="a replay changes whole"):
+        record.capture.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, level="eager")
+
+
+def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
+    calls = {KEY: ((torch.ones(2),), {})}
+    for fresh, message in (({}, "no fresh inputs"), ({KEY: ((torch.ones(3),), {})}, "other shapes than the example's")):
+        with raises("sizes-differ", match=message):
+            record.capture.record(exported, calls, folder=tmp_path, fresh=fresh)
+
+
+# --- what a graph may hold ----------------------------------------------------------------------------------------
+
+
+def test_a_node_of_another_kind(drive: Callable[..., SimpleNamespace]) -> None:
+    kind = SimpleNamespace(name="CU_GRAPH_NODE_TYPE_HOST")
+    record = drive(cuGraphGetNodes=lambda _, count: (0, [7], 1), cuGraphNodeGetType=lambda _: (0, kind))
+    with raises("node-refused", match=r"int_key \(4,\), node 0 is a node of kind HOST: it calls a function of the recording"):
+        record.walk.walk(1, KEY, addresses(), {}, lambda _: frozenset())
+
+
+def copy_params(**changes: Any) -> Callable[..., tuple[Any, ...]]:
+    """cuGraphMemcpyNodeGetParams: 8 bytes within the weights."""
+    device = SimpleNamespace(name="CU_MEMORYTYPE_DEVICE")
+    sides = {f"{side}{field}": 0 for side in ("src", "dst") for field in ("Pitch", "Height", "XInBytes", "Y", "Z")}
+    sides |= {"srcMemoryType": device, "dstMemoryType": device, "srcDevice": MEGA, "dstDevice": MEGA + 64}
+    found = SimpleNamespace(**sides | {"WidthInBytes": 8, "Height": 1, "Depth": 1} | changes)
+    return lambda _: (0, found)
+
+
+def test_copies_of_the_host(drive: Callable[..., SimpleNamespace]) -> None:
+    record = drive(cuGraphMemcpyNodeGetParams=copy_params(srcMemoryType=SimpleNamespace(name="CU_MEMORYTYPE_HOST")))
+    with raises("copy-refused", match="node 3 copies from host memory"):
+        record.walk._memcpy(0, "node 3", KEY, addresses())
+    record = drive(cuGraphMemcpyNodeGetParams=copy_params(dstDevice=64 * MEGA))
+    with raises("copy-refused", match="node 3 copies to 0x4000000, which is no live device memory"):
+        record.walk._memcpy(0, "node 3", KEY, addresses())
+    drive(cuGraphMemcpyNodeGetParams=copy_params())
+    assert record.walk._memcpy(0, "node 3", KEY, addresses()).target.targets[0].offset == 64
+
+
+def test_an_attribute_that_holds_an_address(drive: Callable[..., SimpleNamespace]) -> None:
+    window = SimpleNamespace(accessPolicyWindow=SimpleNamespace(num_bytes=4096))
+    record = drive(cuGraphKernelNodeGetAttribute=lambda _, number: (0, window) if number == 1 else (1, None))
+    with raises("attribute-refused", match=r"node 3 \(add\) has launch attribute 1: an access policy window"):
+        record.walk._attributes(0, None, 0, "node 3 (add)")
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_parameters_of_an_unknown_form(record: SimpleNamespace, extra: int) -> None:
+    import ctypes
+
+    words = (ctypes.c_size_t * 5)(3, 0, 4, 0, 0)
+    params = SimpleNamespace(kernelParams=0, extra=ctypes.addressof(words) if extra else 0)
+    with raises("parameters-unreadable", match="its `extra` list starts with" if extra else "neither kernelParams nor extra"):
+        record.walk._parameters(params, ((0, 8),), "node 3 (add)")
+
+
+# --- images and their variables -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("modules", "seen"), [({}, "no image was seen"), ({9: ("a", "b")}, "2 images were seen")])
+def test_a_kernel_whose_image_is_not_known(drive: Callable[..., SimpleNamespace], modules: dict, seen: str) -> None:
+    record = drive(
+        cuGraphKernelNodeGetParams=lambda _: (0, SimpleNamespace(func=5)),
+        cuFuncGetName=lambda _: (0, b"add"),
+        cuFuncGetModule=lambda _: (0, 9),
+    )
+    with raises("image-unseen", match=rf"node 3 \(add\): {seen} for its module \(0x9\)"):
+        record.walk._kernel(0, "node 3", KEY, addresses(), modules, lambda _: frozenset({"add"}), {}, 0)
+
+
+def test_an_image_loaded_by_an_unknown_call(record: SimpleNamespace) -> None:
+    log = object.__new__(record.cupti.ImageLog)
+    log._loads = [record.cupti.Load(serial=0, call="cuNewLoader", kind="", handle=0, image="ab")]
+    with raises("loader-unknown", match="inside cuNewLoader"):
+        log.modules()
+
+
+def test_a_variable_without_a_handle(drive: Callable[..., SimpleNamespace]) -> None:
+    record = drive(cuModuleGetGlobal=lambda *_: (500, 0, 0))
+    lost = Symbol(name="counter", section=".nv.global", value=0, local=True, initial=bytes(4))
+    cubins = {"ab" * 32: Cubin(data=(lost,), functions=frozenset())}
+    with raises("module-state-unreadable", match="1 variables that kernels can write have no handle: counter"):
+        record.state.changed_variables({"ab" * 32: 9}, cubins, addresses())
+
+
+# --- building -----------------------------------------------------------------------------------------------------
+
+
+def test_an_output_whose_size_depends_on_data() -> None:
+    from cgcompile.export.signature import _size
+
+    class Ragged(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.nonzero()
+
+    program = torch.export.export(Ragged(), (torch.ones(2),))
+    (output,) = [node for node in program.graph.nodes if node.op == "output"]
+    size = output.args[0][0].meta["val"].shape[0]
+    with raises("output-size-unknown", match="m.py: output 'y', axis 0: its size .* depends on data"):
+        _size(SimpleNamespace(label="m.py"), "y", 0, size, {})
+
+
+def test_a_dtype_that_no_bundle_holds() -> None:
+    from cgcompile.model.pytree import describe
+
+    with raises("dtype-unsupported", match="cannot be held in a bundle|expected a dense tensor"):
+        describe({"x": torch.ones(2, 2).to_sparse()}, "inputs", [])
+
+
+def test_a_constant_that_is_no_weight(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cgcompile.targets.cpu import layouts
+
+    region = SimpleNamespace(constants=lambda: [("own_1", "module.folded")], close=lambda: None)
+    monkeypatch.setattr(layouts, "HostRegion", lambda *_: region)
+    with raises("constant-unsaved", match="the constant 'own_1' .*, which is no weight of the model"):
+        layouts.bind_constants(tmp_path / "model.so", exported, ())
+
+
+def test_no_compiler(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cgcompile.targets.cpu.aoti import compile_cpu
+
+    monkeypatch.setattr("cgcompile.targets.cpu.aoti._compiler", lambda: "no-such-compiler")
+    with raises("compiler-failed", match="no C\\+\\+ compiler: 'no-such-compiler'") as caught:
+        compile_cpu(exported, tmp_path, lambda text: None)
+    assert "g++" in caught.value.hint
+
+
+def test_a_cache_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cgcompile.offline.build import cache_folder
+
+    monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path))
+    os.chmod(tmp_path, 0o777)
+    with raises("cache-unsafe", match="others can write"):
+        cache_folder()
+
+
+def test_a_gpu_where_none_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cgcompile.offline.lower.fake_device import offline
+    from cgcompile.targets.architectures import ARCHES
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with raises("gpu-visible", match="sees one"), offline(ARCHES[0]):
+        pass
+
+
+def test_a_tensor_that_is_no_weight() -> None:
+    from cgcompile.offline.decompose.retrace import _check
+
+    module = torch.fx.symbolic_trace(torch.nn.ReLU())
+    module.register_buffer("own", torch.ones(2))
+    with module.graph.inserting_before(next(iter(module.graph.nodes))):
+        module.graph.get_attr("own")
+    with raises("constant-unknown", match="tensors of its own: own"):
+        _check(module, [], [])

@@ -1,0 +1,123 @@
+"""Operators that a host region cannot call become what they do, with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cgcompile.model.load import load_source
+from cgcompile.transforms.inlining import code_of, custom_operators, inlined
+from tests.helpers.raising import raises
+
+
+@torch.library.custom_op("cgcompile_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("cgcompile_tests::doubled_and_one", mutates_args=())
+def doubled_and_one(x: torch.Tensor) -> torch.Tensor:
+    return doubled(x) + 1
+
+
+@doubled_and_one.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("cgcompile_tests::through_numpy", mutates_args=())
+def through_numpy(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.numpy() * 2)
+
+
+@through_numpy.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+torch.library.define("cgcompile_tests::elsewhere", "(Tensor x) -> Tensor")
+torch.library.impl("cgcompile_tests::elsewhere", "default", lambda x: x + 1)
+torch.library.register_fake("cgcompile_tests::elsewhere", lambda x: torch.empty_like(x))
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x)
+
+
+WHOLE = torch.tensor([[3, 1, 1, 2], [2, 2, 3, 0]])
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (doubled, torch.randn(3, 4)),
+        (doubled_and_one, torch.randn(3, 4)),
+        (lambda x: torch.unique(x).sum(), WHOLE),
+        (lambda x: torch.unique(x, return_inverse=True)[1], WHOLE),
+        (lambda x: torch.unique(x, return_counts=True)[1].float().norm(), WHOLE),
+        (lambda x: torch.unique_consecutive(x).sum(), WHOLE),
+        (lambda x: torch.unique_consecutive(x, return_counts=True)[1].amax(), WHOLE),
+        (lambda x: torch.unique_consecutive(x, return_inverse=True)[1], WHOLE),
+        (lambda x: torch.bincount(x.reshape(-1)).amax(), WHOLE),
+        (lambda x: torch.bincount(x.reshape(-1), minlength=9).float().norm(), WHOLE),
+        (lambda x: torch.bincount(x.reshape(-1), weights=x.reshape(-1).float()).sum(), WHOLE),
+    ],
+    ids=[
+        "custom",
+        "nested",
+        "unique",
+        "inverse",
+        "counts",
+        "runs",
+        "run-lengths",
+        "run-inverse",
+        "bincount",
+        "minlength",
+        "weights",
+    ],
+)
+def test_the_same_without_it(function: Callable[..., object], x: torch.Tensor) -> None:
+    program = torch.export.export(Calling(function), (x,), strict=False)
+    before = {str(node.target) for node in program.graph.nodes}
+    made = inlined(program)
+    after = {str(node.target) for node in made.graph.nodes}
+    assert not custom_operators(made) and after != before
+    assert not {"aten._unique2.default", "aten.unique_consecutive.default", "aten.bincount.default"} & after
+    torch.testing.assert_close(made.module()(x), Calling(function)(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (through_numpy, "cgcompile_tests::through_numpy.*cannot be traced"),
+        (torch.ops.cgcompile_tests.elsewhere, "cgcompile_tests::elsewhere.*no Python code"),
+    ],
+)
+def test_what_cannot_be_traced_is_named(function: Callable[..., object], message: str) -> None:
+    program = torch.export.export(Calling(function), (torch.randn(3),), strict=False)
+    with raises("operator-without-code", match=message) as caught:
+        inlined(program)
+    assert "torch.library.custom_op" in caught.value.hint
+
+
+def test_a_model_of_a_script_cannot_bring_operators() -> None:
+    program = torch.export.export(Calling(doubled), (torch.randn(3),), strict=False)
+    source = load_source(Calling(doubled), lambda: (torch.randn(3),))
+    assert code_of(source, program) == __name__
+    with raises("operator-without-code", match="cgcompile_tests::doubled: registered where"):
+        code_of(replace(source, code=""), program)
+    plain = torch.export.export(Calling(torch.relu), (torch.randn(3),), strict=False)
+    assert code_of(source, plain) == ""

@@ -1,0 +1,1 @@
+"""What tests share: fabricated bundles, models, a fake driver, places."""

@@ -1,0 +1,179 @@
+"""Signatures and a backend made by hand: what the tests of guards, plans and programs run without a bundle on disk.
+
+The fake backend computes with the memory it is given, element by element through ctypes, as a real one does: it reads inputs at
+their addresses in the layout of the program's values and writes outputs into memory of its own, which it spoils when that is
+let go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from hashlib import sha256
+from itertools import product
+from typing import Any
+
+from cgbundle.format.schema import Dimension, Manifest, Program, Region, Step, TensorSpec, Value
+from cgbundle.format.size_expressions import evaluate
+from cgbundle.session.locks import Running
+from cgbundle.tensors.tensor import dense
+from tests.helpers import support
+
+Numbers = list[Any]
+"""The elements of a tensor, row-major."""
+
+Compute = Callable[[tuple[int, ...], list[Numbers]], list[Numbers]]
+"""What a fake model does: (key, inputs) -> outputs."""
+
+ELEMENTS = {
+    "float32": ctypes.c_float, "float64": ctypes.c_double, "int64": ctypes.c_int64, "int32": ctypes.c_int32,
+    "uint8": ctypes.c_uint8, "bool": ctypes.c_bool,
+}  # fmt: skip
+
+SPOILED = 0xDD
+
+
+def dimension(name: str, *sizes: int, pad: str = "rows", chunk: bool = True, reason: str = "rows stand alone") -> Dimension:
+    return Dimension(name=name, sizes=sizes, pad=pad, chunk=chunk, reason=reason)
+
+
+def spec(name: str, *shape: Any, dtype: str = "float32", order: Sequence[int] | None = None) -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape, order=tuple(range(len(shape)) if order is None else order))
+
+
+def signature(
+    dimensions: Sequence[Dimension],
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    call: dict[str, Any] | None = None,
+    result: dict[str, Any] | None = None,
+    output_orders: Sequence[Sequence[int]] | None = None,
+) -> Manifest:
+    """A cpu manifest of one host region; by default the call takes the inputs by position and the result is a tuple of the outputs.
+
+    `output_orders` are the orders in which the backend lays the outputs out (default: row-major).
+    """
+    orders = output_orders or [range(len(each.shape)) for each in outputs]
+
+    def program(key: tuple[int, ...]) -> Program:
+        sizes = {each.name: size for each, size in zip(dimensions, key, strict=True)}
+        values = []
+        for each, order in [*zip(inputs, [each.order for each in inputs], strict=True), *zip(outputs, orders, strict=True)]:
+            shape = tuple([evaluate(size, sizes) for size in each.shape])
+            values.append(Value(dtype=each.dtype, shape=shape, strides=dense(shape, tuple(order)), memory="host", offset=0))
+        given, made = tuple(range(len(inputs))), tuple(range(len(inputs), len(values)))
+        step = Step(kind="host", region=0, file="", inputs=given, outputs=made)
+        return Program(key=key, values=tuple(values), inputs=given, outputs=made, steps=(step,), arena=0, static=0)
+
+    keys = list(product(*[each.sizes for each in dimensions]))
+    base = support.manifest()
+    return replace(
+        base,
+        dimensions=tuple(dimensions),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        call=call or {"call": [[each.name, {"tensor": index}] for index, each in enumerate(inputs)]},
+        result=result or {"tuple": [{"tensor": index} for index in range(len(outputs))]},
+        regions=(Region(name="model", kind="host", reason="", file=support.HOST_FILE, constants=()),),
+        programs=tuple(map(program, keys)),
+        exam=replace(base.exam, proofs=tuple([replace(base.exam.proofs[0], key=key) for key in keys])),
+    )
+
+
+# --- the backend ----------------------------------------------------------------------------------------------
+
+
+class FakeResults:
+    """Outputs in memory that is spoiled when nobody holds this any more, or that the next replay reuses (`static`)."""
+
+    device: int | None = None
+
+    def __init__(self, buffers: Sequence[Any], static: bool) -> None:
+        self.buffers, self.static = buffers, static
+        self.addresses = [ctypes.addressof(buffer) for buffer in buffers]
+
+    def __del__(self) -> None:
+        if not self.static:
+            for buffer in self.buffers:
+                ctypes.memset(ctypes.addressof(buffer), SPOILED, ctypes.sizeof(buffer))
+
+
+class FakeBackend:
+    """Runs `compute`; `calls` lists (key, inputs) of every replay, `closed` is 1 after `close`.
+
+    `static`: as on a GPU, every replay of a program writes to the same memory, and replays take turns.
+    """
+
+    device: int | None = None
+
+    def __init__(self, manifest: Manifest, compute: Compute, *, static: bool = False) -> None:
+        self.manifest, self.compute, self.static = manifest, compute, static
+        self.calls: list[tuple[tuple[int, ...], list[Numbers]]] = []
+        self.closed = 0
+        self.memory: dict[int, FakeResults] = {}
+        self.lock, self.running = threading.Lock(), Running(manifest.name)
+
+    @contextmanager
+    def turn(self, stream: int | None) -> Iterator[None]:
+        with self.running, self.lock if self.static else nullcontext():
+            yield
+
+    def run(self, program: int, addresses: Sequence[int], device: int | None, turn: object) -> FakeResults:
+        assert not self.closed, "a replay after close"
+        row = self.manifest.programs[program]
+        given = [read_numbers(address, row.values[index]) for address, index in zip(addresses, row.inputs, strict=True)]
+        self.calls.append((row.key, given))
+        made = self.compute(row.key, given)
+        buffers = [write_numbers(each, row.values[index]) for each, index in zip(made, row.outputs, strict=True)]
+        if not self.static:
+            return FakeResults(buffers, static=False)
+        known = self.memory.setdefault(program, FakeResults(buffers, static=True))
+        for target, source in zip(known.buffers, buffers, strict=True):
+            ctypes.memmove(target, source, ctypes.sizeof(source))
+        return known
+
+    def poison(self, byte: int) -> None:
+        """Nothing: the memory of every replay is fresh."""
+
+    def close(self) -> None:
+        self.running.close()
+        self.closed = self.closed or 1
+
+
+def read_numbers(address: int, value: Value) -> Numbers:
+    kind = ELEMENTS[value.dtype]
+    return [kind.from_address(address + offset * ctypes.sizeof(kind)).value for offset in _offsets(value)]
+
+
+def write_numbers(numbers: Numbers, value: Value) -> Any:
+    kind, offsets = ELEMENTS[value.dtype], _offsets(value)
+    assert len(numbers) == len(offsets), "the fake model gives another number of elements than its output has"
+    memory = (kind * (max(offsets, default=0) + 1))()
+    for number, offset in zip(numbers, offsets, strict=True):
+        memory[offset] = number
+    return memory
+
+
+def _offsets(value: Value) -> list[int]:
+    places = product(*[range(size) for size in value.shape])
+    return [sum(index * stride for index, stride in zip(place, value.strides, strict=True)) for place in places]
+
+
+# --- a manifest's bytes, written as FORMAT.md says and not by codec.py ------------------------------------------
+
+
+def seal_plain(plain: dict[str, Any]) -> bytes:
+    """The manifest file of plain JSON values, sealed."""
+    plain = plain | {"sha256": "0" * 64}
+    lines = [f"{json.dumps(name)}:{json.dumps(plain[name], sort_keys=True, separators=(',', ':'))}" for name in sorted(plain)]
+    return seal_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def seal_text(text: str) -> bytes:
+    """Puts the hash of the text into its field of zeros."""
+    data = text.encode()
+    return data.replace(b'\n"sha256":"' + b"0" * 64, b'\n"sha256":"' + sha256(data).hexdigest().encode())

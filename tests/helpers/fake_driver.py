@@ -1,0 +1,394 @@
+"""A CUDA driver in a page: GPU memory is host memory, kernels are the functions below, graphs run in an order that their edges
+allow.
+
+It checks what the real one would (freed twice, unknown handles, a context that is not current), counts what is alive, and can
+fail at any call: so the tests walk the backend through every failure without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from array import array
+from functools import partial
+from struct import unpack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from cgbundle.cuda import copies, device, driver, executors, memory, modules, state, steps, turn, weights
+from cgbundle.cuda import host_steps as hoststeps
+from cgbundle.cuda import stream_order as order
+from tests.helpers.cuda_bundles import ADD, COMBINE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+SYMBOLS = {"bias": 4, "table": 8}
+FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | None) -> None:
+    """Puts the driver, or none, under the backend."""
+    for module in (copies, device, driver, executors, hoststeps, memory, modules, order, state, steps, turn, weights):
+        monkeypatch.setattr(module, "cu", fake)
+
+
+class Number(int):
+    """An enumerator: an int with a name."""
+
+    @property
+    def name(self) -> str:
+        return f"NUMBER_{int(self)}"
+
+
+class Handle(int):
+    """A handle of the driver."""
+
+
+class FakeDriver:
+    """Stands in for `cuda.bindings.driver`.  `fail_at` is the number of the call that returns `error` instead of running."""
+
+    CUkernelNodeAttrValue = CUDA_MEMCPY3D = CUDA_MEMCPY2D = CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
+    CUDA_MEMSET_NODE_PARAMS = CUlaunchConfig = CUlaunchAttribute = CUgraphEdgeData = SimpleNamespace
+    CUlaunchAttributeID = CUfunction_attribute = Number
+    CUstream = CUdeviceptr = Handle
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    CUstreamUpdateCaptureDependencies_flags = SimpleNamespace(CU_STREAM_SET_CAPTURE_DEPENDENCIES=1)
+    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)
+    CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76
+    )
+
+    def __init__(self, arch: tuple[int, int] = (9, 0), version: int = 13000, devices: int = 1) -> None:
+        self.arch, self.version, self.devices = arch, version, devices
+        self.fail_at, self.error = -1, 719
+        self.calls: list[str] = []
+        self.live: dict[int, Any] = {}
+        self.pinned: dict[int, int] = {}  # bytes of host memory by address
+        self.capturing: set[int] = set()  # streams
+        self.captured: list[Callable[[], object]] = []  # what was enqueued on them
+        self.retained = 0
+        self.freed = 0
+        self._numbers = itertools.count(0x1000)
+        self._current = threading.local()
+        self._lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu") or name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            with self._lock:
+                self.calls.append(name)
+                if len(self.calls) - 1 == self.fail_at:
+                    return (self.error,)
+                if name.startswith(("cuMem", "cuGraph", "cuLaunch", "cuModule", "cuStream", "cuEvent", "cuFunc")):
+                    assert getattr(self._current, "stack", []), f"{name} without a current context"
+                run = partial(self._memset, name) if name in FLAT else getattr(self, f"do_{name}")
+                answer = run(*args)
+                return answer if isinstance(answer, tuple) else (0,) if answer is None else (0, answer)
+
+        call.__name__ = name
+        return call
+
+    def _make(self, thing: Any) -> Handle:
+        handle = Handle(next(self._numbers))
+        self.live[handle] = thing
+        return handle
+
+    def _drop(self, handle: int) -> None:
+        del self.live[int(handle)]
+
+    # --- context ----------------------------------------------------------------------------------------------
+
+    def do_cuInit(self, flags: int) -> Any:
+        return None if self.devices else (100,)
+
+    def do_cuGetErrorName(self, error: int) -> Any:
+        return {2: b"CUDA_ERROR_OUT_OF_MEMORY", 100: b"CUDA_ERROR_NO_DEVICE"}.get(error, b"CUDA_ERROR_LAUNCH_FAILED")
+
+    def do_cuDeviceGetCount(self) -> int:
+        return self.devices
+
+    def do_cuDriverGetVersion(self) -> int:
+        return self.version
+
+    def do_cuDeviceGet(self, index: int) -> int:
+        return index
+
+    def do_cuDeviceGetName(self, size: int, device: int) -> bytes:
+        return b"Fake GPU" + bytes(size - 8)
+
+    def do_cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
+        return self.arch[attribute - 75]
+
+    def do_cuDevicePrimaryCtxRetain(self, device: int) -> Handle:
+        self.retained += 1
+        return Handle(7)
+
+    def do_cuDevicePrimaryCtxRelease(self, device: int) -> None:
+        self.retained -= 1
+
+    def do_cuCtxPushCurrent(self, context: int) -> None:
+        assert self.retained, "the context is gone"
+        self._current.stack = [*getattr(self._current, "stack", []), context]
+
+    def do_cuCtxPopCurrent(self) -> int:
+        return int(self._current.stack.pop())
+
+    def do_cuCtxSynchronize(self) -> None:
+        pass
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def do_cuMemAlloc(self, size: int) -> int:
+        buffer = ctypes.create_string_buffer(b"\xcd" * size, size + 256)
+        address = ctypes.addressof(buffer)
+        self.live[address] = buffer
+        return address
+
+    def do_cuMemHostAlloc(self, size: int, flags: int) -> int:
+        address = self.do_cuMemAlloc(size)
+        self.pinned[address] = size
+        return address
+
+    def do_cuMemAllocAsync(self, size: int, stream: int) -> int:
+        return self.do_cuMemAlloc(size)
+
+    def do_cuMemFree(self, address: int) -> None:
+        assert address not in self.pinned
+        self._drop(address)
+
+    def do_cuMemFreeHost(self, address: int) -> None:
+        del self.pinned[address]
+        self._drop(address)
+
+    def do_cuMemFreeAsync(self, address: int, stream: int) -> None:
+        self._drop(address)
+
+    def do_cuMemGetInfo(self) -> tuple[int, int, int]:
+        return (0, 1 << 30, 2 << 30)
+
+    def _enqueue(self, stream: int, run: Callable[[], object]) -> None:
+        if int(stream) in self.capturing:
+            self.captured.append(run)
+        else:
+            run()
+
+    def _memset(self, name: str, address: int, value: int, count: int, stream: int) -> None:
+        data = value.to_bytes(FLAT[name], "little") * count
+        self._enqueue(stream, lambda: ctypes.memmove(address, data, len(data)))
+
+    def on_device(self, address: int) -> bool:
+        """Whether an address lies in memory of the GPU that is alive."""
+        places = [(start, len(item)) for start, item in self.live.items() if isinstance(item, ctypes.Array)]
+        return any(start <= address < start + size for start, size in places if start not in self.pinned)
+
+    def is_pinned(self, address: int) -> bool:
+        """Whether an address lies in pinned memory of the host."""
+        return any(start <= address < start + size for start, size in self.pinned.items())
+
+    def do_cuMemcpyHtoD(self, target: int, source: bytes, size: int) -> None:
+        ctypes.memmove(int(target), source, size)
+
+    def do_cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        assert not self.is_pinned(target) and not self.is_pinned(source)
+        self._enqueue(stream, lambda: ctypes.memmove(target, source, size))
+
+    def do_cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        assert self.on_device(target) and not self.on_device(source) and stream not in self.capturing
+        ctypes.memmove(target, source, size)
+
+    def do_cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        assert self.on_device(source) and not self.on_device(target) and stream not in self.capturing
+        ctypes.memmove(target, source, size)
+
+    def do_cuMemcpy3DAsync(self, params: Any, stream: int) -> None:
+        self._enqueue(stream, lambda: self._copy_block(params))
+
+    def _copy_block(self, params: Any) -> None:
+        for z, y in itertools.product(range(params.Depth), range(params.Height)):
+            target = params.dstDevice + (z * params.dstHeight + y) * params.dstPitch
+            ctypes.memmove(target, params.srcDevice + (z * params.srcHeight + y) * params.srcPitch, params.WidthInBytes)
+
+    def do_cuMemcpy2DAsync(self, params: Any, stream: int) -> None:
+        host = self.CUmemorytype.CU_MEMORYTYPE_HOST
+        source = params.srcHost if params.srcMemoryType == host else params.srcDevice
+        target = params.dstHost if params.dstMemoryType == host else params.dstDevice
+        for y in range(params.Height):
+            ctypes.memmove(target + y * params.dstPitch, source + y * params.srcPitch, params.WidthInBytes)
+
+    # --- streams and events -----------------------------------------------------------------------------------
+
+    def do_cuStreamCreate(self, flags: int) -> Handle:
+        return self._make("stream")
+
+    def do_cuStreamDestroy(self, stream: int) -> None:
+        self._drop(stream)
+
+    def do_cuStreamSynchronize(self, stream: int) -> None:
+        assert stream not in self.capturing, "a stream that is being captured cannot be waited for"
+
+    def do_cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
+        assert event in self.live
+        assert stream not in self.capturing, "an event of outside the capture"
+
+    def do_cuStreamIsCapturing(self, stream: int) -> int:
+        assert stream not in (0, 1)
+        return int(stream in self.capturing)
+
+    def do_cuThreadExchangeStreamCaptureMode(self, mode: int) -> int:
+        before = self.mode()
+        self._current.mode = mode
+        return before
+
+    def mode(self) -> int:
+        """The calling thread's capture mode: 0 global, 2 relaxed."""
+        return int(getattr(self._current, "mode", 0))
+
+    def do_cuEventCreate(self, flags: int) -> Handle:
+        return self._make("event")
+
+    def do_cuEventRecord(self, event: int, stream: int) -> None:
+        assert event in self.live
+        assert stream not in self.capturing, "who waits for this event joins the capture"
+
+    def do_cuEventSynchronize(self, event: int) -> None:
+        assert event in self.live
+
+    def do_cuEventDestroy(self, event: int) -> None:
+        self._drop(event)
+
+    # --- modules ----------------------------------------------------------------------------------------------
+
+    def do_cuModuleLoadData(self, image: bytes) -> Handle:
+        return self._make({name: ctypes.create_string_buffer(size) for name, size in SYMBOLS.items()})
+
+    def do_cuModuleUnload(self, module: int) -> None:
+        self._drop(module)
+
+    def do_cuModuleGetFunction(self, module: int, symbol: bytes) -> Any:
+        return SimpleNamespace(symbol=symbol.decode(), data=self.live[module], attributes={})
+
+    def do_cuModuleGetGlobal(self, module: int, symbol: bytes) -> Any:
+        data = self.live[module][symbol.decode()]
+        return (0, ctypes.addressof(data), len(data))
+
+    def do_cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> None:
+        function.attributes[int(attribute)] = value
+
+    def do_cuFuncGetParamInfo(self, function: Any, index: int) -> Any:
+        params = {"add": ADD, "combine": COMBINE}[function.symbol]
+        return (0, *params[index]) if index < len(params) else (1, None, None)
+
+    # --- launches ---------------------------------------------------------------------------------------------
+
+    def _kernel(self, function: Any, address: int) -> Any:
+        """A launch with its parameters copied now."""
+        sizes = [size for _, size in {"add": ADD, "combine": COMBINE}[function.symbol]]
+        pointers = (ctypes.c_void_p * len(sizes)).from_address(address)
+        block = [ctypes.string_at(pointer or 0, size) for pointer, size in zip(pointers, sizes, strict=True)]
+        return lambda: KERNELS[function.symbol](block, function.data)
+
+    def do_cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> None:
+        assert config.numAttrs == len(config.attrs)
+        self._enqueue(config.hStream, self._kernel(function, params))
+
+    def do_cuGraphCreate(self, flags: int) -> Handle:
+        return self._make(SimpleNamespace(nodes=[], edges=[]))
+
+    def do_cuGraphDestroy(self, graph: int) -> None:
+        self._drop(graph)
+
+    def _node(self, graph: int, run: Any) -> Any:
+        node = SimpleNamespace(run=run, attributes={})
+        self.live[graph].nodes.append(node)
+        return node
+
+    def do_cuGraphAddKernelNode(self, graph: int, dependencies: None, count: int, params: Any) -> Any:
+        return self._node(graph, self._kernel(params.func, params.kernelParams))
+
+    def do_cuGraphAddMemsetNode(self, graph: int, dependencies: None, count: int, params: Any, context: int) -> Any:
+        assert params.height == 1
+        name = {size: name for name, size in FLAT.items()}[params.elementSize]
+        address, value, width = params.dst, params.value, params.width
+        return self._node(graph, lambda: self._memset(name, address, value, width, 0))
+
+    def do_cuGraphAddMemcpyNode(self, graph: int, dependencies: None, count: int, params: Any, context: int) -> Any:
+        return self._node(graph, lambda: self.do_cuMemcpy3DAsync(params, 0))
+
+    def do_cuGraphAddEmptyNode(self, graph: int, dependencies: None, count: int) -> Any:
+        return self._node(graph, lambda: None)
+
+    def do_cuGraphKernelNodeSetAttribute(self, node: Any, attribute: Number, value: Any) -> None:
+        node.attributes[int(attribute)] = value.pad
+
+    def do_cuGraphAddDependencies(self, graph: int, sources: Any, targets: Any, data: Any, count: int) -> None:
+        self.live[graph].edges += zip(sources, targets, strict=True)
+
+    def _in_order(self, graph: int) -> list[Callable[[], object]]:
+        drawn = self.live[graph]
+        left, done = list(drawn.nodes), []
+        while left:  # the last node that may run, so that only edges can explain the order
+            ready = [n for n in left if not any(target is n and source in left for source, target in drawn.edges)]
+            done.append(ready[-1])
+            left.remove(ready[-1])
+        return [node.run for node in done]
+
+    def do_cuGraphInstantiate(self, graph: int, flags: int) -> Handle:
+        return self._make(self._in_order(graph))
+
+    def do_cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        assert int(stream) in self.capturing
+        return 0, 1, 7, stream, [], [], 0
+
+    def do_cuGraphAddChildGraphNode(self, graph: int, dependencies: list[Any], count: int, child: int) -> Any:
+        assert int(graph) in self.capturing and count == len(dependencies)
+        runs = self._in_order(child)
+        return SimpleNamespace(stream=int(graph), run=lambda: [run() for run in runs])
+
+    def do_cuStreamUpdateCaptureDependencies(self, stream: int, nodes: list[Any], data: None, count: int, flags: int) -> None:
+        (node,) = nodes
+        assert (node.stream, count, flags) == (int(stream), 1, 1)
+        self.captured.append(node.run)
+
+    def do_cuGraphUpload(self, graph: int, stream: int) -> None:
+        assert graph in self.live
+
+    def do_cuGraphLaunch(self, graph: int, stream: int) -> None:
+        assert int(stream) not in self.capturing, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+        for run in list(self.live[graph]):
+            run()
+
+    def do_cuGraphExecDestroy(self, graph: int) -> None:
+        self._drop(graph)
+
+
+def floats(address: int, count: int) -> array[float]:
+    return array("f", ctypes.string_at(address, 4 * count))
+
+
+def add(block: list[bytes], data: dict[str, Any]) -> None:
+    out, a, b = (int.from_bytes(word, "little") for word in block[:3])
+    (n,) = unpack("<i", block[3])
+    made = array("f", [x + y for x, y in zip(floats(a, n), floats(b, n), strict=True)])
+    ctypes.memmove(out, made.tobytes(), 4 * n)
+
+
+def combine(block: list[bytes], data: dict[str, Any]) -> None:
+    out, y = int.from_bytes(block[0], "little"), int.from_bytes(block[2], "little")
+    x, factor, _ = unpack("<Qfi", block[1])
+    (n,) = unpack("<i", block[3])
+    (bias,) = unpack("<f", data["bias"].raw)
+    table = floats(int.from_bytes(data["table"].raw, "little"), n)
+    made = array("f", [p * factor + q + bias + r for p, q, r in zip(floats(x, n), floats(y, n), table, strict=True)])
+    ctypes.memmove(out, made.tobytes(), 4 * n)
+
+
+KERNELS = {"add": add, "combine": combine}

@@ -1,0 +1,93 @@
+"""A whole CUDA bundle made by hand, sealed and sound, for what shows bundles: `inspect` and its page.
+
+It is the program of `cuda_bundles` (a memset, a kernel and a memcpy beside each other, a kernel, an empty node; then a copy) for a
+product of two dimensions, with a second input that only says how large `seq` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from cgbundle.format import archive, safetensors
+from cgbundle.format.schema import Dimension, Exam, Manifest, Program, Proof, Provenance, TensorSpec, Value
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Edge, Recording
+from tests.helpers import cuda_bundles, support
+
+SEQ_AT = 512
+"""Where the second input lies in memory inputs."""
+
+Change = Callable[[Manifest], Manifest]
+
+
+def write(
+    folder: Path,
+    batches: Sequence[int] = (4, 8),
+    seqs: Sequence[int] = (2,),
+    record: Callable[[str, int], Recording] = cuda_bundles.recording,
+    change: Change | None = None,
+) -> Path:
+    """Writes the bundle to `folder`, which it returns; `record` makes the recording of an image's name and a batch, `change` edits
+    the manifest before it is sealed.  Batches are at most 8: the places in the arena do not move.
+    """
+    folder.mkdir()
+    base = cuda_bundles.write(folder, b"\x7fELF, but not really")
+    (image,) = [path.name for path in (folder / "kernels").iterdir()]
+    keys = list(product(batches, seqs))
+    for path in (folder / "graphs").glob("g0-*"):
+        path.unlink()
+    for key in keys:
+        (folder / "graphs" / f"g0-{key[0]}x{key[1]}.bin").write_bytes(tables.encode(replace(record(image, key[0]), key=key)))
+    (folder / archive.PROGRAM).write_bytes(b"PK, but not really")
+    with open(folder / archive.EXAM, "wb") as file:
+        safetensors.write(file, {"nothing": ("uint8", (1,), lambda: b"0")})
+    made = replace(
+        base,
+        dimensions=(_dimension("batch", batches), _dimension("seq", seqs)),
+        inputs=(_spec("x", "batch", cuda_bundles.FLOATS), _spec("places", "seq")),
+        outputs=(_spec("y", "batch", cuda_bundles.FLOATS),),
+        call={"call": [["x", {"tensor": 0}], ["places", {"tensor": 1}]]},
+        result={"tensor": 0},
+        programs=tuple([_program(*key) for key in keys]),
+        exam=Exam(
+            compare="bits", calls=1, proofs=tuple([Proof(key=key, method="replay", error=0.0, tolerance=1e-5) for key in keys])
+        ),
+        provenance=Provenance(
+            source="m.py", created="2026-11-21T10:00:00Z", versions=(("torch", "2.11"),), machine="a GPU", options=()
+        ),
+        files=archive.describe_files(str(folder)),
+    )
+    support.seal(folder, change(made) if change else made)
+    return folder
+
+
+def chain(length: int) -> Callable[[str, int], Recording]:
+    """A recorder of `length` kernels, each behind the one before."""
+
+    def record(image: str, batch: int) -> Recording:
+        base = cuda_bundles.recording(image, batch)
+        edges = [Edge(source=index, target=index + 1, from_port=0, to_port=0, type=0) for index in range(length - 1)]
+        kernels = [base.nodes[index % 2] for index in range(length)]
+        return replace(base, nodes=tuple(kernels), edges=tuple(edges))
+
+    return record
+
+
+def _dimension(name: str, sizes: Sequence[int]) -> Dimension:
+    return Dimension(name=name, sizes=tuple(sizes), pad="no", chunk=False, reason="not proved")
+
+
+def _spec(name: str, *shape: str | int) -> TensorSpec:
+    return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))))
+
+
+def _program(batch: int, seq: int) -> Program:
+    base = cuda_bundles.program(batch)
+    second = Value(dtype="float32", shape=(seq,), strides=(1,), memory="inputs", offset=SEQ_AT)
+    step = replace(base.steps[0], file=f"graphs/g0-{batch}x{seq}.bin")
+    return replace(
+        base, key=(batch, seq), values=(*base.values, second), inputs=(0, len(base.values)), steps=(step, *base.steps[1:])
+    )

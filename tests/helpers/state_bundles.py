@@ -1,0 +1,117 @@
+"""The bundle of `cuda_bundles` with what lasts from call to call: state, outputs that share memory, a signature to call it by.
+
+Per key k, with x of shape (k, 16), a call gives
+
+    y       as in cuda_bundles, in memory of its own
+    total   state `total` itself, to whose 16 numbers the call has added the first row of x; it starts as 0, 1, 2, ...
+    head    the first 4 columns of y
+    same    x itself
+    tail    the columns of x from 4 on
+    table   weight `offsets` itself
+
+and fills state `marks` (8 bytes, zeros at first) with 7s.  The state of random numbers is there, and no call draws any.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from struct import pack
+from typing import Any
+
+from cgbundle.format import safetensors
+from cgbundle.format.archive import PROGRAM, WEIGHTS, describe_files
+from cgbundle.format.schema import Alias, Dimension, Exam, Manifest, Proof, TensorSpec, Value, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import MemsetNode
+from tests.helpers import cuda_bundles
+from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, OUTPUT, STATE_AT, address, edge, launch, relocations
+
+STATE = 1024
+TOTAL, MARKS, RANDOM = 0, 256, 512
+"""Places in memory state."""
+
+OUTPUTS = ("y", "total", "head", "same", "tail", "table")
+FIRST = [float(number) for number in range(FLOATS)]
+"""What state `total` holds at first."""
+
+
+def value(memory: str, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: str = "float32") -> Value:
+    return Value(dtype=dtype, shape=tuple(shape), strides=tuple(strides), memory=memory, offset=offset)
+
+
+def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Manifest:
+    """Writes the bundle's files but the manifest, which it returns."""
+    made = cuda_bundles.write(folder, image, arch)
+    for key in KEYS:
+        file = folder / "graphs" / f"g0-{key}.bin"
+        recording = tables.decode(file.read_bytes())
+        places = relocations((0, STATE_AT, TOTAL), (8, STATE_AT, TOTAL), (16, INPUTS_AT, 0))
+        grown = launch(0, bytes(24) + pack("<i", FLOATS), places)
+        marked = MemsetNode(target=address(STATE_AT, MARKS), value=7, element=1, width=8, height=1, pitch=0)
+        nodes = (*recording.nodes, grown, marked)
+        edges = (*recording.edges, edge(len(nodes) - 3, len(nodes) - 2), edge(len(nodes) - 2, len(nodes) - 1))
+        file.write_bytes(tables.encode(replace(recording, nodes=nodes, edges=edges)))
+    offsets = array("f", range(KEYS[-1] * FLOATS))
+    contents: dict[str, Any] = {
+        "offsets": ("float32", (len(offsets),), lambda: offsets),
+        "small": ("uint8", (3,), lambda: b"abc"),
+        "total": ("float32", (FLOATS,), lambda: array("f", FIRST)),
+        "marks": ("uint8", (8,), lambda: bytes(8)),
+        "random": ("int64", (2,), lambda: bytes(16)),
+    }
+    with open(folder / WEIGHTS, "wb") as out:
+        safetensors.write(out, contents)
+    (folder / PROGRAM).write_bytes(b"PK, but not really\n")
+    rows = [
+        Weight(name=name, tensor=name, dtype=dtype, shape=(size,), strides=(1,), memory="state", offset=offset)
+        for name, dtype, size, offset in (
+            ("total", "float32", FLOATS, TOTAL), ("marks", "uint8", 8, MARKS), ("random", "int64", 2, RANDOM),
+        )
+    ]  # fmt: skip
+    weights = (*made.weights, *rows)
+    names = [row.name for row in weights]
+    return replace(
+        made,
+        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="forward() changes state"),),
+        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1)),),
+        outputs=tuple(
+            [
+                TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))))
+                for name, shape in zip(OUTPUTS, _shapes("batch"), strict=True)
+            ]
+        ),
+        aliases=(
+            Alias(output=1, memory="state", index=names.index("total")),
+            Alias(output=2, memory="outputs", index=0),
+            Alias(output=3, memory="inputs", index=0),
+            Alias(output=4, memory="inputs", index=0),
+            Alias(output=5, memory="weights", index=names.index("offsets")),
+        ),
+        random=names.index("random"),
+        call={"call": [["x", {"tensor": 0}]]},
+        result={"dict": [[name, {"tensor": place}] for place, name in enumerate(OUTPUTS)]},
+        weights=weights,
+        memories=tuple([(name, STATE if name == "state" else size) for name, size in made.memories]),
+        programs=tuple([_program(program) for program in made.programs]),
+        exam=Exam(
+            compare="bits", calls=1, proofs=tuple([Proof(key=(key,), method="none", error=0.0, tolerance=0.0) for key in KEYS])
+        ),
+        files=describe_files(str(folder)),
+    )
+
+
+def _shapes(batch: Any) -> list[tuple[Any, ...]]:
+    return [(batch, FLOATS), (FLOATS,), (batch, 4), (batch, FLOATS), (batch, FLOATS - 4), (KEYS[-1] * FLOATS,)]
+
+
+def _program(program: Any) -> Any:
+    (key,) = program.key
+    places = [("state", TOTAL), ("arena", OUTPUT), ("inputs", 0), ("inputs", 16), ("weights", 256)]
+    looks = [
+        value(memory, offset, shape, (1,) if len(shape) == 1 else (FLOATS, 1))
+        for (memory, offset), shape in zip(places, _shapes(key)[1:], strict=True)
+    ]
+    return replace(program, values=(*program.values, *looks), outputs=(2, *range(3, 3 + len(looks))))

@@ -1,0 +1,85 @@
+"""Our verdicts beside PyTorch's own, on a corpus of small models; `python -m tests.parity` prints the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cgcompile.checks import judging
+from tests.parity.case import RULES, Case
+from tests.parity.compare import AGREE, LOOSER, Row, compare, table
+from tests.parity.corpus import CASES
+from tests.parity.differences import DIFFERENCES, ELSEWHERE, TORCH
+
+each_case = pytest.mark.parametrize("case", CASES, ids=[f"{case.kind.replace(' ', '-')}-{case.name}" for case in CASES])
+
+
+@pytest.fixture(scope="module")
+def row() -> Callable[[Case], Row]:
+    """Both verdicts on a case, found once."""
+    known: dict[str, Row] = {}
+
+    def ask(case: Case) -> Row:
+        if case.name not in known:
+            known[case.name] = compare(case)
+        return known[case.name]
+
+    return ask
+
+
+@each_case
+def test_the_rules_that_fire_are_those_expected(case: Case, row: Callable[[Case], Row]) -> None:
+    ours = row(case).ours
+    assert ours.rules == case.expected, ours.error or ours.findings
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason=f"the differences are listed for torch {TORCH}")
+@each_case
+def test_whatever_pytorch_flags_we_flag_but_for_listed_differences(case: Case, row: Callable[[Case], Row]) -> None:
+    found = row(case)
+    assert (found.outcome != AGREE) == (case.name in DIFFERENCES), (found.outcome, found.missed, found.ours.rules)
+
+
+@each_case
+def test_findings_have_all_their_parts(case: Case, row: Callable[[Case], Row]) -> None:
+    for finding in row(case).ours.findings:
+        assert finding.rule in RULES and finding.severity in ("refuse", "host", "note")
+        assert finding.message and finding.effect and finding.fix
+        assert not finding.where or finding.source, finding
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("sum-item", "host_scalar"), ("cond", "control_flow"), ("masked-select", "data_dependent_shape")]
+)
+def test_a_rule_that_is_taken_away_is_missed(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = [case for case in CASES if case.name == name]
+    monkeypatch.setattr(judging, "RULES", tuple([each for each in judging.RULES if each.__name__ != rule]))
+    found = compare(case)
+    assert found.outcome == LOOSER and found.missed
+    assert "NOT LISTED" in table([found], DIFFERENCES)
+
+
+def test_every_rule_is_hit_and_passed_by_a_little() -> None:
+    hit = {rule for case in CASES for rule in case.expected}
+    passed = {rule for case in CASES for rule in case.near}
+    assert set(RULES) - hit == set(ELSEWHERE)
+    assert set(RULES) - passed <= set(ELSEWHERE)
+    assert [case.name for case in CASES if case.near & case.expected] == []
+
+
+def test_the_corpus_is_large_and_its_names_are_unique() -> None:
+    assert len(CASES) >= 80
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert DIFFERENCES.keys() <= {case.name for case in CASES}
+    assert all(reason.strip() for reason in DIFFERENCES.values())
+
+
+def test_the_table_counts_every_model_once_and_names_what_is_not_listed(row: Callable[[Case], Row]) -> None:
+    rows = [row(case) for case in CASES]
+    differing = [found.case.name for found in rows if found.outcome != AGREE]
+    printed = table(rows, DIFFERENCES)
+    assert f"{len(rows)} models, {len(rows) - len(differing)} agreements, {len(differing)} differences" in printed
+    assert "NOT LISTED" not in printed
+    assert table(rows, {}).count("NOT LISTED") == len(differing)

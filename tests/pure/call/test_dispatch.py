@@ -1,0 +1,186 @@
+"""Which recorded keys serve a call: properties against brute force, and refusals that say why."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cgbundle.call import dispatch
+from cgbundle.call.dispatch import Cut, plan
+from cgbundle.errors import CallError
+from cgbundle.format.schema import Dimension
+from tests.helpers.fabricate import dimension
+from tests.helpers.raising import raises
+
+recorded = st.sets(st.integers(1, 12), min_size=1, max_size=4).map(lambda sizes: tuple(sorted(sizes)))
+policies = st.sampled_from(["pad", "chunk"])
+dimensions = st.lists(
+    st.builds(lambda sizes, pad, chunk: (sizes, pad, chunk), recorded, st.sampled_from(["rows", "zeros", "no"]), st.booleans()),
+    max_size=3,
+).map(lambda rows: [dimension(f"d{index}", *sizes, pad=pad, chunk=chunk) for index, (sizes, pad, chunk) in enumerate(rows)])
+
+
+def cuts(each: Dimension, size: int, on_miss: str) -> list[Cut]:
+    return [piece[0] for piece in plan([each], [size], on_miss)]
+
+
+def best(sizes: tuple[int, ...], size: int, *, exact: bool) -> tuple[int, int] | None:
+    """(rows wasted, pieces) of the best way to make `size` of `sizes`, by trying sums in order of their number of pieces."""
+    sums, pieces, found = {0}, 0, None
+    while pieces < size:
+        pieces += 1
+        sums = {total + each for total in sums for each in sizes if total < size}
+        for total in sums:
+            if total >= size and not (exact and total > size) and (found is None or (total - size, pieces) < found):
+                found = (total - size, pieces)
+    return found
+
+
+@given(dimensions, st.data(), st.sampled_from(["pad", "chunk", "error"]))
+def test_pieces_cover_the_call_exactly_once_with_recorded_sizes(each: list[Dimension], data: st.DataObject, on_miss: str) -> None:
+    sizes = [data.draw(st.integers(1, 30)) for _ in each]
+    try:
+        pieces = plan(each, sizes, on_miss)
+    except CallError:
+        return
+    places = [place for piece in pieces for place in product(*[range(cut.start, cut.start + cut.length) for cut in piece])]
+    assert sorted(places) == sorted(product(*map(range, sizes)))
+    for piece in pieces:
+        assert len(piece) == len(each)
+        for cut, one in zip(piece, each, strict=True):
+            assert cut.size in one.sizes
+            assert 0 < cut.length <= cut.size
+            assert cut.length == cut.size or one.pad != "no"
+            assert one.chunk or (cut.start, cut.length) == (0, sizes[each.index(one)])
+
+
+@given(dimensions, st.data(), st.sampled_from(dispatch.POLICIES))
+def test_a_recorded_key_is_served_by_itself(each: list[Dimension], data: st.DataObject, on_miss: str) -> None:
+    sizes = [data.draw(st.sampled_from(one.sizes)) for one in each]
+    assert plan(each, sizes, on_miss) == (tuple(Cut(0, size, size) for size in sizes),)
+
+
+@given(recorded, st.integers(1, 12))
+def test_pad_takes_the_smallest_recorded_size_that_holds_the_call(sizes: tuple[int, ...], size: int) -> None:
+    for chunk in (True, False):
+        if size <= sizes[-1]:
+            expected = min(each for each in sizes if each >= size)
+            assert cuts(dimension("batch", *sizes, chunk=chunk), size, "pad") == [Cut(0, size, expected)]
+
+
+@given(recorded, st.integers(1, 60))
+def test_pad_cuts_a_larger_call_into_the_largest_size_and_pads_the_rest(sizes: tuple[int, ...], size: int) -> None:
+    largest = sizes[-1]
+    if size > largest:
+        made = cuts(dimension("batch", *sizes), size, "pad")
+        assert [cut.size for cut in made[:-1]] == [largest] * (len(made) - 1)
+        assert len(made) == -(-size // largest)
+        rest = size - largest * (len(made) - 1)
+        assert made[-1] == Cut(size - rest, rest, min(each for each in sizes if each >= rest))
+
+
+@settings(max_examples=150, deadline=None)
+@given(recorded, st.integers(1, 70))
+def test_chunk_wastes_the_fewest_rows_then_takes_the_fewest_pieces(sizes: tuple[int, ...], size: int) -> None:
+    made = cuts(dimension("batch", *sizes), size, "chunk")
+    assert (sum(cut.size for cut in made) - size, len(made)) == best(sizes, size, exact=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(recorded, st.integers(1, 70), policies)
+def test_a_dimension_that_cannot_be_padded_is_cut_exactly_or_refused(sizes: tuple[int, ...], size: int, on_miss: str) -> None:
+    each = dimension("batch", *sizes, pad="no")
+    expected = best(sizes, size, exact=True)
+    if expected is None:
+        with raises("key-missing"):
+            cuts(each, size, on_miss)
+    else:
+        made = cuts(each, size, on_miss)
+        assert all(cut.length == cut.size for cut in made)
+        assert (0, len(made)) == expected
+
+
+@pytest.mark.parametrize("sizes", [(7, 11), (4, 6, 9), (1,), (12,), (3, 5, 12)])
+def test_calls_far_above_the_largest_size_waste_no_more_than_close_ones(sizes: tuple[int, ...]) -> None:
+    """The shortcut for large calls (the largest size in bulk, the rest searched) gives what a search of everything gives."""
+    largest = sizes[-1]
+    for size in range(max(1, largest * largest - 3), largest * largest + 2 * largest + 3):
+        assert best(sizes, size, exact=False) == (
+            sum(cut.size for cut in cuts(dimension("b", *sizes), size, "chunk")) - size,
+            len(cuts(dimension("b", *sizes), size, "chunk")),
+        )
+
+
+def test_a_huge_call_is_planned_quickly() -> None:
+    made = cuts(dimension("batch", 7, 64), 1_000_003, "chunk")
+    assert sum(cut.length for cut in made) == 1_000_003
+    assert sum(cut.size for cut in made) == 1_000_003
+
+
+def test_a_model_without_dimensions_is_one_piece() -> None:
+    for on_miss in dispatch.POLICIES:
+        assert plan([], [], on_miss) == ((),)
+
+
+def test_two_dimensions_are_cut_into_their_product() -> None:
+    each = [dimension("batch", 1, 4), dimension("seq", 8, chunk=False)]
+    assert plan(each, [5, 6], "pad") == ((Cut(0, 4, 4), Cut(0, 6, 8)), (Cut(4, 1, 1), Cut(0, 6, 8)))
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(each: list[Dimension], sizes: list[int], on_miss: str) -> CallError:
+    with raises("key-missing") as caught:
+        plan(each, sizes, on_miss)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@given(dimensions, st.data())
+def test_the_error_policy_serves_recorded_keys_only(each: list[Dimension], data: st.DataObject) -> None:
+    sizes = [data.draw(st.integers(1, 14)) for _ in each]
+    if all(size in one.sizes for one, size in zip(each, sizes, strict=True)):
+        assert len(plan(each, sizes, "error")) == 1
+    else:
+        refused(each, sizes, "error")
+
+
+def test_the_error_policy_names_the_dimension_its_recorded_sizes_and_what_to_do() -> None:
+    error = refused([dimension("batch", 1, 8), dimension("seq", 32, 128)], [8, 50], "error")
+    assert str(error) == "seq: expected a recorded seq (32, 128), got 50"
+    assert 'on_miss="pad"' in error.hint
+
+
+def test_the_place_where_a_dimension_shows_can_be_named() -> None:
+    with raises("key-missing", match=r"^input 'ids', axis 0 of batch: expected a recorded batch \(1, 8\), got 3$"):
+        plan([dimension("batch", 1, 8)], [3], "error", lambda name: f"input 'ids', axis 0 of {name}")
+
+
+def test_a_size_that_cannot_be_padded_names_the_dimension_and_the_reason() -> None:
+    each = dimension("seq", 32, 128, pad="no", chunk=False, reason="output 'y' changes by 1.0e-01")
+    expected = "seq: expected a recorded seq (32, 128), got 50, and seq cannot be padded: output 'y' changes by 1.0e-01"
+    assert str(refused([each], [50], "pad")) == expected
+
+
+def test_a_size_that_cannot_be_cut_names_the_dimension_and_the_reason() -> None:
+    each = dimension("seq", 32, 128, pad="zeros", chunk=False, reason="outputs depend on the filling")
+    expected = "seq: expected at most seq=128, got 200, and a call cannot be cut along seq: outputs depend on the filling"
+    assert str(refused([each], [200], "pad")) == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_a_size_that_no_recorded_sizes_add_up_to_says_so(size: int) -> None:
+    each = dimension("batch", 2, 4, pad="no", chunk=True, reason="a mean over the batch")
+    expected = f"batch: expected a sum of recorded batch (2, 4), got {size}, and batch cannot be padded: a mean over the batch"
+    for on_miss in ("pad", "chunk"):
+        assert str(refused([each], [size], on_miss)) == expected
+
+
+@pytest.mark.parametrize("on_miss", dispatch.POLICIES)
+@pytest.mark.parametrize("size", [0, -1])
+def test_nothing_to_run_is_refused(on_miss: str, size: int) -> None:
+    assert str(refused([dimension("batch", 1, 4)], [size], on_miss)) == f"batch: got batch={size}: there is nothing to run"

@@ -1,0 +1,134 @@
+"""Guards and plans: from the shapes of a call to what runs, or an error that names input, axis, expected and actual."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgbundle.call import guards
+from cgbundle.call import plan as plans
+from cgbundle.errors import CallError
+from tests.helpers.fabricate import dimension, signature, spec
+from tests.helpers.raising import raises
+
+MODEL = signature(
+    [dimension("batch", 1, 8), dimension("seq", 32, 128)],
+    [spec("ids", "batch", "seq", dtype="int64"), spec("mask", "batch", ("+", ("*", "seq", 2), 1)), spec("scale")],
+    [spec("logits", "batch", "seq", 10)],
+)
+GOOD = ((8, 32), (8, 65), ())
+
+
+def refused(shapes: tuple[tuple[int, ...], ...], kind: type[CallError]) -> str:
+    with raises(kind) as caught:
+        guards.call_sizes(MODEL, shapes)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_sizes_come_in_declared_order() -> None:
+    assert guards.call_sizes(MODEL, GOOD) == (8, 32)
+
+
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_any_sizes_that_agree_are_found(batch: int, seq: int) -> None:
+    assert guards.call_sizes(MODEL, ((batch, seq), (batch, 2 * seq + 1), ())) == (batch, seq)
+
+
+def test_a_rank_names_the_input_and_both_ranks() -> None:
+    assert refused(((8,), (8, 65), ()), "input-shape") == "input 'ids': expected 2 axes [batch, seq], got 1: [8]"
+    assert refused(((8, 32), (8, 65), (1,)), "input-shape") == "input 'scale': expected 0 axes [], got 1: [1]"
+
+
+def test_a_fixed_axis_names_the_axis_and_both_sizes() -> None:
+    model = signature([], [spec("x", 3, 64)], [spec("y", 3)])
+    with raises("input-shape", match=r"^input 'x', axis 1: expected 64, got 63 \[3, 64\]$"):
+        guards.call_sizes(model, ((3, 63),))
+
+
+def test_a_size_that_no_dimension_gives_names_the_rule_and_the_size() -> None:
+    assert refused(((8, 32), (8, 64), ()), "input-shape") == "input 'mask', axis 1: expected 2*seq+1, which no seq makes 64"
+    assert refused(((8, 32), (8, 0), ()), "input-shape") == "input 'mask', axis 1: expected 2*seq+1, which no seq makes 0"
+
+
+def test_inputs_that_disagree_name_both_and_both_sizes() -> None:
+    message = refused(((8, 32), (7, 65), ()), "dimension-disagrees")
+    assert message == "input 'mask', axis 0: expected batch=8 as in input 'ids', axis 0, got 7"
+    message = refused(((8, 32), (8, 67), ()), "dimension-disagrees")
+    assert message == "input 'mask', axis 1: expected seq=32 as in input 'ids', axis 1, got 33"
+
+
+def test_two_axes_of_one_input_may_disagree_too() -> None:
+    model = signature([dimension("n", 4)], [spec("x", "n", "n")], [spec("y", "n")])
+    with raises("dimension-disagrees", match=r"input 'x', axis 1: expected n=4 as in input 'x', axis 0, got 5"):
+        guards.call_sizes(model, ((4, 5),))
+
+
+def test_a_dtype_names_both_and_what_to_do() -> None:
+    with raises("input-dtype", match=r"^input 'ids': expected dtype int64, got float32$") as caught:
+        guards.check_dtype(MODEL.inputs[0], "float32")
+    assert "int64" in caught.value.hint
+    guards.check_dtype(MODEL.inputs[0], "int64")
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_exact_call_is_one_part_over_whole_tensors() -> None:
+    made = plans.plan(MODEL, GOOD, "pad")
+    assert made.exact and made.shapes == ((8, 32, 10),)
+    (part,) = made.parts
+    assert MODEL.programs[part.program].key == (8, 32)
+
+
+def test_a_padded_call_gives_slices_of_the_call_and_recorded_shapes() -> None:
+    made = plans.plan(MODEL, ((5, 50), (5, 101), ()), "pad")
+    assert not made.exact and made.shapes == ((5, 50, 10),)
+    (part,) = made.parts
+    assert MODEL.programs[part.program].key == (8, 128)
+    assert part.inputs == (
+        ((slice(0, 5), slice(0, 50)), (8, 128)),
+        ((slice(0, 5), slice(0, 101)), (8, 257)),
+        ((), ()),
+    )
+    taken = placed = (slice(0, 5), slice(0, 50), slice(0, 10))
+    assert part.outputs == ((taken, placed),)
+
+
+def test_a_cut_call_gives_each_part_its_place() -> None:
+    model = signature([dimension("batch", 2)], [spec("x", ("*", "batch", 3))], [spec("y", ("*", 2, "batch"), 4)])
+    made = plans.plan(model, ((15,),), "pad")
+    assert [part.inputs for part in made.parts] == [
+        (((slice(0, 6),), (6,)),),
+        (((slice(6, 12),), (6,)),),
+        (((slice(12, 15),), (6,)),),
+    ]
+    assert [part.outputs for part in made.parts] == [
+        (((slice(0, 4), slice(0, 4)), (slice(0, 4), slice(0, 4))),),
+        (((slice(0, 4), slice(0, 4)), (slice(4, 8), slice(0, 4))),),
+        (((slice(0, 2), slice(0, 4)), (slice(8, 10), slice(0, 4))),),
+    ]
+    assert made.shapes == ((10, 4),)
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.sampled_from(["pad", "chunk"]))
+def test_the_parts_of_a_plan_fill_every_output_once(batch: int, seq: int, on_miss: str) -> None:
+    made = plans.plan(MODEL, ((batch, seq), (batch, 2 * seq + 1), ()), on_miss)
+    covered = [
+        (row, column)
+        for part in made.parts
+        for row in range(*part.outputs[0][1][0].indices(batch))
+        for column in range(*part.outputs[0][1][1].indices(seq))
+    ]
+    assert len(covered) == len(set(covered)) == batch * seq
+    for part in made.parts:
+        taken, placed = part.outputs[0]
+        assert [each.stop - each.start for each in taken] == [each.stop - each.start for each in placed]
+
+
+def test_a_plan_refuses_what_dispatch_and_guards_refuse() -> None:
+    with raises("key-missing"):
+        plans.plan(MODEL, ((5, 32), (5, 65), ()), "error")
+    with raises("dimension-disagrees"):
+        plans.plan(MODEL, ((5, 32), (6, 65), ()), "pad")

@@ -1,0 +1,493 @@
+"""A program over a fake backend: exact, padded and cut calls, layouts, nesting, views, threads and the end."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cgbundle.errors import CallError
+from cgbundle.format.schema import Manifest
+from cgbundle.program import Program
+from cgbundle.tensors import tensor
+from cgbundle.tensors.tensor import Tensor
+from tests.helpers.fabricate import Compute, FakeBackend, Numbers, dimension, signature, spec
+from tests.helpers.raising import raises
+
+LINE = signature([dimension("batch", 2, 8)], [spec("x", "batch", 3)], [spec("y", "batch", 3)])
+GRID = signature(
+    [dimension("batch", 1, 4), dimension("seq", 2, 8)],
+    [spec("x", "batch", "seq"), spec("bias")],
+    [spec("y", "seq", "batch"), spec("sum", "batch", "seq", dtype="int64")],
+    result={"dict": [["y", {"tensor": 0}], ["more", {"list": [{"tensor": 1}, {"value": None}]}]]},
+)
+
+
+def double(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+    return [[2 * number for number in inputs[0]]]
+
+
+def turn_and_add(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+    """y[s, b] = x[b, s] + bias; sum[b, s] = x[b, s], whole."""
+    (batch, seq), (x, (bias,)) = key, inputs
+    return [[x[b * seq + s] + bias for s in range(seq) for b in range(batch)], [int(number) for number in x]]
+
+
+def program(
+    made: Manifest, compute: Compute, on_miss: str = "pad", outputs: str = "copy", *, static: bool = False
+) -> tuple[Program, FakeBackend]:
+    backend = FakeBackend(made, compute, static=static)
+    return Program(made, backend, on_miss, outputs), backend
+
+
+def numbers(shape: Sequence[int], dtype: str = "float32", first: int = 1) -> Tensor:
+    kinds = {"float32": ctypes.c_float, "int64": ctypes.c_int64}
+    count = tensor.count(shape)
+    return tensor.from_bytes((kinds[dtype] * count)(*range(first, first + count)), dtype, shape)
+
+
+def rows(first: int, last: int) -> list[list[float]]:
+    """Rows of `double` over the numbers of a call."""
+    return [[2.0 * (3 * row + column + 1) for column in range(3)] for row in range(first, last)]
+
+
+# --- exact, padded, cut ----------------------------------------------------------------------------------------------
+
+
+def test_a_recorded_size_is_replayed_once_as_it_is() -> None:
+    run, backend = program(LINE, double)
+    (y,) = run(numbers((2, 3)))
+    assert isinstance(y, Tensor) and y.tolist() == rows(0, 2)
+    assert backend.calls == [((2,), [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])]
+
+
+def test_a_result_outlives_the_program_and_the_next_calls() -> None:
+    run, _ = program(LINE, double)
+    (y,) = run(numbers((2, 3)))
+    run(numbers((2, 3), first=50))
+    run.close()
+    del run
+    gc.collect()
+    assert y.tolist() == rows(0, 2)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 7])
+def test_a_size_in_between_is_filled_up_with_zeros(size: int) -> None:
+    run, backend = program(LINE, double)
+    (y,) = run(numbers((size, 3)))
+    assert y.tolist() == rows(0, size) and y.contiguous
+    ((key, (given,)),) = backend.calls
+    assert key == ((2,) if size < 2 else (8,))
+    assert given == [float(number) for number in range(1, 3 * size + 1)] + [0.0] * (3 * (key[0] - size))
+
+
+@pytest.mark.parametrize(("size", "keys"), [(9, [8, 2]), (13, [8, 8]), (16, [8, 8]), (41, [8] * 5 + [2])])
+def test_a_larger_size_is_cut(size: int, keys: list[int]) -> None:
+    run, backend = program(LINE, double)
+    (y,) = run(numbers((size, 3)))
+    assert y.tolist() == rows(0, size)
+    assert [key for key, _ in backend.calls] == [(key,) for key in keys]
+
+
+def test_chunk_takes_the_pieces_that_waste_the_least() -> None:
+    run, backend = program(LINE, double, "chunk")
+    (y,) = run(numbers((5, 3)))
+    assert y.tolist() == rows(0, 5)
+    assert [key for key, _ in backend.calls] == [(2,), (2,), (2,)]
+
+
+def test_error_refuses_before_anything_runs() -> None:
+    run, backend = program(LINE, double, "error")
+    with raises("key-missing", match="batch"):
+        run(numbers((5, 3)))
+    assert backend.calls == []
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(1, 2), (4, 8), (3, 5), (6, 8), (4, 20), (9, 19)])
+@pytest.mark.parametrize("on_miss", ["pad", "chunk"])
+@pytest.mark.parametrize("library", ["plain", "numpy", "torch"])
+def test_two_dimensions_are_filled_up_and_cut_together(library: str, on_miss: str, batch: int, seq: int) -> None:
+    run, _ = program(GRID, turn_and_add, on_miss)
+    x, bias = numbers((batch, seq)), numbers((), first=100)
+    made = run(convert(x, library), convert(bias, library))
+    assert list(made) == ["y", "more"] and made["more"][1] is None
+    y, total = made["y"], made["more"][0]
+    assert kind_of(y) == kind_of(total) == library
+    assert y.tolist() == [[b * seq + s + 1 + 100.0 for b in range(batch)] for s in range(seq)]
+    assert total.tolist() == [[b * seq + s + 1 for s in range(seq)] for b in range(batch)]
+
+
+def convert(value: Tensor, library: str) -> Any:
+    if library == "plain":
+        return value
+    module = pytest.importorskip(library)
+    return module.asarray(value.tolist(), dtype=getattr(module, value.dtype))
+
+
+def kind_of(value: Any) -> str:
+    return "plain" if isinstance(value, Tensor) else type(value).__module__.partition(".")[0]
+
+
+def test_a_0_d_array_of_numpy_survives_a_padded_call_and_comes_back_as_an_array() -> None:
+    """Indexing a 0-d array gives a number in memory that is gone at once."""
+    numpy = pytest.importorskip("numpy")
+    model = signature([dimension("batch", 4)], [spec("x", "batch"), spec("scale")], [spec("total"), spec("y", "batch")])
+    seen: list[Numbers] = []
+
+    def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+        seen.append(inputs[1])
+        return [[sum(inputs[0]) * inputs[1][0]], inputs[0]]
+
+    run, _ = program(model, compute)
+    for number in range(20):
+        total, _ = run(numpy.ones(3, "float32"), numpy.array(number, "float32"))
+        assert type(total) is numpy.ndarray and total.shape == () and total == 3 * number
+    assert seen == [[float(number)] for number in range(20)]
+
+
+def test_an_input_without_the_dimension_goes_whole_into_every_piece() -> None:
+    model = signature([dimension("batch", 2)], [spec("x", "batch"), spec("table", 3)], [spec("y", "batch")])
+    run, backend = program(model, lambda key, inputs: [[number + sum(inputs[1]) for number in inputs[0]]])
+    (y,) = run(numbers((5,)), numbers((3,)))
+    assert y.tolist() == [number + 6.0 for number in range(1, 6)]
+    assert [given[1] for _, given in backend.calls] == [[1.0, 2.0, 3.0]] * 3
+
+
+def test_a_model_without_dimensions_or_inputs_runs() -> None:
+    run, _ = program(signature([], [], [spec("y", 2)]), lambda key, inputs: [[1.0, 2.0]])
+    (y,) = run()
+    assert y.tolist() == [1.0, 2.0]
+    run, _ = program(signature([], [spec("x", 0, 3)], [spec("y", 0, 3)]), double)
+    (y,) = run(numbers((0, 3)))
+    assert y.tolist() == [] and y.shape == (0, 3)
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+LAST = signature(
+    [dimension("batch", 1, 4)],
+    [spec("x", "batch", 2, 3, order=(0, 2, 1))],
+    [spec("y", "batch", 2, 3)],
+    output_orders=[(0, 2, 1)],
+)
+
+
+@pytest.mark.parametrize("library", ["plain", "numpy", "torch"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("batch", [1, 4, 3, 6])
+def test_channels_last_in_and_row_major_out(library: str, turned: bool, batch: int) -> None:
+    run, _ = program(LAST, double)
+    x = convert(numbers((batch, 2, 3)), library)
+    if turned:
+        if library == "plain":
+            x = numbers((batch, 3, 2))
+            x = Tensor(x.address, x.dtype, (batch, 2, 3), (6, 1, 2), x)
+        else:
+            x = convert(numbers((batch, 3, 2)), library).transpose(*((0, 2, 1) if library == "numpy" else (1, 2)))
+    (y,) = run(x)
+    assert y.tolist() == [[[2 * number for number in row] for row in block] for block in x.tolist()]
+    if library == "torch":
+        assert y.is_contiguous()
+    elif library == "numpy":
+        assert y.flags.c_contiguous
+    else:
+        assert y.contiguous
+
+
+def test_an_array_that_is_laid_out_right_is_not_copied() -> None:
+    numpy = pytest.importorskip("numpy")
+    seen: list[int] = []
+
+    class Watching(FakeBackend):
+        def run(self, program: int, addresses: Sequence[int], device: int | None, turn: object) -> Any:
+            seen.extend(addresses)
+            return super().run(program, addresses, device, turn)
+
+    run = Program(LAST, Watching(LAST, double), "pad", "copy")
+    x = numpy.zeros((4, 3, 2), "float32").transpose(0, 2, 1)
+    run(x)
+    assert seen == [x.__array_interface__["data"][0]]
+
+
+def test_strided_reversed_and_readonly_arrays_are_laid_out_anew() -> None:
+    numpy = pytest.importorskip("numpy")
+    base = numpy.arange(48, dtype="float32").reshape(8, 6)
+    base.flags.writeable = False
+    run, _ = program(LINE, double)
+    for x in (base[:, ::2], base[::-1, :3], base[:2, 3:], base[5:, :3], numpy.asfortranarray(base[:, :3])):
+        (y,) = run(x)
+        assert y.tolist() == (2 * x).tolist()
+
+
+# --- structure and refusals ------------------------------------------------------------------------------------------
+
+
+def test_inputs_go_by_name_and_nested() -> None:
+    model = signature(
+        [],
+        [spec("a", 1), spec("b", 1)],
+        [spec("y", 1)],
+        call={"call": [["pair", {"dict": [["a", {"tensor": 0}], ["b", {"tensor": 1}]]}], ["flag", {"value": True}]]},
+        result={"namedtuple": ["Output", ["y", "loss"], [{"tensor": 0}, {"value": None}]]},
+    )
+    run, _ = program(model, lambda key, inputs: [[inputs[0][0] - inputs[1][0]]])
+    made = run(pair={"b": numbers((1,), first=1), "a": numbers((1,), first=5)})
+    assert made.y.tolist() == [4.0] and made.loss is None
+    assert run({"a": numbers((1,)), "b": numbers((1,))}, True).y.tolist() == [0.0]
+    with raises("input-structure", match="input 'flag': the bundle was built for the constant True, got False"):
+        run({"a": numbers((1,)), "b": numbers((1,))}, flag=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ((), "input-structure", ["'x'", "missing"]),
+        ((numbers((2, 3)), numbers((2, 3))), "input-structure", ["got 2"]),
+        (([[1.0, 2.0, 3.0]] * 2,), "input-kind", ["'x'", "got list"]),
+        ((None,), "input-kind", ["'x'", "got NoneType"]),
+        ((numbers((2, 3), "int64"),), "input-dtype", ["'x'", "float32", "int64"]),
+        ((numbers((2,)),), "input-shape", ["'x'", "expected 2 axes", "got 1"]),
+        ((numbers((2, 4)),), "input-shape", ["'x'", "axis 1", "expected 3", "got 4"]),
+        ((numbers((0, 3)),), "key-missing", ["batch=0"]),
+        ((Tensor(0, "float32", (2, 3), None, None, device=0),), "input-device", ["'x'", "CPU", "device 0"]),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused_in_one_line(
+    arguments: tuple[Any, ...], kind: type[CallError], words: list[str]
+) -> None:
+    run, backend = program(LINE, double)
+    with raises(kind) as caught:
+        run(*arguments)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message and caught.value.exit_code == 2
+    assert backend.calls == []
+    run(numbers((2, 3)))
+    run.close()  # the refused call was left: close does not wait for it
+
+
+def test_dimensions_that_disagree_are_refused() -> None:
+    run, _ = program(signature([dimension("n", 2)], [spec("a", "n"), spec("b", "n")], [spec("y", "n")]), double)
+    with raises("dimension-disagrees", match="input 'b', axis 0: expected n=2 as in input 'a', axis 0, got 3"):
+        run(numbers((2,)), numbers((3,)))
+
+
+def test_replay_takes_as_many_tensors_as_there_are_inputs() -> None:
+    run, _ = program(LINE, double)
+    for tensors in ([], [numbers((2, 3))] * 2):
+        with raises("input-structure", match=f"expected 1 inputs, got {len(tensors)}"):
+            run.replay(tensors)
+
+
+def test_numpy_inputs_of_two_libraries_are_refused() -> None:
+    numpy = pytest.importorskip("numpy")
+    run, _ = program(GRID, turn_and_add)
+    with raises("input-kind", match="input 'bias': expected a NumPy array like the first input, got "):
+        run(numpy.zeros((1, 2), "float32"), numbers(()))
+
+
+def test_an_error_of_the_backend_comes_through_and_the_program_goes_on() -> None:
+    def fail(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+        if inputs[0][0] == 1.0:
+            raise ZeroDivisionError
+        return double(key, inputs)
+
+    run, _ = program(LINE, fail)
+    with pytest.raises(ZeroDivisionError):
+        run(numbers((2, 3)))
+    (y,) = run(numbers((2, 3), first=2))
+    assert y.tolist()[0][0] == 4.0
+    run.close()
+
+
+# --- views -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["plain", "numpy", "torch"])
+@pytest.mark.parametrize("size", [2, 5, 20])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_view_is_read_until_the_next_call_and_not_after(library: str, size: int, static: bool) -> None:
+    run, _ = program(LINE, double, outputs="view", static=static)
+    (view,) = run(convert(numbers((size, 3)), library))
+    assert (view.name, view.dtype, view.shape, view.call, len(view)) == ("y", "float32", (size, 3), 1, size)
+    assert kind_of(view.tensor) == library and view.tensor.tolist() == rows(0, size)
+    kept = view.clone()
+    assert kind_of(kept) == library
+    (second,) = run(convert(numbers((2, 3), first=7), library))
+    with raises("stale-view", match="^output 'y' of call 1 was read after call 2$") as caught:
+        _ = view.tensor
+    assert "clone" in caught.value.hint
+    for use in (view.clone, view.__array__, view.__dlpack__, view.__dlpack_device__, lambda: view[0]):
+        with raises("stale-view"):
+            use()
+    assert (view.shape, view.dtype) == ((size, 3), "float32") and "call 1" in repr(view)
+    assert kept.tolist() == rows(0, size)
+    assert second.tensor.tolist() == rows(2, 4)
+
+
+def test_a_refused_call_makes_no_view_stale() -> None:
+    run, _ = program(LINE, double, outputs="view")
+    (view,) = run(numbers((2, 3)))
+    with raises("input-dtype"):
+        run(numbers((2, 3), "int64"))
+    with raises("input-shape"):
+        run(numbers((2, 4)))
+    assert view.tensor.tolist() == rows(0, 2)
+
+
+def test_a_view_is_stale_when_another_threads_replay_came_after_its_own() -> None:
+    """The other thread had called already, and waited for its turn, when this call's views were made."""
+    first_runs, second_waits = threading.Event(), threading.Event()
+
+    def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+        if inputs[0][0] == 1.0:
+            first_runs.set()
+            assert second_waits.wait(5)
+        return double(key, inputs)
+
+    run, backend = program(LINE, compute, outputs="view", static=True)
+    made: dict[str, Any] = {}
+    lock = backend.lock
+
+    class Announced:
+        def __enter__(self) -> None:
+            if lock.locked():
+                second_waits.set()
+            lock.acquire()
+
+        def __exit__(self, *unused: object) -> None:
+            lock.release()
+
+    backend.turn = lambda stream: Announced()  # type: ignore[method-assign, assignment, return-value]
+    one = threading.Thread(target=lambda: made.update(one=run(numbers((2, 3)))[0]))
+    two = threading.Thread(target=lambda: made.update(two=run(numbers((2, 3), first=7))[0]))
+    one.start()
+    assert first_runs.wait(5)
+    two.start()
+    one.join(5)
+    two.join(5)
+    with raises("stale-view"):
+        _ = made["one"].tensor
+    assert made["two"].tensor.tolist() == rows(2, 4)
+
+
+def test_a_copy_of_a_view_for_numpy_is_a_copy_when_asked_for() -> None:
+    numpy = pytest.importorskip("numpy")
+    run, _ = program(LINE, double, outputs="view", static=True)
+    for library in ("plain", "numpy", "torch"):
+        (view,) = run(convert(numbers((2, 3)), library))
+        shared, copied = numpy.asarray(view), numpy.array(view)
+        assert shared.tolist() == copied.tolist() == rows(0, 2)
+        assert numpy.asarray(view, dtype="float64").dtype == "float64"
+        run(convert(numbers((2, 3), first=7), library))
+        assert copied.tolist() == rows(0, 2), library
+
+
+def test_a_view_speaks_dlpack() -> None:
+    numpy = pytest.importorskip("numpy")
+    run, _ = program(LINE, double, outputs="view")
+    (view,) = run(numbers((2, 3)))
+    assert numpy.from_dlpack(view).tolist() == rows(0, 2)
+
+
+def test_a_view_without_axes_has_no_length() -> None:
+    run, _ = program(signature([], [spec("x")], [spec("y")]), double, outputs="view")
+    (view,) = run(numbers(()))
+    assert view.tensor.tolist() == 2.0
+    with pytest.raises(TypeError):
+        len(view)
+
+
+# --- threads and the end ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_eight_threads_get_their_own_results(static: bool) -> None:
+    run, _ = program(LINE, double, static=static)
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        for round_ in range(20):
+            size = 1 + (seed + round_) % 11
+            (y,) = run(numbers((size, 3), first=seed))
+            expected = [[2.0 * (seed + 3 * row + column) for column in range(3)] for row in range(size)]
+            if y.tolist() != expected:
+                wrong.append((seed, round_))
+
+    threads = [threading.Thread(target=work, args=(100 * seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == [] and not any(thread.is_alive() for thread in threads)
+
+
+def test_close_waits_for_the_running_call_and_refuses_new_ones() -> None:
+    running, go_on = threading.Event(), threading.Event()
+
+    def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+        running.set()
+        assert go_on.wait(5)
+        return double(key, inputs)
+
+    run, backend = program(LINE, compute)
+    made: list[Any] = []
+    caller = threading.Thread(target=lambda: made.append(run(numbers((2, 3)))))
+    caller.start()
+    assert running.wait(5)
+    closers = [threading.Thread(target=run.close) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    closers[0].join(0.05)
+    assert closers[0].is_alive() and backend.closed == 0
+    with raises("program-closed", match="program 'tiny' was closed"):
+        run(numbers((2, 3)))
+    go_on.set()
+    for thread in (caller, *closers):
+        thread.join(5)
+        assert not thread.is_alive()
+    assert made[0][0].tolist() == rows(0, 2) and backend.closed == 1
+
+
+def test_a_closed_program_refuses_calls_and_closes_once() -> None:
+    run, backend = program(LINE, double)
+    with run as entered:
+        assert entered is run
+    run.close()
+    assert backend.closed == 1
+    with raises("program-closed", match="'tiny'") as caught:
+        run(numbers((2, 3)))
+    assert caught.value.exit_code == 2
+    assert run.int_keys == ((2,), (8,)) and run.inputs == LINE.inputs
+
+
+def test_a_program_that_is_forgotten_is_closed() -> None:
+    run, backend = program(LINE, double)
+    alive = weakref.ref(run)
+    run(numbers((2, 3)))
+    del run
+    gc.collect()
+    assert alive() is None and backend.closed == 1
+
+
+def test_plans_are_remembered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cgbundle import program as module
+
+    monkeypatch.setattr(module, "PLANS", 4)
+    run, _ = program(LINE, double)
+    for size in (*range(1, 20), *range(1, 20)):
+        assert run(numbers((size, 3)))[0].tolist() == rows(0, size)
+        assert len(run._plans) <= 4
+
+
+def test_what_a_program_tells_of_itself() -> None:
+    run, _ = program(GRID, turn_and_add)
+    assert run.int_keys == ((1, 2), (1, 8), (4, 2), (4, 8))
+    assert [each.name for each in run.outputs] == ["y", "sum"]
+    assert run.memory == dict(GRID.memories)
+    assert "tiny" in repr(run) and "(1, 2)" in repr(run)

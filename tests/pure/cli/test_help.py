@@ -1,0 +1,223 @@
+"""How the command line meets its user: help, examples, completion, --quiet and --verbose, colours.  Without torch."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from cgcompile.util.progress import Event
+from cgcompile_cli import main
+from cgcompile_cli.commands import build
+from tests.helpers import support
+from tests.helpers.places import ROOT
+
+GROUP = typer.main.get_command(main.app)
+COMMANDS = sorted(GROUP.commands)  # type: ignore[attr-defined]
+
+
+def call(*arguments: object, columns: int = 80) -> Result:
+    """A command as the shell would run it."""
+    environment = {"COLUMNS": str(columns)}
+    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env=environment)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process of its own that finds this tree."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
+    return (
+        {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")} | {"PYTHONPATH": paths} | more
+    )
+
+
+def shell(*arguments: object, code: str = "from cgcompile_cli.main import main; main()", **more: str) -> str:
+    """Standard output of `cgcompile ARGUMENTS` in a process of its own, which must succeed without a word on stderr."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+# --- help ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_reads_well_in_80_columns(command: str) -> None:
+    result = call(*filter(None, [command]), "--help")
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0 and result.stderr == "" and result.stdout.isascii()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith(f"Usage: cgcompile {command}".rstrip())
+    said = lines[2]
+    assert said.startswith("  ") and said.strip()[0].isupper(), "a sentence about what it does comes first"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_what_it_does(command: str) -> None:
+    for parameter in GROUP.commands[command].params:  # type: ignore[attr-defined]
+        said = parameter.help or ""
+        assert said and said.endswith("."), f"{command} {parameter.name}: {said!r}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_summary_of_a_command_is_not_cut(command: str) -> None:
+    listed = call("--help").stdout.partition("Commands:")[2].splitlines()
+    (line,) = [line for line in listed if line.split()[:1] == [command]]
+    assert line.endswith(".") and not line.endswith("...")
+
+
+def examples() -> list[tuple[str, str]]:
+    """(command, line) of every line in a help text that could be typed."""
+    texts = {command: GROUP.commands[command].help or "" for command in COMMANDS}  # type: ignore[attr-defined]
+    lines = [(command, line.strip()) for command, text in texts.items() for line in text.splitlines()]
+    return [(command, line) for command, line in lines if line.startswith("cgcompile ")]
+
+
+@pytest.mark.parametrize(("command", "line"), examples())
+def test_examples_in_help_can_be_typed(command: str, line: str) -> None:
+    _, name, *arguments = shlex.split(line)
+    assert name == command
+    GROUP.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]  # parses, runs nothing
+
+
+def test_there_are_examples() -> None:
+    assert {"build", "check", "run"} <= {command for command, _ in examples()}
+
+
+HEAVY = {"torch", "triton", "numpy", "rich", "safetensors", "asyncio", "cuda", "transformers"}
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_imports_nothing_that_takes_time(command: str) -> None:
+    """Measured: 0.1 s of processor time, where importing torch alone takes 2."""
+    code = "import atexit, sys\natexit.register(lambda: print(*sys.modules))\nfrom cgcompile_cli.main import main\nmain()"
+    loaded = shell(*filter(None, [command]), "--help", code=code).splitlines()[-1].split()
+    assert "cgcompile_cli.main" in loaded and not HEAVY & set(loaded)
+
+
+# --- completion ---------------------------------------------------------------------------------------------------
+
+
+def completed(line: str, folder: Path) -> list[str]:
+    """What bash would be offered for the last word of `line`."""
+    words = line.split(" ")
+    told = shell(_CGCOMPILE_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(words) - 1), HOME=str(folder))
+    return told.split()
+
+
+def test_completion_knows_commands_options_and_choices(tmp_path: Path) -> None:
+    assert completed("cgcompile bu", tmp_path) == ["build"]
+    assert set(COMMANDS) <= set(completed("cgcompile ", tmp_path))
+    assert completed("cgcompile build --speci", tmp_path) == ["--specialize"]
+    assert completed("cgcompile build --lower max", tmp_path) == ["max-autotune"]
+    assert completed("cgcompile inspect ", tmp_path) == [], "a bundle's path is for the shell to complete"
+
+
+def test_completion_scripts_are_shown_and_installed(tmp_path: Path) -> None:
+    shown = shell("--show-completion", "bash", HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "complete -o default -F _cgcompile_completion cgcompile" in shown, "paths are completed by the shell"
+    told = shell("--install-completion", "bash", HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "bash completion installed in" in told
+    (script,) = (tmp_path / ".bash_completions").iterdir()
+    assert "_CGCOMPILE_COMPLETE" in script.read_text() and script.name in (tmp_path / ".bashrc").read_text()
+
+
+# --- quiet and verbose --------------------------------------------------------------------------------------------
+
+EVENTS = (
+    Event(stage="lower", state="start", text="", seconds=0.0),
+    Event(stage="lower", state="detail", text="1 of 2 kernels", seconds=0.5),
+    Event(stage="lower", state="detail", text="2 of 2\x1b kernels", seconds=1.25),
+    Event(stage="lower", state="done", text="2 kernels", seconds=1.5),
+)
+
+
+def watched(capsys: pytest.CaptureFixture[str], *options: bool) -> list[str]:
+    """The lines that a build writes while EVENTS happen."""
+    with build.watching(*options) as progress:
+        for event in EVENTS:
+            if progress is not None:
+                progress(event)
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()
+
+
+def test_a_line_for_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert watched(capsys, False) == ["lower          1.50 s  2 kernels"]
+
+
+def test_verbose_has_a_line_for_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert watched(capsys, False, True) == [
+        "              +0.50 s    1 of 2 kernels",
+        "              +1.25 s    2 of 2\\x1b kernels",
+        "lower          1.50 s  2 kernels",
+    ]
+
+
+def test_quiet_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert watched(capsys, True) == []
+
+
+def test_quiet_and_verbose_exclude_each_other() -> None:
+    result = call("build", "missing.py", "--quiet", "--verbose")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr == "error: --quiet and --verbose cannot be used together\nhint: leave one of them out\n"
+
+
+def test_verify_is_silent_about_a_sound_bundle_and_loud_about_a_damaged_one(tmp_path: Path) -> None:
+    path = support.write_bundle(tmp_path / "tiny.cgb")
+    result = call("verify", path, "--quiet")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    (path / "stranger").write_text("")
+    result = call("verify", path, "--quiet")
+    assert result.exit_code == 1 and "stranger" in result.stdout and "1 defect" in result.stderr
+
+
+# --- colours ------------------------------------------------------------------------------------------------------
+
+
+def on_a_terminal(*arguments: object, **more: str) -> str:
+    """What `cgcompile ARGUMENTS` writes to a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "cgcompile_cli", *map(str, arguments)]
+    variables = environment(COLUMNS="80", TERM="xterm-256color") | more
+    process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    found = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # EIO: the process has closed its end
+            break
+        if not part:
+            break
+        found += part
+    os.close(ours)
+    process.wait()
+    return found.decode()
+
+
+def test_a_terminal_has_colours_unless_it_asked_for_none(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.cgb"
+    coloured = on_a_terminal("inspect", missing)
+    assert "\x1b[1;31merror: \x1b[0m" in coloured
+    for more in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        plain = on_a_terminal("inspect", missing, **more)
+        assert plain.startswith("error: ") and "\x1b" not in plain and "no such bundle" in plain.replace("\r\n", "")
+    path = support.write_bundle(tmp_path / "tiny.cgb")
+    assert "\x1b[" in on_a_terminal("inspect", path) and "\x1b" not in on_a_terminal("inspect", path, NO_COLOR="1")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_pipe_has_no_control_codes(command: str, tmp_path: Path) -> None:
+    path = support.write_bundle(tmp_path / "tiny.cgb")
+    told = shell(command, path, FORCE_COLOR="1", CLICOLOR_FORCE="1", TERM="xterm-256color")
+    assert told and "\x1b" not in told

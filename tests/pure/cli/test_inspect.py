@@ -1,0 +1,426 @@
+"""`inspect --graph`, `--memory`, `--dot` and what the overview says of state: rows from manifest and tables, and their text."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from cgbundle.format import archive
+from cgbundle.format.extents import extent
+from cgbundle.format.schema import MEMORIES, Alias, Manifest, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Edge, KernelNode, Recording
+from cgcompile_cli import main, summary
+from cgcompile_cli.inspection import dot, lanes, names, nodes
+from cgcompile_cli.inspection import memory_map as memorymap
+from cgcompile_cli.inspection import memory_text as memorytext
+from cgcompile_cli.inspection import node_text as nodetext
+from cgcompile_cli.output import safe
+from tests.helpers import cuda_bundles, shown_bundles, support
+from tests.helpers.places import GOLDEN
+
+HOME = GOLDEN / "v1"
+HOSTILE = "\x1b]0;owned\x07<script>\u202e\"'\\\n"
+
+
+def call(*arguments: object, columns: int = 80) -> Result:
+    environment = {"COLUMNS": str(columns)}
+    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env=environment)
+
+
+def refused(result: Result) -> str:
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    first, *rest = result.stderr.splitlines()
+    assert first.startswith("error: ") and len(rest) <= 1 and all(line.startswith("hint: ") for line in rest)
+    return first
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return shown_bundles.write(tmp_path / "tiny.cgb")
+
+
+def read(path: Path, which: int = 0) -> tuple[Manifest, list[list[nodes.Node]]]:
+    manifest = archive.read_manifest(str(path))
+    return manifest, nodes.read_nodes(str(path), manifest, manifest.programs[which])
+
+
+def node(number: int, *after: int, what: str = "k", early: tuple[int, ...] = ()) -> nodes.Node:
+    return nodes.Node(0, number, "kernel", what, "", (1, 1, 1), (32, 1, 1), (), 0, tuple(sorted(after)), early, ())
+
+
+# --- nodes --------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_come_in_an_order_in_which_they_may_run(bundle: Path) -> None:
+    _, ((*recorded,), (copy,)) = read(bundle)
+    assert [each.number for each in recorded] == [3, 1, 2, 0, 4], "every edge of the recording points forward"
+    assert [each.after for each in recorded] == [(), (3,), (3,), (1, 2), (0,)]
+    assert [each.kind for each in (*recorded, copy)] == ["memset", "kernel", "memcpy", "kernel", "empty", "copy"]
+
+
+def test_what_nodes_use_has_a_name_and_a_direction_where_it_is_known(bundle: Path) -> None:
+    _, ((memset, add, memcpy, combine, empty), (copy,)) = read(bundle)
+    assert nodetext.memory(memset) == "writes arena+0"
+    assert nodetext.memory(add) == "reads input x; refers to arena+512, arena+0"
+    assert nodetext.memory(memcpy) == "reads arena+0; writes arena+1024"
+    assert nodetext.memory(combine) == "refers to arena+1536 (v1), arena+512, arena+1024"
+    assert nodetext.memory(empty) == ""
+    assert nodetext.memory(copy) == "reads arena+1536 (v1); writes arena+2048 (output y)"
+    assert [each.bytes for each in (*memset.references, *memcpy.references, *copy.references)] == [256] * 5
+
+
+def test_a_kernel_that_can_write_one_place_alone_writes_it(tmp_path: Path) -> None:
+    def record(image: str, batch: int) -> Recording:
+        base = cuda_bundles.recording(image, batch)
+        places = cuda_bundles.relocations((0, cuda_bundles.ARENA_AT, 512), (8, 0, 256), (16, cuda_bundles.INPUTS_AT, 4))
+        return replace(base, nodes=(replace(base.nodes[1], relocations=places),), edges=())
+
+    path = shown_bundles.write(tmp_path / "one.cgb", record=record)
+    manifest, ((kernel,), _) = read(path)
+    assert nodetext.memory(kernel) == "reads offsets, input x+4; writes arena+512"
+    written = replace(manifest, written=(0,))
+    ((kernel,), _) = nodes.read_nodes(str(path), written, written.programs[0])
+    assert nodetext.memory(kernel) == "reads offsets; refers to arena+512, input x+4", "a call may change this input"
+
+
+def test_an_early_start_is_said(tmp_path: Path) -> None:
+    def record(image: str, batch: int) -> Recording:
+        base = cuda_bundles.recording(image, batch)
+        early = Edge(source=0, target=1, from_port=1, to_port=0, type=1)
+        return replace(base, nodes=base.nodes[:2], edges=(early,))
+
+    _, (found, _) = read(shown_bundles.write(tmp_path / "early.cgb", record=record))
+    assert [nodetext.waits(each) for each in found] == ["", "0 early"]
+    assert not nodetext.is_chain(found) and nodetext.is_chain([node(3), node(1, 3)])
+
+
+@pytest.mark.parametrize("name", ["gpt_two", "mlp"])
+def test_every_address_of_a_golden_is_named(name: str) -> None:
+    path = HOME / f"{name}.cgb"
+    manifest = archive.read_manifest(str(path))
+    for program in manifest.programs:
+        (found,) = nodes.read_nodes(str(path), manifest, program)
+        recording = tables.decode((path / program.steps[0].file).read_bytes())
+        assert len(found) == len(recording.nodes) > 1
+        for each in found:
+            known = recording.nodes[each.number]
+            assert isinstance(known, KernelNode)
+            assert (each.grid, each.block, each.shared) == (known.grid, known.threads, known.shared)
+            assert each.what == recording.functions[known.function].symbol
+            places = {(MEMORIES[item.target.memory], item.target.offset) for item in known.relocations}
+            assert {(item.memory, item.offset) for item in each.references} == places
+            for item in each.references:
+                if item.memory == "weights":
+                    assert item.how == nodes.READS and item.name.partition("+")[0] in {w.name for w in manifest.weights}
+                elif item.memory == "inputs":
+                    assert (item.how, item.name) == (nodes.READS, f"input {manifest.inputs[0].name}")
+                else:
+                    assert item.how != nodes.READS and item.name.startswith(f"arena+{item.offset}")
+    last = found[-1].references[-1].name
+    assert last == f"arena+{program.values[1].offset} (output output)", "the last node makes the output"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300)), max_size=12), st.integers(0, 4000))
+def test_names_of_weights_agree_with_a_search(sizes: list[tuple[int, int]], offset: int) -> None:
+    rows, end = [], 0
+    for number, (gap, length) in enumerate(sizes):
+        at = end + 256 * gap
+        row = Weight(
+            name=f"w{number}", tensor=f"w{number}", dtype="uint8", shape=(length,), strides=(1,), memory="weights", offset=at
+        )
+        rows += [row, replace(row, name=f"tied{number}")]
+        end = at + -(-length // 256) * 256
+    manifest = replace(support.manifest(), weights=tuple(rows))
+    holding = [row for row in rows[::2] if row.offset <= offset < row.offset + extent(row.dtype, row.shape, row.strides)]
+    expected = f"weights+{offset}"
+    if holding:
+        expected = holding[0].name + (f"+{offset - holding[0].offset}" if offset > holding[0].offset else "")
+    assert names.Names(manifest, manifest.programs[0]).of("weights", offset) == expected
+
+
+def test_a_value_names_its_place_only_in_steps_that_use_it(bundle: Path) -> None:
+    manifest = archive.read_manifest(str(bundle))
+    known = names.Names(manifest, manifest.programs[0])
+    assert known.of("arena", 1536) == "arena+1536"
+    assert known.of("arena", 1536, (1,)) == "arena+1536 (v1)"
+    assert known.of("arena", 1540, (1,)) == "arena+1540 (v1+4)", "a part of a value that the step was given"
+    assert known.of("arena", 1540, (), (1,)) == "arena+1540", "not yet a part of the value that the step makes"
+    assert known.of("inputs", 0) == "input x" and known.of("inputs", 1000) == "inputs+1000"
+
+
+# --- --graph ------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_per_node(bundle: Path) -> None:
+    result = call("inspect", bundle, "--graph", "4x2", columns=40)
+    assert (result.exit_code, result.stderr) == (0, "")
+    head, *lines = result.stdout.splitlines()[-6:]
+    assert head.split() == ["#", "after", "kernel", "grid", "block", "memory"]
+    assert [line.split()[0] for line in lines] == ["3", "1", "2", "0", "4"]
+    assert "0  1, 2   combine" in lines[3] and lines[3].endswith("refers to arena+1536 (v1), arena+512, arena+1024"), "not cut"
+    assert "step 0, graph g0: 5 nodes (graphs/g0-4x2.bin)" in result.stdout
+
+
+def test_a_chain_needs_no_column_that_says_so() -> None:
+    shown = call("inspect", HOME / "gpt_two.cgb", "--graph", "4").stdout
+    assert "22 nodes, each behind the one before" in shown
+    head, *lines = shown.splitlines()[-23:]
+    assert head.split() == ["#", "kernel", "grid", "cluster", "block", "shared", "memory"]
+    assert [int(line.split()[0]) for line in lines] == list(range(22))
+    assert "writes arena+0" in lines[0] and "token.weight" in lines[0]
+
+
+def test_nodes_as_json(bundle: Path) -> None:
+    told = json.loads(call("inspect", bundle, "--graph", "4x2", "--json").stdout)
+    assert told["key"] == [4, 2] and [each["what"] for each in told["nodes"]][1:4:2] == ["add", "combine"]
+    assert told["nodes"][1]["references"][-1] == {"how": "reads", "memory": "inputs", "offset": 0, "bytes": 0, "name": "input x"}
+
+
+@given(st.integers(80, 200), st.lists(st.tuples(st.text("abc_", max_size=90), st.text("xyz ", max_size=200)), min_size=1))
+def test_cut_lines_fit(width: int, rows: list[tuple[str, str]]) -> None:
+    whole = [("#", [str(n) for n in range(len(rows))]), ("kernel", [a for a, _ in rows]), ("memory", [b for _, b in rows])]
+    cut = dict(nodetext.fitted(whole, width))
+    for number, (kernel, memory) in enumerate(rows):
+        assert len(cut["kernel"][number]) + len(cut["memory"][number]) <= width - 4
+        for full, part in ((kernel, cut["kernel"][number]), (memory, cut["memory"][number])):
+            begin, dots, end = part.partition(nodetext.DOTS)
+            assert part == full or (dots and full.startswith(begin) and full.endswith(end))
+
+
+# --- --memory -----------------------------------------------------------------------------------------------------
+
+
+def test_places_and_what_uses_them(bundle: Path) -> None:
+    manifest, steps = read(bundle)
+    found = memorymap.places(manifest, manifest.programs[0], memorymap.order(steps))
+    assert [(each.memory, each.begin, each.end, each.name) for each in found] == [
+        ("inputs", 0, 512, "input x"), ("inputs", 512, 1024, "input places"), ("arena", 0, 512, ""), ("arena", 512, 1024, ""),
+        ("arena", 1024, 1536, ""), ("arena", 1536, 2048, "v1"), ("arena", 2048, 4096, "output y"),
+    ]  # fmt: skip
+    assert [memorytext.strip(each.uses, 6, 80) for each in found] == [" r", "", "wxr", " x-x", "  wx", "   x-r", "     w"]
+
+
+def test_the_map_of_one_int_key(bundle: Path) -> None:
+    result = call("inspect", bundle, "--graph", "4x2", "--memory")
+    assert result.exit_code == 0 and "weights 1.0 KiB, inputs 1.0 KiB, arena 4.0 KiB" in result.stdout
+    assert re.search(r"arena\+1536 +512 B +v1 +x-r$", result.stdout, re.MULTILINE)
+    assert re.search(r"steps +gggggc$", result.stdout, re.MULTILINE)
+    assert call("inspect", HOME / "gpt_two.cgb", "--memory").stdout.count("arena+") == 10, "a single int_key needs no --graph"
+    manifest, steps = read(bundle)
+    assert memorytext.timeline(manifest.programs[0], steps, 2) == "gc", "a column with a copy says so"
+
+
+def test_the_map_of_32_int_keys_is_a_line_each(tmp_path: Path) -> None:
+    path = shown_bundles.write(tmp_path / "many.cgb", batches=range(1, 9), seqs=range(1, 5))
+    shown = call("inspect", path, "--memory").stdout.splitlines()
+    rows = [line for line in shown if re.match(r"\dx\d ", line)]
+    assert len(rows) == 32 and len(shown) <= 38 and max(map(len, shown)) <= 80
+    assert {len(line[line.index("|") :]) for line in rows} == {len(rows[0][rows[0].index("|") :])} and ":" in rows[0]
+
+
+def test_the_map_as_json(bundle: Path) -> None:
+    told = json.loads(call("inspect", bundle, "--memory", "--json").stdout)
+    assert [each["key"] for each in told["programs"]] == [[4, 2], [8, 2]] and told["memories"]["arena"] == 4096
+    assert told["programs"][0]["places"][2] | {"uses": 0} == {"memory": "arena", "begin": 0, "end": 512, "name": "", "uses": 0}
+
+
+def test_a_cpu_bundle_has_nothing_to_draw() -> None:
+    shown = call("inspect", HOME / "cpu_mlp.cgb", "--memory")
+    assert shown.exit_code == 0 and "nothing to draw" in shown.stdout and "4 tensors, 2.6 KiB" in shown.stdout
+
+
+@given(st.dictionaries(st.integers(0, 399), st.sampled_from(nodes.HOWS)), st.integers(1, 120))
+def test_a_strip_shows_every_use(uses: dict[int, str], width: int) -> None:
+    strip = memorytext.strip(uses, 400, width)
+    step = -(-400 // width)
+    assert len(strip) <= width
+    for cell, letter in enumerate(strip):
+        inside = {how for position, how in uses.items() if position // step == cell}
+        expected = next((memorymap.LETTERS[how] for how in memorymap.LETTERS if how in inside), None)
+        assert letter == (expected or (memorytext.BETWEEN if min(uses) // step < cell else " "))
+    assert {position // step for position in uses} <= set(range(len(strip)))
+
+
+@given(st.integers(1, 5000), st.integers(20, 200))
+def test_a_ruler_says_which_node_stands_below(total: int, width: int) -> None:
+    step = -(-total // width)
+    for found in re.finditer(r"\d+", memorytext.ruler(total, width)):
+        assert int(found[0]) == found.start() * step
+
+
+@given(st.lists(st.integers(1, 900), max_size=20), st.integers(20, 120))
+def test_shades_stop_where_the_program_does(sizes: list[int], width: int) -> None:
+    ends = [sum(sizes[:count]) for count in range(1, len(sizes) + 1)]
+    own = sum(sizes)
+    found = [memorymap.Place("arena", e - s, e, "", {0: nodes.READS}) for s, e in zip(sizes, ends, strict=True)]
+    line = memorytext.shades(found, "arena", 2 * own, own, width)
+    assert set(line) <= {memorytext.SHADES[1]}
+    assert abs(len(line) - width / 2) <= 1 if own else line == ""
+
+
+# --- lanes --------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_lanes_lead_every_edge_to_its_node(data: st.DataObject) -> None:
+    total = data.draw(st.integers(1, 12))
+    found = [node(n, *(data.draw(st.sets(st.integers(0, n - 1), max_size=3)) if n else ())) for n in range(total)]
+    rows = lanes.lanes(found)
+    open_edges: dict[int, set[int]] = {}  # lane -> the nodes that its source still has to reach
+    sources: dict[int, int] = {}
+    for row, each in zip(rows, found, strict=True):
+        assert {sources[lane] for lane in row.arriving} == set(each.after)
+        for lane in row.arriving:
+            open_edges[lane].discard(each.number)
+        kept = {lane for lane, left in open_edges.items() if left}
+        assert set(row.passing) == kept and row.lane not in kept
+        open_edges = {lane: open_edges[lane] for lane in kept}
+        targets = {other.number for other in found if each.number in other.after}
+        assert row.leaving == bool(targets)
+        if targets:
+            open_edges[row.lane], sources[row.lane] = targets, each.number
+    assert not open_edges
+
+
+def test_a_chain_has_one_lane() -> None:
+    rows = lanes.lanes([node(0), node(1, 0), node(2, 1)])
+    assert rows == [lanes.Row(0, (), (), True), lanes.Row(0, (), (0,), True), lanes.Row(0, (), (0,), False)]
+
+
+# --- --dot --------------------------------------------------------------------------------------------------------
+
+STRING = r'"(?:[^"\\]|\\.)*"'
+
+
+def statements(text: str) -> Iterator[str]:
+    """The lines of a digraph with strings taken out: what is left has a small grammar."""
+    for line in text.splitlines():
+        yield re.sub(STRING, "S", line).strip()
+
+
+def test_dot_has_the_nodes_and_edges(bundle: Path) -> None:
+    made = call("inspect", bundle, "--dot").stdout
+    assert set(re.findall(r"(\w+) -> (\w+)", made)) == {
+        ("n0_3", "n0_1"), ("n0_3", "n0_2"), ("n0_1", "n0_0"), ("n0_2", "n0_0"), ("n0_0", "n0_4"), ("n0_4", "n1_0"),
+    }  # fmt: skip
+    assert 'label="1  add\\lgrid 4  block 32\\lreads input x\\lrefers to arena+512, arena+0\\l"' in made
+    assert "int_key 4x2" in made and "int_key 8x2" in call("inspect", bundle, "--dot", "--graph", "8x2").stdout
+
+
+@pytest.mark.parametrize("name", ["tiny", HOSTILE])
+def test_dot_is_valid_whatever_the_names_are(tmp_path: Path, name: str) -> None:
+    def change(manifest: Manifest) -> Manifest:
+        spec = replace(manifest.inputs[0], name=name)
+        call = {"call": [[name, {"tensor": 0}], *manifest.call["call"][1:]]}
+        return replace(manifest, name=name, inputs=(spec, *manifest.inputs[1:]), call=call)
+
+    made = call("inspect", shown_bundles.write(tmp_path / "t.cgb", change=change), "--dot").stdout
+    assert made.isprintable() or all(letter.isprintable() for line in made.splitlines() for letter in line)
+    attribute = r"\w+=(S|[\w.]+)"
+    row = rf"(digraph \{{|subgraph cluster_\d+ \{{|\}}|({attribute}; )*{attribute};"
+    row += rf"|(\w+)( -> \w+)?( \[{attribute}(, {attribute})*\])?;( edge \[{attribute}\];)?)"
+    assert [line for line in statements(made) if not re.fullmatch(row, line)] == []
+    if graphviz := shutil.which("dot"):
+        done = subprocess.run([graphviz, "-Tplain"], input=made, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@given(st.text())
+def test_a_string_of_dot_means_its_text(text: str) -> None:
+    made = dot.quoted(text)
+    assert re.fullmatch(STRING, made)
+    assert re.sub(r"\\(.)", r"\1", made[1:-1]).replace("&amp;", "&") == safe(text)
+
+
+# --- options, damage, state ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--kernels", "--memory"), ("--memory", "--dot"), ("--html", "x.html", "--dot"), ("--html", "x.html", "--json"),
+        ("--dot", "--json"), ("--html", "x.html", "--graph", "4x2"), ("--kernels", "--graph", "4x2"),
+    ],
+)  # fmt: skip
+def test_options_that_exclude_each_other(bundle: Path, options: tuple[str, ...]) -> None:
+    message = refused(call("inspect", bundle, *options))
+    assert all(option in message for option in options if option.startswith("--")) and not Path("x.html").exists()
+
+
+@pytest.mark.parametrize("option", ["--memory", "--dot", "--graph"])
+def test_a_changed_byte_of_a_recording_is_found(bundle: Path, option: str) -> None:
+    path = bundle / "graphs" / "g0-4x2.bin"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    result = call("inspect", bundle, option, *(["4x2"] if option == "--graph" else []))
+    assert (result.exit_code, result.stdout) == (1, "") and "graphs/g0-4x2.bin" in result.stderr
+
+
+@pytest.mark.parametrize("options", [("--graph", "4x2"), ("--memory",), ("--graph", "4x2", "--memory"), ("--dot",)])
+def test_hostile_names_cannot_drive_the_terminal(tmp_path: Path, options: tuple[str, ...]) -> None:
+    def change(manifest: Manifest) -> Manifest:
+        spec = replace(manifest.inputs[0], name=HOSTILE)
+        call = {"call": [[HOSTILE, {"tensor": 0}], *manifest.call["call"][1:]]}
+        weights = (replace(manifest.weights[0], name=HOSTILE), *manifest.weights[1:])
+        regions = (replace(manifest.regions[0], name=HOSTILE),)
+        return replace(manifest, name=HOSTILE, inputs=(spec, *manifest.inputs[1:]), call=call, weights=weights, regions=regions)
+
+    result = call("inspect", shown_bundles.write(tmp_path / "evil.cgb", change=change), *options)
+    assert result.exit_code == 0 and r"\x1b]0;owned" in result.output.replace("\\\\", "\\")
+    assert all(letter == "\n" or letter.isprintable() for letter in result.output)
+
+
+def stateful(manifest: Manifest) -> Manifest:
+    cache = Weight(name="cache", tensor="small", dtype="uint8", shape=(3,), strides=(1,), memory="state", offset=0)
+    seed = Weight(name="seed", tensor="seed", dtype="int64", shape=(2,), strides=(1,), memory="state", offset=256)
+    sizes = dict(manifest.memories) | {"state": 512}
+    weights = (cache, *manifest.weights[1:], seed)
+    return replace(manifest, weights=weights, random=len(weights) - 1, memories=tuple(sizes.items()))
+
+
+def test_state_and_random_numbers_are_told(tmp_path: Path) -> None:
+    path = shown_bundles.write(tmp_path / "s.cgb", change=stateful)
+    shown = call("inspect", path).stdout
+    assert "state 512 B" in shown and "2 weights, 512 B" in shown
+    assert re.search(r"^state +1 buffer that calls change, 3 B in every session$", shown, re.MULTILINE)
+    assert f"seed: {summary.RANDOM}" in shown
+    mapped = call("inspect", path, "--memory", "--graph", "4x2").stdout
+    assert re.search(r"^state\+0 +256 B +cache", mapped, re.MULTILINE)
+    assert json.loads(call("inspect", path, "--json").stdout)["state"] == ["cache", "seed"]
+    manifest = archive.read_manifest(str(path))
+    assert names.Names(manifest, manifest.programs[0]).of("state", 257) == "state seed+1"
+    assert "state" not in call("inspect", HOME / "mlp.cgb").stdout, "nothing is said where there is none"
+
+
+@pytest.mark.parametrize(
+    ("alias", "told"),
+    [
+        (("inputs", 1), "input places"),
+        (("outputs", 0), "output y"),
+        (("weights", 1), "weight offsets"),
+        (("state", 0), "state cache"),
+    ],
+)
+def test_what_an_output_shares_memory_with_is_told(bundle: Path, alias: tuple[str, int], told: str) -> None:
+    manifest = stateful(archive.read_manifest(str(bundle)))
+    manifest = replace(manifest, aliases=(Alias(output=0, memory=alias[0], index=alias[1]),), written=(0,))
+    rows = summary.signature_rows(manifest)
+    assert [row[-1] for row in rows] == [summary.UPDATED, "", f"(shares memory with {told})"]
+
+
+def test_the_last_of_many_int_keys_is_shown(tmp_path: Path) -> None:
+    path = shown_bundles.write(tmp_path / "many.cgb", batches=range(1, 9), seqs=range(1, 5))
+    shown = call("inspect", path).stdout
+    assert re.search(r"^ +8x4 +1 graph, 1 copy", shown, re.MULTILINE) and "19 more" in shown

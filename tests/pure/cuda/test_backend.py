@@ -1,0 +1,409 @@
+"""The CUDA backend against a fake driver: results, order, and nothing left behind whichever call fails."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cgbundle.cuda import backend, device, driver, executors, memory, weights
+from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
+from cgbundle.format.extents import ELSEWHERE
+from cgbundle.format.safetensors import Entry
+from cgbundle.format.schema import Manifest, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables import module_state as modulestates
+from cgbundle.tables.recording import KernelNode
+from cgbundle.tables.view import Table
+from cgbundle.validate import bundle as verify
+from tests.helpers import cuda_bundles
+from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.raising import raises
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    made = FakeDriver()
+    install(monkeypatch, made)
+    yield made
+    assert not made.live
+    assert made.retained == 0
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
+    return cuda_bundles.write(tmp_path / "tiny.cgb", b"an image"), tmp_path / "tiny.cgb"
+
+
+def call(backend: device.CudaBackend, number: int, given: array[float], stream: int | None = None) -> array[float]:
+    """One replay, from host to host."""
+    start, count = given.buffer_info()
+    (output,) = backend.run(number, [(start, False, 4 * count)], stream)
+    result = array("f", bytes(4 * count))
+    backend.to_host(result.buffer_info()[0], output, 4 * count, stream)
+    return result
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+def test_replays_what_was_recorded(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str) -> None:
+    backend = device.open(*bundle, mode=mode)
+    for seed in range(2):
+        for number, key in enumerate(KEYS):
+            given = inputs(key, seed)
+            assert call(backend, number, given) == expected(given)
+    backend.close()
+    assert fake.calls.count("cuModuleLoadData") == 1
+    assert fake.calls.count("cuGraphInstantiate") == (2 if mode == "graph" else 0)
+
+
+def test_a_run_is_one_launch(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    backend.prepare()
+    before = len(fake.calls)
+    backend.run(0, [None])
+    assert fake.calls[before:] == ["cuCtxPushCurrent", "cuGraphLaunch", "cuMemcpyDtoDAsync", "cuCtxPopCurrent"]
+    backend.close()
+
+
+def test_prepare_builds_the_programs_named(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    backend.prepare([1])
+    assert fake.calls.count("cuGraphInstantiate") == 1
+    backend.close()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_graphs_are_built_at_load_or_at_the_first_call_of_their_key(
+    fake: FakeDriver, bundle: tuple[Manifest, Path], lazy: bool
+) -> None:
+    manifest, folder = bundle
+    calls = backend.CudaCalls(str(folder), manifest, 0, "graph", lazy=lazy)
+    built = [fake.calls.count("cuGraphInstantiate")]
+    for number in (1, 1, 0):
+        given = inputs(KEYS[number])
+        with calls.turn(None) as turn:
+            (address,) = calls.run(number, [given.buffer_info()[0]], 0, turn).addresses
+        built.append(fake.calls.count("cuGraphInstantiate"))
+        assert array("f", ctypes.string_at(address, 4 * len(given))) == expected(given)
+    assert built == ([0, 1, 1, 2] if lazy else [2, 2, 2, 2])
+    calls.close()
+
+
+def test_a_short_input_is_filled_up_with_zeros(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    call(backend, 1, inputs(KEYS[1], seed=3))
+    given = inputs(KEYS[1])[: 5 * FLOATS]
+    (output,) = backend.run(1, [(given.buffer_info()[0], False, 4 * len(given))])
+    whole = given + array("f", bytes(4 * 3 * FLOATS))
+    assert array("f", ctypes.string_at(output, 4 * len(whole))) == expected(whole)
+    with pytest.raises(ValueError, match="an input of 1024 bytes for a buffer of 512"):
+        backend.run(1, [(0, False, 1024)])
+    backend.close()
+
+
+def test_rows_can_be_placed_by_the_caller(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    given = inputs(KEYS[0])
+    (target,) = backend.input_addresses(0)
+    backend.copy_rows(
+        target,
+        given.buffer_info()[0],
+        4 * FLOATS,
+        KEYS[0],
+        target_pitch=4 * FLOATS,
+        source_pitch=4 * FLOATS,
+        source_on_device=False,
+    )
+    (output,) = backend.run(0, [None])
+    assert array("f", ctypes.string_at(output, 4 * len(given))) == expected(given)
+    assert backend.sizes(0) == ([256], [256])
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+def test_poison_changes_nothing(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str) -> None:
+    manifest, folder = bundle
+    backend = device.open(manifest, folder, mode=mode, poison=0xA5)
+    given = inputs(KEYS[0])
+    assert call(backend, 0, given) == expected(given)
+    backend.poison(0xFF)
+    assert call(backend, 0, given) == expected(given)
+    backend.close()
+
+
+def test_poison_fills_undefined_bytes_only(bundle: tuple[Manifest, Path]) -> None:
+    _, folder = bundle
+    table = Table((folder / "graphs/g0-4.bin").read_bytes())
+    plain = executors.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), None).tobytes()
+    poisoned = executors.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), 0xA5).tobytes()
+    assert [i for i in range(len(plain)) if plain[i] != poisoned[i]] == [20, 21, 22, 23]
+    assert int.from_bytes(plain[0:8], "little") == (4 << 40) + cuda_bundles.RESULT
+    assert int.from_bytes(plain[56:64], "little") == 3 << 40
+
+
+def test_outputs_outlive_the_program(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    given = inputs(KEYS[0])
+    (output,) = backend.run(0, [(given.buffer_info()[0], False, 4 * len(given))])
+    kept, dropped = backend.copy_out(output, 4 * len(given)), backend.allocate(100)
+    del dropped
+    backend.poison(0)
+    backend.close()
+    assert array("f", ctypes.string_at(kept.address, kept.bytes)) == expected(given)
+    assert fake.retained == 1
+    kept.free()
+    kept.free()
+
+
+def test_streams_are_put_in_order(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    backend.prepare()
+
+    def events(stream: int | None) -> list[str]:
+        before = len(fake.calls)
+        backend.run(0, [None], stream)
+        return [name for name in fake.calls[before:] if "Event" in name]
+
+    assert events(None) == []
+    assert events(0) == ["cuEventRecord", "cuStreamWaitEvent"], "the legacy stream lasts: marked when another comes"
+    assert events(0) == []
+    assert events(5) == ["cuEventRecord", "cuStreamWaitEvent", "cuEventRecord"], "the caller may destroy stream 5 after the call"
+    assert events(5) == ["cuEventRecord"]
+    assert events(0) == ["cuStreamWaitEvent"]
+    assert events(None) == ["cuEventRecord", "cuStreamWaitEvent"]
+    backend.close()
+
+
+def test_a_closed_backend_refuses_and_closes_twice(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    backend.close()
+    backend.close()
+    with raises("program-closed"):
+        backend.run(0, [None])
+
+
+def test_usage_adds_up(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    usage = backend.used_bytes()
+    assert usage.memories == {"weights": 1024, "state": 0, "inputs": 1024, "arena": 4096}
+    assert usage.planned == 4 * (2 << 20)
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], mode: str) -> None:
+    monkeypatch.setattr(weights, "THREADS", 1)
+    given = inputs(KEYS[0])
+
+    def session(fake: FakeDriver) -> None:
+        install(monkeypatch, fake)
+        backend = device.open(*bundle, mode=mode)
+        try:
+            call(backend, 0, given)
+            kept = [backend.copy_out(backend.run(1, [None])[0], 256)]
+        finally:
+            fake.fail_at = -1  # a close in spite of errors is best effort
+            backend.close()
+        kept[0].free()
+
+    counted = FakeDriver()
+    session(counted)
+    failures = 0
+    for number in range(len(counted.calls)):
+        fake = FakeDriver()
+        fake.fail_at = number
+        fake.error = 2 if number % 2 else 719
+        try:
+            session(fake)
+        except CgbundleError as error:
+            failures += 1
+            assert isinstance(error, (MachineError, OutOfMemory, MachineError, BundleError))
+        give_back = ("Destroy", "Free", "Unload", "Release", "PopCurrent")  # what this call should have given back stays
+        failed = fake.calls[number] if number < len(fake.calls) else ""
+        if not any(word in failed for word in give_back):
+            assert not fake.live, failed
+            assert fake.retained == 0, failed
+    assert failures > 30
+
+
+def test_an_interrupt_while_opening_leaves_nothing(
+    fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(modulestates, "check_states", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        device.open(*bundle)
+
+
+# --- the machine ----------------------------------------------------------------------------------------------
+
+
+def test_without_cuda_bindings(bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, None)
+    with raises("library-missing", match="cuda-bindings") as caught:
+        device.open(*bundle)
+    assert caught.value.hint == "pip install 'cgcompile[cuda]'"
+
+
+@pytest.mark.parametrize(
+    ("fake_driver", "number", "message"),
+    [
+        (FakeDriver(devices=0), 0, "no usable GPU: cuInit gives CUDA_ERROR_NO_DEVICE"),
+        (FakeDriver(), 1, "device 1: this machine shows 1 GPU"),
+        (FakeDriver(), -1, "device -1: this machine shows 1 GPU"),
+        (FakeDriver(arch=(8, 0)), 0, r"for sm_90, device 0 \(Fake GPU\) is sm_80"),
+        (FakeDriver(version=11080), 0, "for CUDA 12.0, this machine's is for 11.8"),
+    ],
+    ids=["no-gpu", "index", "negative", "arch", "driver"],
+)
+def test_the_wrong_machine(
+    fake_driver: FakeDriver, number: int, message: str, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, fake_driver)
+    with raises("wrong-machine", match=message):
+        device.open(*bundle, device=number)
+    assert not fake_driver.live
+    assert fake_driver.retained == 0
+
+
+def test_the_suffix_of_an_architecture_is_no_other(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    manifest, folder = bundle
+    device.open(replace(manifest, target=replace(manifest.target, arch="sm_90a")), folder).close()
+
+
+# --- the bundle -----------------------------------------------------------------------------------------------
+
+
+def test_tables_are_checked_before_the_gpu_is_touched(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    manifest, folder = bundle
+    small = replace(manifest, memories=(("weights", 1024), ("inputs", 1024), ("arena", 512)))
+    with raises("relocation-invalid", match=r"graphs/g0-4.bin: nodes\[0\].relocations: .* memory arena, which has 512"):
+        verify.check_tables(str(folder), small)
+    assert not fake.calls
+
+
+def test_an_image_that_is_not_there(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    manifest, folder = bundle
+    for image in (folder / "kernels").iterdir():
+        image.unlink()
+    backend = device.open(manifest, folder)
+    with raises("file-damaged", match=r"kernels/.*: missing"):
+        backend.prepare()
+    backend.close()
+
+
+def test_parameters_that_differ_from_the_images(
+    fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "do_cuFuncGetParamInfo", lambda function, index: (0, 0, 8) if index == 0 else (1,), raising=False)
+    backend = device.open(*bundle)
+    with raises("table-invalid", match=r"the image takes parameters \[\(0, 8\)\]"):
+        backend.prepare()
+    backend.close()
+
+
+def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, folder = bundle
+    monkeypatch.setattr(weights, "listed", lambda folder, manifest: [weights.Piece(0, 4096, 0)])
+    backend = device.open(manifest, folder)
+    with raises("weights-invalid", match="ends too early"):
+        backend.prepare()
+    backend.close()
+
+
+# --- the weights' way -----------------------------------------------------------------------------------------
+
+
+def weight(name: str, tensor: str, offset: int) -> Weight:
+    return Weight(name=name, tensor=tensor, dtype="uint8", shape=(), strides=(), memory="weights", offset=offset)
+
+
+ENTRIES = {
+    "a": Entry(dtype="uint8", shape=(256,), begin=1000, end=1256),
+    "b": Entry(dtype="uint8", shape=(100,), begin=1256, end=1356),
+    "c": Entry(dtype="uint8", shape=(10,), begin=1356, end=1366),
+    "empty": Entry(dtype="uint8", shape=(0,), begin=1366, end=1366),
+}
+
+
+def test_adjacent_weights_are_one_piece() -> None:
+    rows = [weight("w", "b", 256), weight("v", "a", 0), weight("tied", "a", 0), weight("x", "c", 512), weight("e", "empty", 768)]
+    assert weights.pieces(rows, ENTRIES, 1024) == [weights.Piece(1000, 356, 0), weights.Piece(1356, 10, 512)]
+
+
+def test_weights_of_the_host_alone_stay_off_the_gpu() -> None:
+    rows = [weight("w", "b", 256), weight("table", "a", ELSEWHERE), weight("x", "c", 512)]
+    assert weights.pieces(rows, ENTRIES, 1024) == [weights.Piece(1256, 100, 256), weights.Piece(1356, 10, 512)]
+
+
+def test_weights_must_exist_and_fit() -> None:
+    with raises("weights-invalid", match="no tensor 'z', which weight 'w' names"):
+        weights.pieces([weight("w", "z", 0)], ENTRIES, 1024)
+    with raises("weights-invalid", match="256 bytes at 1000 of memory weights, which has 1024"):
+        weights.pieces([weight("w", "a", 1000)], ENTRIES, 1024)
+
+
+def test_chunks_cover_the_pieces_once() -> None:
+    listed = [weights.Piece(10, 95, 0), weights.Piece(105, 3, 512), weights.Piece(400, 5, 768)]
+    groups = weights.chunks(listed, 50)
+    assert groups == [
+        [weights.Piece(10, 50, 0)],
+        [weights.Piece(60, 45, 50), weights.Piece(105, 3, 512)],
+        [weights.Piece(400, 5, 768)],
+    ]
+    assert all(group[-1].begin + group[-1].size - group[0].begin <= 50 for group in groups)
+
+
+def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    _, folder = bundle
+    size = (folder / "weights.safetensors").stat().st_size
+    context = driver.Context(0)
+    with context:
+        base = memory.allocate(size, "test")
+        upload = weights.Upload(
+            context, str(folder / "weights.safetensors"), [weights.Piece(0, size, 0)], base, threads=3, chunk=64
+        )
+        upload.wait()
+        assert ctypes.string_at(base, size) == (folder / "weights.safetensors").read_bytes()
+        memory.free(base)
+    context.release()
+
+
+# --- the bindings ---------------------------------------------------------------------------------------------
+
+
+def test_the_real_bindings_take_our_parameters(bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    monkeypatch.setattr(executors, "cu", real)
+    recording = cuda_bundles.recording("ab" * 32, 4)
+    attributes = ((2, (1, 0, 0)), (4, (2, 3, 4)), (8, (-5, 0, 0)), (9, (0, 1, 0)), (14, (2**32 - 1, 0, 0)))
+    combine = recording.nodes[0]
+    assert isinstance(combine, KernelNode)
+    nodes = (replace(combine, attributes=attributes), *recording.nodes[1:])
+    table = Table(tables.encode(replace(recording, nodes=nodes)))
+    found = dict(executors.attributes(table, 0))
+    names = real.CUlaunchAttributeID
+    size = found[names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION].clusterDim
+    assert (size.x, size.y, size.z) == (2, 3, 4)
+    assert found[names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE].cooperative == 1
+    assert found[names.CU_LAUNCH_ATTRIBUTE_PRIORITY].priority == -5
+    assert found[names.CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP].memSyncDomainMap.remote == 1
+    assert found[names.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT].sharedMemCarveout == 2**32 - 1
+    bases = (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0)
+    copied = executors.copy_params(table, 0, bases)
+    assert int(copied.dstDevice) == (4 << 40) + cuda_bundles.TWO
+    assert (copied.WidthInBytes, copied.Height, copied.Depth, copied.srcPitch) == (64, 4, 1, 64)
+    launches = executors.Launches.__new__(executors.Launches)
+    launches.functions, launches.params = [real.CUfunction(1), real.CUfunction(2)], [16, 32]
+    params = executors._kernel_params(table, launches)(1)
+    assert (int(params.func), params.gridDimX, params.blockDimX, params.kernelParams) == (1, 4, 32, 32)
+    assert int(executors._memset_params(table, 0, bases).dst) == 4 << 40
+    executors._kernel_step(table, 0, launches, "")
+    executors._kernel_step(table, 1, launches, "")

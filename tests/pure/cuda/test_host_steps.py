@@ -1,0 +1,437 @@
+"""Programs whose steps are graphs, copies and host regions, on a driver that does nothing before it is waited for.
+
+The regions here are Python functions and their tensors ctypes arrays; real shared objects are run in tests/cpu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cgbundle.cuda import device, executors, weights
+from cgbundle.cuda import host_steps as hoststeps
+from cgbundle.cuda.backend import CudaCalls
+from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
+from cgbundle.format.schema import Manifest, Program, Region, Step, Value
+from cgbundle.validate.lifetimes import check_lifetimes
+from cgbundle.validate.steps import check_order
+from tests.helpers import cuda_bundles
+from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.fake_regions import ADD, DOUBLE, INT32, FakeTorch, Regions
+from tests.helpers.late_driver import LateDriver
+from tests.helpers.raising import raises
+
+FILES = (DOUBLE, ADD)
+HOST_BYTES = 4096
+
+
+@pytest.fixture
+def regions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Regions]:
+    made = Regions()
+    monkeypatch.setattr(hoststeps, "open_region", made.open)
+    monkeypatch.setattr(hoststeps, "libtorch", SimpleNamespace(load=made.load, LibTorch=FakeTorch))
+    yield made
+    assert not made.torch.tensors, "tensors of a region were not given back"
+    assert all(region.closed == 1 for region in made.opened.values())
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDriver]:
+    made = LateDriver()
+    install(monkeypatch, made)
+    yield made
+    assert not made.live and not made.pinned
+    assert made.retained == 0
+
+
+# --- the bundle -------------------------------------------------------------------------------------------------------
+
+
+def program(key: int, base: Program) -> Program:
+    """x -> graph -> 1 -> copy -> 2 -> double -> 3 -> copy -> 4 -> copy -> 5 -> add -> 6 -> copy -> 7."""
+
+    def value(memory: str, offset: int) -> Value:
+        return replace(base.values[0], memory=memory, offset=offset)
+
+    def step(kind: str, source: int, region: int = 0) -> Step:
+        return Step(kind=kind, region=region, file="", inputs=(source,), outputs=(source + 1,))
+
+    places = (
+        ("inputs", 0), ("arena", cuda_bundles.RESULT), ("host", 0), ("host", 1024), ("arena", cuda_bundles.OUTPUT), ("host", 2048),
+        ("host", 3072), ("arena", cuda_bundles.OUTPUT + 512),
+    )  # fmt: skip
+    return replace(
+        base,
+        values=tuple([value(*place) for place in places]),
+        outputs=(7,),
+        steps=(
+            base.steps[0], step("copy", 1), step("host", 2, 1), step("copy", 3), step("copy", 4), step("host", 5, 2),
+            step("copy", 6),
+        ),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
+    folder = tmp_path / "mixed.cgb"
+    made = cuda_bundles.write(folder, b"an image")
+    hosts = tuple(Region(name=file[5:-3], kind="host", reason="", file=file, constants=()) for file in FILES)
+    made = replace(
+        made,
+        target=replace(made.target, torch="2.13.0"),
+        memories=(*made.memories, ("host", HOST_BYTES)),
+        regions=(*made.regions, *hosts),
+        programs=tuple([program(key, row) for key, row in zip(KEYS, made.programs, strict=True)]),
+    )
+    for row in made.programs:
+        check_order(row, "p")
+        check_lifetimes(row, "p")
+    return made, folder
+
+
+def answer(given: array[float]) -> array[float]:
+    return array("f", [2 * x + 1 for x in expected(given)])
+
+
+def call(backend: device.CudaBackend, number: int, given: array[float], stream: int | None = None) -> array[float]:
+    """One replay, from host to host."""
+    start, count = given.buffer_info()
+    (output,) = backend.run(number, [(start, False, 4 * count)], stream)
+    result = array("f", bytes(4 * count))
+    backend.to_host(result.buffer_info()[0], output, 4 * count, stream)
+    return result
+
+
+# --- replays ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+def test_a_mixed_program(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], mode: str) -> None:
+    backend = device.open(*bundle, mode=mode)
+    for seed in range(3):
+        for number, key in enumerate(KEYS):
+            given = inputs(key, seed)
+            assert call(backend, number, given) == answer(given)
+    backend.close()
+    assert regions.loads == ["2.13.0"]
+    assert {name: len(region.seen) for name, region in regions.opened.items()} == dict.fromkeys(FILES, 6)
+
+
+def test_steps_run_in_their_order_and_host_steps_wait_for_the_stream(
+    fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]
+) -> None:
+    backend = device.open(*bundle)
+    backend.prepare()
+    for region in regions.opened.values():
+        region.calls = fake.calls
+    before = len(fake.calls)
+    backend.run(0, [None])
+    assert fake.calls[before:] == [
+        "cuCtxPushCurrent",
+        "cuGraphLaunch", "cuMemcpyDtoHAsync",
+        "cuStreamSynchronize", FILES[0],
+        "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync",
+        "cuStreamSynchronize", FILES[1],
+        "cuMemcpyHtoDAsync",
+        "cuCtxPopCurrent",
+    ]  # fmt: skip
+    backend.close()
+
+
+def test_calls_that_nobody_waits_for(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
+    """The host step of a call overwrites the buffer that copies of the call before it read: they are done by then."""
+    backend = device.open(*bundle)
+    kept = []
+    for seed in range(3):
+        given = inputs(KEYS[0], seed)
+        (output,) = backend.run(0, [(given.buffer_info()[0], False, 4 * len(given))])
+        kept.append((backend.copy_out(output, 4 * len(given)), answer(given)))
+    backend.synchronize()
+    for output, wanted in kept:
+        assert array("f", ctypes.string_at(output.address, output.bytes)) == wanted
+        output.free()
+    backend.close()
+
+
+def test_without_waiting_the_results_are_wrong(
+    fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver of these tests shows a host step that does not wait."""
+    backend = device.open(*bundle)
+    backend.prepare()
+    monkeypatch.setattr(hoststeps, "cu", SimpleNamespace(cuStreamSynchronize=lambda stream: (0,)))
+    given = inputs(KEYS[0])
+    assert call(backend, 0, given) != answer(given)
+    backend.close()
+
+
+def test_streams_take_turns_at_the_buffer(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    kept = []
+    for seed, stream in enumerate((None, 5, 0, 5, 6, None)):
+        given = inputs(KEYS[1], seed)
+        (output,) = backend.run(1, [(given.buffer_info()[0], False, 4 * len(given))], stream)
+        kept.append((backend.copy_out(output, 4 * len(given), stream), answer(given)))
+    backend.synchronize()
+    for output, wanted in kept:
+        assert array("f", ctypes.string_at(output.address, output.bytes)) == wanted
+        output.free()
+    backend.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_several_threads(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], on_device: bool) -> None:
+    manifest, folder = bundle
+    calls = CudaCalls(str(folder), manifest, 0, "graph")
+    wrong: list[int] = []
+
+    def serve(seed: int) -> None:
+        for turn in range(10):
+            number = (seed + turn) % 2
+            given = inputs(KEYS[number], seed + turn)
+            with calls.turn(None) as handle:
+                results = calls.run(number, [given.buffer_info()[0]], 0 if on_device else None, handle)
+                if on_device:
+                    fake.cuStreamSynchronize(handle)
+                made = array("f", ctypes.string_at(results.addresses[0], 4 * len(given)))
+            if made != answer(given):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    calls.close()
+    assert not wrong
+    assert len(regions.opened[FILES[0]].seen) == 40
+
+
+def test_a_region_is_loaded_when_a_program_that_needs_it_is(
+    fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]
+) -> None:
+    manifest, folder = bundle
+    first = replace(manifest.programs[0], steps=manifest.programs[0].steps[:4], outputs=(4,))
+    calls = CudaCalls(str(folder), replace(manifest, programs=(first, manifest.programs[1])), 0, "graph", lazy=True)
+    loaded = [sorted(regions.opened)]
+    for number in (0, 1):
+        given = inputs(KEYS[number])
+        with calls.turn(None) as turn:
+            calls.run(number, [given.buffer_info()[0]], None, turn)
+        loaded.append(sorted(regions.opened))
+    calls.close()
+    assert loaded == [[], [FILES[0]], sorted(FILES)]
+
+
+# --- the buffer -------------------------------------------------------------------------------------------------------
+
+
+def test_one_pinned_buffer_from_open_to_close(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    backend.prepare()
+    assert list(fake.pinned.values()) == [HOST_BYTES]
+    (start,) = fake.pinned
+    for seed in range(2):
+        given = inputs(KEYS[0], seed)
+        backend.run(0, [(given.buffer_info()[0], False, 4 * len(given))])
+    assert regions.opened[FILES[0]].addresses == [start, start]
+    assert regions.opened[FILES[1]].addresses == [start + 2048] * 2
+    assert list(fake.pinned) == [start]
+    backend.close()  # with copies still under way: the driver of these tests would say if they were not waited for
+    assert not fake.pinned
+
+
+def test_graphs_get_no_address_of_the_hosts(
+    fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases: list[Sequence[int]] = []
+    patch = executors.patch
+    monkeypatch.setattr(executors, "patch", lambda table, given, poison: (bases.append(given), patch(table, given, poison))[1])
+    backend = device.open(*bundle)
+    backend.prepare()
+    assert [given[-1] for given in bases] == [0, 0]
+    backend.close()
+
+
+def test_usage_is_the_gpus(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    usage = backend.used_bytes()
+    assert usage.memories["host"] == HOST_BYTES
+    assert usage.planned == 4 * (2 << 20)
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+def test_poison_fills_arena_and_buffer_and_changes_nothing(
+    fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], mode: str
+) -> None:
+    manifest, folder = bundle
+    backend = device.open(manifest, folder, mode=mode, poison=0xA5)
+    (start,) = [address for address, size in fake.pinned.items() if size == HOST_BYTES]
+    assert ctypes.string_at(start, HOST_BYTES) == b"\xa5" * HOST_BYTES
+    given = inputs(KEYS[0])
+    assert call(backend, 0, given) == answer(given)
+    (output,) = backend.run(0, [(given.buffer_info()[0], False, 4 * len(given))])
+    kept = backend.copy_out(output, 4 * len(given))
+    backend.poison(0xFF)  # what the copies of this call read is still needed
+    assert ctypes.string_at(start, HOST_BYTES) == b"\xff" * HOST_BYTES
+    assert call(backend, 0, given) == answer(given)
+    assert array("f", ctypes.string_at(kept.address, kept.bytes)) == answer(given)
+    kept.free()
+    backend.close()
+
+
+def test_a_value_without_elements_is_not_copied(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
+    manifest, folder = bundle
+    last = manifest.programs[0]
+    empty = tuple([replace(value, shape=(0, FLOATS)) if index > 1 else value for index, value in enumerate(last.values)])
+    steps = (last.steps[0], *last.steps[2:])
+    backend = device.open(replace(manifest, programs=(replace(last, values=empty, steps=steps),)), folder)
+    backend.prepare()
+    before = len(fake.calls)
+    backend.run(0, [None])
+    assert not [name for name in fake.calls[before:] if "Memcpy" in name]
+    backend.close()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": (4, 8)}, r"the same dtype, \[4, 8\] with strides \[16, 1\], the bundle says float32 \[4, 16\] with strides"),
+        ({"strides": (1, 4)}, r"the same dtype, \[4, 16\] with strides \[1, 4\], the bundle says .* with strides \[16, 1\]"),
+        ({"dtype": INT32}, r"another dtype, \[4, 16\] with strides \[16, 1\], the bundle says float32"),
+    ],
+)  # fmt: skip
+def test_a_tensor_of_another_layout(
+    fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], changes: dict[str, Any], message: str
+) -> None:
+    backend = device.open(*bundle)
+    backend.prepare()
+    given = inputs(KEYS[0])
+    regions.opened[FILES[1]].changes = changes
+    with raises("library-refused", match=f"^{FILES[1]}: an output is {message}") as caught:
+        call(backend, 0, given)
+    assert caught.value.hint
+    assert not regions.torch.tensors
+    regions.opened[FILES[1]].changes = {}
+    assert call(backend, 0, given) == answer(given)
+    backend.close()
+
+
+def test_strides_of_single_rows_do_not_matter(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
+    manifest, folder = bundle
+    last = manifest.programs[0]
+    thin = tuple([replace(value, shape=(1, FLOATS)) if index else value for index, value in enumerate(last.values)])
+    backend = device.open(replace(manifest, programs=(replace(last, values=thin),)), folder)
+    backend.prepare()
+    regions.opened[FILES[1]].changes = {"strides": (99, 1)}
+    given = inputs(KEYS[0])
+    assert call(backend, 0, given)[:FLOATS] == answer(given)[:FLOATS]
+    backend.close()
+
+
+def test_a_region_that_fails(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    backend.prepare()
+    given = inputs(KEYS[0])
+    regions.opened[FILES[1]].error = MachineError("library-refused", f"{FILES[1]}: index out of range")
+    with raises("library-refused", match="index out of range"):
+        call(backend, 0, given)
+    regions.opened[FILES[1]].error = None
+    assert call(backend, 0, given) == answer(given)
+    backend.close()
+
+
+def test_a_graph_that_faults_shows_before_the_host_step(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
+    backend = device.open(*bundle)
+    backend.prepare()
+    fake.fail_at = len(fake.calls) + 3  # after cuCtxPushCurrent, cuGraphLaunch and cuMemcpyDtoHAsync
+    with raises("driver-failed", match=r"^cuStreamSynchronize \(before host/double.so\): CUDA_ERROR_LAUNCH_FAILED"):
+        backend.run(0, [None])
+    assert not regions.opened[FILES[0]].seen
+    backend.close()
+
+
+def test_no_pinned_memory_left(
+    fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "do_cuMemHostAlloc", lambda size, flags: (2,), raising=False)
+    with raises("out-of-memory", match=r"^memory host: needs 4,096 bytes of pinned memory, which the system does not give"):
+        device.open(*bundle)
+    assert not regions.loads
+
+
+def test_a_processor_that_lacks_something(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
+    manifest, folder = bundle
+    with raises("wrong-machine", match="this processor lacks avx1024"):
+        device.open(replace(manifest, target=replace(manifest.target, features=("avx1024",))), folder)
+    assert not fake.calls
+
+
+def test_torch_that_is_missing(
+    fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(needed: str) -> None:
+        raise MachineError("library-missing", "libtorch_cpu.so not found")
+
+    monkeypatch.setattr(hoststeps.libtorch, "load", load)
+    with raises("library-missing"):
+        device.open(*bundle)
+    manifest, folder = bundle
+    plain = cuda_bundles.program(KEYS[0])
+    graphs = replace(manifest, regions=manifest.regions[:1], programs=(plain,), memories=manifest.memories[:4])
+    backend = device.open(graphs, folder)  # a bundle without host regions asks for none
+    given = inputs(KEYS[0])
+    assert call(backend, 0, given) == expected(given)
+    assert not fake.pinned
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", executors.MODES)
+def test_whichever_call_fails_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], regions: Regions, mode: str
+) -> None:
+    monkeypatch.setattr(weights, "THREADS", 1)
+    given = inputs(KEYS[0])
+
+    def session(fake: FakeDriver) -> None:
+        install(monkeypatch, fake)
+        backend = device.open(*bundle, mode=mode, poison=0x11)
+        try:
+            call(backend, 0, given)
+            backend.poison(0x22)
+        finally:
+            fake.fail_at = -1  # a close in spite of errors is best effort
+            backend.close()
+
+    counted = LateDriver()
+    session(counted)
+    failures = 0
+    for number in range(len(counted.calls)):
+        fake = LateDriver()
+        fake.fail_at = number
+        fake.error = 2 if number % 2 else 719
+        try:
+            session(fake)
+        except CgbundleError as error:
+            failures += 1
+            assert isinstance(error, (MachineError, OutOfMemory, MachineError, BundleError))
+        give_back = ("Destroy", "Free", "Unload", "Release", "PopCurrent")  # what this call should have given back stays
+        failed = fake.calls[number] if number < len(fake.calls) else ""
+        assert not regions.torch.tensors, failed
+        if not any(word in failed for word in give_back):
+            assert not fake.live and not fake.pinned, failed
+            assert fake.retained == 0, failed
+    assert failures > 30

@@ -1,0 +1,270 @@
+"""The caller's tensor library: what is accepted, read as it lies in memory, laid out anew, and handed back."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from cgbundle.tensors import libraries as arrays
+from cgbundle.tensors import tensor
+from cgbundle.tensors.tensor import Tensor
+from tests.helpers.raising import raises
+
+numpy = pytest.importorskip("numpy")
+
+
+def library() -> arrays.Numpy:
+    found = arrays.library_of(numpy.zeros(1))
+    assert isinstance(found, arrays.Numpy)
+    return found
+
+
+def elements(place: arrays.Place) -> list[Any]:
+    """The numbers at a place, by address and strides alone."""
+    address, shape, dtype, strides, device = place
+    assert device is None
+    flat: list[Any] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, list):
+            for item in value:
+                walk(item)
+        else:
+            flat.append(value)
+
+    walk(Tensor(address, dtype, shape, strides, None).tolist())
+    return flat
+
+
+BASE = numpy.arange(24, dtype="float32").reshape(2, 3, 4)
+READABLE = {
+    "row-major": BASE,
+    "Fortran order": numpy.asfortranarray(BASE),
+    "turned": BASE.transpose(2, 0, 1),
+    "strided": BASE[:, ::2, 1:3],
+    "reversed": BASE[::-1, :, ::-1],
+    "broadcast": numpy.broadcast_to(numpy.float32(3), (2, 3)),
+    "empty": BASE[:, :0],
+    "scalar": BASE[0, 0, 0],
+    "0-d": numpy.array(5, "float32"),
+    "one element": BASE[1:, 2:, 3:],
+    "a field": numpy.zeros(3, [("a", "u1"), ("b", "f4")])["b"],
+    "an aligned field": numpy.ones(3, [("a", "f4"), ("b", "f4")])["b"],
+}
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_an_array_is_read_as_it_lies_or_laid_out_anew(name: str) -> None:
+    array = READABLE[name]
+    lib = library()
+    value, _ = lib.take(array, "x")
+    place = lib.read(value)
+    assert (tuple(place[1]), place[2]) == (array.shape, "float32")
+    order = tuple(range(array.ndim))
+    if place[3] is not None and not tensor.is_dense(place[1], place[3], order):
+        value = lib.ordered(value, order)
+        place = lib.read(value)
+    assert elements((*place[:3], None, place[4])) == array.flatten().tolist()
+
+
+def test_a_row_major_array_says_so_and_is_not_copied() -> None:
+    place = library().read(BASE)
+    assert place == (BASE.__array_interface__["data"][0], (2, 3, 4), "float32", None, None)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (0, 2, 1)])
+def test_ordered_lays_the_axes_out_in_memory_as_asked(order: tuple[int, ...]) -> None:
+    made = library().ordered(BASE[:, :, ::-1], order)
+    assert made.tolist() == BASE[:, :, ::-1].tolist()
+    assert tensor.is_dense(made.shape, library().strides(made), order)
+
+
+def test_a_readonly_array_is_read() -> None:
+    array = BASE.copy()
+    array.flags.writeable = False
+    assert elements(library().take(array, "x")[1]) == list(range(24))
+
+
+def test_a_numpy_number_is_a_0_d_array() -> None:
+    value, _ = library().take(numpy.int64(7), "x")
+    assert elements(library().read(value)) == [7]
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype"),
+    [
+        (numpy.zeros(2, "bool"), "bool"),
+        (numpy.zeros(2, "longlong"), "int64"),
+        (numpy.zeros(2, "complex64"), "complex64"),
+        (numpy.zeros(2, [("a", "f4")]), "void32"),
+        (numpy.zeros(2, "U3"), "str96"),
+        (numpy.zeros(2, object), "object"),
+        (numpy.zeros(2, "datetime64[s]"), "datetime64[s]"),
+    ],
+)
+def test_a_dtype_has_a_name_for_the_guards(array: Any, dtype: str) -> None:
+    assert library().take(array, "x")[1][2] == dtype
+
+
+@pytest.mark.parametrize("array", [numpy.zeros(2, ">f4"), numpy.zeros(2, ">i8"), numpy.zeros(2, [("a", ">f4")])])
+def test_another_byte_order_is_refused(array: Any) -> None:
+    with raises("input-kind", match="input 'x': expected native byte order, got dtype"):
+        library().take(array, "x")
+
+
+@pytest.mark.parametrize("value", [[1.0], 1.0, None, "x", Tensor(0, "float32", (), None, None)])
+def test_what_is_no_array_is_refused_beside_numpy(value: Any) -> None:
+    with raises("input-kind", match="^input 'x': expected a NumPy array like the first input, got "):
+        library().take(value, "x")
+
+
+def test_a_masked_array_is_refused_since_its_mask_would_be_lost() -> None:
+    masked = numpy.ma.masked_array([1.0, 2.0], mask=[False, True])
+    with raises("input-kind", match="input 'x': .*mask"):
+        library().take(masked, "x")
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 3), (1,)])
+@pytest.mark.parametrize("dtype", ["float32", "bool", "int64", "complex64"])
+def test_an_alias_is_the_memory_and_keeps_its_owner(shape: tuple[int, ...], dtype: str) -> None:
+    made = tensor.empty(dtype, shape)
+    alias = library().alias(made.address, dtype, shape, made.strides, made)
+    assert (alias.shape, str(alias.dtype)) == (shape, dtype)
+    if alias.size:
+        ctypes.memset(made.address, 1, 1)
+        assert alias.reshape(-1)[0] != 0
+    copy = library().copy(alias)
+    address = made.address
+    del made
+    ctypes.memset(address, 0, 1)  # the owner keeps the memory
+    assert type(copy) is numpy.ndarray and copy.flags.owndata and copy.flags.c_contiguous
+
+
+def test_an_alias_follows_strides() -> None:
+    made = tensor.from_bytes(bytes(range(6)), "uint8", (6,))
+    assert library().alias(made.address, "uint8", (3, 2), (1, 3), made).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert library().copy(library().alias(made.address, "uint8", (3, 2), (1, 3), made)).flags.c_contiguous
+
+
+# --- which library ---------------------------------------------------------------------------------------------------
+
+
+def test_the_library_follows_from_the_first_input() -> None:
+    assert arrays.library_of(BASE).name == "numpy"
+    assert arrays.library_of(numpy.float32(1)).name == "numpy"
+    assert arrays.library_of(tensor.empty("float32", ())).name == "plain"
+    assert arrays.library_of(None).name == "plain"
+
+
+def test_plain_reads_numpy_through_dlpack() -> None:
+    plain = arrays.Plain()
+    assert elements(plain.take(BASE.T, "x")[1]) == BASE.T.flatten().tolist()
+
+
+@pytest.mark.parametrize("value", [[1.0], 1.0, None, object()])
+def test_what_no_library_gave_is_refused(value: Any) -> None:
+    with raises("input-kind", match="^input 'x': expected a NumPy array, a torch tensor or a DLPack tensor, got "):
+        arrays.Plain().take(value, "x")
+
+
+class Foreign:
+    """A tensor of a library that only speaks DLPack."""
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __dlpack__(self, **options: Any) -> object:
+        return self.inner.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.inner.__dlpack_device__()
+
+    def __array_namespace__(self) -> Any:
+        return Foreign
+
+    @staticmethod
+    def from_dlpack(value: Any) -> Foreign:
+        return Foreign(value)
+
+
+def test_a_foreign_tensor_comes_back_as_its_own_kind() -> None:
+    plain = arrays.Plain()
+    given = Foreign(tensor.empty("float32", (2,)))
+    accepted, _ = plain.take(given, "x")
+    assert accepted.address == given.inner.address
+    assert isinstance(plain.finish(tensor.empty("float32", (2,)), given), Foreign)
+    assert isinstance(plain.finish(tensor.empty("float32", (2,)), accepted), Tensor)
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def torch_library() -> Any:
+    torch = pytest.importorskip("torch")
+    return torch, arrays.library_of(torch.zeros(1))
+
+
+def test_torch_tensors_are_read_as_they_lie() -> None:
+    torch, lib = torch_library()
+    base = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
+    for value in (base, base.permute(2, 0, 1), base[:, ::2], base[0, 0, 0], base[:, :0], base.to(torch.bfloat16), base.int()):
+        _, place = lib.take(value, "x")
+        assert elements(place) == value.flatten().tolist()
+
+
+def test_a_tensor_that_needs_a_gradient_is_read() -> None:
+    torch, lib = torch_library()
+    value = torch.ones(2, requires_grad=True) * 2
+    assert elements(lib.take(value, "x")[1]) == [2.0, 2.0]
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert elements(lib.take(parameter, "x")[1]) == [1.0, 1.0]
+
+
+def test_a_lazy_conjugate_or_negative_is_read_as_the_numbers_it_stands_for() -> None:
+    torch, lib = torch_library()
+    value = torch.tensor([1 + 2j, 3 + 4j], dtype=torch.complex64)
+    for lazy in (value.conj(), value.conj().imag, value.conj()[:1]):
+        kept, _ = lib.take(lazy, "x")
+        assert elements(lib.read(kept)) == lazy.tolist()
+
+
+@pytest.mark.parametrize("make", ["to_sparse", "to_mkldnn"])
+def test_a_torch_tensor_that_is_not_dense_is_refused(make: str) -> None:
+    torch, lib = torch_library()
+    with raises("input-kind", match="input 'x': expected a dense tensor, got layout"):
+        lib.take(getattr(torch.ones(2, 2), make)(), "x")
+
+
+def test_numpy_beside_torch_is_refused() -> None:
+    _, lib = torch_library()
+    with raises("input-kind", match="input 'x': expected a torch tensor like the first input, got numpy.ndarray"):
+        lib.take(BASE, "x")
+
+
+def test_a_torch_tensor_elsewhere_has_a_device_that_no_program_has() -> None:
+    torch, lib = torch_library()
+    assert lib.read(torch.empty(2, device="meta"))[4] == -1
+
+
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (3, 2, 1, 0)])
+def test_torch_lays_the_axes_out_as_asked(order: tuple[int, ...]) -> None:
+    torch, lib = torch_library()
+    value = torch.arange(24.0).reshape(1, 2, 3, 4)
+    made = lib.ordered(value, order)
+    assert torch.equal(made, value) and tensor.is_dense(made.shape, made.stride(), order)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int64"])
+def test_a_torch_alias_is_the_memory_and_keeps_its_owner(shape: tuple[int, ...], dtype: str) -> None:
+    torch, lib = torch_library()
+    made = tensor.empty(dtype, shape)
+    alias = lib.alias(made.address, dtype, shape, made.strides, made)
+    assert (tuple(alias.shape), alias.dtype) == (shape, getattr(torch, dtype))
+    if alias.numel():
+        assert alias.data_ptr() == made.address
+    copy = lib.copy(alias)
+    del made
+    assert copy.is_contiguous() and torch.equal(copy, alias) and (not copy.numel() or copy.data_ptr() != alias.data_ptr())

@@ -1,0 +1,446 @@
+"""What `cgcompile bench` makes of what its processes say: medians, ratios, tables, the picture, and processes that fail."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+import cgcompile.tools.bench
+from cgbundle.format import archive, codec, safetensors
+from cgbundle.format.schema import Dimension, Manifest, Proof, TensorSpec
+from cgcompile.tools.bench import peers
+from cgcompile.tools.bench.bundle_child import Bundle
+from cgcompile.tools.bench.child import reason, time_device, time_dispatch
+from cgcompile.tools.bench.clock import PHASES, Laps
+from cgcompile.tools.bench.measuring import some
+from cgcompile.tools.bench.plot import svg
+from cgcompile.tools.bench.processes import Child
+from cgcompile.tools.bench.report import Error, Machine, Memory, Peer, Report, Timing, ratio
+from cgcompile_cli.commands import bench as command
+from cgcompile_cli.main import app
+from tests.helpers import cuda_bundles
+from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.places import ROOT
+from tests.helpers.raising import raises
+from tests.helpers.support import write_bundle
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def peer(name: str, scale: float, why: str = "") -> Peer:
+    """Three starts whose phases are 1 to 5 times `scale` in tenths of a second, the second start twice as slow."""
+    start = tuple([scale * (index + 1) / 10 for index in range(len(PHASES))])
+    return Peer(
+        name=name,
+        starts=(start, tuple([2 * seconds for seconds in start]), start),
+        timings=tuple([Timing(what="call", key=(size,), seconds=(scale * 1e-5, scale * 4e-5, scale * 2e-5)) for size in (1, 8)]),
+        memory=Memory(resident=int(scale * 2**20), own=2**19, device=-1),
+        errors=tuple([Error(key=(size,), error=1e-6, allowed=1e-4, exact=False) for size in (1, 8)]),
+        why=why,
+    )
+
+
+REPORT = Report(
+    path="tiny.cgb", name="tiny", target="cpu",
+    machine=Machine(
+        processor="a processor", cores=2, gpu="", driver=0, versions=(("torch", "2.13.0"),), load=0.1, date="2026-11-21T10:00:00Z"
+    ),
+    keys=((1,), (8,)), names=("batch=1", "batch=8"), recorded=2, rounds=3,
+    peers=(
+        peer("bundle", 1.0), peer("eager", 4.0),
+        Peer(name="ort", starts=(), timings=(), memory=None, errors=(), why="skipped: ONNX Runtime is not installed"),
+    ),
+    notes=(("PyTorch", "peers run the module of m.py"),), interrupted=False,
+)  # fmt: skip
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_is_the_sum_of_its_phases_and_the_last_is_not_part_of_the_first_output() -> None:
+    eager = REPORT.peers[1]
+    assert eager.firsts() == pytest.approx([4.0, 8.0, 4.0]) and eager.readies() == pytest.approx([6.0, 12.0, 6.0])
+    assert eager.phase(PHASES.index("load")) == pytest.approx(1.2)
+
+
+def test_ratios_are_those_of_medians_and_none_without_one() -> None:
+    assert ratio([4.0, 100.0, 5.0], [1.0, 2.0, 50.0]) == 2.5
+    assert ratio([], [1.0]) is None and ratio([1.0], []) is None and ratio([1.0], [0.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "allowed", "exact", "wrong"),
+    [
+        (0.0, 0.0, True, False), (1e-5, 1e-4, False, False), (1e-4, 1e-4, False, False), (2e-4, 1e-4, False, True),
+        (0.0, 0.0, False, True), (float("inf"), 1e-4, False, True), (float("nan"), 1e-4, False, True),
+    ],
+)  # fmt: skip
+def test_outputs_are_wrong_beyond_the_bound_and_where_bits_were_promised(
+    error: float, allowed: float, exact: bool, wrong: bool
+) -> None:
+    assert Error(key=(1,), error=error, allowed=allowed, exact=exact).wrong is wrong
+
+
+def test_a_wrong_output_is_told_with_peer_int_key_and_error() -> None:
+    bad = replace(REPORT.peers[1], errors=(Error(key=(8,), error=0.5, allowed=1e-4, exact=False),))
+    assert replace(REPORT, peers=(REPORT.bundle, bad)).wrong() == ["eager: outputs at batch=8 differ by 5.0e-01, allowed 1.0e-04"]
+    assert REPORT.wrong() == []
+
+
+def test_json_holds_phases_ratios_and_no_infinity() -> None:
+    lost = replace(REPORT.peers[1], errors=(Error(key=(8,), error=float("inf"), allowed=1e-4, exact=False),))
+    found = json.loads(json.dumps(replace(REPORT, peers=(REPORT.bundle, lost)).plain(), allow_nan=False))
+    eager = found["peers"][1]
+    assert list(eager["starts"][0]) == list(PHASES) and eager["ratio"] == pytest.approx(4.0)
+    assert eager["timings"][1]["ratio"] == pytest.approx(4.0) and eager["errors"][0]["error"] == "inf"
+    assert found["wrong"] == ["eager: outputs at batch=8 differ by inf, allowed 1.0e-04"]
+
+
+@given(st.lists(st.integers(1, 9999), min_size=1, max_size=40, unique=True), st.integers(2, 6))
+def test_some_int_keys_are_the_smallest_the_largest_and_others_in_order(sizes: list[int], limit: int) -> None:
+    keys = [(size,) for size in sizes]
+    found = some(keys, limit)
+    assert len(found) == min(limit, len(keys)) == len(set(found))
+    assert [key for key in keys if key in found] == found and {keys[0], keys[-1]} <= set(found)
+
+
+def test_laps_count_what_is_not_skipped() -> None:
+    laps = Laps(started=time.clock_gettime(time.CLOCK_MONOTONIC) - 5.0)
+    laps.mark("start")
+    laps.skip()
+    laps.mark("load")
+    laps.mark("load")
+    assert list(laps.seconds) == ["start", "load"]
+    assert 5.0 <= laps.seconds["start"] < 6.0 and laps.seconds["load"] < 1.0
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+def test_peers_are_chosen_by_name_and_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    assert peers.choose((), "cuda") == (("eager", "compile", "compile-warm", "manual", "ort"), {})
+    assert peers.choose((), "cpu") == (("eager", "compile", "compile-warm", "ort"), {})
+    assert peers.choose(("manual", "eager"), "cpu")[0] == ("eager",)
+    assert "for the CPU" in peers.choose(("manual", "eager"), "cpu")[1]["manual"]
+
+
+def test_a_missing_package_skips_its_peers_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name in ("torch", "onnxscript") else object())
+    live, why = peers.choose((), "cpu")
+    assert live == () and why["eager"] == "skipped: torch is not installed"
+    assert why["ort"] == "skipped: exporting for ONNX Runtime needs onnxscript"
+
+
+def test_an_unknown_peer_is_refused_with_the_list() -> None:
+    with raises("peer-unknown", match="no peer 'jax': there are eager, compile, compile-warm, manual, ort"):
+        peers.choose(("eager", "jax"), "cpu")
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process that runs the given code."""
+    monkeypatch.setenv("PYTHONPATH", os.fspath(tmp_path))
+
+    def start(code: str) -> Child:
+        (tmp_path / "measured.py").write_text("import os, sys, time\nfrom cgcompile.tools.bench.child import fail, say\n" + code)
+        return Child("measured", log=tmp_path / "log")
+
+    return start
+
+
+def test_answers_are_found_among_what_a_model_prints(child: Any) -> None:
+    with child("print('loading'); say({'laps': 1}); print('{}')\nfor line in sys.stdin: say({'seconds': line.strip()})") as process:
+        assert process.answer() == {"laps": 1}
+        assert [process.ask("call 0"), process.ask("call 1")] == [{"seconds": "call 0"}, {"seconds": "call 1"}]
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("sys.excepthook = fail\nraise ValueError('\\n out of luck\\nmore')", "ValueError: out of luck"),
+        ("sys.excepthook = fail\nraise SystemExit(3)", "ended with exit status 3"),
+        ("print('what', file=sys.stderr); sys.exit(4)", "ended with exit status 4: what"),
+        ("os.kill(os.getpid(), 9)", "killed by signal 9, as the system does when memory runs out"),
+        ("os.kill(os.getpid(), 11)", "killed by signal 11"),
+        ("", "ended with exit status 0"),
+    ],
+)
+def test_a_process_that_fails_says_why_in_one_line(child: Any, code: str, says: str) -> None:
+    with child(code) as process, raises("peer-failed") as raised:
+        process.answer()
+    assert str(raised.value) == says
+
+
+def test_a_process_that_dies_between_requests_says_why(child: Any) -> None:
+    with child("say({}); sys.stdin.readline(); sys.exit(5)") as process:
+        process.answer()
+        with raises("peer-failed", match="exit status 5"):
+            process.ask("call 0")
+
+
+def test_leaving_ends_a_process_and_what_it_started(child: Any, tmp_path: Path) -> None:
+    mark = tmp_path / "worker"
+    code = f"import subprocess\nworker = subprocess.Popen(['sleep', '600'])\nopen({str(mark)!r}, 'w').write(str(worker.pid))\n"
+    with child(code + "say({})\ntime.sleep(600)") as process:
+        process.answer()
+    state = Path(f"/proc/{mark.read_text()}/stat")
+    for _ in range(100):  # the system takes a moment; a dead one that nobody waits for stays as a zombie
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the worker lives on")
+
+
+def test_a_reason_is_the_kind_and_the_first_line() -> None:
+    assert reason(RuntimeError, RuntimeError("\n\n CUDA out of memory. \n hint")) == "RuntimeError: CUDA out of memory."
+    assert reason(MemoryError, MemoryError()) == "MemoryError"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The command over a report that is given; `call.given` is what the library was asked."""
+    bundle = write_bundle(tmp_path / "tiny.cgb")
+
+    def run(report: Report, *arguments: str) -> Result:
+        def measure(path: str, **options: Any) -> Report:
+            run.given = {"path": path, **options}  # type: ignore[attr-defined]
+            return report
+
+        monkeypatch.setattr(cgcompile.tools.bench, "measure", measure, raising=False)
+        return CliRunner().invoke(app, ["bench", str(bundle), *arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
+
+    return run
+
+
+def test_a_report_in_full_fits_80_columns(call: Any) -> None:
+    result = call(REPORT, "--quiet")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        "bundle    tiny, cpu, 3 rounds, medians; ratio = peer / bundle",
+        "int_keys  batch=1; batch=8",
+        "machine   a processor, 2 cores, load average 0.1",
+        "with      torch 2.13.0",
+        "date      2026-11-21T10:00:00Z",
+        "",
+        "cold start: process start to first output, then to all int_keys ready; seconds",
+        "        ratio  first    min-max  start  import   load   call  ready",
+        "bundle   1.00   1.00  1.00-2.00  0.100   0.200  0.300  0.400   1.50",
+        "eager    4.00   4.00  4.00-8.00  0.400   0.800   1.20   1.60   6.00",
+        "",
+        "call: time of one call, warm",
+        "int_key          ratio   median    min-max",
+        "batch=1  bundle   1.00  20.0 us  10.0-40.0",
+        "         eager    4.00  80.0 us   40.0-160",
+        "batch=8  bundle   1.00  20.0 us  10.0-40.0",
+        "         eager    4.00  80.0 us   40.0-160",
+        "",
+        "memory of the process, every int_key ready",
+        "        ratio  resident  of it unshared",
+        "bundle   1.00   1.0 MiB       512.0 KiB",
+        "eager    4.00   4.0 MiB       512.0 KiB",
+        "",
+        "ort      skipped: ONNX Runtime is not installed",
+        "outputs  right for all; largest error 1.0e-06 (bundle; allowed 1.0e-04)",
+        "PyTorch  peers run the module of m.py",
+    ]
+
+
+def gpu(scale: float, name: str) -> Peer:
+    made = peer(name, scale)
+    timings = [replace(each, what=what) for each in made.timings for what in ("device", "dispatch")]
+    return replace(made, timings=tuple(timings), memory=Memory(resident=2**20, own=2**19, device=int(scale * 2**20)))
+
+
+GPU = replace(
+    REPORT, target="cuda", machine=replace(REPORT.machine, gpu="NVIDIA H200", driver=13000),
+    peers=(gpu(1.0, "bundle"), gpu(3.0, "manual")),
+)  # fmt: skip
+
+
+def test_a_gpus_tables_say_its_time_the_cpus_and_its_memory(call: Any) -> None:
+    text = call(GPU, "--quiet").stdout
+    assert "machine   NVIDIA H200, CUDA driver 13.0; a processor, 2 cores" in text
+    assert text.index("call on the GPU") < text.index("dispatch: what a call keeps the CPU")
+    assert re.search(r"GPU, beside the context +resident", text) and re.search(r"manual +3.00 +3.0 MiB +1.0 MiB", text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_options_reach_the_library(call: Any) -> None:
+    call(REPORT, "--quiet", "--against", "eager,compile", "--size", "batch=4", "--size", "1", "--rounds", "2", "--model", "m.py")
+    assert {name: call.given[name] for name in ("against", "keys", "rounds", "model", "progress")} == {
+        "against": ["eager", "compile"], "keys": [(4,), (1,)], "rounds": 2, "model": "m.py", "progress": None,
+    }  # fmt: skip
+
+
+def test_wrong_outputs_fail_and_the_tables_stand(call: Any) -> None:
+    bad = replace(REPORT.peers[1], errors=(Error(key=(8,), error=0.5, allowed=1e-4, exact=False),))
+    result = call(replace(REPORT, peers=(REPORT.bundle, bad)), "--quiet")
+    assert result.exit_code == 1 and "eager    4.00" in result.stdout and "outputs  WRONG in 1 comparison of 3" in result.stdout
+    assert result.stderr == "error: wrong outputs: eager: outputs at batch=8 differ by 5.0e-01, allowed 1.0e-04\n"
+
+
+def test_an_interrupt_leaves_what_was_measured(call: Any) -> None:
+    unfinished = tuple([replace(each, timings=(), memory=None) for each in REPORT.peers])
+    result = call(replace(REPORT, peers=unfinished, interrupted=True), "--quiet")
+    assert result.exit_code == 130 and "eager    4.00" in result.stdout and "call: time" not in result.stdout
+    assert result.stderr == "error: interrupted: what was measured by then is above\n"
+    nothing = tuple([replace(each, starts=()) for each in unfinished])
+    result = call(replace(REPORT, peers=nothing, interrupted=True), "--quiet")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_json_goes_to_stdout_alone_or_to_a_file_beside_the_tables(call: Any, tmp_path: Path) -> None:
+    assert json.loads(call(REPORT, "--quiet", "--json", "-").stdout)["name"] == "tiny"
+    file = tmp_path / "bench.json"
+    assert call(REPORT, "--quiet", "--json", str(file)).stdout.startswith("bundle ")
+    assert json.loads(file.read_text())["peers"][1]["name"] == "eager"
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_found_before_measuring(call: Any, tmp_path: Path, option: str) -> None:
+    result = call(REPORT, option, str(tmp_path / "nowhere" / "file"))
+    assert result.exit_code == 2 and "cannot be written" in result.stderr and not hasattr(call, "given")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "like", "text"),
+    [
+        (31.24e-6, None, "31.2 us"),
+        (1.5e-6, None, "1.50 us"),
+        (0.25, None, "250 ms"),
+        (2.0, None, "2.00 s"),
+        (1e-5, 2e-3, "0.01 ms"),
+    ],
+)
+def test_times_have_three_digits_and_a_unit(seconds: float, like: float | None, text: str) -> None:
+    assert command.precise(seconds, like) == text
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_is_xml_whose_bars_are_as_long_as_their_medians() -> None:
+    root = ElementTree.fromstring(svg(REPORT))
+    bars = [float(each.get("width", "")) for each in root.iter(f"{SVG}rect") if each.get("class") == "load"]
+    legend, ours, theirs = bars
+    assert theirs / ours == pytest.approx(4.0, rel=0.02) and legend == 10
+    right = [float(each.get("x", "")) + float(each.get("width", "")) for each in root.iter(f"{SVG}rect")]
+    assert max(right) <= float(root.get("width", ""))
+    assert {"bundle", "eager", "time of a call, batch=8: microseconds"} <= {each.text for each in root.iter(f"{SVG}text")}
+
+
+def test_the_picture_loads_nothing_and_no_name_can_drive_it() -> None:
+    hostile = "x</svg><script>alert(1)</script>&\x1b[2J"
+    text = svg(replace(REPORT, name=hostile, names=(hostile, "batch=8")))
+    root = ElementTree.fromstring(text)
+    assert not list(root.iter(f"{SVG}script")) and "\x1b" not in text
+    assert set(re.findall(r"https?://\S+?(?=[\"' ])", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_the_picture_of_a_gpus_report_has_all_panels() -> None:
+    titles = {each.text for each in ElementTree.fromstring(svg(GPU)).iter(f"{SVG}text") if each.get("class") == "title"}
+    assert {"GPU time of a call, batch=1: microseconds", "CPU time of a call, batch=8: microseconds"} <= titles
+    assert "memory on the GPU beside the context: MiB" in titles
+
+
+# --- apart ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_benchmark_is_imported_by_a_build_or_by_serving() -> None:
+    root = ROOT
+    files = [path for folder in ("cgcompile", "bundles") for path in (root / folder).rglob("*.py") if "bench" not in path.parts]
+    imports = re.compile(r"^\s*(from|import) .*\bbench\b", re.MULTILINE)
+    assert imports.search("    from .bench import measure") and len(files) > 100
+    assert not [path for path in files if imports.search(path.read_text())]
+
+
+def test_what_runs_before_the_clocks_first_mark_imports_nothing() -> None:
+    """A child's own imports are in the time of every peer: only what the interpreter has loaded already is allowed."""
+    code = "import sys; before = set(sys.modules); import cgcompile.tools.bench.child; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", f"import runpy, typing\n{code}"], capture_output=True, text=True, check=True)
+    extra = {name for name in done.stdout.split() if not name.startswith("cgcompile")}
+    assert not extra & {"json", "dataclasses", "inspect", "subprocess", "statistics", "torch", "cgbundle"}, extra
+
+
+# --- the bundle's own process on a GPU --------------------------------------------------------------------------------
+
+
+class TimedDriver(FakeDriver):
+    """The fake driver with what measuring needs: an event is 2 ms after the one before, and memory in use is not free."""
+
+    def do_cuMemGetInfo(self) -> tuple[int, int, int]:
+        used = sum(len(thing) for thing in self.live.values() if isinstance(thing, ctypes.Array))
+        return 0, 2**30 - used, 2**30
+
+    def do_cuEventElapsedTime(self, start: int, end: int) -> float:
+        return 2.0
+
+
+def gpu_bundle(folder: Path) -> Manifest:
+    """A whole bundle of the fake driver's kernels: y[batch, FLOATS] of x[batch, FLOATS]."""
+    bare = cuda_bundles.write(folder, b"an image")
+    exam: dict[str, safetensors.Tensor] = {}
+    for size in cuda_bundles.KEYS:
+        given = cuda_bundles.inputs(size)
+        for kind, values in (("input", given), ("output", cuda_bundles.expected(given))):
+            exam[archive.exam_entry((size,), kind, 0)] = ("float32", (size, cuda_bundles.FLOATS), values.tobytes)
+    with open(folder / archive.EXAM, "wb") as file:
+        safetensors.write(file, exam)
+    (folder / archive.PROGRAM).write_bytes(b"PK, but not really")
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", cuda_bundles.FLOATS), order=(0, 1))
+    proofs = tuple([Proof(key=(size,), method="replay", error=0.0, tolerance=1e-4) for size in cuda_bundles.KEYS])
+    manifest = replace(
+        bare, inputs=(spec,), outputs=(replace(spec, name="y"),), call={"call": [["x", {"tensor": 0}]]}, result={"tensor": 0},
+        dimensions=(Dimension(name="batch", sizes=cuda_bundles.KEYS, pad="no", chunk=False, reason="a test"),),
+        exam=replace(bare.exam, compare="bits", proofs=proofs), files=archive.describe_files(str(folder)),
+    )  # fmt: skip
+    (folder / archive.MANIFEST).write_bytes(codec.encode(manifest))
+    return manifest
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_the_bundles_process_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool) -> None:
+    """Cold starts go from host to host; timed calls take tensors on the GPU and launch, without a copy to the host."""
+    fake = TimedDriver()
+    install(monkeypatch, fake)
+    folder = tmp_path / "tiny.cgb"
+    manifest = gpu_bundle(folder)
+    job = {"bundle": str(folder), "target": "cuda", "keys": [[size] for size in cuda_bundles.KEYS], "state": False}
+    served = Bundle(job, Laps(started=0.0), stays)
+    served.call(0)
+    served.settle(1)
+    assert [served.differs(key)["exact"] for key in (0, 1)] == [True, True]
+    about = served.about()
+    assert (about["gpu"], about["driver"]) == ("Fake GPU", 13000)
+    assert ("device" in about) is stays
+    if stays:
+        assert about["device"] >= dict(manifest.memories)["weights"]
+        run = served.prepare(1)
+        before = len(fake.calls)
+        result = run()
+        made = fake.calls[before:]
+        assert "cuGraphLaunch" in made and not [name for name in made if "DtoH" in name]
+        assert result.tensor.device == 0 and result.shape == (cuda_bundles.KEYS[1], cuda_bundles.FLOATS)
+        assert served.elapsed(run, 4) == 0.002
+        assert time_device(served, run) > 0 and time_dispatch(served, run) > 0

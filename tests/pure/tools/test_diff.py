@@ -1,0 +1,690 @@
+"""`cgcompile diff`: every kind of difference, told alone; and what is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from cgbundle.format import archive, codec, safetensors
+from cgbundle.format.schema import FORMAT_VERSION, Alias, Exam, File, Finding, Manifest, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemsetNode, Recording, Relocation
+from cgcompile.tools.diff import UNCOUNTED, Bundle, Difference, compare, contents, graphs, manifests, open_bundle
+from cgcompile_cli import main
+from tests.helpers import cuda_bundles, support
+from tests.helpers.places import GOLDEN, ROOT
+
+GOLDENS = sorted((GOLDEN).glob("v*/*.cgb"))
+MLP = next(path for path in GOLDENS if path.parts[-2:] == ("v1", "mlp.cgb"))
+"""Four captured kernels for batch 1 and 4, on a GPU."""
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(main.app, ["diff", *map(str, arguments)], prog_name="cgcompile", env={"COLUMNS": "80"})
+
+
+def found(a: Path, b: Path) -> tuple[Difference, ...]:
+    return compare(open_bundle(str(a)), open_bundle(str(b)))
+
+
+def lines(rows: tuple[Difference, ...]) -> list[str]:
+    """The differences as one compares them: part, name, field, what."""
+    return [f"{row.part}: {row.name}: {row.field} {row.note or f'{row.a} -> {row.b}'}".replace("  ", " ") for row in rows]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """For the CPU, written by hand."""
+    return support.write_bundle(tmp_path / "tiny.cgb")
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Callable[[support.Change], Path]:
+    """Writes the bundle `tiny` with another manifest."""
+    return lambda change: support.write_bundle(tmp_path / "changed.cgb", change)
+
+
+def reseal(folder: Path, change: support.Change = lambda manifest: manifest) -> None:
+    """The manifest of a bundle whose files were changed."""
+    manifest = archive.read_manifest(str(folder))
+    support.seal(folder, change(replace(manifest, files=archive.describe_files(str(folder)))))
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Path:
+    """A copy of the golden `mlp`."""
+    return Path(shutil.copytree(MLP, tmp_path / "mlp.cgb"))
+
+
+def record(folder: Path, change: Callable[[Recording], Recording], key: int = 4) -> None:
+    """Changes the recording of one int_key of a copy of `mlp`."""
+    file = folder / "graphs" / f"model-{key}.bin"
+    file.write_bytes(tables.encode(change(tables.decode(file.read_bytes()))))
+    reseal(folder)
+
+
+def relaunch(number: int, **changes: Any) -> Callable[[Recording], Recording]:
+    """Changes one node of a recording."""
+
+    def change(recording: Recording) -> Recording:
+        nodes = list(recording.nodes)
+        nodes[number] = replace(nodes[number], **changes)
+        return replace(recording, nodes=tuple(nodes))
+
+    return change
+
+
+# --- no difference ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_bundle_does_not_differ_from_its_copy(golden: Path, tmp_path: Path) -> None:
+    result = call(golden, shutil.copytree(golden, tmp_path / "copy.cgb"))
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "no difference\n", "")
+    assert json.loads(call(golden, golden, "--json").stdout)["different"] is False
+
+
+def test_where_and_when_a_bundle_was_built_is_no_difference(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
+    elsewhere = {name: "2031-01-01" for name in UNCOUNTED}
+    other = changed(lambda manifest: replace(manifest, provenance=replace(manifest.provenance, **elsewhere)))
+    assert (tiny / archive.MANIFEST).read_bytes() != (other / archive.MANIFEST).read_bytes()
+    assert found(tiny, other) == ()
+
+
+def test_bytes_that_no_kernel_reads_are_no_difference(gpu: Path) -> None:
+    record(gpu, lambda recording: relaunch(0, undefined=((8, 4),), block=_byte(recording, 0, 8, 0))(recording))
+    other = Path(shutil.copytree(gpu, gpu.parent / "other.cgb"))
+    record(other, lambda recording: relaunch(0, undefined=(), block=_byte(recording, 0, 9, 77), relocations=())(recording))
+    assert [row.note for row in found(gpu, other)] != [], "the relocations are gone"
+    record(gpu, lambda recording: relaunch(0, relocations=())(recording))
+    assert found(gpu, other) == ()
+    record(other, lambda recording: relaunch(0, block=_byte(recording, 0, 12, 77))(recording))
+    assert len(found(gpu, other)) == 1, "the byte behind them is read"
+
+
+def _byte(recording: Recording, number: int, at: int, value: int) -> bytes:
+    block = bytearray(recording.nodes[number].block)  # type: ignore[union-attr]
+    block[at] = value
+    return bytes(block)
+
+
+# --- manifests --------------------------------------------------------------------------------------------------
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in JSON that holds no others, and of every list."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(item, dict | list):
+            if isinstance(item, list):
+                yield (*path, key)
+            yield from _leaves(item, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, list):
+        return value[:-1]
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else f"{value}x"
+
+
+def _uncounted(path: tuple[Any, ...]) -> bool:
+    """What of a manifest is compared in the files themselves, or does not count, or follows from its dimensions (the int_keys)."""
+    names = [each for each in path if isinstance(each, str)]
+    return (
+        names[0] in ("sha256", "files", "module_state")
+        or names[-1] in UNCOUNTED
+        or names[-2:] == ["steps", "file"]
+        or path == ("programs",)
+        or "key" in names
+    )
+
+
+@pytest.mark.parametrize("golden", [*GOLDENS, None], ids=lambda path: f"{path.parent.name}/{path.stem}" if path else "newest")
+def test_everything_else_in_a_manifest_counts(golden: Path | None) -> None:
+    manifest = archive.read_manifest(str(golden)) if golden else full()
+    plain = json.loads(codec.encode(manifest))
+    paths = [path for path in _leaves(plain) if not _uncounted(path)]
+    tried = 0
+    for path in paths:
+        changed = json.loads(json.dumps(plain))
+        *outer, last = path
+        inner = changed
+        for key in outer:
+            inner = inner[key]
+        if isinstance(inner[last], list) and not inner[last]:
+            continue
+        inner[last] = _other(inner[last])
+        try:
+            other = decoded(changed)
+            told = list(manifests.compare(manifest, other))
+        except (codec.ManifestInvalid, IndexError, KeyError, ValueError):
+            continue  # such a manifest is refused when it is opened
+        assert told, path
+        tried += 1
+    assert tried > 0.8 * len(paths) > 100
+
+
+def decoded(plain: dict[str, Any]) -> Manifest:
+    """A manifest from JSON with any seal."""
+    plain = {name: value for name, value in plain.items() if name != codec.SEAL}
+    manifest: Manifest = codec._record(codec.schema.Manifest, plain["format"])(plain, "")
+    return manifest
+
+
+def full() -> Manifest:
+    """A manifest of the newest format with something in every field."""
+    made = support.manifest()
+    state = Weight(name="cache", tensor="cache", dtype="int64", shape=(2,), strides=(1,), memory="state", offset=256)
+    return replace(
+        made,
+        weights=(*made.weights, state),
+        random=3,
+        written=(0,),
+        aliases=(Alias(output=0, memory="state", index=3),),
+        memories=(*made.memories, ("state", 512)),
+        findings=(finding("item"),),
+        waivers=("other-rule",),
+    )
+
+
+def finding(rule: str, **changes: str) -> Finding:
+    texts = {name: name for name in ("severity", "message", "node", "where", "source", "effect", "fix")}
+    return Finding(rule=rule, **(texts | changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda m: replace(m, name="other"), ["bundle: name: tiny -> other"]),
+        (
+            lambda m: replace(m, target=replace(m.target, torch="2.13", features=("sse2", "avx"))),
+            ["target: torch: 2.11 -> 2.13", "target: features: only in A: sse; only in B: avx"],
+        ),
+        (
+            lambda m: replace(m, inputs=(replace(m.inputs[0], dtype="float16"),)),
+            ["signature: input x: dtype float32 -> float16"],
+        ),
+        (lambda m: replace(m, written=(0,)), ["signature: input x: updated no -> yes"]),
+        (
+            lambda m: replace(m, aliases=(Alias(output=0, memory="inputs", index=0),)),
+            ["signature: output y: shares none -> input x"],
+        ),
+        (
+            lambda m: replace(m, aliases=(Alias(output=0, memory="weights", index=1),)),
+            ["signature: output y: shares none -> weights first.bias"],
+        ),
+        (lambda m: replace(m, random=1), ["signature: random numbers: none -> first.bias"]),
+        (
+            lambda m: replace(m, result={"tuple": [{"tensor": 0}]}),
+            ['signature: nesting of the outputs: {"tensor":0} -> {"tuple":[{"tensor":0}]}'],
+        ),
+        (
+            lambda m: replace(m, dimensions=(replace(m.dimensions[0], sizes=(1, 8), chunk=False),)),
+            ["sizes: batch: sizes [1, 4] -> [1, 8]", "sizes: batch: chunk yes -> no"],
+        ),
+        (
+            lambda m: replace(m, memories=(("weights", 64), ("state", 8))),
+            ["memory: weights: 32 -> 64 bytes (+32)", "memory: state: none -> 8"],
+        ),
+        (
+            lambda m: replace(m, programs=(m.programs[0], replace(m.programs[1], arena=512))),
+            ["memory: batch=4: arena 0 -> 512 bytes (+512)"],
+        ),
+        (
+            lambda m: replace(m, weights=(m.weights[0], replace(m.weights[1], memory="state", offset=512), m.weights[2])),
+            [
+                "memory: places of weights: 1 of 3 lie elsewhere, first first.bias: 0 -> 512",
+                "weights: first.bias: memory weights -> state",
+            ],
+        ),
+        (
+            lambda m: replace(m, weights=(*m.weights[:2], replace(m.weights[2], name="tied"))),
+            ["weights: tied.bias: float32 [2], tensor first.bias -> None", "weights: tied: None -> float32 [2], tensor first.bias"],
+        ),
+        (
+            lambda m: replace(m, weights=(replace(m.weights[0], dtype="float16", shape=(3, 2), strides=(1, 3)), *m.weights[1:])),
+            [
+                "weights: first.weight: dtype float32 -> float16", "weights: first.weight: shape [2, 3] -> [3, 2]",
+                "weights: first.weight: layout row-major -> [1, 3]",
+            ],
+        ),
+        (
+            lambda m: replace(m, regions=(replace(m.regions[0], reason="why not", constants=(("c0", 2),)),)),
+            [
+                "regions: model: reason the cpu target has no graphs -> why not",
+                "regions: model: constant c0 first.weight -> tied.bias",
+                "regions: model: constant c1 first.bias -> none",
+            ],
+        ),
+        (
+            lambda m: replace(m, programs=(replace(m.programs[0], steps=()), m.programs[1])),
+            ["steps: batch=1: [host model] -> []"],
+        ),
+        (
+            lambda m: replace(m, programs=(strided(m), m.programs[1])),
+            ["steps: batch=1: input x v0 float32 [1, 3] strides [3, 1] at host+0 -> v0 float32 [1, 3] strides [4, 1] at host+0; "
+             "1 more of 4 values differ"],
+        ),
+        (
+            lambda m: replace(m, findings=(finding("item", source="", effect="", fix=""),)),
+            ["findings: item: None -> severity severity, message message, node node, where where"],
+        ),
+        (lambda m: replace(m, waivers=("cpu-sync",)), ["findings: waivers: only in B: cpu-sync"]),
+        (
+            lambda m: replace(
+                m, exam=Exam(compare="bits", calls=1, proofs=(replace(m.exam.proofs[0], error=0.0), m.exam.proofs[1]))
+            ),
+            ["exam: compare: tolerance -> bits", "exam: proof batch=1: error 1e-07 -> 0.0"],
+        ),
+        (
+            lambda m: replace(m, provenance=replace(m.provenance, versions=(("torch", "2.11.0"),), options=(("target", "cuda"),))),
+            ["versions: cgcompile: 0.1.0 -> none", "versions: torch: 2.13.0 -> 2.11.0", "options: target: cpu -> cuda"],
+        ),
+        (lambda m: replace(m, files=(*m.files, File(path="notes", bytes=3, sha256="0" * 64))), ["files: notes: None -> 3 bytes"]),
+    ],
+)  # fmt: skip
+def test_what_a_manifest_says(change: support.Change, expected: list[str], tiny: Path) -> None:
+    a = open_bundle(str(tiny))
+    manifest = change(a.manifest)
+    b = Bundle(path=a.path, manifest=manifest, files={file.path: file for file in manifest.files})
+    assert lines(compare(a, b)) == expected
+    assert {row.part for row in compare(b, a)} == {row.part for row in compare(a, b)}
+
+
+def strided(manifest: Manifest) -> Any:
+    program = manifest.programs[0]
+    return replace(program, values=(replace(program.values[0], strides=(4, 1)), program.values[1]))
+
+
+def test_findings_of_one_rule_are_told_apart() -> None:
+    a = replace(support.manifest(), findings=(finding("item", where="m.py:3"), finding("item", where="m.py:5")))
+    b = replace(a, findings=(a.findings[0], finding("item", where="m.py:6")))
+    assert lines(tuple(manifests.compare(a, b))) == ["findings: item (2): where m.py:5 -> m.py:6"]
+
+
+def test_another_order_is_told() -> None:
+    a = support.manifest()
+    a = replace(a, regions=(replace(a.regions[0], constants=()),))
+    b = replace(a, weights=(a.weights[1], a.weights[0], a.weights[2]))
+    assert lines(tuple(manifests.compare(a, b))) == ["weights: order: of those in both, number 0 is first.weight -> first.bias"]
+
+
+# --- tensors and files ------------------------------------------------------------------------------------------
+
+
+def weigh(folder: Path, tensors: dict[str, safetensors.Tensor]) -> None:
+    with open(folder / archive.WEIGHTS, "wb") as file:
+        safetensors.write(file, tensors)
+    reseal(folder)
+
+
+def test_elements_of_weights_are_counted(tiny: Path, tmp_path: Path) -> None:
+    other = support.write_bundle(tmp_path / "other.cgb")
+    values = {
+        "first.weight": ("float32", (2, 3), support.floats(range(6))),
+        "first.bias": ("float32", (2,), support.floats(range(1, 3))),
+    }
+    weigh(other, values)
+    rows = found(tiny, other)
+    assert lines(rows) == ["weights: first.bias: 2 of 2 elements differ (float32)"], "the tied name is not told again"
+    assert rows[0].facts == {"elements": 2, "differ": 2} and rows[0].change == "changed"
+    data = bytearray((tiny / archive.WEIGHTS).read_bytes())
+    data[-1] ^= 1
+    (other / archive.WEIGHTS).write_bytes(data)
+    reseal(other)
+    assert lines(found(tiny, other)) == ["weights: first.weight: 1 of 6 elements differ (float32)"]
+
+
+def test_a_weights_file_with_the_same_tensors_in_other_bytes_is_told(tiny: Path, tmp_path: Path) -> None:
+    other = support.write_bundle(tmp_path / "other.cgb")
+    data = (other / archive.WEIGHTS).read_bytes()
+    spaced = data.replace(b',"first.weight"', b', "first.weight"', 1).replace(b"}} ", b"}}", 1)
+    assert len(spaced) == len(data) and spaced != data
+    (other / archive.WEIGHTS).write_bytes(spaced)
+    reseal(other)
+    assert lines(found(tiny, other)) == ["files: weights.safetensors: other contents, 288 bytes"]
+
+
+def test_the_exam_is_compared_tensor_by_tensor(tiny: Path, tmp_path: Path) -> None:
+    other = support.write_bundle(tmp_path / "other.cgb")
+    tensors = support.exam_tensors()
+    tensors["4/output/0"] = ("float32", (4, 2), support.floats(range(1, 9)))
+    with open(other / archive.EXAM, "wb") as file:
+        safetensors.write(file, tensors)
+    reseal(other)
+    assert lines(found(tiny, other)) == ["exam: 4/output/0: 8 of 8 elements differ (float32)"]
+
+
+@pytest.mark.parametrize("name", [archive.PROGRAM, support.HOST_FILE])
+def test_other_files_by_their_contents(name: str, tiny: Path, tmp_path: Path) -> None:
+    other = support.write_bundle(tmp_path / "other.cgb")
+    size = (tiny / name).stat().st_size
+    (other / name).write_bytes(bytes(size))
+    reseal(other)
+    assert lines(found(tiny, other)) == [f"files: {name}: other contents, {size} bytes"]
+    (other / name).write_bytes(bytes(size + 1))
+    reseal(other)
+    assert lines(found(tiny, other)) == [f"files: {name}: {size} bytes -> {size + 1} bytes"]
+
+
+@given(
+    st.sampled_from((1, 2, 4, 8, 16)),
+    st.integers(0, 20_000),
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), max_size=8),
+)
+def test_differing_elements_are_counted_by_the_definition(width: int, number: int, flips: list[tuple[int, int]]) -> None:
+    a = bytes(range(256)) * (number * width // 256 + 1)
+    a = a[: number * width]
+    b = bytearray(a)
+    for at, mask in flips if number else []:
+        b[at % len(b)] ^= mask
+    expected = sum(a[at : at + width] != b[at : at + width] for at in range(0, len(a), width))
+    assert contents.differing(memoryview(a), memoryview(b), width) == expected
+
+
+def test_all_elements_of_many_blocks() -> None:
+    a, b = bytes(5 * contents.BLOCK + 12), b"\1\0\0\0" * (5 * contents.BLOCK // 4 + 3)
+    assert contents.differing(memoryview(a), memoryview(b), 4) == len(a) // 4
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_from_another_image(gpu: Path) -> None:
+    image = sorted((gpu / "kernels").iterdir())[0]
+    data = image.read_bytes() + bytes(8)
+    name = sha256(data).hexdigest()
+    (gpu / "kernels" / name).write_bytes(data)
+    symbols = set()
+    for key in (1, 4):
+
+        def change(recording: Recording) -> Recording:
+            symbols.update(each.symbol for each in recording.functions if each.image == image.name)
+            return replace(
+                recording,
+                functions=tuple([replace(each, image=name) if each.image == image.name else each for each in recording.functions]),
+            )
+
+        record(gpu, change, key)
+    image.unlink()
+    reseal(gpu)
+    (symbol,) = symbols
+    rows = found(MLP, gpu)
+    assert [row.part for row in rows] == ["kernels", "nodes"]
+    assert (rows[0].name, rows[0].field) == (symbol, "image")
+    assert rows[0].a == f"{image.name[:12]} (1 launch)" and rows[0].b == f"{name[:12]} (1 launch)"
+    assert rows[0].facts == {"launches_a": 1, "launches_b": 1}
+    assert f"1 in the kernel's image alone; node {rows[1].facts['first']} (kernel {symbol}): image" in rows[1].note
+
+
+def test_kernels_added_removed_and_launched_more_often() -> None:
+    count = graphs.Counter
+    a = {"gone": count({"aa": 2}), "often": count({"bb": 1}), "same": count({"cc": 5})}
+    b = {"new": count({"dd": 1, "ee": 2, "ff": 1, "gg": 1}), "often": count({"bb": 3}), "same": count({"cc": 5})}
+    assert lines(tuple(graphs.kernels(a, b))) == [
+        "kernels: new: None -> ee (2 launches), dd (1 launch), ff (1 launch), 1 more images",
+        "kernels: often: bb (1 launch) -> bb (3 launches)",
+        "kernels: gone: aa (2 launches) -> None",
+    ]
+
+
+def test_two_images_of_one_symbol_that_change_places() -> None:
+    def made(*images: str) -> Recording:
+        node = cuda_bundles.launch(0, bytes(8), ())
+        functions = [Function(image=image, symbol="add", params=((0, 8),), attributes=()) for image in images]
+        return Recording(key=(1,), functions=tuple(functions), nodes=(node, replace(node, function=1)), edges=())
+
+    one, two = "1" * 64, "2" * 64
+    (row,) = graphs.recordings("g", made(one, two), made(two, one))
+    assert row.note == f"2 of 2 nodes differ, 2 in the kernel's image alone; node 0 (kernel add): image {one[:12]} -> {two[:12]}"
+
+
+BEFORE = cuda_bundles.recording("0" * 64, 4)
+"""combine, add, memcpy, memset, empty."""
+
+
+def node(number: int, **changes: Any) -> Recording:
+    return relaunch(number, **changes)(BEFORE)
+
+
+def _moved(number: int, at: int) -> tuple[Relocation, ...]:
+    places = BEFORE.nodes[number].relocations  # type: ignore[union-attr]
+    return tuple([replace(each, target=Address(memory=3, offset=64)) if each.at == at else each for each in places])
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (node(1, grid=(8, 1, 1)), "1 of 5 nodes differ; node 1 (kernel add): grid 4x1x1 -> 8x1x1"),
+        (
+            node(1, threads=(64, 1, 1), shared=1024),
+            "1 of 5 nodes differ; node 1 (kernel add): block 32x1x1 -> 64x1x1; shared memory 0 -> 1024",
+        ),
+        (
+            node(1, attributes=((4, (2, 1, 1)),)),
+            "1 of 5 nodes differ; node 1 (kernel add): launch attributes none -> 4=2x1x1",
+        ),
+        (
+            node(1, block=_byte(BEFORE, 1, 24, 65), relocations=_moved(1, 8)),
+            "1 of 5 nodes differ; node 1 (kernel add): parameter 1 arena+0 -> arena+64; parameter 3 64 -> 65",
+        ),
+        (
+            node(0, block=_byte(BEFORE, 0, 19, 0x41)),
+            "1 of 5 nodes differ; node 0 (kernel combine): parameter 1 at byte 11 64 -> 65",
+        ),
+        (
+            node(0, relocations=BEFORE.nodes[0].relocations[:-1]),  # type: ignore[union-attr]
+            "1 of 5 nodes differ; node 0 (kernel combine): parameter 2 arena+1024 -> 0",
+        ),
+        (node(1, function=1), "1 of 5 nodes differ; node 1 (kernel add): kernel add -> combine"),
+        (node(3, value=1), "1 of 5 nodes differ; node 3 (memset): value 1065353216 -> 1"),
+        (node(3, target=Address(memory=1, offset=8)), "1 of 5 nodes differ; node 3 (memset): target arena+0 -> state+8"),
+        (node(2, height=5), "1 of 5 nodes differ; node 2 (memcpy): height 4 -> 5"),
+        (
+            replace(BEFORE, functions=(replace(BEFORE.functions[0], attributes=((8, 4096),)), BEFORE.functions[1])),
+            "1 of 5 nodes differ; node 1 (kernel add): attributes of the kernel none -> 8=4096",
+        ),
+        (
+            replace(BEFORE, functions=(replace(BEFORE.functions[0], params=((0, 8),)), BEFORE.functions[1])),
+            "1 of 5 nodes differ; node 1 (kernel add): layout of the parameters 4 in 28 bytes -> 1 in 28 bytes",
+        ),
+        (replace(BEFORE, edges=BEFORE.edges[1:]), "edges only in A: 1, only in B: 0"),
+        (
+            replace(BEFORE, edges=(*BEFORE.edges[:-1], replace(BEFORE.edges[-1], type=1))),
+            "edges only in A: 1, only in B: 1",
+        ),
+    ],
+)  # fmt: skip
+def test_what_two_recordings_do(after: Recording, expected: str) -> None:
+    (row,) = graphs.recordings("g", BEFORE, after)
+    assert row.note == expected
+
+
+def test_nodes_by_kind_where_their_number_differs() -> None:
+    fewer = replace(BEFORE, nodes=BEFORE.nodes[:-1], edges=())
+    assert [row.note or f"{row.a} -> {row.b}" for row in graphs.recordings("g", BEFORE, fewer)] == [
+        "5 nodes: 2 kernel, 1 memcpy, 1 memset, 1 empty -> 4 nodes: 2 kernel, 1 memcpy, 1 memset",
+        "node 4 (empty) and what follows it: only in A",
+    ]
+    memset: MemsetNode = BEFORE.nodes[3]  # type: ignore[assignment]
+    more = replace(BEFORE, nodes=(BEFORE.nodes[0], memset, *BEFORE.nodes[1:]), edges=())
+    assert [row.note for row in graphs.recordings("g", BEFORE, more)][1] == (
+        "alike up to node 1; node 1 (kernel add): kind kernel add -> memset"
+    )
+
+
+def test_the_order_of_functions_and_edges_is_no_difference() -> None:
+    kernels = [replace(each, function=1 - each.function) if isinstance(each, KernelNode) else each for each in BEFORE.nodes]
+    other = replace(BEFORE, nodes=tuple(kernels), functions=BEFORE.functions[::-1], edges=BEFORE.edges[::-1])
+    assert list(graphs.recordings("g", BEFORE, other)) == []
+    assert isinstance(other.edges[0], Edge)
+
+
+def test_a_recording_of_a_bundle(gpu: Path) -> None:
+    record(gpu, relaunch(2, grid=(7, 1, 1)))
+    (row,) = found(MLP, gpu)
+    assert (row.part, row.name, row.facts["first"], row.facts["differ"]) == ("nodes", "batch=4, model", 2, 1)
+    assert "grid" in row.note and "-> 7x1x1" in row.note
+
+
+def test_contents_of_modules() -> None:
+    before = cuda_bundles.module_states("0" * 64)
+    after = (replace(before[0], contents=bytes(4)), replace(before[1], relocations=()))
+    assert lines(tuple(graphs.states(before, after))) == [
+        "module state: bias: contents 00002040 -> 00000000", "module state: table: addresses [0: weights+256] -> []",
+    ]  # fmt: skip
+    large = [(replace(before[0], contents=bytes(64)[:-1] + bytes([last])),) for last in (0, 1)]
+    assert [row.field for row in graphs.states(*large)] == ["contents"]
+    assert [row.change for row in graphs.states(before, before[1:])] == ["removed"]
+
+
+def test_module_states_of_a_bundle(gpu: Path) -> None:
+    image = sorted((gpu / "kernels").iterdir())[0].name
+    (gpu / "graphs" / "modules.bin").write_bytes(tables.encode_states(cuda_bundles.module_states(image)))
+    reseal(gpu, lambda manifest: replace(manifest, module_state="graphs/modules.bin"))
+    assert [(row.part, row.name, row.change) for row in found(MLP, gpu)] == [
+        ("module state", "bias", "added"),
+        ("module state", "table", "added"),
+    ]
+    other = Path(shutil.copytree(gpu, gpu.parent / "other.cgb"))
+    assert found(gpu, other) == ()
+    (other / "graphs" / "modules.bin").write_bytes(tables.encode_states(cuda_bundles.module_states(image)[:1]))
+    reseal(other)
+    assert lines(found(gpu, other)) == [
+        "module state: table: bytes 8, contents 0000000000000000, addresses [0: weights+256] -> None"
+    ]
+
+
+def test_another_number_of_sizes_says_so_and_compares_the_common_ones(gpu: Path) -> None:
+    def change(manifest: Manifest) -> Manifest:
+        proofs = manifest.exam.proofs[:1]
+        dimension = replace(manifest.dimensions[0], sizes=(1,))
+        files = tuple([file for file in manifest.files if file.path != "graphs/model-4.bin"])
+        exam = replace(manifest.exam, proofs=proofs)
+        return replace(manifest, dimensions=(dimension,), programs=manifest.programs[:1], exam=exam, files=files)
+
+    reseal(gpu, change)
+    rows = found(MLP, gpu)
+    assert {row.part for row in rows} == {"sizes", "kernels"}
+    assert lines(rows)[0] == "sizes: batch: sizes [1, 4] -> [1]"
+    assert all(row.change == "removed" for row in rows[1:])
+
+
+# --- the command ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_the_parts_in_order(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
+    other = changed(lambda m: replace(m, name="other", waivers=("rule",), weights=(*m.weights[:2],)))
+    result = call(tiny, other)
+    assert result.exit_code == 1 and result.stderr == ""
+    assert result.stdout.splitlines() == [
+        f"A  {tiny}: tiny, cpu {support.manifest().target.arch}, built 2026-11-21T10:00:00Z",
+        f"B  {other}: other, cpu {support.manifest().target.arch}, built 2026-11-21T10:00:00Z",
+        "",
+        "bundle    ~  name  tiny -> other",
+        "weights   -  tied.bias  float32 [2], tensor first.bias",
+        "findings  ~  waivers  only in B: rule",
+    ]
+
+
+def test_the_command_as_json(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
+    result = call(tiny, changed(lambda m: replace(m, memories=(("weights", 64),))), "--json")
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1 and told["different"] and told["a"]["path"] == str(tiny) and told["b"]["name"] == "tiny"
+    assert told["differences"] == [
+        {
+            "part": "memory", "name": "weights", "field": "", "change": "changed", "a": "32", "b": "64 bytes (+32)", "note": "",
+            "facts": {"a": 32, "b": 64},
+        }
+    ]  # fmt: skip
+
+
+def test_long_lists_are_cut_and_counted(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
+    other = changed(lambda m: replace(m, waivers=(), findings=tuple([finding(f"rule{n}", severity="note") for n in range(30)])))
+    shown = call(tiny, other).stdout
+    assert "and 18 more" in shown and "rule11" in shown and "rule12" not in shown
+    assert len(json.loads(call(tiny, other, "--json").stdout)["differences"]) == 30
+
+
+def test_hostile_names_cannot_drive_the_terminal(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
+    evil = "\x1b]0;owned\x07[red]\u202etxt\n"
+    other = changed(lambda m: replace(m, name=evil, weights=(replace(m.weights[0], name=evil), *m.weights[1:]), waivers=(evil,)))
+    for arguments in ((tiny, other), (other, tiny, "--json")):
+        shown = call(*arguments).output
+        assert all(letter == "\n" or letter.isprintable() for letter in shown)
+    assert r"\x1b]0;owned\x07[red]\u202etxt\n" in call(tiny, other).stdout
+
+
+def refused(result: Result, code: int) -> str:
+    assert result.exit_code == code and result.stdout == "", result.output
+    first, *rest = result.stderr.splitlines()
+    assert first.startswith("error: ") and len(rest) <= 1
+    return first
+
+
+def test_paths_that_are_no_bundles(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for arguments in ((tiny, tmp_path / "missing"), (tmp_path / "missing", tiny)):
+        assert f"{tmp_path / 'missing'}: no such bundle" in refused(call(*arguments), 2)
+    assert "a file, not a bundle" in refused(call(tiny, tmp_path / "file"), 2)
+    newer = support.write_bundle(tmp_path / "new.cgb", lambda manifest: replace(manifest, format=FORMAT_VERSION + 1))
+    assert f"{newer}: format: the bundle has format version {FORMAT_VERSION + 1}" in refused(call(tiny, newer), 2)
+    assert call(tiny).exit_code == 2
+
+
+def test_damage_is_one_line_with_the_bundle(tiny: Path, gpu: Path, tmp_path: Path) -> None:
+    other = support.write_bundle(tmp_path / "other.cgb")
+    (other / archive.PROGRAM).unlink()
+    assert f"{other}: program.pt2: missing" in refused(call(tiny, other), 1)
+    (other / archive.MANIFEST).write_bytes(b"{}")
+    assert f"{other}: format: expected" in refused(call(other, tiny), 1)
+    table = gpu / "graphs" / "model-4.bin"
+    record(gpu, relaunch(0, grid=(9, 1, 1)))
+    data = bytearray(table.read_bytes())
+    data[-1] ^= 1
+    table.write_bytes(data)
+    assert f"{gpu}: graphs/model-4.bin: SHA-256" in refused(call(MLP, gpu), 1)
+    reseal(gpu)
+    table.write_bytes(b"not a table at all")
+    reseal(gpu)
+    assert f"{gpu}: graphs/model-4.bin: begins with" in refused(call(MLP, gpu), 1)
+
+
+def test_a_weights_file_without_a_tensor(tiny: Path, tmp_path: Path) -> None:
+    other = support.write_bundle(tmp_path / "other.cgb")
+    weigh(other, {"first.weight": ("float32", (2, 3), support.floats(range(6)))})
+    assert f"{other}: weights.safetensors: tensor 'first.bias' is missing" in refused(call(tiny, other), 1)
+
+
+def test_neither_torch_nor_a_gpu_is_asked_for() -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'triton', 'numpy', 'cuda')));"
+        f"from cgcompile_cli.main import app; app(['diff', {str(MLP)!r}, {str(MLP)!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=_paths())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "no difference\n", "")
+
+
+def _paths() -> dict[str, str]:
+    root = ROOT
+    return {"PYTHONPATH": ":".join([str(root / each) for each in (".", "cli", "bundles")])}
+
+
+def test_help_fits_80_columns() -> None:
+    shown = call("--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80 and shown.isascii()

@@ -1,0 +1,471 @@
+"""One test per invariant of a manifest: a sound one with exactly one thing broken is refused with the path of that thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgbundle.format import archive
+from cgbundle.format.extents import ELSEWHERE
+from cgbundle.format.schema import MEMORIES, File, Finding, Manifest, Region, Step, TensorSpec, Value
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import MemsetNode, ModuleState
+from cgbundle.validate.bundle import check_manifest, check_tables
+from tests.helpers import cuda_bundles
+from tests.helpers.fabricate import dimension, signature, spec
+from tests.helpers.raising import raises
+from tests.helpers.support import HOST_FILE, manifest
+
+Change = Callable[[Manifest], Manifest]
+
+SHA = "ab" * 32
+FILES = tuple(File(path=path, bytes=1, sha256=SHA) for path in (archive.EXAM, HOST_FILE, archive.PROGRAM, archive.WEIGHTS))
+TABLES = tuple(File(path=f"graphs/{name}-{size}.bin", bytes=1, sha256=SHA) for name in ("g0", "g1") for size in (1, 4))
+
+
+def cpu() -> Manifest:
+    return replace(manifest(), files=FILES)
+
+
+def cuda() -> Manifest:
+    """Per key a graph step on x, a host step between two copies, and a graph step that gives y."""
+    base = cpu()
+
+    def program(size: int) -> Any:
+        def value(memory: str, offset: int, width: int) -> Value:
+            return Value(dtype="float32", shape=(size, width), strides=(width, 1), memory=memory, offset=offset)
+
+        return replace(
+            base.programs[0],
+            key=(size,),
+            values=(
+                value("inputs", 0, 3),
+                value("arena", 0, 2),
+                value("host", 0, 2),
+                value("host", 32, 2),
+                value("arena", 32, 2),
+                value("arena", 64, 2),
+            ),
+            inputs=(0,),
+            outputs=(5,),
+            steps=(
+                Step(kind="graph", region=0, file=f"graphs/g0-{size}.bin", inputs=(0,), outputs=(1,)),
+                Step(kind="copy", region=0, file="", inputs=(1,), outputs=(2,)),
+                Step(kind="host", region=1, file="", inputs=(2,), outputs=(3,)),
+                Step(kind="copy", region=0, file="", inputs=(3,), outputs=(4,)),
+                Step(kind="graph", region=2, file=f"graphs/g1-{size}.bin", inputs=(1, 4), outputs=(5,)),
+            ),
+            arena=96,
+            static=48,
+        )
+
+    return replace(
+        base,
+        target=replace(base.target, kind="cuda", arch="sm_90", driver=13000),
+        weights=(base.weights[0], replace(base.weights[1], offset=256)),
+        memories=(("weights", 512), ("inputs", 256), ("arena", 96), ("host", 64)),
+        regions=(
+            Region(name="g0", kind="graph", reason="", file="", constants=()),
+            replace(base.regions[0], constants=(("c0", 0),)),
+            Region(name="g1", kind="graph", reason="", file="", constants=()),
+        ),
+        programs=tuple(map(program, (1, 4))),
+        files=(*FILES, *TABLES),
+    )
+
+
+def reject(broken: Manifest, path: str, message: str = "") -> None:
+    with raises("manifest-invalid") as caught:
+        check_manifest(broken)
+    assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def put(**changes: Any) -> Change:
+    """Replaces fields of the manifest."""
+    return lambda made: replace(made, **changes)
+
+
+def put_row(field: str, index: int, **changes: Any) -> Change:
+    """Replaces fields of one row of a table of the manifest."""
+
+    def change(made: Manifest) -> Manifest:
+        rows = list(getattr(made, field))
+        rows[index] = replace(rows[index], **changes)
+        return replace(made, **{field: tuple(rows)})
+
+    return change
+
+
+def put_value(index: int, **changes: Any) -> Change:
+    """Of the second program."""
+
+    def change(made: Manifest) -> Manifest:
+        values = list(made.programs[1].values)
+        values[index] = replace(values[index], **changes)
+        return put_row("programs", 1, values=tuple(values))(made)
+
+    return change
+
+
+def put_step(index: int, **changes: Any) -> Change:
+    """Of the second program."""
+
+    def change(made: Manifest) -> Manifest:
+        steps = list(made.programs[1].steps)
+        steps[index] = replace(steps[index], **changes)
+        return put_row("programs", 1, steps=tuple(steps))(made)
+
+    return change
+
+
+def test_the_manifests_of_these_tests_are_sound() -> None:
+    check_manifest(cpu())
+    check_manifest(cuda())
+
+
+X = manifest().inputs[0]
+DIMENSION = manifest().dimensions[0]
+
+BROKEN: list[tuple[str, Change, str, str]] = [
+    # dimensions
+    ("a dimension twice", put(dimensions=(DIMENSION, DIMENSION)), "dimensions", "a name stands twice"),
+    ("a dimension with no name", put_row("dimensions", 0, name="two words"), "dimensions[0].name", "'two words' is no name"),
+    ("a dimension without sizes", put_row("dimensions", 0, sizes=()), "dimensions[0].sizes", "no size"),
+    ("sizes that fall", put_row("dimensions", 0, sizes=(4, 1)), "dimensions[0].sizes", "not ascending"),
+    ("a size twice", put_row("dimensions", 0, sizes=(1, 1, 4)), "dimensions[0].sizes", "not ascending"),
+    ("a size of 0", put_row("dimensions", 0, sizes=(0, 4)), "dimensions[0].sizes", "0 is below 1"),
+    ("an unknown padding", put_row("dimensions", 0, pad="maybe"), "dimensions[0].pad", "unknown kind 'maybe'"),
+    ("a dimension of no input", put_row("inputs", 0, shape=(4, 3)), "dimensions", "batch is the size of no input's axis"),
+    # signature
+    ("an input twice", put(inputs=(X, X)), "inputs", "a name stands twice"),
+    ("an unknown dtype", put_row("inputs", 0, dtype="float33"), "inputs[0].dtype", "unknown dtype 'float33'"),
+    ("an order of other axes", put_row("inputs", 0, order=(0, 2)), "inputs[0].order", "is not an order of the axes"),
+    ("an order of too few axes", put_row("outputs", 0, order=(0,)), "outputs[0].order", "is not an order of the axes"),
+    ("an unknown dimension", put_row("outputs", 0, shape=("seq", 2)), "outputs[0].shape[0]", "unknown dimension ['seq']"),
+    (
+        "a hidden unknown",
+        put_row("outputs", 0, shape=(("+", "batch", ("*", "seq", 0)), 2)),
+        "outputs[0].shape[0]",
+        "unknown dimension",
+    ),
+    (
+        "an input's size to solve",
+        put_row("inputs", 0, shape=(("//", "batch", 2), 3)),
+        "inputs[0].shape[0]",
+        "scale * dimension + offset",
+    ),
+    (
+        "an output that cannot be joined",
+        put_row("outputs", 0, shape=(4, 2)),
+        "dimensions[0].chunk",
+        "outputs[0] cannot be cut along batch",
+    ),
+    (
+        "an output with a rest",
+        put_row("outputs", 0, shape=(("+", "batch", 1), 2)),
+        "dimensions[0].chunk",
+        "outputs[0] cannot be cut",
+    ),
+    (
+        "an output of halves",
+        put_row("outputs", 0, shape=(("//", "batch", 2), 2)),
+        "dimensions[0].chunk",
+        "outputs[0] cannot be cut",
+    ),
+    ("an output cut twice", put_row("outputs", 0, shape=("batch", "batch")), "dimensions[0].chunk", "outputs[0] cannot be cut"),
+    ("an input with a rest", put_row("inputs", 0, shape=(("+", "batch", 1), 3)), "dimensions[0].chunk", "inputs[0] cannot be cut"),
+    ("no call", put(call={"tensor": 0}), "call", "is not the structure of a call"),
+    ("a call of other tensors", put(call={"call": []}), "call", "expected each of 1 once"),
+    ("a result of other tensors", put(result={"tuple": [{"tensor": 0}, {"tensor": 1}]}), "result", "expected each of 1 once"),
+    ("a result that is a call", put(result={"call": [["x", {"tensor": 0}]]}), "result", "is no structure"),
+    # target, memories, weights
+    ("an unknown target", put(target=replace(manifest().target, kind="tpu")), "target.kind", "unknown target 'tpu'"),
+    ("no architecture", put(target=replace(manifest().target, arch="")), "target.arch", "empty"),
+    ("an unknown memory", put(memories=(("weights", 32), ("heap", 1))), "memories", "unknown or double name"),
+    ("a memory twice", put(memories=(("weights", 32), ("weights", 32))), "memories", "unknown or double name"),
+    ("a memory below nothing", put(memories=(("weights", -1),)), "memories.weights", "-1 bytes"),
+    ("a weight twice", put_row("weights", 1, name="first.weight"), "weights", "a name stands twice"),
+    ("a weight's dtype", put_row("weights", 0, dtype="f32"), "weights[0].dtype", "unknown dtype 'f32'"),
+    ("strides of another rank", put_row("weights", 0, strides=(1,)), "weights[0].strides", "do not match the shape"),
+    ("a negative stride", put_row("weights", 0, strides=(3, -1)), "weights[0]", "negative size or stride"),
+    ("a negative size", put_row("weights", 0, shape=(2, -3)), "weights[0]", "negative size or stride"),
+    ("a weight with gaps", put_row("weights", 0, strides=(4, 1)), "weights[0].strides", "leave gaps or overlap"),
+    ("a weight that overlaps", put_row("weights", 0, strides=(0, 1)), "weights[0].strides", "leave gaps or overlap"),
+    ("a weight that does both", put_row("weights", 0, strides=(5, 0)), "weights[0].strides", "leave gaps or overlap"),
+    # regions
+    ("an unknown region", put_row("regions", 0, kind="loop"), "regions[0].kind", "unknown kind 'loop'"),
+    ("a host region without a file", put_row("regions", 0, file=""), "regions[0].file", "a host region has a file"),
+    ("a graph region with a file", put_row("regions", 0, kind="graph"), "regions[0].file", "a graph region none"),
+    ("a constant of no weight", put_row("regions", 0, constants=(("c", 0), ("d", 3))), "regions[0].constants[1]", "no weight 3"),
+    ("a constant below 0", put_row("regions", 0, constants=(("c", -1),)), "regions[0].constants[0]", "no weight -1"),
+    ("a constant twice", put_row("regions", 0, constants=(("c", 0), ("c", 1))), "regions[0].constants", "a name stands twice"),
+    # programs
+    ("a program missing", lambda made: replace(made, programs=made.programs[:1]), "programs", "1, the dimensions' sizes make 2"),
+    ("programs turned round", lambda made: replace(made, programs=made.programs[::-1]), "programs", "are not the product"),
+    ("a key of another rank", put_row("programs", 1, key=(4, 1)), "programs", "are not the product"),
+    ("a value's dtype", put_value(0, dtype="f32"), "programs[1].values[0].dtype", "unknown dtype 'f32'"),
+    ("a value's memory", put_value(0, memory="heap"), "programs[1].values[0].memory", "unknown memory 'heap'"),
+    ("a value's rank", put_value(0, strides=(1,)), "programs[1].values[0].strides", "do not match the shape"),
+    ("a value below nothing", put_value(0, shape=(-4, 3)), "programs[1].values[0]", "negative size or stride"),
+    ("an offset in host memory", put_value(0, offset=4), "programs[1].values[0].offset", "a value in host memory has none"),
+    ("too few inputs", put_row("programs", 1, inputs=()), "programs[1].inputs", "0 values, the signature has 1"),
+    ("too many outputs", put_row("programs", 1, outputs=(1, 1)), "programs[1].outputs", "2 values, the signature has 1"),
+    ("an input that is no value", put_row("programs", 1, inputs=(2,)), "programs[1].inputs[0]", "no value 2"),
+    ("an input below 0", put_row("programs", 1, inputs=(-1,)), "programs[1].inputs[0]", "no value -1"),
+    ("an input of another dtype", put_value(0, dtype="int32"), "programs[1].inputs[0]", "dtype int32, the signature has float32"),
+    ("an output of another dtype", put_value(1, dtype="int32"), "programs[1].outputs[0]", "dtype int32, the signature has float32"),
+    ("an input of another shape", put_value(0, shape=(5, 3)), "programs[1].inputs[0]", "shape [5, 3], the signature gives [4, 3]"),
+    (
+        "an output of another shape",
+        put_value(1, shape=(4, 3)),
+        "programs[1].outputs[0]",
+        "shape [4, 3], the signature gives [4, 2]",
+    ),
+    ("an input in another order", put_value(0, strides=(1, 4)), "programs[1].inputs[0]", "strides [1, 4] are not those of"),
+    ("an input with gaps", put_value(0, strides=(8, 1)), "programs[1].inputs[0]", "strides [8, 1] are not those of"),
+    ("more arena than there is", put_row("programs", 1, arena=1), "programs[1].arena", "1 bytes, memory arena has less"),
+    ("an arena below nothing", put_row("programs", 1, arena=-1), "programs[1].arena", "-1 bytes"),
+    ("more static memory than there is", put_row("programs", 1, static=1), "programs[1].static", "1 bytes, memory inputs has less"),
+    ("no step", put_row("programs", 1, steps=()), "programs[1].steps", "no step"),
+    ("an unknown step", put_step(0, kind="jump"), "programs[1].steps[0].kind", "unknown kind 'jump'"),
+    ("a step over no value", put_step(0, inputs=(2,)), "programs[1].steps[0]", "no such value"),
+    ("a step to no value", put_step(0, outputs=(-1,)), "programs[1].steps[0]", "no such value"),
+    (
+        "a host step with a table",
+        put_step(0, file="graphs/g1.bin"),
+        "programs[1].steps[0].file",
+        "a graph step has a table, others none",
+    ),
+    ("a step of no region", put_step(0, region=1), "programs[1].steps[0].region", "no region 1"),
+    ("a step of a region below 0", put_step(0, region=-1), "programs[1].steps[0].region", "no region -1"),
+    ("a cpu program over other values", put_step(0, inputs=()), "programs[1].steps", "one host step over the call's values"),
+    (
+        "a cpu program of two steps",
+        lambda made: put_row("programs", 1, steps=made.programs[1].steps * 2)(made),
+        "programs[1].steps",
+        "one host step over the call's values",
+    ),
+    # exam and findings
+    ("an exam of other keys", put(exam=replace(manifest().exam, proofs=())), "exam.proofs", "do not match the programs"),
+    ("an unknown comparison", put(exam=replace(manifest().exam, compare="looks")), "exam.compare", "unknown comparison 'looks'"),
+    (
+        "an unknown finding",
+        put(findings=(Finding(rule="r", severity="maybe", message="", node="", where="", source="", effect="", fix=""),)),
+        "findings[0].severity",
+        "unknown severity 'maybe'",
+    ),
+    # files
+    ("a file twice", put(files=(*FILES, FILES[0])), "files", "a path stands twice"),
+    ("a file below nothing", put_row("files", 0, bytes=-1), "files[0].bytes", "-1"),
+    ("a short hash", put_row("files", 0, sha256="ab"), "files[0].sha256", "is no SHA-256"),
+    ("a hash in capitals", put_row("files", 0, sha256="AB" * 32), "files[0].sha256", "is no SHA-256"),
+    (
+        "a kernel under another name",
+        put(files=(*FILES, File(path="kernels/" + "cd" * 32, bytes=1, sha256=SHA))),
+        "files[4].path",
+        "a kernel image is not named by its SHA-256",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "path", "message"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
+def test_refused(change: Change, path: str, message: str) -> None:
+    reject(change(cpu()), path, message)
+
+
+BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
+    ("a weight off its alignment", put_row("weights", 1, offset=128), "weights[1].offset", "is not aligned"),
+    ("a weight outside its memory", put_row("weights", 1, offset=512), "weights[1].offset", "outside memory weights"),
+    ("a weight before its memory", put_row("weights", 1, offset=-256), "weights[1].offset", "outside memory weights"),
+    ("a weight that nobody uses", put_row("weights", 1, offset=ELSEWHERE), "weights[1].offset", "no host region uses it"),
+    ("a value behind the arena", put_value(1, offset=68), "programs[1].values[1].offset", "outside memory arena"),
+    ("a value before the arena", put_value(1, offset=-4), "programs[1].values[1].offset", "outside memory arena"),
+    ("a value in no memory", put_value(1, memory="state"), "programs[1].values[1].offset", "outside memory state"),
+    ("strides beyond the arena", put_value(1, strides=(100, 1)), "programs[1].values[1].offset", "outside memory arena"),
+    ("a value behind memory host", put_value(3, offset=36), "programs[1].values[3].offset", "outside memory host"),
+    ("a value before memory host", put_value(3, offset=-4), "programs[1].values[3].offset", "outside memory host"),
+    ("host regions without torch", put(target=replace(cuda().target, torch="")), "target.torch", "empty"),
+    ("a shared object anywhere", put_row("regions", 1, file="kernels/model.so"), "regions[1].file", "outside host/"),
+    ("a graph step without a table", put_step(0, file=""), "programs[1].steps[0].file", "a graph step has a table"),
+    ("a copy with a table", put_step(1, file="graphs/g0-1.bin"), "programs[1].steps[1].file", "others none"),
+    ("a copy of two values", put_step(1, inputs=(1, 2)), "programs[1].steps[1]", "one input and one output"),
+    ("a copy to nowhere", put_step(1, outputs=()), "programs[1].steps[1]", "one input and one output"),
+    ("a copy of another shape", put_step(1, inputs=(0,)), "programs[1].steps[1]", "different layouts"),
+    ("a copy of another dtype", put_value(2, dtype="int32"), "programs[1].steps[1]", "different layouts"),
+    ("a copy with other strides", put_value(2, strides=(1, 4)), "programs[1].steps[1]", "different layouts"),
+    ("a graph step of a host region", put_step(0, region=1), "programs[1].steps[0].region", "is of another kind"),
+    ("a host step of a graph region", put_step(2, region=0), "programs[1].steps[2].region", "is of another kind"),
+    # where the values of steps lie
+    ("an input of the call on the host", put_value(0, memory="host"), "programs[1].inputs[0]", "lies in memory host"),
+    ("an output of the call on the host", put_row("programs", 1, outputs=(3,)), "programs[1].outputs[0]", "lies in memory host"),
+    ("a copy on the host", put_step(1, inputs=(3,)), "programs[1].steps[1]", "a copy from host to host"),
+    (
+        "a host step that reads the arena",
+        put_step(2, inputs=(1,)),
+        "programs[1].steps[2]",
+        "over value 1, which lies in memory arena",
+    ),
+    (
+        "a host step that writes the arena",
+        put_step(2, outputs=(5,)),
+        "programs[1].steps[2]",
+        "over value 5, which lies in memory arena",
+    ),
+    ("a graph step that reads the host", put_step(4, inputs=(3,)), "programs[1].steps[4]", "a graph step over value 3"),
+    ("a graph step that writes the host", put_step(4, outputs=(3,)), "programs[1].steps[4]", "a graph step over value 3"),
+    # the order of steps
+    ("a step before its input", put_step(0, inputs=(4,)), "programs[1].steps[0]", "reads value 4, which nothing has written"),
+    ("a step that reads its own output", put_step(4, inputs=(5,)), "programs[1].steps[4]", "reads value 5, which nothing"),
+    ("an output that no step writes", put_step(4, outputs=()), "programs[1].outputs[0]", "value 5, which nothing has written"),
+    ("a value written twice", put_step(4, outputs=(1, 5)), "programs[1].steps[4]", "writes value 1, which steps[0] has written"),
+    ("a step that writes an input", put_step(4, outputs=(0, 5)), "programs[1].steps[4]", "writes value 0, an input of the call"),
+    ("a copy over an input", put_value(4, memory="inputs"), "programs[1].steps[3]", "copies over value 0, an input of the call"),
+    ("a copy into the weights", put_value(4, memory="weights"), "programs[1].steps[3]", "copies into memory weights"),
+    # lifetimes
+    (
+        "a value over one still to be read",
+        put_value(4, offset=0),
+        "programs[1].steps[3]",
+        "writes value 4 over value 1, which steps[4] reads",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "path", "message"), [row[1:] for row in BROKEN_CUDA], ids=[row[0] for row in BROKEN_CUDA])
+def test_refused_for_cuda(change: Change, path: str, message: str) -> None:
+    reject(change(cuda()), path, message)
+
+
+@pytest.mark.parametrize(("field", "value"), [("method", "guess"), ("tolerance", -1.0), ("error", -1.0)])
+def test_every_proof_is_a_proof(field: str, value: object) -> None:
+    made = cpu()
+    proofs = (made.exam.proofs[0], replace(made.exam.proofs[1], **{field: value}))
+    reject(replace(made, exam=replace(made.exam, proofs=proofs)), f"exam.proofs[1].{field}")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "/etc/passwd", "..", "../x", "a/../b", "a//b", "a/", "./a", "a\\b", "a\nb", "a\0b", "\x1b[2J", "manifest.json", "\ud800"],
+)
+def test_a_file_lies_inside_the_bundle_under_a_plain_name(path: str) -> None:
+    reject(put(files=(*FILES, File(path=path, bytes=1, sha256=SHA)))(cpu()), "files[4].path", "is no path inside the bundle")
+
+
+@pytest.mark.parametrize("path", [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, HOST_FILE])
+def test_a_file_that_is_needed_is_listed(path: str) -> None:
+    made = cpu()
+    with raises("file-damaged", match=f"^{path}: the manifest needs it and does not list it"):
+        check_manifest(replace(made, files=tuple(file for file in made.files if file.path != path)))
+
+
+def test_tables_and_module_states_are_listed() -> None:
+    with raises("file-damaged", match=r"^graphs/g1-4\.bin: "):
+        check_manifest(replace(cuda(), files=(*FILES, *TABLES[:3])))
+    with raises("file-damaged", match=f"^{HOST_FILE}: "):
+        check_manifest(replace(cuda(), files=(*[file for file in FILES if file.path != HOST_FILE], *TABLES)))
+    with raises("file-damaged", match=r"^graphs/modules\.bin: "):
+        check_manifest(replace(cuda(), module_state="graphs/modules.bin"))
+
+
+def test_a_kernel_image_is_named_by_its_hash() -> None:
+    check_manifest(replace(cpu(), files=(*FILES, File(path=f"kernels/{SHA}", bytes=1, sha256=SHA))))
+
+
+def test_a_weight_may_lie_in_any_order_of_its_axes() -> None:
+    check_manifest(put_row("weights", 0, strides=(1, 2))(cpu()))
+    check_manifest(put_row("weights", 0, shape=(1, 0, 3), strides=(9, 9, 9))(cpu()))
+    check_manifest(put_row("weights", 0, shape=(1, 6), strides=(77, 1))(cpu()))
+
+
+def test_an_axis_of_size_one_may_have_any_stride() -> None:
+    values = (replace(cpu().programs[0].values[0], strides=(99, 1)), cpu().programs[0].values[1])
+    check_manifest(put_row("programs", 0, values=values)(cpu()))
+
+
+def test_a_shape_that_divides_by_zero_is_refused() -> None:
+    made = put_row("dimensions", 0, chunk=False)(cpu())
+    broken = put_row("outputs", 0, shape=(("//", "batch", ("-", "batch", 1)), 2))(made)
+    reject(broken, "programs[0].outputs[0]", "divides by zero at {'batch': 1}")
+
+
+def test_a_product_of_sizes_that_nobody_could_list_is_refused_at_once() -> None:
+    dimensions = [dimension(f"d{index}", *range(1, 100)) for index in range(12)]
+    inputs = [spec("x", *[each.name for each in dimensions])]
+    small = signature([replace(each, sizes=(1,)) for each in dimensions], inputs, [spec("y", *[each.name for each in dimensions])])
+    check_manifest(replace(small, files=FILES))
+    reject(replace(small, files=FILES, dimensions=tuple(dimensions)), "programs", "1, the dimensions' sizes make")
+
+
+def test_sizes_that_are_multiples_of_a_dimension_are_cut() -> None:
+    made = signature(
+        [dimension("batch", 2, 4)],
+        [spec("x", ("*", "batch", 2), 3), TensorSpec(name="table", dtype="float32", shape=(7,), order=(0,))],
+        [spec("y", 3, ("*", 4, "batch"))],
+    )
+    check_manifest(replace(made, files=FILES))
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def recorded(folder: Path) -> Manifest:
+    """A bundle of recordings whose image is no image: to be checked, not run."""
+    return cuda_bundles.write(folder, b"an image")
+
+
+def test_tables_and_module_states_are_checked(tmp_path: Path) -> None:
+    check_tables(str(tmp_path), recorded(tmp_path))
+
+
+def test_a_table_of_another_key_is_refused(tmp_path: Path) -> None:
+    made = recorded(tmp_path)
+    first, second = made.programs
+    swapped = replace(made, programs=(replace(first, steps=second.steps), replace(second, steps=first.steps)))
+    with raises("table-invalid", match=r"^graphs/g0-8\.bin: key: \(8,\), the manifest uses it for \(4,\)"):
+        check_tables(str(tmp_path), swapped)
+
+
+def test_a_table_that_reaches_outside_its_memory_is_refused(tmp_path: Path) -> None:
+    made = recorded(tmp_path)
+    memories = tuple((name, 16 if name == "arena" else size) for name, size in made.memories)
+    with raises("table-invalid", match=r"^graphs/g0-4\.bin: nodes\[\d\].*memory arena, which has 16"):
+        check_tables(str(tmp_path), replace(made, memories=memories))
+
+
+def test_a_table_of_an_image_that_the_bundle_has_not_is_refused(tmp_path: Path) -> None:
+    made = recorded(tmp_path)
+    without = tuple(file for file in made.files if not file.path.startswith("kernels/"))
+    with raises("table-invalid", match="is not among the bundle's images"):
+        check_tables(str(tmp_path), replace(made, files=without))
+
+
+def test_recordings_and_module_states_refer_to_nothing_of_the_hosts(tmp_path: Path) -> None:
+    made = recorded(tmp_path)
+    made = replace(made, memories=(*made.memories, ("host", 4096)))
+    check_tables(str(tmp_path), made)
+    host, image = MEMORIES.index("host"), next(file.sha256 for file in made.files if file.path.startswith("kernels/"))
+    name = made.programs[0].steps[0].file
+    good = (tmp_path / name).read_bytes()
+    found = tables.decode(good)
+    fill = next(node for node in found.nodes if isinstance(node, MemsetNode))
+    nodes = tuple([replace(fill, target=cuda_bundles.address(host, 0)) if node is fill else node for node in found.nodes])
+    (tmp_path / name).write_bytes(tables.encode(replace(found, nodes=nodes)))
+    with raises("table-invalid", match=r"^graphs/g0-4\.bin: nodes\[3\].*memory host, which the bundle does not have"):
+        check_tables(str(tmp_path), made)
+    (tmp_path / name).write_bytes(good)
+    state = ModuleState(image=image, symbol="table", contents=bytes(8), relocations=cuda_bundles.relocations((0, host, 0)))
+    (tmp_path / made.module_state).write_bytes(tables.encode_states([state]))
+    with raises("table-invalid", match=r"^graphs/modules\.bin: .*memory host, which the bundle does not have"):
+        check_tables(str(tmp_path), made)
+
+
+def test_module_states_that_reach_outside_their_memory_are_refused(tmp_path: Path) -> None:
+    made = recorded(tmp_path)
+    memories = tuple((name, 16 if name == "weights" else size) for name, size in made.memories)
+    with raises("table-invalid", match=r"^graphs/modules\.bin: "):
+        check_tables(str(tmp_path), replace(made, programs=(), memories=memories))

@@ -1,0 +1,228 @@
+"""Lifetimes across the steps of a program: what is still to be read is not written over, and a planted overlap is caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgbundle.errors import BundleError
+from cgbundle.format.extents import overlap, span
+from cgbundle.format.schema import Program, Step, Value
+from cgbundle.tables import codec as tables
+from cgbundle.tables.view import Table
+from cgbundle.validate.bundle import check_tables
+from cgbundle.validate.lifetimes import check_lifetimes, check_recording
+from cgbundle.validate.steps import check_order
+from tests.helpers import cuda_bundles
+from tests.helpers.raising import raises
+
+
+def value(memory: str, offset: int, words: int = 8) -> Value:
+    return Value(dtype="float32", shape=(words,), strides=(1,), memory=memory, offset=offset)
+
+
+def step(kind: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Step:
+    return Step(kind=kind, region=0, file="", inputs=inputs, outputs=outputs)
+
+
+def program(values: list[Value], steps: list[Step], outputs: tuple[int, ...], inputs: tuple[int, ...] = (0,)) -> Program:
+    return Program(key=(), values=tuple(values), inputs=inputs, outputs=outputs, steps=tuple(steps), arena=0, static=0)
+
+
+def chain() -> Program:
+    """x (0) -> graph -> 1, 2; 1 -> copy -> 3 -> host -> 4 -> copy -> 5; 2, 5 -> graph -> 6, the output."""
+    return program(
+        [value("inputs", 0), value("arena", 0), value("arena", 32), value("host", 0), value("host", 32), value("arena", 64),
+         value("arena", 96)],
+        [step("graph", (0,), (1, 2)), step("copy", (1,), (3,)), step("host", (3,), (4,)), step("copy", (4,), (5,)),
+         step("graph", (2, 5), (6,))],
+        (6,),
+    )  # fmt: skip
+
+
+def moved(made: Program, index: int, **changes: object) -> Program:
+    values = list(made.values)
+    values[index] = replace(values[index], **changes)  # type: ignore[arg-type]
+    return replace(made, values=tuple(values))
+
+
+def test_a_chain_is_sound() -> None:
+    check_order(chain(), "p")
+    check_lifetimes(chain(), "p")
+
+
+@pytest.mark.parametrize(
+    ("index", "offset", "message"),
+    [
+        (5, 32, r"p\.steps\[3\]: writes value 5 over value 2, which steps\[4\] reads"),
+        (5, 4, r"p\.steps\[3\]: writes value 5 over value 2, which steps\[4\] reads"),
+        (5, 63, r"p\.steps\[3\]: writes value 5 over value 2, which steps\[4\] reads"),
+        (4, 28, r"p\.steps\[2\]: value 4, an output, lies over value 3 of this step"),
+    ],
+)
+def test_a_planted_overlap_is_caught(index: int, offset: int, message: str) -> None:
+    with raises("manifest-invalid", match=message):
+        check_lifetimes(moved(chain(), index, offset=offset), "p")
+
+
+def test_what_is_dead_may_be_written_over() -> None:
+    check_lifetimes(moved(chain(), 5, offset=0), "p")  # value 1 was read for the last time by the copy before
+    check_lifetimes(moved(chain(), 6, offset=32), "p")  # a graph step over its own input: it knows the order of its nodes
+
+
+def test_a_gap_between_rows_belongs_to_the_value() -> None:
+    made = moved(chain(), 2, shape=(2, 1), strides=(16, 1))
+    with raises("manifest-invalid", match="writes value 5 over value 2"):
+        check_lifetimes(made, "p")
+
+
+def test_an_output_of_the_call_lives_to_the_end() -> None:
+    made = replace(chain(), outputs=(1, 6))
+    check_lifetimes(made, "p")
+    with raises("manifest-invalid", match=r"p\.steps\[4\]: writes value 6 over value 1, which the call gives out"):
+        check_lifetimes(moved(made, 6, offset=16), "p")
+
+
+def test_what_nobody_reads_still_writes() -> None:
+    made = chain()
+    made = replace(made, values=(*made.values, value("arena", 32)), steps=(*made.steps[:4], replace(made.steps[4], outputs=(6,))))
+    unread = step("copy", (4,), (7,))
+    made = replace(made, steps=(*made.steps[:4], unread, made.steps[4]))
+    with raises("manifest-invalid", match=r"p\.steps\[4\]: writes value 7 over value 2, which steps\[5\] reads"):
+        check_lifetimes(made, "p")
+
+
+def test_views_of_one_tensor_among_the_outputs_of_a_graph() -> None:
+    check_lifetimes(moved(chain(), 2, offset=16), "p")
+
+
+def test_outputs_of_a_host_step_lie_apart() -> None:
+    made = program(
+        [value("inputs", 0), value("host", 0), value("host", 32), value("host", 48), value("arena", 0), value("arena", 32)],
+        [step("copy", (0,), (1,)), step("host", (1,), (2, 3)), step("copy", (2,), (4,)), step("copy", (3,), (5,))],
+        (4, 5),
+    )
+    with raises("manifest-invalid", match=r"p\.steps\[1\]: value 3, an output, lies over value 2 of this step"):
+        check_lifetimes(made, "p")
+    check_lifetimes(moved(made, 3, offset=64), "p")
+
+
+def test_a_tensor_without_elements_lies_nowhere() -> None:
+    made = moved(chain(), 5, offset=32, shape=(0,))
+    assert span(made.values[5]) == 0
+    check_lifetimes(made, "p")
+
+
+def test_the_same_place_of_another_memory_is_another_place() -> None:
+    assert overlap(value("arena", 0), value("arena", 31, words=1))
+    assert not overlap(value("arena", 0), value("arena", 32, words=1))
+    assert not overlap(value("arena", 0), value("host", 0))
+
+
+# --- recordings -------------------------------------------------------------------------------------------------------
+
+
+def kept_beside(offset: int) -> Program:
+    """x -> copy -> 1; the recording of `cuda_bundles` on x gives 2; 1 -> copy -> 3.  Value 1 lies at `offset` of the arena."""
+    return program(
+        [
+            value("inputs", 0),
+            value("arena", offset),
+            value("arena", cuda_bundles.RESULT, 64),
+            value("arena", 3072),
+        ],
+        [step("copy", (0,), (1,)), step("graph", (0,), (2,)), step("copy", (1,), (3,))],
+        (2, 3),
+    )
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    return Table(tables.encode(cuda_bundles.recording("ab" * 32, 4)))
+
+
+def test_a_recording_beside_a_value_that_lives_on(table: Table) -> None:
+    check_recording(kept_beside(cuda_bundles.OUTPUT), 1, table, "g.bin")
+    check_recording(kept_beside(cuda_bundles.SUM + 256), 1, table, "g.bin")  # the tensor there ends just before
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        (cuda_bundles.SUM, r"^g\.bin: a node uses value 1, which steps\[2\] reads, and the step does not name it"),
+        (cuda_bundles.SUM - 28, r"^g\.bin: a node uses value 1, which steps\[2\] reads"),
+        (cuda_bundles.ONE, r"^g\.bin: a node writes over value 1, which steps\[2\] reads"),
+        (cuda_bundles.ONE + 252, r"^g\.bin: a node writes over value 1, which steps\[2\] reads"),
+        (cuda_bundles.TWO + 252, r"^g\.bin: a node writes over value 1, which steps\[2\] reads"),
+    ],
+    ids=["argument", "argument-inside", "memset", "memset-end", "memcpy-end"],
+)
+def test_a_recording_over_a_value_that_lives_on(table: Table, offset: int, message: str) -> None:
+    with raises("table-invalid", match=message):
+        check_recording(kept_beside(offset), 1, table, "g.bin")
+    dead = kept_beside(offset)
+    check_recording(replace(dead, steps=dead.steps[:2], outputs=(2,)), 1, table, "g.bin")
+
+
+def test_a_recording_may_read_what_its_step_names(table: Table) -> None:
+    made = kept_beside(cuda_bundles.SUM)
+    named = replace(made, steps=(made.steps[0], step("graph", (0, 1), (2,)), made.steps[2]))
+    check_recording(named, 1, table, "g.bin")
+    filled = moved(named, 1, offset=cuda_bundles.ONE)
+    with raises("table-invalid", match="a node writes over value 1"):
+        check_recording(filled, 1, table, "g.bin")
+
+
+def test_a_bundle_with_such_a_recording_is_refused(tmp_path: Path) -> None:
+    made = cuda_bundles.write(tmp_path, b"an image")
+    row = made.programs[0]
+    kept = kept_beside(cuda_bundles.SUM)
+    steps = (kept.steps[0], replace(kept.steps[1], file=row.steps[0].file), kept.steps[2])
+    broken = replace(made, programs=(replace(kept, key=row.key, steps=steps),))
+    with raises("table-invalid", match=r"^graphs/g0-4\.bin: a node uses value 1"):
+        check_tables(str(tmp_path), broken)
+
+
+def test_state_and_weights_need_no_writer() -> None:
+    made = program([value("state", 0), value("weights", 0), value("arena", 0)], [step("graph", (0, 1), (2,))], (2, 1), inputs=())
+    check_order(made, "p")
+
+
+@given(st.data())
+def test_caught_exactly_where_a_later_read_finds_other_data(data: st.DataObject) -> None:
+    """Against a replay: copy steps on a small memory of bytes; sound iff every read finds what its value's writer put there."""
+    count = data.draw(st.integers(1, 6))
+    places = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
+    words = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    values = [
+        Value(dtype="uint8", shape=(size,), strides=(1,), memory="arena", offset=at) for at, size in zip(places, words, strict=True)
+    ]
+    reads = [
+        data.draw(st.lists(st.integers(0, made - 1), unique=True, max_size=made) if made else st.just([])) for made in range(count)
+    ]
+    steps = [step("host", tuple(reads[index]), (index,)) for index in range(count)]
+    outputs = tuple(data.draw(st.lists(st.integers(0, count - 1), unique=True)))
+    made = program(values, steps, outputs, inputs=())
+    check_order(made, "p")
+
+    memory: list[int | None] = [None] * 16
+    sound = True
+    for index, each in enumerate(steps):
+        here = range(places[index], places[index] + words[index])
+        for read in each.inputs:
+            found = range(places[read], places[read] + words[read])
+            sound &= all(memory[at] == read for at in found) and not set(found) & set(here)
+        for at in here:
+            memory[at] = index
+    for read in outputs:
+        sound &= all(memory[at] == read for at in range(places[read], places[read] + words[read]))
+    try:
+        check_lifetimes(made, "p")
+    except BundleError:
+        assert not sound
+    else:
+        assert sound
