@@ -28,7 +28,7 @@ def main(name: str, level: str, out: str) -> int:
             network, inputs, sizes=model.sizes, out=out, target="auto", lower=level, force=True, progress=told(start)
         )
     except CgbundleError as error:
-        print(json.dumps({"error": str(error), "kind": type(error).__name__, "hint": error.hint}))
+        print(json.dumps({"error": str(error), "kind": error.kind, "hint": error.hint}))
         return 1
     print(
         json.dumps(described(Path(out), built.manifest) | {"seconds": time.perf_counter() - start, "stages": dict(built.seconds)})

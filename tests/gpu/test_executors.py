@@ -199,10 +199,10 @@ def test_usage(bundle: tuple[Manifest, Path]) -> None:
 def test_the_wrong_machine(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     other = replace(manifest, target=replace(manifest.target, arch="sm_70"))
-    with raises("wrong-machine", match="the bundle is for sm_70, device 0"):
+    with raises("wrong-architecture", match="the bundle is for sm_70, device 0"):
         device.open(other, folder)
     other = replace(manifest, target=replace(manifest.target, driver=99000))
-    with raises("wrong-machine", match=r"a driver for CUDA 99\.0"):
+    with raises("driver-too-old", match=r"a driver for CUDA 99\.0"):
         device.open(other, folder)
     with raises("wrong-machine", match="device 1000"):
         device.open(manifest, folder, device=1000)

@@ -59,8 +59,8 @@ def test_a_bundle_is_read_and_checked_with_everything_else_absent(tmp_path: Path
     from tests.helpers.support import write_bundle
 
     path = write_bundle(tmp_path / "tiny.cgb")
-    code = f"from cgbundle import archive, verify\npath = {str(path)!r}\n"
-    python(BAN + code + "verify.check_bundle(path, archive.read_manifest(path), 'full')")
+    code = f"from cgbundle.format import archive\nfrom cgbundle.validate import bundle\npath = {str(path)!r}\n"
+    python(BAN + code + "bundle.check_bundle(path, archive.read_manifest(path), 'full')")
 
 
 def test_importing_the_runtime_is_light_and_the_standard_librarys() -> None:
@@ -79,7 +79,8 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 def test_loading_needs_no_more_of_the_standard_library_than_it_uses() -> None:
     """What would cost a serving process milliseconds at its start and is never needed there."""
-    code = "import sys\nimport cgbundle\ncgbundle.load\nimport cgbundle.validate.bundle, cgbundle.cpu.backend, cgbundle.program\nprint(*sys.modules)"
+    modules = "cgbundle.validate.bundle, cgbundle.cpu.backend, cgbundle.program"
+    code = f"import sys\nimport cgbundle\ncgbundle.load\nimport {modules}\nprint(*sys.modules)"
     loaded = set(python(code, "-S").split())
     assert not loaded & {"asyncio", "subprocess", "tempfile", "unittest", "logging", "pathlib", "uuid", "shutil", "zipfile"}
 

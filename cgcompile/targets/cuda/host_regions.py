@@ -101,7 +101,7 @@ def _elsewhere(program: ExportedProgram, chain: Sequence[Link]) -> frozenset[str
 
 def compile_hosts(mixed: Mixed, weights: Sequence[Weight], scratch: Path, stage: Path, tell: Tell) -> Hosts:
     """Compiles every host region that computes something, for every key, and writes host/<name>.so into `stage`; keys whose region
-    has the same code and inputs share one.  `weights`: `weight_rows`.  Raises compiler-failed, constant-unsaved, torch-unsupported."""
+    has the same code and inputs share one.  `weights`: `weight_rows`.  Raises compiler-failed, constant-unknown, torch-unsupported."""
     made: dict[Any, Region] = {}
     rows: dict[tuple[str, IntKey], Region] = {}
     features: set[str] = set()

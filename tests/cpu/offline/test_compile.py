@@ -294,7 +294,7 @@ def test_a_compiler_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("import sys\nsys.exit('no Triton today')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with raises("compiler-died", match="kernel add: its compiler ended with status 1: no Triton today"):
+    with raises("worker-died", match="kernel add: its compiler ended with status 1: no Triton today"):
         compile_all([add], tmp_path / "cache")
 
 

@@ -424,17 +424,17 @@ def test_refuses_assembly_that_is_not_known(tmp_path: Path) -> None:
 
 
 def test_refuses_a_read_outside_every_memory(tmp_path: Path) -> None:
-    _refused("tl.store(out + at, tl.load(x + at - 1))", "read-outside", "reads 4 bytes at byte -4 of memory 'inputs'", tmp_path)
+    _refused("tl.store(out + at, tl.load(x + at - 1))", "access-outside", "reads 4 bytes at byte -4 of memory 'inputs'", tmp_path)
 
 
 def test_refuses_a_write_behind_the_arena(tmp_path: Path) -> None:
-    _refused("tl.store(out + at * 3, tl.load(x + at))", "wrote-outside", "writes 4 bytes at byte 264 of memory 'arena'", tmp_path)
+    _refused("tl.store(out + at * 3, tl.load(x + at))", "access-outside", "writes 4 bytes at byte 264 of memory 'arena'", tmp_path)
 
 
 def test_refuses_a_misaligned_read(tmp_path: Path) -> None:
     _refused(
         "tl.load((x.to(tl.pointer_type(tl.int8)) + 2).to(tl.pointer_type(tl.float32)) + at)",
-        "read-outside",
+        "access-outside",
         "not aligned",
         tmp_path,
     )

@@ -253,21 +253,21 @@ def test_without_cuda_bindings(bundle: tuple[Manifest, Path], monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("fake_driver", "number", "message"),
+    ("fake_driver", "number", "code", "message"),
     [
-        (FakeDriver(devices=0), 0, "no usable GPU: cuInit gives CUDA_ERROR_NO_DEVICE"),
-        (FakeDriver(), 1, "device 1: this machine shows 1 GPU"),
-        (FakeDriver(), -1, "device -1: this machine shows 1 GPU"),
-        (FakeDriver(arch=(8, 0)), 0, r"for sm_90, device 0 \(Fake GPU\) is sm_80"),
-        (FakeDriver(version=11080), 0, "for CUDA 12.0, this machine's is for 11.8"),
+        (FakeDriver(devices=0), 0, "wrong-machine", "no usable GPU: cuInit gives CUDA_ERROR_NO_DEVICE"),
+        (FakeDriver(), 1, "wrong-machine", "device 1: this machine shows 1 GPU"),
+        (FakeDriver(), -1, "wrong-machine", "device -1: this machine shows 1 GPU"),
+        (FakeDriver(arch=(8, 0)), 0, "wrong-architecture", r"for sm_90, device 0 \(Fake GPU\) is sm_80"),
+        (FakeDriver(version=11080), 0, "driver-too-old", "for CUDA 12.0, this machine's is for 11.8"),
     ],
     ids=["no-gpu", "index", "negative", "arch", "driver"],
 )
 def test_the_wrong_machine(
-    fake_driver: FakeDriver, number: int, message: str, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+    fake_driver: FakeDriver, number: int, code: str, message: str, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, fake_driver)
-    with raises("wrong-machine", match=message):
+    with raises(code, match=message):
         device.open(*bundle, device=number)
     assert not fake_driver.live
     assert fake_driver.retained == 0

@@ -433,7 +433,7 @@ def test_a_table_of_another_key_is_refused(tmp_path: Path) -> None:
 def test_a_table_that_reaches_outside_its_memory_is_refused(tmp_path: Path) -> None:
     made = recorded(tmp_path)
     memories = tuple((name, 16 if name == "arena" else size) for name, size in made.memories)
-    with raises("table-invalid", match=r"^graphs/g0-4\.bin: nodes\[\d\].*memory arena, which has 16"):
+    with raises("relocation-invalid", match=r"^graphs/g0-4\.bin: nodes\[\d\].*memory arena, which has 16"):
         check_tables(str(tmp_path), replace(made, memories=memories))
 
 
