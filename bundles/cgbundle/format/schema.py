@@ -39,7 +39,7 @@ MEMORIES = ("weights", "state", "inputs", "arena", "host")
 """Where a value or an address may lie.  On the cpu target `host` is memory that a
 host region allocates during the call; beside a GPU it is one pinned buffer, through which values cross."""
 
-CODE = "code"
+KERNEL_CODE = "code"
 """Beside MEMORIES, in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
 
 Size = int | str | tuple[Any, ...]

@@ -1,27 +1,21 @@
 """Recordings <-> bytes: `graphs/*.bin`.
 
 `encode` and `decode` are exact inverses: equal recordings give equal bytes, and bytes that `decode` accepts are what `encode` makes
-of the result.  The rest of the format stands beside it and can be imported from here: the view that executors read
-(`tableview.py`), the invariants (`tablecheck.py`) and the contents of modules (`modulestates.py`).
+of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .columns import Data, bounds, image_bytes, pack, utf8
-from .module_state import check_states, decode_states, encode_states, relocation_columns
+from .column_file import Data, bounds, image_bytes, pack, utf8
+from .module_state import relocation_columns
 from .recording import Address, Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
-from .validation import check
-from .view import EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
-
-__all__ = [
-    "EMPTY", "KERNEL", "MEMCPY", "MEMSET", "Table", "check", "check_states", "decode", "decode_states", "encode", "encode_states",
-]  # fmt: skip
+from .table import EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
 
 
 def encode(recording: Recording) -> bytes:
-    """The bytes of `graphs/*.bin`.  Raises table-invalid where a field has no place in the format (`check` says the rest)."""
+    """The bytes of `graphs/*.bin`.  Raises table-invalid where a field has no place in the format."""
     functions, nodes, edges = recording.functions, recording.nodes, recording.edges
     kernels = [node for node in nodes if isinstance(node, KernelNode)]
     memsets = [node for node in nodes if isinstance(node, MemsetNode)]
@@ -89,7 +83,7 @@ def encode(recording: Recording) -> bytes:
 
 
 def decode(data: Data, where: str = "table") -> Recording:
-    """The recording in `data`.  Raises table-invalid unless its structure is sound; `check` says the rest."""
+    """The recording in `data`.  Raises table-invalid unless its structure is sound."""
     table = Table(data, where)
     return Recording(
         key=tuple(table.key),

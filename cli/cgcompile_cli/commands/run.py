@@ -115,7 +115,7 @@ def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
     from cgbundle import exam
     from cgbundle.format import archive
     from cgbundle.format.safetensors import Mapped
-    from cgbundle.validate.bundle import check_exam
+    from cgbundle.validate.exam import check_exam
 
     from .. import int_keys as keys
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
 from cgbundle.tables import codec as tables
+from cgbundle.tables.module_state import decode_states, encode_states
 from cgbundle.tables.recording import (
     Address,
     Edge,
@@ -24,8 +25,8 @@ from cgbundle.tables.recording import (
     Recording,
     Relocation,
 )
-from cgbundle.tables.validation import order
-from cgbundle.tables.view import RECORDING, Table
+from cgbundle.tables.table import RECORDING, Table, launch_order
+from cgbundle.validate.recordings import check_module_states, check_recording
 from tests.helpers.raising import raises
 
 IMAGE = "ab" * 32
@@ -75,7 +76,7 @@ RECORDING_8 = Recording(
 
 
 def check(recording: Recording) -> None:
-    tables.check(Table(tables.encode(recording), WHERE), WHERE, MEMORIES, IMAGES)
+    check_recording(Table(tables.encode(recording), WHERE), MEMORIES, IMAGES)
 
 
 def reject(recording: Recording, message: str, code: str = "table-invalid") -> None:
@@ -176,8 +177,8 @@ states = st.builds(
 @given(st.lists(states, max_size=4))
 @settings(max_examples=50, deadline=None)
 def test_every_module_state_survives_exactly(rows: list[ModuleState]) -> None:
-    data = tables.encode_states(rows)
-    assert tables.decode_states(data) == tuple(rows)
+    data = encode_states(rows)
+    assert decode_states(data) == tuple(rows)
 
 
 STATE_ROW = ModuleState(
@@ -189,9 +190,9 @@ STATE_ROW = ModuleState(
 
 
 def test_a_module_state_keeps_its_relocations() -> None:
-    data = tables.encode_states([STATE_ROW])
-    assert tables.decode_states(data) == (STATE_ROW,)
-    tables.check_states(tables.decode_states(data), "graphs/modules.bin", MEMORIES, IMAGES)
+    data = encode_states([STATE_ROW])
+    assert decode_states(data) == (STATE_ROW,)
+    check_module_states(decode_states(data), "graphs/modules.bin", MEMORIES, IMAGES)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_module_state_keeps_its_relocations() -> None:
 def test_a_module_states_relocation_must_lie_in_zeros(at: int, message: str) -> None:
     bad = replace(STATE_ROW, relocations=(Relocation(at=at, target=Address(memory=ARENA, offset=0)),))
     with raises("table-invalid", match=message):
-        tables.decode_states(tables.encode_states([bad]), "graphs/modules.bin")
+        decode_states(encode_states([bad]), "graphs/modules.bin")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_a_module_states_relocation_must_lie_in_zeros(at: int, message: str) -> 
 )
 def test_module_states_are_checked(rows: list[ModuleState], message: str) -> None:
     with raises("table-invalid", match=message):
-        tables.check_states(rows, "graphs/modules.bin", MEMORIES, IMAGES)
+        check_module_states(rows, "graphs/modules.bin", MEMORIES, IMAGES)
 
 
 # --- the bytes ------------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ def survive(data: bytes) -> None:
         return
     assert tables.encode(recording) == data
     try:
-        tables.check(Table(data), "t", MEMORIES, IMAGES)
+        check_recording(Table(data), MEMORIES, IMAGES)
     except BundleError:
         return
 
@@ -305,19 +306,19 @@ def test_many_damages_at_once() -> None:
 
 
 def test_every_byte_of_module_states_may_be_damaged() -> None:
-    data = tables.encode_states([STATE_ROW])
+    data = encode_states([STATE_ROW])
     for position in range(len(data)):
         for flip in (0x01, 0x80, 0xFF):
             damaged = bytearray(data)
             damaged[position] ^= flip
             try:
-                rows = tables.decode_states(bytes(damaged))
+                rows = decode_states(bytes(damaged))
             except BundleError:
                 continue
-            assert tables.encode_states(rows) == bytes(damaged)
+            assert encode_states(rows) == bytes(damaged)
     for length in range(len(data)):
         with raises("table-invalid"):
-            tables.decode_states(data[:length])
+            decode_states(data[:length])
 
 
 # --- one test per defect --------------------------------------------------------------------------------------
@@ -479,7 +480,7 @@ def test_edges(edges: tuple[Edge, ...], message: str) -> None:
 def test_order_puts_every_edge_forward(names: list[int], arcs: set[tuple[int, int]]) -> None:
     edges = tuple(edge(names[a], names[b]) for a, b in arcs if a < b)  # acyclic by construction, in any numbering
     table = Table(tables.encode(Recording(key=(), functions=(), nodes=(EmptyNode(),) * 6, edges=edges)))
-    found = order(table)
+    found = launch_order(table)
     assert sorted(found) == list(range(6))
     assert all(found.index(item.source) < found.index(item.target) for item in edges)
 
