@@ -1,5 +1,7 @@
-"""The catalogues of errors: every code says what it means and what it returns to the shell, is raised somewhere, by the class that
-its row names, and provoked by a test."""
+"""The catalogues of errors: every code says what it means and what it returns to the shell.
+
+It is raised somewhere, as the class that its row names, and a test provokes it.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def encode(manifest: schema.Manifest) -> bytes:
 
 
 def decode(data: bytes) -> schema.Manifest:
-    """The manifest in `data`.  Raises manifest-invalid or format-unsupported; checks types only (see `verify.py` for the rest)."""
+    """The manifest in `data`.  Raises manifest-invalid or format-unsupported; checks types only: `validate/` has the rest."""
     if len(data) > MAX_BYTES:
         raise BundleError("manifest-invalid", f"manifest.json: {len(data)} bytes, more than the limit of {MAX_BYTES}")
     try:
@@ -137,7 +137,7 @@ def _size(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _tree(value: Any, where: str) -> Any:
-    """A schema.Tree: structure.py checks what is inside."""
+    """A schema.Tree: `pytree.check` looks inside."""
     if type(value) is dict:
         return value
     raise _fail(where, "an object", value)
@@ -210,6 +210,7 @@ _SCALARS: dict[str, Decoder] = {
     "str": _scalar(str, "str"),
     "bool": _scalar(bool, "bool"),
     "float": _scalar(float, "number"),
+    "IntKey": _list(_scalar(int, "int")),
     "Size": _size,
     "Tree": _tree,
 }

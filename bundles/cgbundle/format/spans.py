@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from .schema import DTYPES, Value
 
 HOST_ONLY = -1
-"""`Weight.offset` of a weight that host regions alone use, beside a GPU: it is read in the mapped file and not put on the GPU."""
+"""`Weight.offset` of a weight that host regions alone read, in the mapped file: it is not put on the GPU."""
 
 
 def strided_span(dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
 """Flat binary files of columns: what a table and a module state are made of.
 
-A file is a header of 64-bit words (magic, version, bytes of the file, one count per kind of row) and then the columns of its
-layout in order, each little-endian and padded with zeros to a multiple of 8 bytes.  Where a column begins follows from the counts
-alone, so a file has one spelling: it is covered exactly, and equal columns give equal bytes.  A mapped file is read in place.
+A file is a header of 64-bit words (magic, version, bytes of the file, one count per kind of row) and then the columns in order.
+Each is little-endian and padded with zeros to a multiple of 8 bytes.  Where a column begins follows from the counts alone, so a
+file has one spelling: it is covered exactly, and equal columns give equal bytes.  A mapped file is read in place.
 
 Numbers are the processor's own: CUDA runs on little-endian machines only, and elsewhere the version word does not match.
 """
@@ -22,8 +22,8 @@ MAX_ROWS = 1 << 40
 
 
 class Column(NamedTuple):
-    """`format` is a code of `struct` (B, i, I, q, Q), `rows` the count it follows, `width` the items per row, `extra` the items
-    after the last row: 1 in a column of bounds, where row i owns the items of another column from bounds[i] to bounds[i + 1]."""
+    """`format` is a code of `struct` (B, i, I, q, Q), `rows` the count it follows, `width` the items per row.  `extra` items come
+    after the last row: one in a column of bounds, where row i owns the items of another column from bounds[i] to bounds[i + 1]."""
 
     name: str
     format: str

@@ -1,8 +1,8 @@
 """Lifetimes across the steps of a program: what is still to be read is not written over.
 
-Derived anew from the steps, the values and the recordings, with nothing of the planners' that placed them.  What a kernel writes is
-not to be seen in a recording, only where its arguments begin: an overwrite through an argument that begins elsewhere is the
-planner's to rule out.
+Derived anew from the steps, the values and the recordings, with nothing of the planners' that placed them.  A recording does not
+show what a kernel writes, only where its arguments begin.  An overwrite through an argument that begins elsewhere is the planner's
+to rule out.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def check_lifetimes(program: Program, where: str) -> None:
     """Raises manifest-invalid where a step writes over what a later one, or the call's outputs, still need.
 
-    The outputs that a step declares may not share a byte with those of an earlier step that are still to be read.  Nor may they in
-    one step, with its inputs or each other, but for a graph step, whose recording reads and writes in an order of its own and whose
-    outputs may be views of one another.
+    The outputs that a step declares may not share a byte with those of an earlier step that are still to be read.  Nor may they
+    share one with the step's inputs or each other.  A graph step is free to: its recording reads and writes in an order of its own,
+    and its outputs may be views of one another.
     """
     values, last = program.values, _last_reads(program)
     alive: list[int] = []
@@ -51,8 +51,8 @@ def _check_apart(values: tuple[Value, ...], step: Step, at: str) -> None:
 def check_overwrites(program: Program, place: int, table: Table) -> None:
     """Raises table-invalid where the recording of step `place` uses what others left for a later step.
 
-    An argument of a kernel may not begin in a value that outlives the step and is none of its own; a memset or memcpy may not write
-    over one.  `table` is sound: `check_recording` holds.
+    No argument of a kernel may begin in a value that outlives the step and is none of its own, no memset or memcpy write over one.
+    `table` is sound: `check_recording` holds.
     """
     last, step = _last_reads(program), program.steps[place]
     before = {index for earlier in program.steps[:place] for index in earlier.outputs}

@@ -28,9 +28,9 @@ def check_programs(manifest: Manifest) -> None:
 
 def _check_program(manifest: Manifest, program: Program, where: str) -> None:
     memories = dict(manifest.memories)
-    looks = [program.outputs[alias.output] for alias in manifest.aliases if alias.output < len(program.outputs)]
+    aliases = [program.outputs[alias.output] for alias in manifest.aliases if alias.output < len(program.outputs)]
     for place, value in enumerate(program.values):
-        _check_value(manifest, memories, value, f"{where}.values[{place}]", look=place in looks)
+        _check_value(manifest, memories, value, f"{where}.values[{place}]", alias=place in aliases)
     sizes = {dimension.name: size for dimension, size in zip(manifest.dimensions, program.key, strict=True)}
     for kind, positions, specs in (("inputs", program.inputs, manifest.inputs), ("outputs", program.outputs, manifest.outputs)):
         require(len(positions) == len(specs), f"{where}.{kind}", f"{len(positions)} values, the signature has {len(specs)}")
@@ -56,13 +56,13 @@ def _shape(spec: TensorSpec, sizes: Mapping[str, int], where: str) -> tuple[int,
         raise BundleError("manifest-invalid", f"{where}: the signature's shape divides by zero at {dict(sizes)}") from None
 
 
-def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, where: str, *, look: bool) -> None:
-    """`look`: it is an output that shares memory, whose offset on the cpu target counts from what it shares that with."""
+def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, where: str, *, alias: bool) -> None:
+    """`alias`: it is an output that shares memory, whose offset on the cpu target counts from what it shares that with."""
     require(value.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {value.dtype!r}")
     require(value.memory in MEMORIES, f"{where}.memory", f"unknown memory {value.memory!r}")
     size = checked_span(where, value.dtype, value.shape, value.strides)
     if manifest.target.kind == "cpu" and value.memory == "host":
-        require(value.offset == 0 or look, f"{where}.offset", "a value in host memory has none")
+        require(value.offset == 0 or alias, f"{where}.offset", "a value in host memory has none")
     else:
         fits = value.offset >= 0 and value.offset + size <= memories.get(value.memory, 0)
         require(fits, f"{where}.offset", f"outside memory {value.memory}")

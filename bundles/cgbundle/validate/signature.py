@@ -61,8 +61,8 @@ def _check_cuts(manifest: Manifest) -> None:
 
 
 def _check_written(manifest: Manifest) -> None:
-    """The inputs that a call changes: each once, and no call is padded or cut, since a part of the caller's tensor would be left as
-    it was or be changed twice."""
+    """The inputs that a call changes stand once each.  No call is padded or cut: a part of the caller's tensor would be left as it
+    was, or be changed twice."""
     written = manifest.written
     require(list(written) == sorted(set(written)), "written", "not ascending, or a position stands twice")
     require(all(0 <= place < len(manifest.inputs) for place in written), "written", "no such input")

@@ -69,9 +69,11 @@ def _check_sides(program: Program, where: str) -> None:
 
 
 def check_order(program: Program, where: str, aliases: Mapping[int, Alias] = MappingProxyType({})) -> None:
-    """Raises manifest-invalid unless every step, and the call in the end, reads what was written before: inputs of the call, weights
-    and state, outputs of earlier steps.  Every value is written once, and by no step the call's inputs; a copy leaves weights and
-    the call's inputs as they are.  Of the `aliases`, by output, what they lie in is written."""
+    """Raises manifest-invalid unless every step, and the call in the end, reads what was written before.
+
+    These are inputs of the call, weights and state, and outputs of earlier steps.  Every value is written once, and by no step the
+    call's inputs; a copy leaves weights and the call's inputs as they are.  What the `aliases`, by output, lie in is written.
+    """
     given = set(program.inputs)
     written = given | {index for index, value in enumerate(program.values) if value.memory in PERSISTENT}
     made: dict[int, int] = {}
