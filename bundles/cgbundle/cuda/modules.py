@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import BundleError
+from ..format.archive import kernel_images
 from ..format.schema import MEMORIES, Manifest
 from ..format.spans import graph_memories
 from .driver import check, cu
@@ -106,8 +107,7 @@ def states(folder: str, manifest: Manifest) -> tuple[ModuleState, ...]:
     from ..validate.recordings import check_module_states
 
     found = decode_states(read(f"{folder}/{name}"), name)
-    images = {file.path.rpartition("/")[2] for file in manifest.files if file.path.startswith("kernels/")}
-    check_module_states(found, name, graph_memories(manifest.memories), images)
+    check_module_states(found, name, graph_memories(manifest.memories), kernel_images(manifest))
     return found
 
 

@@ -15,6 +15,7 @@ MANIFEST = "manifest.json"
 PROGRAM = "program.pt2"
 WEIGHTS = "weights.safetensors"
 EXAM = "exam.safetensors"
+KERNELS, HOST = "kernels/", "host/"
 
 CHUNK = 4 << 20
 """Bytes read at a time."""
@@ -57,6 +58,11 @@ def check_hash(path: str, file: File) -> None:
     found = sha256(os.path.join(path, file.path))
     if found != file.sha256:
         raise BundleError("file-damaged", f"{file.path}: SHA-256 is {found[:16]}..., expected {file.sha256[:16]}...")
+
+
+def kernel_images(manifest: Manifest) -> set[str]:
+    """The SHA-256 of every kernel image."""
+    return {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}
 
 
 def unlisted_files(path: str, manifest: Manifest) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from ..errors import BundleError
 from . import schema
+from .size_expressions import OPERATORS
 
 MAX_BYTES = 256 << 20
 """A manifest larger than this is refused unread: ten thousand keys of a large model need a tenth of it."""
@@ -131,7 +132,7 @@ def _size(value: Any, where: str, depth: int = 0) -> Any:
         return value
     if depth > MAX_DEPTH:
         raise BundleError("manifest-invalid", f"{where}: nested too deeply")
-    if type(value) is list and len(value) == 3 and value[0] in ("+", "-", "*", "//", "%"):
+    if type(value) is list and len(value) == 3 and value[0] in OPERATORS:
         return (value[0], _size(value[1], f"{where}[1]", depth + 1), _size(value[2], f"{where}[2]", depth + 1))
     raise _fail(where, "a size", value)
 

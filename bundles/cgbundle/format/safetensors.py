@@ -14,6 +14,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import IO, Any
 
 from ..errors import BundleError
@@ -84,10 +85,7 @@ def _entry(item: Any, dtypes: Mapping[str, str], start: int) -> Entry:
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
     """Bytes of a dense tensor."""
-    total = DTYPES[dtype]
-    for axis in shape:
-        total *= axis
-    return total
+    return DTYPES[dtype] * prod(shape)
 
 
 Tensor = tuple[str, tuple[int, ...], Callable[[], Any]]

@@ -214,8 +214,8 @@ class Exam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where the bundle comes from: `source` is the model as the user named it, `created` in UTC (ISO 8601), `versions` those of what
-    built it, `machine` its processor or GPU."""
+    """Where the bundle comes from: `source` is the model as the user named it, `created` in UTC (ISO 8601), `versions` those
+    of what built it, `machine` its processor or GPU."""
 
     source: str
     created: str

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import BundleError
@@ -116,10 +117,7 @@ def check_bounds(bounds: memoryview, total: int, where: str) -> None:
 
 def bounds(lengths: Iterable[int]) -> list[int]:
     """The column of bounds for rows of these lengths."""
-    out = [0]
-    for length in lengths:
-        out.append(out[-1] + length)
-    return out
+    return list(accumulate(lengths, initial=0))
 
 
 def check_below(values: memoryview | bytes, limit: int, where: str) -> None:

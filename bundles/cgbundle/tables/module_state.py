@@ -54,13 +54,8 @@ def encode_states(states: Sequence[ModuleState]) -> bytes:
         "symbols": b"".join(symbols),
         "contents": contents,
     }
-    counts = {
-        "states": len(states),
-        "relocations": len(relocations),
-        "symbol_bytes": sum(map(len, symbols)),
-        "content_bytes": len(contents),
-    }
-    return pack(STATES, counts, columns)
+    sizes = len(states), len(relocations), sum(map(len, symbols)), len(contents)
+    return pack(STATES, dict(zip(STATES.counts, sizes, strict=True)), columns)
 
 
 def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]:

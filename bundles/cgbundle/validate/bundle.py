@@ -25,7 +25,6 @@ LEVELS = ("load", "full")
 
 CPU, CUDA = "cpu", "cuda"
 
-KERNELS, HOST = "kernels/", "host/"
 SEVERITIES = ("refuse", "host", "note")
 
 
@@ -117,7 +116,7 @@ def check_tables(path: str, manifest: Manifest) -> None:
     from .recordings import check_module_states, check_recording
 
     memories = graph_memories(manifest.memories)
-    images = {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}
+    images = archive.kernel_images(manifest)
     for program in manifest.programs:
         for place, step in enumerate(program.steps):
             if step.kind != "graph":
@@ -190,7 +189,11 @@ def _check_regions(manifest: Manifest) -> None:
         where = f"regions[{index}]"
         require(region.kind in ("graph", "host"), f"{where}.kind", f"unknown kind {region.kind!r}")
         require((region.kind == "host") == bool(region.file), f"{where}.file", "a host region has a file, a graph region none")
-        require(region.kind == "graph" or region.file.startswith(HOST), f"{where}.file", f"a shared object outside {HOST}")
+        require(
+            region.kind == "graph" or region.file.startswith(archive.HOST),
+            f"{where}.file",
+            f"a shared object outside {archive.HOST}",
+        )
         for place, (_, weight) in enumerate(region.constants):
             require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
         require(len({name for name, _ in region.constants}) == len(region.constants), f"{where}.constants", "a name stands twice")
@@ -207,8 +210,8 @@ def _check_files(manifest: Manifest) -> None:
         require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
         digits = len(file.sha256) == 64 and set(file.sha256) <= set("0123456789abcdef")
         require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
-        if file.path.startswith(KERNELS):
-            require(file.path == KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
+        if file.path.startswith(archive.KERNELS):
+            require(file.path == archive.KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
     needed = {archive.WEIGHTS, archive.EXAM, archive.PROGRAM}
     needed |= {region.file for region in manifest.regions if region.file}
     needed |= {step.file for program in manifest.programs for step in program.steps if step.file}

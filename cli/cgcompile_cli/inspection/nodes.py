@@ -77,11 +77,12 @@ def read_table(path: str, files: dict[str, File], name: str) -> Table:
 
 def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Node]]:
     """The nodes of every step, in an order in which they may run.  Raises file-damaged, table-invalid."""
+    from cgbundle.format.archive import kernel_images
     from cgbundle.format.spans import graph_memories
     from cgbundle.validate.recordings import check_recording
 
     files = {file.path: file for file in manifest.files}
-    images = {name.removeprefix("kernels/") for name in files}
+    images = kernel_images(manifest)
     names = Names(manifest, program)
     found: list[list[Node]] = []
     for index, step in enumerate(program.steps):
