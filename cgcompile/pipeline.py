@@ -113,7 +113,7 @@ def build(
         refuse_written(findings, chosen.recorder, len(placed))
         if placed and specialize == "shared":
             raise ModelError(
-                "refused",
+                "check-refused",
                 f"specialize='shared': {len(placed)} operations run on the host, and their regions are lowered for every size",
                 "leave --specialize out",
             )

@@ -7,13 +7,13 @@ line returns: 1 when the bundle is wrong, 2 when the call, the machine or the pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class Cause(NamedTuple):
-    """A row of a catalogue: the class that is raised, the exit code, what it means, and what to do where the raiser says no more."""
+    """A row of a catalogue: the class that is raised, the exit code, what it means, and what to do unless the raiser says."""
 
-    kind: type[CgbundleError]
+    error: type[CgbundleError]
     exit_code: int
     meaning: str
     hint: str = ""
@@ -28,6 +28,14 @@ class CgbundleError(Exception):
         super().__init__(message)
         cause = self.catalogue[code]
         self.code, self.exit_code, self.hint = code, cause.exit_code, hint or cause.hint
+
+    @property
+    def kind(self) -> str:
+        """The code as `--json` spells it: FileDamaged."""
+        return self.code.title().replace("-", "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, str(self), self.hint)
 
 
 class BundleError(CgbundleError):
@@ -61,118 +69,67 @@ class StateMissing(CallError, KeyError):
 
 
 DAMAGED = "the bundle is damaged: copy or build it again"
+OTHER_TARGET = "`cgcompile inspect` shows what the bundle was built for; build it for this machine with --target"
+GPU_LOG = "nvidia-smi and the system's log may say what is wrong with the GPU"
 
 CATALOGUE: Mapping[str, Cause] = {
-    "bundle-missing": Cause(
-        BundleError, 2, "There is nothing at the path.", "check the path; `cgcompile build MODEL -o PATH` writes a bundle"
-    ),
-    "not-a-bundle": Cause(
-        BundleError,
-        2,
-        "The path exists but holds no manifest: a plain file, or some other directory.",
-        "a bundle is the directory that `cgcompile build` writes",
-    ),
-    "format-unsupported": Cause(
-        BundleError,
-        2,
-        "The bundle's format version is not one that this runtime reads.",
-        "upgrade cgcompile in this environment, or rebuild the bundle with the version installed here",
-    ),
-    "manifest-invalid": Cause(
-        BundleError,
-        1,
-        "The manifest is not JSON, lacks a field, has a wrong type, or breaks an invariant; the message starts with the field's path.",
-        "the bundle is damaged or was edited: build it again",
-    ),
-    "file-damaged": Cause(
-        BundleError, 1, "A file of the bundle is missing, has another length, or another SHA-256 than the manifest says.", DAMAGED
-    ),
-    "weights-invalid": Cause(
-        BundleError, 1, "weights.safetensors has a bad header, or does not hold the tensors that the manifest names.", DAMAGED
-    ),
+    # --- the path ---
+    "bundle-missing": Cause(BundleError, 2, "There is nothing at the path.",
+        "check the path; `cgcompile build MODEL -o PATH` writes a bundle"),
+    "not-a-bundle": Cause(BundleError, 2, "The path exists but holds no manifest: a plain file, or some other directory.",
+        "a bundle is the directory that `cgcompile build` writes"),
+    # --- the bundle ---
+    "format-unsupported": Cause(BundleError, 2, "The bundle's format version is not one that this runtime reads.",
+        "upgrade cgcompile in this environment, or rebuild the bundle with the version installed here"),
+    "manifest-invalid": Cause(BundleError, 1,
+        "The manifest is not JSON, lacks a field, or a field is wrong: the message starts with its path.",
+        "the bundle is damaged or was edited: build it again"),
+    "file-damaged": Cause(BundleError, 1,
+        "A file of the bundle is missing, has another length, or another SHA-256 than the manifest says.", DAMAGED),
+    "weights-invalid": Cause(BundleError, 1,
+        "weights.safetensors has a bad header, or does not hold the tensors that the manifest names.", DAMAGED),
     "table-invalid": Cause(BundleError, 1, "A recording's table has a bad header, column, reference or relocation.", DAMAGED),
-    "relocation-invalid": Cause(
-        BundleError, 1, "An address of a recording lies outside its memory, or its place outside the parameters.", DAMAGED
-    ),
-    "exam-failed": Cause(
-        BundleError,
-        1,
-        "A replay of the stored exam gave another result than the bundle promises.",
-        "build the bundle again on this kind of machine",
-    ),
-    "wrong-machine": Cause(
-        MachineError,
-        2,
-        "This machine's processor, GPU or driver cannot run the bundle's code.",
-        "`cgcompile inspect` shows what the bundle was built for; build it for this machine with --target",
-    ),
-    "wrong-architecture": Cause(
-        MachineError,
-        2,
-        "The GPU is of another architecture than the machine code of the bundle.",
-        "`cgcompile inspect` shows what the bundle was built for; build it for this machine with --target",
-    ),
-    "driver-too-old": Cause(
-        MachineError,
-        2,
-        "The CUDA driver is older than the bundle's code needs.",
-        "`cgcompile inspect` shows what the bundle was built for; build it for this machine with --target",
-    ),
+    "relocation-invalid": Cause(BundleError, 1,
+        "An address of a recording lies outside its memory, or its place outside the parameters.", DAMAGED),
+    "exam-failed": Cause(BundleError, 1, "A replay of the stored exam gave another result than the bundle promises.",
+        "build the bundle again on this kind of machine"),
+    # --- the machine ---
+    "wrong-machine": Cause(MachineError, 2, "This machine's processor, GPU or driver cannot run the bundle's code.", OTHER_TARGET),
+    "wrong-architecture": Cause(MachineError, 2, "The GPU is of another architecture than the machine code of the bundle.",
+        OTHER_TARGET),
+    "driver-too-old": Cause(MachineError, 2, "The CUDA driver is older than the bundle's code needs.", OTHER_TARGET),
     "library-missing": Cause(MachineError, 2, "A shared library or package that the target needs is not installed."),
     "library-refused": Cause(MachineError, 2, "A shared object of the bundle, or a library under it, failed to load or to run."),
-    "driver-failed": Cause(
-        MachineError,
-        2,
-        "A CUDA driver call failed; the message names the call and the driver's error.",
-        "nvidia-smi and the system's log may say what is wrong with the GPU",
-    ),
-    "out-of-memory": Cause(
-        OutOfMemory,
-        2,
-        "The device has too little free memory; the message gives needed and free bytes.",
-        "give memory back first (nvidia-smi shows who has it), or build with smaller sizes",
-    ),
-    "input-structure": Cause(
-        CallError,
-        2,
-        "The nesting, number, or names of the inputs differ from the signature, or a constant input has another value.",
-    ),
+    "driver-failed": Cause(MachineError, 2, "A CUDA driver call failed; the message names the call and the driver's error.",
+        GPU_LOG),
+    "out-of-memory": Cause(OutOfMemory, 2, "The device has too little free memory; the message gives needed and free bytes.",
+        "give memory back first (nvidia-smi shows who has it), or build with smaller sizes"),
+    # --- the call ---
+    "input-structure": Cause(CallError, 2,
+        "The nesting, number, or names of the inputs differ from the signature, or a constant input has another value."),
     "input-kind": Cause(CallError, 2, "An input is no tensor that the runtime can read (NumPy, torch, or DLPack)."),
     "input-dtype": Cause(CallError, 2, "An input has another dtype."),
     "input-device": Cause(CallError, 2, "An input lies on another device."),
-    "input-shape": Cause(
-        CallError, 2, "An input has another rank, or another size on a fixed axis, or a size that no dimension gives."
-    ),
-    "input-layout": Cause(
-        CallError,
-        2,
+    "input-shape": Cause(CallError, 2,
+        "An input has another rank, or another size on a fixed axis, or a size that no dimension gives."),
+    "input-layout": Cause(CallError, 2,
         "An output shares memory with a part of an input, which is laid out otherwise than recorded and has no such part.",
-        "pass .contiguous() of it",
-    ),
-    "input-unwritable": Cause(
-        CallError, 2, "An input that the model writes to cannot be written to, or shares memory with another input or with itself."
-    ),
+        "pass .contiguous() of it"),
+    "input-unwritable": Cause(CallError, 2,
+        "An input that the model writes to cannot be written to, or shares memory with another input or with itself."),
     "dimension-disagrees": Cause(CallError, 2, "Two inputs give different sizes for one declared dimension."),
-    "key-missing": Cause(
-        CallError, 2, "The int_key was not recorded, and the policy or the build's proof does not allow padding or cutting."
-    ),
-    "stale-view": Cause(
-        CallError,
-        2,
-        'An output handed out by `outputs="view"` was read after the next replay.',
-        'call .clone() before the next call, or load the bundle with outputs="copy"',
-    ),
+    "key-missing": Cause(CallError, 2,
+        "The int_key was not recorded, and the policy or the build's proof does not allow padding or cutting."),
+    "stale-view": Cause(CallError, 2, 'An output handed out by `outputs="view"` was read after the next replay.',
+        'call .clone() before the next call, or load the bundle with outputs="copy"'),
     "program-closed": Cause(ProgramClosed, 2, "The program was closed.", "load the bundle again"),
-    "session-busy": Cause(
-        SessionBusy, 2, "Two threads used one session at once.", "give every thread a session of its own: program.session()"
-    ),
+    "session-busy": Cause(SessionBusy, 2, "Two threads used one session at once.",
+        "give every thread a session of its own: program.session()"),
     "state-missing": Cause(StateMissing, 2, "The model has no state of that name, or none at all."),
-    "state-invalid": Cause(
-        CallError, 2, "A value for a state is of another dtype or shape, lies elsewhere, or is no tensor at all."
-    ),
-    "capture-refused": Cause(
-        CallError, 2, "The caller's stream is being captured into a CUDA graph, and the call cannot become part of one."
-    ),
-}
+    "state-invalid": Cause(CallError, 2,
+        "A value for a state is of another dtype or shape, lies elsewhere, or is no tensor at all."),
+    "capture-refused": Cause(CallError, 2,
+        "The caller's stream is being captured into a CUDA graph, and the call cannot become part of one."),
+}  # fmt: skip
 
 CgbundleError.catalogue = CATALOGUE

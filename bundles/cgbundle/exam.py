@@ -185,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
                 for r in results
             ]
     except CgbundleError as error:
-        print(json.dumps({"error": str(error), "hint": error.hint, "kind": error.code}))
+        print(json.dumps({"error": str(error), "hint": error.hint, "kind": error.kind}))
         return error.exit_code
     print(json.dumps({"results": rows, "torch_imported": "torch" in sys.modules}))
     return 0 if all(row["passed"] for row in rows) else 1

@@ -17,8 +17,9 @@ import torch
 from torch.export import ExportedProgram
 
 from cgbundle.cpu.processor import processor_name
-from cgbundle.format import archive, codec, safetensors, schema
+from cgbundle.format import archive, manifest_json, safetensors, schema
 from cgbundle.validate import bundle as verify
+from cgbundle.validate.exam import check_exam
 
 from ..export.exported import Exported
 from ..export.weights import Weights, weight_tensors
@@ -140,10 +141,10 @@ def write_weights(path: Path, weights: Weights) -> None:
 def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
     """Describes the files of the stage in the manifest, checks everything, and writes it."""
     sealed = replace(manifest, files=archive.describe_files(str(stage)))
-    (stage / archive.MANIFEST).write_bytes(codec.encode(sealed))
+    (stage / archive.MANIFEST).write_bytes(manifest_json.encode(sealed))
     written = archive.read_manifest(str(stage))
     verify.check_bundle(str(stage), written)
-    verify.check_exam(str(stage), written)
+    check_exam(str(stage), written)
     return sealed
 
 

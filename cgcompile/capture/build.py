@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import archive, safetensors
-from cgbundle.format.schema import CODE, Exam, IntKey, Program, Proof, Region, Target, Value, Weight
-from cgbundle.tables import codec as tables
+from cgbundle.format.schema import KERNEL_CODE, Exam, IntKey, Program, Proof, Region, Target, Value, Weight
+from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import Recording
 
 from ..bundle import state_exam
@@ -97,7 +97,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         write_kernels(stage, images)
         files = write_tables(stage, found)
         if recorded.states:
-            (stage / STATES_FILE).write_bytes(tables.encode_states(recorded.states))
+            (stage / STATES_FILE).write_bytes(encode_states(recorded.states))
         regions, programs, pinned = _rows(job, recorded, hosted, files)
         programs = with_aliases(programs, job.exported, weights)
         _write_exam(stage / archive.EXAM, programs, recorded, job.exported, weights)
@@ -118,7 +118,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             ("inputs", max(recorded.static.values())),
             ("arena", max(graph.arena for graphs in recorded.graphs.values() for graph in graphs)),
             *((("host", pinned),) if pinned else ()),
-            (CODE, sum(len(image) for image in images.values())),
+            (KERNEL_CODE, sum(len(image) for image in images.values())),
         ),
         regions=regions,
         programs=programs,

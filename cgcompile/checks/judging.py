@@ -104,7 +104,7 @@ def refuse_written(findings: Sequence[Finding], recorder: str, placed: int) -> N
         else "this is recorded by the capture recorder alone, which needs the GPU"
     )  # fmt: skip
     fixes = {"mutated-input": CLONE, "mutated-buffer": RETURN, "random-operation": INSTEAD}
-    raise ModelError("refused", f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", fixes[found.rule])
+    raise ModelError("check-refused", f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", fixes[found.rule])
 
 
 def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> None:
@@ -112,12 +112,14 @@ def refuse(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> N
     known = names()
     for name in waive:
         if name not in known:
-            raise ModelError("refused", f"waive {name!r}: no such rule (rules: {', '.join(sorted(known))})")
+            raise ModelError("check-refused", f"waive {name!r}: no such rule (rules: {', '.join(sorted(known))})")
     stopping = [f for f in findings if f.severity == REFUSE or (strict and f.severity == HOST)]
     for finding in stopping:
         if finding.rule in waive:
-            raise ModelError("refused", f"waive {finding.rule!r}: this refusal cannot be waived: {finding.effect}", finding.fix)
-        raise ModelError("refused", told(finding, len(stopping) - 1), finding.fix)
+            raise ModelError(
+                "check-refused", f"waive {finding.rule!r}: this refusal cannot be waived: {finding.effect}", finding.fix
+            )
+        raise ModelError("check-refused", told(finding, len(stopping) - 1), finding.fix)
 
 
 def told(finding: Finding, more: int = 0) -> str:

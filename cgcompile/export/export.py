@@ -39,7 +39,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     """Exports `source` for all sizes.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), export-failed (with the user's file and line) and
-    branch-on-data, structure-unsupported and output-size-unknown.
+    branch-on-data, structure-unsupported and data-dependent-output.
     """
     traced = trace(source, sizes)
     for obstacle in traced.obstacles:
@@ -121,9 +121,9 @@ def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]])
         at = ", ".join(f"{name}={size}" for name, size in chosen.items())
         try:
             outputs = run_eager(flat, sample(source, chosen).tensors)
-        except ModelError:
-            raise
         except Exception as error:
+            if isinstance(error, ModelError) and error.code in ("structure-unsupported", "data-dependent-output", "state-changed"):
+                raise
             place = user_line(error, source.label) or source.label
             raise ModelError(
                 "size-excluded", f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {first_line(error)}"

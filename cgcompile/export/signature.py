@@ -21,7 +21,7 @@ from .exported import Exported, Seen, Traced, memory_order
 
 def describe_signature(traced: Traced) -> Exported:
     """The inputs and outputs in terms of the declared dimensions.  Raises size-excluded, export-failed, structure-unsupported,
-    output-size-unknown."""
+    data-dependent-output."""
     source, program, flat = traced.source, traced.program, traced.flat
     if flat.result is None or not flat.names:
         raise ModelError("structure-unsupported", f"{source.label}: the model's result holds no tensor")
@@ -119,7 +119,7 @@ def _size(source: Source, name: str, axis: int, size: Any, symbols: Mapping[Any,
     unknown = sorted(str(symbol) for symbol in size.node.expr.free_symbols if symbol not in symbols)
     if unknown:
         raise ModelError(
-            "output-size-unknown",
+            "data-dependent-output",
             f"{source.label}: output {name!r}, axis {axis}: its size {size} depends on data, not on the declared dimensions",
         )
     try:

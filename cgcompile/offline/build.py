@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import archive
-from cgbundle.format.extents import ELSEWHERE
-from cgbundle.format.schema import CODE, Exam, IntKey, Program, Proof, Region, Target, Value, Weight
+from cgbundle.format.schema import KERNEL_CODE, Exam, IntKey, Program, Proof, Region, Target, Value, Weight
+from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables.recording import Recording
 
 from ..bundle.emit import eager_exam, write_exam
@@ -108,7 +108,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             ("inputs", max(static.values())),
             ("arena", largest),
             *((("host", pinned),) if pinned else ()),
-            (CODE, sum(len(image) for image in images.values())),
+            (KERNEL_CODE, sum(len(image) for image in images.values())),
         )
         proofs = tuple(Proof(key=exam.key, method="none", error=0.0, tolerance=dtype_bound(program)) for exam in exams)
         if job.prove == "interpret":
@@ -170,7 +170,7 @@ def _chains(lowered: Mapping[Name, Traced], mixed: Mixed | None) -> dict[IntKey,
 
 def _lay_out(tensors: Mapping[str, torch.Tensor], mixed: Mixed | None, traced: Mapping[IntKey, Traced]) -> _Layout:
     placed = weight_rows(tensors, mixed.elsewhere if mixed else frozenset())
-    ends = [align(row.offset + tensor_bytes(row.dtype, row.shape)) for row in placed if row.offset != ELSEWHERE]
+    ends = [align(row.offset + tensor_bytes(row.dtype, row.shape)) for row in placed if row.offset != HOST_ONLY]
     folded, end = folded_tables(traced, max(ends, default=0))
     return _Layout(placed=placed, folded=folded, end=end)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import DTYPES, Alias, IntKey, Program, Value, Weight
+from cgbundle.format.spans import HOST_ONLY
 
 from ..errors import ModelError
 from ..export.exported import Look, Shared
@@ -110,7 +110,7 @@ def _home(each: Shared, program: Program, weights: Sequence[Weight]) -> tuple[st
     """Memory, offset and strides of what an output shares memory with."""
     if each.name:
         row = weights[_index(each, weights)]
-        if row.offset == ELSEWHERE:
+        if row.offset == HOST_ONLY:
             raise ModelError("outputs-shared", f"an output shares memory with the weight {row.name!r}, which only the host has")
         return row.memory, row.offset, row.strides
     value: Value = program.values[(program.inputs if each.memory == "inputs" else program.outputs)[each.index]]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import typer
 
-from cgbundle.errors import CgbundleError
+from cgbundle.errors import Cause, CgbundleError
 
 from .output import complain
 
@@ -29,10 +29,11 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """The disk is full: such an error need not name a path."""
 
 
-class Usage(CgbundleError):
+class UsageError(CgbundleError):
     """Options or a file of the user's that do not fit the command."""
 
-    exit_code = ENVIRONMENT
+
+UsageError.catalogue = {"usage": Cause(UsageError, ENVIRONMENT, "Options or a file of the user's that do not fit the command.")}
 
 
 @contextmanager

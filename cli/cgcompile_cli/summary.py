@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.format import archive, codec
+from cgbundle.format import archive, manifest_json
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, Tree, Weight
 from cgbundle.format.size_expressions import text
@@ -45,13 +45,13 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
         "state": [weight.name for weight in stateful(manifest)],
         "load": load_lines(path, manifest),
-        "manifest": json.loads(codec.encode(manifest)),
+        "manifest": json.loads(manifest_json.encode(manifest)),
     }
 
 
 def total(manifest: Manifest) -> int:
     """Bytes of all files."""
-    return sum(file.bytes for file in manifest.files) + len(codec.encode(manifest))
+    return sum(file.bytes for file in manifest.files) + len(manifest_json.encode(manifest))
 
 
 def bulk(manifest: Manifest) -> str:
@@ -187,7 +187,7 @@ def files(manifest: Manifest) -> Table:
     for file in manifest.files:
         folders[file.path.rpartition("/")[0]].append(file.bytes)
     many = {folder for folder, found in folders.items() if folder and len(found) > 3}
-    rows = [(size(len(codec.encode(manifest))), archive.MANIFEST)]
+    rows = [(size(len(manifest_json.encode(manifest))), archive.MANIFEST)]
     rows += [(size(file.bytes), file.path) for file in manifest.files if file.path.rpartition("/")[0] not in many]
     rows += [(size(sum(folders[folder])), f"{folder}/ ({count(len(folders[folder]), 'file')})") for folder in sorted(many)]
     shown, hidden = shortened(rows)

@@ -15,7 +15,7 @@ import cgcompile
 from cgbundle import CgbundleError
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
-from cgbundle.tables import codec as tables
+from cgbundle.tables.table import Table
 
 
 def main(name: str, level: str, out: str) -> int:
@@ -28,7 +28,7 @@ def main(name: str, level: str, out: str) -> int:
             network, inputs, sizes=model.sizes, out=out, target="auto", lower=level, force=True, progress=told(start)
         )
     except CgbundleError as error:
-        print(json.dumps({"error": str(error), "kind": type(error).__name__, "hint": error.hint}))
+        print(json.dumps({"error": str(error), "kind": error.kind, "hint": error.hint}))
         return 1
     print(
         json.dumps(described(Path(out), built.manifest) | {"seconds": time.perf_counter() - start, "stages": dict(built.seconds)})
@@ -50,7 +50,7 @@ def described(path: Path, manifest: Manifest) -> dict[str, Any]:
     nodes = []
     for program in manifest.programs:
         steps = [step.file for step in program.steps if step.kind == "graph"]
-        nodes.append(sum(len(tables.Table((path / file).read_bytes(), file).kind) for file in steps))
+        nodes.append(sum(len(Table((path / file).read_bytes(), file).kind) for file in steps))
     worst = max(manifest.exam.proofs, key=lambda proof: proof.error / (proof.tolerance or 1.0))
     sizes = {file.path: file.bytes for file in manifest.files}
     return {

@@ -18,7 +18,7 @@ from cuda.bindings import driver as cu
 from cgbundle.cuda.device import CudaBackend
 from cgbundle.cuda.driver import check
 from cgbundle.format import archive
-from cgbundle.tables.view import KERNEL, Table
+from cgbundle.tables.table import KERNEL, Table
 
 ROUNDS = 9
 FILLED = 4 << 30

@@ -13,7 +13,7 @@ import serving
 WATCHED = {
     "cgbundle.format.archive": (("read_manifest", "manifest"),),
     "cgbundle.validate.bundle": (("check_bundle", "checks and hashes"),),
-    "cgbundle.tables.validation": (("check", "checks of the tables"),),
+    "cgbundle.validate.recordings": (("check_recording", "checks of the tables"),),
     "cgbundle.cuda.early_context": (("EarlyContext.take", "waiting for the context"),),
     "cgbundle.cuda.driver": (("Context.__init__", "context"),),
     "cgbundle.cuda.memory": (("Memories.__init__", "memories"),),

@@ -18,9 +18,9 @@ from cgbundle import exam  # noqa: E402
 from cgbundle.cuda import memory  # noqa: E402
 from cgbundle.cuda.device import CudaBackend  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
-from cgbundle.format.extents import span  # noqa: E402
 from cgbundle.format.safetensors import Mapped  # noqa: E402
 from cgbundle.format.schema import Program  # noqa: E402
+from cgbundle.format.spans import span  # noqa: E402
 from tests.gpu.cut_models import KINDS, MODELS, WIDTH  # noqa: E402
 
 SIZES = (1, 8)

@@ -23,7 +23,8 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Function, MemsetNode, Recording
-from cgbundle.tables.view import Table
+from cgbundle.tables.table import Table
+from cgbundle.validate.recordings import check_recording
 from tests.helpers import cuda_bundles
 from tests.helpers.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
 from tests.helpers.raising import raises
@@ -199,10 +200,10 @@ def test_usage(bundle: tuple[Manifest, Path]) -> None:
 def test_the_wrong_machine(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     other = replace(manifest, target=replace(manifest.target, arch="sm_70"))
-    with raises("wrong-machine", match="the bundle is for sm_70, device 0"):
+    with raises("wrong-architecture", match="the bundle is for sm_70, device 0"):
         device.open(other, folder)
     other = replace(manifest, target=replace(manifest.target, driver=99000))
-    with raises("wrong-machine", match=r"a driver for CUDA 99\.0"):
+    with raises("driver-too-old", match=r"a driver for CUDA 99\.0"):
         device.open(other, folder)
     with raises("wrong-machine", match="device 1000"):
         device.open(manifest, folder, device=1000)
@@ -254,7 +255,7 @@ class Bench:
     def words(self, recording: Recording, mode: str, count: int) -> list[int]:
         """The arena's first words after a run over an arena of ones."""
         table = Table(tables.encode(recording), "bench")
-        tables.check(table, "bench", {"arena": cuda_bundles.ARENA}, {self.image})
+        check_recording(table, {"arena": cuda_bundles.ARENA}, {self.image})
         bases, stream = self.memories.bases, self.context.stream
         executor: Any = (
             GraphExecutor(self.context, table, self.modules, bases, stream)
@@ -346,7 +347,7 @@ def test_how_long_a_long_chain_takes(bench: Bench, context: Context, capsys: pyt
     times = [time.perf_counter()]
     table = Table(data, "chain")
     times.append(time.perf_counter())
-    tables.check(table, "chain", {"arena": cuda_bundles.ARENA}, {bench.image})
+    check_recording(table, {"arena": cuda_bundles.ARENA}, {bench.image})
     times.append(time.perf_counter())
     executor = GraphExecutor(context, table, bench.modules, bench.memories.bases, context.stream)
     times.append(time.perf_counter())

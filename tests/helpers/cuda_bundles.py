@@ -21,6 +21,7 @@ from cgbundle.format import safetensors
 from cgbundle.format.archive import WEIGHTS, describe_files
 from cgbundle.format.schema import FORMAT_VERSION, Exam, Manifest, Program, Provenance, Region, Step, Target, Value, Weight
 from cgbundle.tables import codec as tables
+from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import (
     Address,
     Edge,
@@ -162,7 +163,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
     (folder / "kernels" / name).write_bytes(image)
     for key in KEYS:
         (folder / "graphs" / f"g0-{key}.bin").write_bytes(tables.encode(recording(name, key)))
-    (folder / "graphs" / "modules.bin").write_bytes(tables.encode_states(module_states(name)))
+    (folder / "graphs" / "modules.bin").write_bytes(encode_states(module_states(name)))
     offsets = array("f", range(KEYS[-1] * FLOATS))
     with open(folder / WEIGHTS, "wb") as file:
         safetensors.write(

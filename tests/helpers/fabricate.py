@@ -163,7 +163,7 @@ def _offsets(value: Value) -> list[int]:
     return [sum(index * stride for index, stride in zip(place, value.strides, strict=True)) for place in places]
 
 
-# --- a manifest's bytes, written as FORMAT.md says and not by codec.py ------------------------------------------
+# --- a manifest's bytes, written as FORMAT.md says, not by manifest_json.py ------------------------------------
 
 
 def seal_plain(plain: dict[str, Any]) -> bytes:

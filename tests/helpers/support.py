@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import archive, codec, safetensors
+from cgbundle.format import archive, manifest_json, safetensors
 from cgbundle.format.archive import exam_entry as entry
 from cgbundle.format.schema import (
     FORMAT_VERSION,
@@ -52,7 +52,7 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
 
 def seal(folder: Path, made: Manifest) -> None:
     """Writes the manifest as it is, sound or not."""
-    (folder / archive.MANIFEST).write_bytes(codec.encode(made))
+    (folder / archive.MANIFEST).write_bytes(manifest_json.encode(made))
 
 
 def floats(values: range) -> Callable[[], bytes]:

@@ -1,4 +1,6 @@
-"""cgcompile_cli -> cgcompile -> cgbundle, never back; the runtime runs with everything else absent, and importing it is light."""
+"""cgcompile_cli -> cgcompile -> cgbundle, never back, and inside each package downwards alone.
+
+The runtime runs with everything else absent, and importing it is light."""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ import ast
 import json
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.imports import PACKAGES, graph
 from tests.helpers.places import ROOT
 
 BANNED = ("torch", "numpy", "triton", "typer", "rich", "cgcompile", "cgcompile_cli", "safetensors", "ml_dtypes", "cupy", "cuda")
@@ -59,8 +63,8 @@ def test_a_bundle_is_read_and_checked_with_everything_else_absent(tmp_path: Path
     from tests.helpers.support import write_bundle
 
     path = write_bundle(tmp_path / "tiny.cgb")
-    code = f"from cgbundle import archive, verify\npath = {str(path)!r}\n"
-    python(BAN + code + "verify.check_bundle(path, archive.read_manifest(path), 'full')")
+    code = f"from cgbundle.format import archive\nfrom cgbundle.validate import bundle\npath = {str(path)!r}\n"
+    python(BAN + code + "bundle.check_bundle(path, archive.read_manifest(path), 'full')")
 
 
 def test_importing_the_runtime_is_light_and_the_standard_librarys() -> None:
@@ -79,7 +83,8 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 def test_loading_needs_no_more_of_the_standard_library_than_it_uses() -> None:
     """What would cost a serving process milliseconds at its start and is never needed there."""
-    code = "import sys\nimport cgbundle\ncgbundle.load\nimport cgbundle.validate.bundle, cgbundle.cpu.backend, cgbundle.program\nprint(*sys.modules)"
+    modules = "cgbundle.validate.bundle, cgbundle.cpu.backend, cgbundle.program"
+    code = f"import sys\nimport cgbundle\ncgbundle.load\nimport {modules}\nprint(*sys.modules)"
     loaded = set(python(code, "-S").split())
     assert not loaded & {"asyncio", "subprocess", "tempfile", "unittest", "logging", "pathlib", "uuid", "shutil", "zipfile"}
 
@@ -127,3 +132,65 @@ def test_the_compiler_imports_nothing_of_the_command_line(path: Path) -> None:
 
 def test_the_command_line_is_read_by_these_tests_too() -> None:
     assert {"cgcompile", "cgbundle", "typer"} <= set().union(*map(imported, sources("cli/cgcompile_cli")))
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "cgbundle": (
+        "errors", "format", "tables", "tensors", "validate", "session", "call", "cpu", "cuda", "program", "loader", "exam",
+    ),
+    "cgcompile": (
+        "errors", "util", "model", "export", "transforms", "checks", "partition", "bundle",
+        "targets", "targets.cpu", "targets.cuda", "capture", "offline", "pipeline", "report", "tools",
+    ),
+    "cgcompile_cli": ("output", "errors", "int_keys", "summary", "inspection", "page", "commands", "main", "__main__"),
+}  # fmt: skip
+"""Of every package, what lies in it from the bottom up: a module imports from its own layer and those before it, late too.  The
+package itself, which hands out names of all, is above them."""
+
+ENTRIES, DEPTH = 13, 3
+"""How many files and folders a folder may hold, and how many folders may lie inside each other, from the repository's root on."""
+
+
+def layer(module: str) -> int:
+    """The place of a module in its package's order."""
+    package, _, rest = module.partition(".")
+    found = [place for place, name in enumerate(LAYERS[package]) if rest == name or rest.startswith(f"{name}.")]
+    assert found or not rest, f"{module} is in no layer"
+    return found[-1] if rest else len(LAYERS[package])
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_imports_go_downwards_alone(package: str) -> None:
+    assert not [
+        f"{module} -> {each}"
+        for module, imports in graph().items()
+        for each in sorted(imports)
+        if module.partition(".")[0] == each.partition(".")[0] == package and layer(each) > layer(module)
+    ]
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    try:
+        TopologicalSorter(graph()).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+def test_every_layer_is_there() -> None:
+    for package, names in LAYERS.items():
+        assert [name for name in names if not any(module == f"{package}.{name}" for module in graph())] == []
+
+
+@pytest.mark.parametrize("folder", list(PACKAGES.values()), ids=PACKAGES)
+def test_a_folder_holds_a_dozen_entries_and_lies_three_deep(folder: Path) -> None:
+    for each in [folder, *(path for path in folder.rglob("*") if path.is_dir() and path.name != "__pycache__")]:
+        entries = {path.name for path in each.iterdir()} - {"__init__.py", "py.typed", "__pycache__"}
+        assert len(entries) <= ENTRIES and len(each.relative_to(ROOT).parts) <= DEPTH, f"{each}: {sorted(entries)}"
+
+
+def test_circles_and_climbs_are_seen() -> None:
+    """The tests above look at what they should: at late imports and at those of TYPE_CHECKING."""
+    assert "cgcompile.pipeline" in graph()["cgcompile"] and "cgbundle.loader" in graph()["cgbundle"]
+    assert layer("cgcompile.targets.cuda.steps") > layer("cgcompile.targets.choice") > layer("cgcompile.partition")

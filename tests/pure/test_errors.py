@@ -1,123 +1,129 @@
-"""The catalogue of errors: every class says what it means, what it returns to the shell, is raised somewhere, and provoked by a
-test."""
+"""The catalogues of errors: every code says what it means and what it returns to the shell.
+
+It is raised somewhere, as the class that its row names, and a test provokes it.
+"""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
+import pickle
+import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import cgbundle
-from cgbundle import errors
-from cgbundle.errors import CATALOGUE, CallError, CgbundleError, OutOfMemory
-from cgcompile.errors import BuildError, ModelError
+import cgcompile.errors
+import cgcompile_cli.errors
+from cgbundle.errors import CATALOGUE, CallError, Cause, CgbundleError, OutOfMemory, StateMissing
+from cgcompile.errors import BuildError, ModelError, named
 from cgcompile_cli.errors import hint as spelled
 from tests.helpers.places import ROOT
 
 PACKAGE = Path(inspect.getfile(cgbundle)).parent
-
-CATALOGUES = (
-    "cgbundle.errors", "cgcompile.errors", "cgcompile.partition.errors", "cgcompile.capture.errors", "cgcompile.offline.errors",
-    "cgcompile_cli.errors",
-)  # fmt: skip
-"""Where classes of errors may be: nowhere else."""
-
+CATALOGUES = (cgbundle.errors.CATALOGUE, cgcompile.errors.CATALOGUE, cgcompile_cli.errors.UsageError.catalogue)
+ROWS = {code: row for catalogue in CATALOGUES for code, row in catalogue.items()}
 SOURCES = ("bundles/cgbundle", "cgcompile", "cli/cgcompile_cli")
 
+CLASSES = {
+    "CgbundleError", "BundleError", "MachineError", "OutOfMemory", "CallError", "ProgramClosed", "SessionBusy", "StateMissing",
+    "BuildError", "ModelError", "UsageError",
+}  # fmt: skip
+"""What callers catch."""
+
+PASSED_ON = {("cgcompile/util/workers.py", "died")}
+"""Where an error is made of a code that a caller gives: (file, variable)."""
+
 BY_MESSAGE = {
-    "SourceMissing": "tests/cpu/pipeline/test_bad_input.py::test_no_model",
-    "SourceInvalid": "tests/cpu/pipeline/test_bad_input.py::test_model_file",
-    "TooManyKeys": "tests/cpu/pipeline/test_bad_input.py::test_ten_thousand_keys",
-    "Usage": "tests/pure/cli/test_help.py::test_quiet_and_verbose_exclude_each_other",
-    "BenchFailed": "tests/cpu/tools/test_bench.py::test_a_bundle_that_this_machine_cannot_run_is_the_environments_fault",
-    "OutputUnwritable": "tests/cpu/pipeline/test_bad_input.py::test_unwritable_directory",
+    "source-missing": "tests/cpu/pipeline/test_bad_input.py::test_no_model",
+    "source-invalid": "tests/cpu/pipeline/test_bad_input.py::test_model_file",
+    "too-many-keys": "tests/cpu/pipeline/test_bad_input.py::test_ten_thousand_keys",
+    "usage": "tests/pure/cli/test_help.py::test_quiet_and_verbose_exclude_each_other",
+    "bench-failed": "tests/cpu/tools/test_bench.py::test_a_bundle_that_this_machine_cannot_run_is_the_environments_fault",
+    "output-unwritable": "tests/cpu/pipeline/test_bad_input.py::test_unwritable_directory",
 }
-"""Tests that provoke an error through a command, where its text is all that is seen: they do not name the class."""
-
-
-def classes(module: str) -> list[type[CgbundleError]]:
-    """The classes that a catalogue defines."""
-    found = vars(importlib.import_module(module)).values()
-    return [each for each in found if inspect.isclass(each) and issubclass(each, CgbundleError) and each.__module__ == module]
-
-
-CLASSES = classes("cgbundle.errors")
-ALL = [each for module in CATALOGUES for each in classes(module)]
-DEFECTS = [each for each in ALL if not each.__name__.endswith("Error")]
-"""All but the bases, which are raised nowhere themselves."""
+"""Tests that provoke an error through a command, where its text is all that is seen: they do not name the code."""
 
 
 @cache
-def trees(folder: str) -> dict[Path, ast.Module]:
-    """Every module below a folder."""
-    return {path: ast.parse(path.read_text()) for path in sorted((ROOT / folder).rglob("*.py"))}
+def trees(folder: str) -> dict[str, ast.Module]:
+    """Every module below a folder, by its path."""
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
-@cache
-def made() -> set[str]:
-    """Every name that the packages use in an expression outside a catalogue: an error is made where it is raised, returned to be
-    raised, or handed to what raises it."""
-    found = set()
+def made() -> Iterator[tuple[str, str, ast.expr | None]]:
+    """Every place where the packages make an error: the file and line, the name of the class, and the code."""
     for folder in SOURCES:
         for path, tree in trees(folder).items():
-            if path.name != "errors.py" or folder == "cli/cgcompile_cli":
-                found |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return found
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and (name := ast.unparse(node.func).rpartition(".")[2]) in CLASSES:
+                    yield f"{path}:{node.lineno}", name, node.args[0] if node.args else None
 
 
 @cache
-def named() -> set[str]:
-    """Every name, attribute and text of one word in the tests, but for this file's own."""
-    found = set()
-    for path, tree in trees("tests").items():
-        for node in ast.walk(tree) if path != Path(__file__) else ():
-            if isinstance(node, ast.Name):
-                found.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                found.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-                found.add(node.value)
-    return found
+def texts() -> set[str]:
+    """Every text in the tests, but for this file's own."""
+    return {
+        node.value
+        for path, tree in trees("tests").items()
+        for node in ast.walk(tree)
+        if path != "tests/pure/test_errors.py" and isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_every_error_says_what_it_means(kind: type[CgbundleError]) -> None:
-    assert kind.__doc__ and kind.__doc__.strip().endswith(".")
-    assert kind.exit_code in (1, 2)
-    assert "\n" not in kind.hint and not kind.hint.endswith(".")
+@pytest.mark.parametrize(("code", "row"), ROWS.items(), ids=ROWS)
+def test_every_code_says_what_it_means(code: str, row: Cause) -> None:
+    assert re.fullmatch("[a-z]+(-[a-z]+)*", code)
+    assert row.meaning.endswith(".") and len(row.meaning.split()) < 30
+    assert row.exit_code in (1, 2)
+    assert "\n" not in row.hint and not row.hint.endswith(".")
+    assert row.error.__name__ in CLASSES and row.error.catalogue[code] is row
 
 
-def test_no_two_errors_have_one_name() -> None:
-    """A recorder process tells its parent the name alone."""
-    names = [each.__name__ for each in ALL]
-    assert sorted(set(names)) == sorted(names)
+def test_no_two_errors_have_one_code() -> None:
+    """A recorder process tells its parent the code alone."""
+    assert len(ROWS) == sum(map(len, CATALOGUES))
 
 
 def test_errors_are_defined_in_catalogues_alone() -> None:
-    ours = {each.__name__ for each in ALL}
     for folder in SOURCES:
         for path, tree in trees(folder).items():
-            for node in ast.walk(tree) if path.name != "errors.py" else ():
-                if isinstance(node, ast.ClassDef):
-                    assert not ours & {ast.unparse(base).rpartition(".")[2] for base in node.bases}, f"{path}: {node.name}"
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef) and CLASSES & {ast.unparse(base).rpartition(".")[2] for base in node.bases}:
+                    assert path.endswith("/errors.py") and node.name in CLASSES, f"{path}: {node.name}"
 
 
-@pytest.mark.parametrize("kind", DEFECTS)
-def test_every_error_is_raised_somewhere(kind: type[CgbundleError]) -> None:
-    assert kind.__name__ in made()
+def test_every_error_is_made_with_a_code_of_its_class() -> None:
+    for place, name, code in made():
+        if isinstance(code, ast.Constant):
+            assert code.value in ROWS and ROWS[code.value].error.__name__ == name, f"{place}: {name}({code.value!r})"
+        else:
+            assert code is not None and (place.partition(":")[0], ast.unparse(code)) in PASSED_ON, f"{place}: {name}"
 
 
-@pytest.mark.parametrize("kind", DEFECTS)
-def test_every_error_is_provoked_by_a_test(kind: type[CgbundleError]) -> None:
-    if kind.__name__ in BY_MESSAGE:
-        path, _, function = BY_MESSAGE[kind.__name__].partition("::")
+def test_every_code_that_is_asked_for_exists() -> None:
+    for folder in SOURCES:
+        for path, tree in trees(folder).items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "code":
+                    for each in ast.walk(node):
+                        assert not isinstance(each, ast.Constant) or each.value in ROWS, f"{path}:{node.lineno}: {each.value!r}"
+
+
+def test_every_code_is_raised_somewhere() -> None:
+    assert not ROWS.keys() - {code.value for _, _, code in made() if isinstance(code, ast.Constant)}
+
+
+@pytest.mark.parametrize("code", ROWS)
+def test_every_code_is_provoked_by_a_test(code: str) -> None:
+    if code in BY_MESSAGE:
+        path, _, function = BY_MESSAGE[code].partition("::")
         assert f"def {function}(" in (ROOT / path).read_text()
     else:
-        assert kind.__name__ in named(), f"{kind.__name__}: no test names it"
+        assert code in texts(), f"{code}: no test names it"
 
 
 @pytest.mark.parametrize(
@@ -158,16 +164,29 @@ def test_hints_repeat_what_the_user_typed(error: CgbundleError, arguments: list[
 
 
 def test_a_wrong_call_is_the_callers_and_a_wrong_bundle_the_bundles() -> None:
-    assert {each.exit_code for each in CLASSES if issubclass(each, CallError)} == {2}
-    assert {each.__name__ for each in CLASSES if each.exit_code == 1 and each is not CgbundleError} == {
-        "ManifestInvalid", "FileDamaged", "WeightsInvalid", "TableInvalid", "RelocationInvalid", "ExamFailed",
+    assert {row.exit_code for row in CATALOGUE.values() if issubclass(row.error, CallError)} == {2}
+    assert {code for code, row in CATALOGUE.items() if row.exit_code == 1} == {
+        "manifest-invalid", "file-damaged", "weights-invalid", "table-invalid", "relocation-invalid", "exam-failed",
     }  # fmt: skip
 
 
-def test_a_hint_is_the_classs_own_or_the_places() -> None:
-    assert errors.CallError("stale-view", "x").hint == CATALOGUE["stale-view"].hint != ""
-    assert errors.CallError("stale-view", "x", "y").hint == "y"
-    assert (str(errors.CallError("x")), errors.CallError("x").hint) == ("x", "")
+def test_a_hint_is_the_codes_own_or_the_places() -> None:
+    assert CallError("stale-view", "x").hint == CATALOGUE["stale-view"].hint != ""
+    assert CallError("stale-view", "x", "y").hint == "y"
+    assert (str(CallError("key-missing", "x")), CallError("key-missing", "x").hint) == ("x", "")
+
+
+@pytest.mark.parametrize(
+    "error", [CallError("stale-view", "x"), StateMissing("state-missing", "no 'x'", "y"), ModelError("state-shared", "z")]
+)
+def test_an_error_crosses_processes_whole(error: CgbundleError) -> None:
+    for again in (pickle.loads(pickle.dumps(error)), named(error.code, str(error), error.hint)):
+        assert type(again) is type(error)
+        assert (again.code, str(again), again.hint) == (error.code, str(error), error.hint)
+
+
+def test_a_kind_is_the_code_in_one_word() -> None:
+    assert CallError("stale-view", "x").kind == "StaleView"
 
 
 def test_nothing_in_the_runtime_catches_everything() -> None:

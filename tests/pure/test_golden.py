@@ -18,11 +18,14 @@ from typer.testing import CliRunner
 import cgbundle
 from cgbundle import exam
 from cgbundle.errors import BundleError, CgbundleError, MachineError
-from cgbundle.format import archive, codec
+from cgbundle.format import archive, manifest_json
 from cgbundle.format.schema import FORMAT_VERSION, MEMORIES, Manifest
 from cgbundle.tables import codec as tables
+from cgbundle.tables.module_state import decode_states, encode_states
 from cgbundle.tables.recording import Address, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording
+from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
+from cgbundle.validate.recordings import check_module_states, check_recording
 from cgcompile.targets.cuda.elf import read_cubin
 from cgcompile_cli import main
 from tests.helpers import support
@@ -104,7 +107,7 @@ def test_verify_finds_nothing(golden: Path, manifest: Manifest) -> None:
 
 def test_the_manifest_is_canonical(golden: Path, manifest: Manifest) -> None:
     assert manifest.format == int(golden.parent.name.removeprefix("v"))
-    assert codec.encode(manifest) == (golden / archive.MANIFEST).read_bytes()
+    assert manifest_json.encode(manifest) == (golden / archive.MANIFEST).read_bytes()
 
 
 def test_every_key_was_verified_by_a_replay(manifest: Manifest) -> None:
@@ -147,13 +150,13 @@ def test_tables_decode_check_and_encode_to_themselves(golden: Path, manifest: Ma
     images = {path.name for path in golden.glob("kernels/*")}
     for file in table_files(manifest):
         data = (golden / file).read_bytes()
-        tables.check(tables.Table(data, file), file, dict(manifest.memories), images)
+        check_recording(Table(data, file), dict(manifest.memories), images)
         assert tables.encode(tables.decode(data, file)) == data
     if manifest.module_state:
         data = (golden / manifest.module_state).read_bytes()
-        states = tables.decode_states(data)
-        tables.check_states(states, manifest.module_state, dict(manifest.memories), images)
-        assert tables.encode_states(states) == data
+        states = decode_states(data)
+        check_module_states(states, manifest.module_state, dict(manifest.memories), images)
+        assert encode_states(states) == data
 
 
 def test_every_address_is_a_relocation_inside_its_memory(golden: Path, manifest: Manifest) -> None:
@@ -276,7 +279,7 @@ def test_a_changed_byte_in_a_table_is_refused_or_harmless(golden: Path, manifest
                 changed = bytearray(data)
                 changed[at] ^= bit
                 try:
-                    tables.check(tables.Table(bytes(changed), file), file, dict(manifest.memories), images)
+                    check_recording(Table(bytes(changed), file), dict(manifest.memories), images)
                 except BundleError as error:
                     assert str(error).startswith(file)
 
@@ -286,7 +289,7 @@ def test_a_truncated_table_is_refused(golden: Path, manifest: Manifest) -> None:
         data = (golden / file).read_bytes()
         for length in range(0, len(data), max(1, len(data) // 200)):
             with raises("table-invalid"):
-                tables.Table(data[:length], file)
+                Table(data[:length], file)
 
 
 def test_another_machine_is_named_before_anything_is_loaded(copy: Path) -> None:

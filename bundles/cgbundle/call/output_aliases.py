@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..errors import CallError
-from ..format.extents import span
 from ..format.schema import DTYPES, Alias, Manifest, Value
 from ..format.schema import Program as Row
+from ..format.spans import span
 from ..program import Backend, _Run
 from ..tensors.interface import Library
 from ..validate.state import base_of
-from ..validate.steps import KEPT
+from ..validate.steps import PERSISTENT
 from .plan import Slices
 from .written_inputs import WritingProgram
 
@@ -93,7 +93,7 @@ class AliasingProgram(WritingProgram):
         aliases = manifest.aliases
         self._looks = [{alias.output: look(manifest, program, alias) for alias in aliases} for program in manifest.programs]
         self._given = [alias for alias in aliases if alias.memory == INPUTS]
-        self._kept = [alias for alias in aliases if alias.memory in KEPT]
+        self._kept = [alias for alias in aliases if alias.memory in PERSISTENT]
         self._tied = [alias for alias in aliases if alias.memory == OUTPUTS]
         self._bases = {alias.index for alias in self._tied}
         wholes = {alias.output for alias in self._given if all(looks[alias.output].whole for looks in self._looks)}

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..errors import MachineError, ProgramClosed
 from ..format.archive import WEIGHTS
-from ..format.extents import extent, span
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Target
+from ..format.spans import span, strided_span
 from ..session.initial_state import Initial
 from ..session.locks import Running, Turns
 from . import libtorch
@@ -181,7 +181,7 @@ class CpuBackend:
 
     def _size(self, weight: int) -> int:
         row = self._weights[weight]
-        return extent(row.dtype, row.shape, row.strides)
+        return strided_span(row.dtype, row.shape, row.strides)
 
 
 def _memory(size: int) -> Any:

@@ -29,8 +29,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError, ProgramClosed
-from ..format.extents import extent, span
-from ..format.schema import CODE, Manifest, Value, Weight
+from ..format.schema import KERNEL_CODE, Manifest, Value, Weight
+from ..format.spans import span, strided_span
 from ..session.locks import Exclusive
 from . import driver, memory, state
 from .copies import Copies
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .host_steps import HostSteps
 
 
-SHARED = (WEIGHTS, CODE)
+SHARED = (WEIGHTS, KERNEL_CODE)
 """Memories that belong to no session alone."""
 
 HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
@@ -289,4 +289,4 @@ class CudaBackend(Copies):
 
 
 def _size(row: Weight) -> int:
-    return extent(row.dtype, row.shape, row.strides)
+    return strided_span(row.dtype, row.shape, row.strides)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Any, Protocol
 
-from ..tables.validation import order
-from ..tables.view import KERNEL, MEMCPY, MEMSET, Table
+from ..tables.table import KERNEL, MEMCPY, MEMSET, Table, launch_order
 from .driver import Context, check, cu
 from .modules import Modules
 
@@ -260,7 +259,7 @@ class StreamExecutor:
                 steps.append(_memcpy_step(copy_params(table, row, bases), where))
             else:
                 steps.append(None)
-        self._steps = [step for position in order(table) if (step := steps[position]) is not None]
+        self._steps = [step for position in launch_order(table) if (step := steps[position]) is not None]
 
     def launch(self, stream: Any) -> None:
         """Runs the recording in the order of the stream; returns before it is done."""

@@ -17,9 +17,9 @@ from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
 from ..errors import MachineError
 from ..format.archive import WEIGHTS
-from ..format.extents import span
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Program, Step, Value
+from ..format.spans import span
 from .driver import check, cu
 from .memory import Memories
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from ..errors import CgbundleError, OutOfMemory
-from ..format.schema import CODE, MEMORIES
+from ..format.schema import KERNEL_CODE, MEMORIES
 from .driver import Context, check, cu, free_bytes
 
 SMALLEST = 256
@@ -76,7 +76,9 @@ class Memories:
 
 def planned(sizes: Mapping[str, int]) -> int:
     """Bytes that allocations for memories of these sizes take from the GPU."""
-    return sum(-(-max(size, SMALLEST) // GRANULARITY) * GRANULARITY for name, size in sizes.items() if name not in (HOST, CODE))
+    return sum(
+        -(-max(size, SMALLEST) // GRANULARITY) * GRANULARITY for name, size in sizes.items() if name not in (HOST, KERNEL_CODE)
+    )
 
 
 def allocate(size: int, what: str) -> int:

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import BundleError
-from ..format.extents import graph_memories
+from ..format.archive import kernel_images
 from ..format.schema import MEMORIES, Manifest
+from ..format.spans import graph_memories
 from .driver import check, cu
 
 if TYPE_CHECKING:
@@ -102,11 +103,11 @@ def states(folder: str, manifest: Manifest) -> tuple[ModuleState, ...]:
     name = manifest.module_state
     if not name:
         return ()
-    from ..tables.module_state import check_states, decode_states  # few bundles have any
+    from ..tables.module_state import decode_states  # few bundles have any
+    from ..validate.recordings import check_module_states
 
     found = decode_states(read(f"{folder}/{name}"), name)
-    images = {file.path.rpartition("/")[2] for file in manifest.files if file.path.startswith("kernels/")}
-    check_states(found, name, graph_memories(manifest.memories), images)
+    check_module_states(found, name, graph_memories(manifest.memories), kernel_images(manifest))
     return found
 
 

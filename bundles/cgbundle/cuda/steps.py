@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..format.extents import span
 from ..format.schema import Program, Step, Value
-from ..tables.view import Table
+from ..format.spans import span
+from ..tables.table import Table
 from . import memory
 from .driver import cu
 from .executors import Executor, GraphExecutor, StreamExecutor

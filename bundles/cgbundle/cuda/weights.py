@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from ..errors import BundleError, CgbundleError
 from ..format.archive import WEIGHTS
-from ..format.extents import ELSEWHERE
 from ..format.safetensors import Entry, read_header
 from ..format.schema import Manifest, Weight
+from ..format.spans import HOST_ONLY
 from .driver import Context, Relaxed, check, cu
 
 THREADS = 4
@@ -62,7 +62,7 @@ def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: in
             raise BundleError(
                 "weights-invalid", f"weights.safetensors: no tensor {weight.tensor!r}, which weight {weight.name!r} names"
             )
-        if weight.offset == ELSEWHERE:
+        if weight.offset == HOST_ONLY:
             continue
         size = entry.end - entry.begin
         if weight.offset + size > capacity:

@@ -8,13 +8,14 @@ import stat
 from collections.abc import Sequence
 
 from ..errors import BundleError
-from . import codec
+from . import manifest_json
 from .schema import File, Manifest
 
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt2"
 WEIGHTS = "weights.safetensors"
 EXAM = "exam.safetensors"
+KERNELS, HOST = "kernels/", "host/"
 
 CHUNK = 4 << 20
 """Bytes read at a time."""
@@ -27,7 +28,7 @@ def read_manifest(path: str) -> Manifest:
     """
     try:
         with open(os.path.join(path, MANIFEST), "rb") as file:
-            data = file.read(codec.MAX_BYTES + 1)
+            data = file.read(manifest_json.MAX_BYTES + 1)
     except FileNotFoundError:
         if not os.path.lexists(path):
             raise BundleError("bundle-missing", f"{path}: no such bundle") from None
@@ -36,7 +37,7 @@ def read_manifest(path: str) -> Manifest:
         raise BundleError("not-a-bundle", f"{path}: a file, not a bundle directory") from None
     except IsADirectoryError:
         raise BundleError("not-a-bundle", f"{path}: its {MANIFEST} is a directory, not a bundle") from None
-    return codec.decode(data)
+    return manifest_json.decode(data)
 
 
 def check_sizes(path: str, manifest: Manifest) -> None:
@@ -59,15 +60,20 @@ def check_hash(path: str, file: File) -> None:
         raise BundleError("file-damaged", f"{file.path}: SHA-256 is {found[:16]}..., expected {file.sha256[:16]}...")
 
 
-def strangers(path: str, manifest: Manifest) -> list[str]:
+def kernel_images(manifest: Manifest) -> set[str]:
+    """The SHA-256 of every kernel image."""
+    return {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}
+
+
+def unlisted_files(path: str, manifest: Manifest) -> list[str]:
     """Files in the directory that the manifest does not name."""
     return sorted(set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST})
 
 
-def check_strangers(path: str, manifest: Manifest, found: Sequence[str] | None = None) -> None:
-    """Raises file-damaged for the first of `found` (default: `strangers`)."""
-    for stranger in strangers(path, manifest) if found is None else found:
-        raise BundleError("file-damaged", f"{stranger}: not named in the manifest")
+def check_unlisted(names: Sequence[str]) -> None:
+    """Raises file-damaged for the first of `unlisted_files`."""
+    for name in names:
+        raise BundleError("file-damaged", f"{name}: not named in the manifest")
 
 
 def exam_entry(key: Sequence[int], kind: str, index: int) -> str:

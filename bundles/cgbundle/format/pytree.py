@@ -1,8 +1,11 @@
 """Nested inputs and outputs as data: no class of the model is needed, and none is imported, to take a call apart or build a result.
 
-A tree is one of {"tensor": position}, {"value": None | bool | int | float | str}, {"tuple": [trees]}, {"list": [trees]},
-{"dict": [[key, tree], ...]} (keys str or int, order kept) and {"namedtuple": [name, [field, ...], [trees]]}.  The tree of a call is
-{"call": [[parameter, tree], ...]}.
+A tree is an object with one key:
+
+    {"tensor": position}            {"tuple": [trees]}    {"dict": [[key, tree], ...]}, keys str or int, order kept
+    {"value": None, a number, ...}  {"list": [trees]}     {"namedtuple": [name, [field, ...], [trees]]}
+
+The tree of a call is {"call": [[parameter, tree], ...]}.
 """
 
 from __future__ import annotations

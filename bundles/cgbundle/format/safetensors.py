@@ -1,9 +1,9 @@
 """safetensors files, read without copying and written without holding: 8 bytes of header length, a JSON header, then the data.
 
-Why not the `safetensors` package: its readers need NumPy or torch, and its writer starts the data at any multiple of 8 bytes and
-takes every tensor in memory.  The runtime maps the file and uses weights in place, so `write` starts the data at a multiple of
-`ALIGNMENT` (the header is padded with spaces, as the format allows) and puts tensors whose size is a multiple of it first: these
-all stay aligned.  Tests compare both ways with the package.
+Why not the `safetensors` package: its readers need NumPy or torch, and its writer takes every tensor in memory and starts the data
+at any multiple of 8 bytes.  The runtime maps the file and uses weights in place.  So `write` starts the data at a multiple of
+`ALIGNMENT`: the header is padded with spaces, as the format allows.  Tensors whose size is a multiple of it come first, and all of
+these stay aligned.  Tests compare both ways with the package.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import IO, Any
 
 from ..errors import BundleError
@@ -84,10 +85,7 @@ def _entry(item: Any, dtypes: Mapping[str, str], start: int) -> Entry:
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
     """Bytes of a dense tensor."""
-    total = DTYPES[dtype]
-    for axis in shape:
-        total *= axis
-    return total
+    return DTYPES[dtype] * prod(shape)
 
 
 Tensor = tuple[str, tuple[int, ...], Callable[[], Any]]

@@ -1,8 +1,8 @@
 """The rows of a bundle: what the compiler writes and the runtime reads.  No behaviour.
 
 Every record is frozen; references are integers (positions in a tuple of the same manifest) or names.
-`codec.py` turns a `Manifest` into canonical JSON and back, `tables.py` does the same for a `Recording`,
-`verify.py` states every invariant.  FORMAT.md describes the bytes.
+`manifest_json.py` turns a `Manifest` into canonical JSON and back; `validate/` states every invariant.  FORMAT.md describes the
+bytes.
 
 Sizes are in bytes and elements as named; dtypes are the names in `DTYPES`.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 FORMAT_VERSION = 3
-"""Version log.  1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state,
-random numbers, outputs that share memory with something else."""
+"""1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state, random numbers,
+outputs that share memory with something else."""
 
 ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "written"): (2, ()),
@@ -39,15 +39,14 @@ MEMORIES = ("weights", "state", "inputs", "arena", "host")
 """Where a value or an address may lie.  On the cpu target `host` is memory that a
 host region allocates during the call; beside a GPU it is one pinned buffer, through which values cross."""
 
-CODE = "code"
+KERNEL_CODE = "code"
 """Beside MEMORIES, in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
 
 Size = int | str | tuple[Any, ...]
 """A size in a shape: an int, the name of a dimension, or (operator, left, right) with operator + - * // %."""
 
 Tree = dict[str, Any]
-"""Nested structure of a call's inputs or outputs as JSON: see `structure.py`."""
-
+"""Nested structure of a call's inputs or outputs as JSON: see `pytree.py`."""
 
 IntKey = tuple[int, ...]
 """The sizes of all declared dimensions, in declared order."""
@@ -57,9 +56,8 @@ IntKey = tuple[int, ...]
 class Dimension:
     """A declared dimension.
 
-    `pad` is "rows" (rows do not depend on each other: any filling is exact), "zeros" (a call filled up with
-    zeros was proved equal) or "no"; `chunk` says that a call may be cut along this dimension.  `reason` is the
-    sentence shown when the runtime has to refuse, and in `inspect`.
+    `pad` is "rows" (rows do not depend on each other: any filling is exact), "zeros" (only zeros were proved exact) or "no".
+    `chunk` says that a call may be cut along this dimension; `reason` is shown when the runtime has to refuse.
     """
 
     name: str
@@ -71,8 +69,8 @@ class Dimension:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """An input or output: `shape` may use dimension names; `order` lists the axes from outermost to innermost in
-    memory ((0, 1, 2, 3) is contiguous, (0, 2, 3, 1) is channels last)."""
+    """An input or output: `shape` may use dimension names.  `order` lists the axes from outermost to innermost in memory:
+    (0, 1, 2, 3) is contiguous, (0, 2, 3, 1) is channels last."""
 
     name: str
     dtype: str
@@ -84,9 +82,9 @@ class TensorSpec:
 class Target:
     """What the bundle runs on.
 
-    cpu: `arch` is the machine ("x86_64"), `features` the processor flags that the code uses, `torch` the lowest
-    version whose shared libraries it needs.  cuda: `arch` is "sm_90", `driver` the lowest CUDA driver version as
-    the driver reports it (13000 = 13.0); `features` and `torch` are those of its host regions, empty without any.
+    `arch` is the machine ("x86_64") or "sm_90"; `driver` the lowest CUDA driver version, as the driver reports it (13000 = 13.0).
+    `features` are the processor flags that host code uses, `torch` the lowest version whose shared libraries it needs: both are
+    empty without host regions.
     """
 
     kind: str
@@ -98,10 +96,13 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """A parameter, buffer or constant.  `tensor` names it in weights.safetensors (tied weights name the same tensor).  `memory` is
-    "weights", or "state" for a buffer that calls change: the file holds what it starts with, and every session has its own.
-    `offset` is its place in that memory, 256-byte aligned.  In memory weights of the cpu target it is 0, because the file itself is
-    mapped; and `extents.ELSEWHERE` (-1) beside a GPU for one that only host regions read, which is not put there."""
+    """A parameter, buffer or constant.
+
+    `tensor` names it in weights.safetensors; tied weights name the same tensor.  `memory` is "weights", or "state" for a buffer
+    that calls change: the file holds what it starts with, and every session has its own.  `offset` is its place there, 256-byte
+    aligned.  In memory weights it is 0 on the cpu target, where the file itself is mapped, and may be `spans.HOST_ONLY` on the
+    cuda target.
+    """
 
     name: str
     tensor: str
@@ -152,7 +153,7 @@ class Program:
     """What replay does for one int_key.  `inputs` and `outputs` are the values of the call, in the signature's order;
     `arena` and `static` are the bytes that this key needs of memory `arena` and `inputs`."""
 
-    key: tuple[int, ...]
+    key: IntKey
     values: tuple[Value, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -163,10 +164,12 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alias:
-    """An output that shares memory with something else, as in eager PyTorch: number `output` of the signature is a look at number
-    `index` of the `inputs` (the caller's own tensor), of the `outputs` (one that is no alias itself), or of the manifest's weights
-    (`memory` "weights" or "state").  Its Values say where: in a GPU's bundle at the place of the other one; on the cpu target
-    `offset` is in bytes from the other one's first element."""
+    """An output that shares memory with something else, as in eager PyTorch.
+
+    Number `output` of the signature lies in number `index` of what `memory` names: the `inputs` (the caller's own tensor), the
+    `outputs` (one that is no alias itself), or the manifest's weights ("weights" or "state").  Its Values say where: on the cuda
+    target at the place of the other one; on the cpu target `offset` is in bytes from the other one's first element.
+    """
 
     output: int
     memory: str
@@ -175,8 +178,8 @@ class Alias:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a check found: `severity` is refuse, host or note; `node` is the name of the node in the exported program, "" where it
-    concerns the whole model; `where` is the user's file:line or ""."""
+    """What a check found: `severity` is refuse, host or note.  `node` names a node of the exported program, or is "" where the
+    finding concerns the whole model; `where` is the user's file:line or ""."""
 
     rule: str
     severity: str
@@ -193,7 +196,7 @@ class Proof:
     """How one int_key was verified when the bundle was built.  `error` is the largest |runtime - eager| divided by the largest
     |eager| of the same output; `tolerance` the bound it was held to; `method` one of replay, interpret, none."""
 
-    key: tuple[int, ...]
+    key: IntKey
     method: str
     error: float
     tolerance: float
@@ -211,8 +214,8 @@ class Exam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where the bundle comes from: `source` as the user named it, when (UTC, ISO 8601), the versions of what built it, the
-    machine's processor or GPU, and the options of the build."""
+    """Where the bundle comes from: `source` is the model as the user named it, `created` in UTC (ISO 8601), `versions` those
+    of what built it, `machine` its processor or GPU."""
 
     source: str
     created: str

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import add, floordiv, mod, mul, sub
 
 from .schema import Size
+
+OPERATORS: Mapping[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "//": floordiv, "%": mod}
 
 
 def evaluate(size: Size, values: Mapping[str, int]) -> int:
@@ -14,14 +17,7 @@ def evaluate(size: Size, values: Mapping[str, int]) -> int:
     if isinstance(size, str):
         return values[size]
     operator, left, right = size
-    a, b = evaluate(left, values), evaluate(right, values)
-    if operator == "+":
-        return a + b
-    if operator == "-":
-        return a - b
-    if operator == "*":
-        return a * b
-    return a // b if operator == "//" else a % b
+    return OPERATORS[operator](evaluate(left, values), evaluate(right, values))
 
 
 def names(size: Size) -> frozenset[str]:

@@ -1,3 +1,3 @@
-"""Graph tables: the rows of a recording as flat binary columns, mapped and read without parsing.
-With the check of every row.
+"""Recordings and module states: their rows, and their files of flat binary columns, mapped and read without parsing.
+What must hold is checked in validate/.
 """

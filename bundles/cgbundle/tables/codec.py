@@ -1,27 +1,25 @@
 """Recordings <-> bytes: `graphs/*.bin`.
 
 `encode` and `decode` are exact inverses: equal recordings give equal bytes, and bytes that `decode` accepts are what `encode` makes
-of the result.  The rest of the format stands beside it and can be imported from here: the view that executors read
-(`tableview.py`), the invariants (`tablecheck.py`) and the contents of modules (`modulestates.py`).
+of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .columns import Data, bounds, image_bytes, pack, utf8
-from .module_state import check_states, decode_states, encode_states, relocation_columns
+from .column_file import Data, bounds, image_bytes, pack, utf8
+from .module_state import relocation_columns
 from .recording import Address, Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
-from .validation import check
-from .view import EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
+from .table import EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
 
-__all__ = [
-    "EMPTY", "KERNEL", "MEMCPY", "MEMSET", "Table", "check", "check_states", "decode", "decode_states", "encode", "encode_states",
-]  # fmt: skip
+MEMSET_FIELDS = ("value", "element", "width", "height", "pitch")
+EDGE_FIELDS = ("source", "target", "from_port", "to_port", "type")
+"""Fields that are columns of their own, under the names of nodes and edges."""
 
 
 def encode(recording: Recording) -> bytes:
-    """The bytes of `graphs/*.bin`.  Raises table-invalid where a field has no place in the format (`check` says the rest)."""
+    """The bytes of `graphs/*.bin`.  Raises table-invalid where a field has no place in the format."""
     functions, nodes, edges = recording.functions, recording.nodes, recording.edges
     kernels = [node for node in nodes if isinstance(node, KernelNode)]
     memsets = [node for node in nodes if isinstance(node, MemsetNode)]
@@ -60,22 +58,14 @@ def encode(recording: Recording) -> bytes:
         "attribute_value": [value for _, values in attributes for value in values],
         "memset_memory": [node.target.memory for node in memsets],
         "memset_offset": [node.target.offset for node in memsets],
-        "memset_value": [node.value for node in memsets],
-        "memset_element": [node.element for node in memsets],
-        "memset_width": [node.width for node in memsets],
-        "memset_height": [node.height for node in memsets],
-        "memset_pitch": [node.pitch for node in memsets],
+        **{f"memset_{name}": [getattr(node, name) for node in memsets] for name in MEMSET_FIELDS},
         "memcpy_memory": [place.memory for node in memcpys for place in (node.source, node.target)],
         "memcpy_offset": [place.offset for node in memcpys for place in (node.source, node.target)],
         "memcpy_extent": [size for node in memcpys for size in (node.width, node.height, node.depth)],
         "memcpy_pitch": [
             size for node in memcpys for size in (node.source_pitch, node.source_height, node.target_pitch, node.target_height)
         ],
-        "edge_source": [edge.source for edge in edges],
-        "edge_target": [edge.target for edge in edges],
-        "edge_from_port": [edge.from_port for edge in edges],
-        "edge_to_port": [edge.to_port for edge in edges],
-        "edge_type": [edge.type for edge in edges],
+        **{f"edge_{name}": [getattr(edge, name) for edge in edges] for name in EDGE_FIELDS},
         "symbols": b"".join(symbols),
         "blocks": blocks,
     }
@@ -89,17 +79,14 @@ def encode(recording: Recording) -> bytes:
 
 
 def decode(data: Data, where: str = "table") -> Recording:
-    """The recording in `data`.  Raises table-invalid unless its structure is sound; `check` says the rest."""
+    """The recording in `data`.  Raises table-invalid unless its structure is sound."""
     table = Table(data, where)
     return Recording(
         key=tuple(table.key),
         functions=tuple(_function(table, row) for row in range(table.counts["functions"])),
         nodes=_nodes(table),
         edges=tuple(
-            Edge(source=source, target=target, from_port=out, to_port=into, type=kind)
-            for source, target, out, into, kind in zip(
-                table.edge_source, table.edge_target, table.edge_from_port, table.edge_to_port, table.edge_type, strict=True
-            )
+            Edge(**{name: getattr(table, f"edge_{name}")[row] for name in EDGE_FIELDS}) for row in range(table.counts["edges"])
         ),
     )
 
@@ -160,11 +147,7 @@ def _read_relocations(table: Table, row: int) -> tuple[Relocation, ...]:
 def _memset(table: Table, row: int) -> MemsetNode:
     return MemsetNode(
         target=Address(memory=table.memset_memory[row], offset=table.memset_offset[row]),
-        value=table.memset_value[row],
-        element=table.memset_element[row],
-        width=table.memset_width[row],
-        height=table.memset_height[row],
-        pitch=table.memset_pitch[row],
+        **{name: getattr(table, f"memset_{name}")[row] for name in MEMSET_FIELDS},
     )
 
 

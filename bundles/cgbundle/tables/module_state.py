@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
-from ..errors import BundleError
 from ..format.schema import MEMORIES
-from .columns import Column, Data, Layout, bounds, check_below, check_bounds, image_bytes, image_names, pack, strings, unpack, utf8
+from .column_file import (
+    Column,
+    Data,
+    Layout,
+    bounds,
+    check_below,
+    check_bounds,
+    image_bytes,
+    image_names,
+    invalid,
+    pack,
+    strings,
+    unpack,
+    utf8,
+)
 from .recording import Address, ModuleState, Relocation
-from .validation import place
 
 STATES = Layout(
     magic=b"cgstate\0",
@@ -42,17 +54,12 @@ def encode_states(states: Sequence[ModuleState]) -> bytes:
         "symbols": b"".join(symbols),
         "contents": contents,
     }
-    counts = {
-        "states": len(states),
-        "relocations": len(relocations),
-        "symbol_bytes": sum(map(len, symbols)),
-        "content_bytes": len(contents),
-    }
-    return pack(STATES, counts, columns)
+    sizes = len(states), len(relocations), sum(map(len, symbols)), len(contents)
+    return pack(STATES, dict(zip(STATES.counts, sizes, strict=True)), columns)
 
 
 def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]:
-    """The module states in `data`.  Raises table-invalid unless the structure is sound and relocations lie inside their contents."""
+    """The module states in `data`.  Raises table-invalid unless the structure is sound and relocations lie in their contents."""
     counts, columns = unpack(STATES, data, where)
     total, symbols, contents = counts["states"], columns["symbols"], columns["contents"]
     check_bounds(columns["symbol_bounds"], len(symbols), f"{where}: symbol")
@@ -71,36 +78,13 @@ def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]
             columns["relocation_at"][rows], columns["relocation_memory"][rows], columns["relocation_offset"][rows], strict=True
         ):
             if at < free or at + 8 > end - begin or any(contents[begin + at : begin + at + 8]):
-                raise BundleError(
-                    "table-invalid", f"{where}: states[{row}].relocations: byte {at} is no free zeroed word of {end - begin} bytes"
-                )
+                raise invalid(f"{where}: states[{row}].relocations", f"byte {at} is no free zeroed word of {end - begin} bytes")
             free = at + 8
             relocations.append(Relocation(at=at, target=Address(memory=memory, offset=offset)))
         states.append(
             ModuleState(image=images[row], symbol=names[row], contents=bytes(contents[begin:end]), relocations=tuple(relocations))
         )
     return tuple(states)
-
-
-def check_states(states: Sequence[ModuleState], where: str, memories: Mapping[str, int], images: Collection[str]) -> None:
-    """Raises table-invalid unless every image is known, no symbol stands twice and every relocation points into its memory."""
-    sizes = [memories.get(name, -1) for name in MEMORIES]
-    seen = set()
-    for row, state in enumerate(states):
-        if state.image not in images:
-            raise BundleError(
-                "table-invalid", f"{where}: states[{row}].image: {state.image[:16]}... is not among the bundle's images"
-            )
-        if (state.image, state.symbol) in seen or not state.symbol.isprintable() or not state.symbol:
-            raise BundleError(
-                "table-invalid", f"{where}: states[{row}].symbol: {state.symbol[:80]!r} is no symbol, or stands twice"
-            )
-        seen.add((state.image, state.symbol))
-        for item in state.relocations:
-            memory, offset = item.target.memory, item.target.offset
-            if offset >= sizes[memory] and (offset or sizes[memory]):
-                found = place(memory, offset, sizes)
-                raise BundleError("table-invalid", f"{where}: states[{row}].relocations: the word at {item.at} points at {found}")
 
 
 def relocation_columns(relocations: Sequence[Relocation]) -> dict[str, list[int]]:

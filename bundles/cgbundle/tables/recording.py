@@ -1,12 +1,14 @@
-"""The rows of a recording: one graph region at one int_key, as capture and trace produce it and the executors replay it.
+"""The rows of a recording: one graph region at one int_key, as both recorders produce it.
 
-On disk it is a table of columns (`tables.py`), which the executors read without making rows: loading a bundle does not import
-this module.
+On disk it is a table of columns (`table.py`), which the executors read without making rows: loading a bundle does not import this
+module.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from ..format.schema import IntKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +29,11 @@ class Relocation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """A kernel of an image: identified by the image's sha256 and the symbol, never by name alone.  `params` is (offset, size) of
-    each parameter, as the driver reports them; `attributes` are CUfunction_attribute numbers and values to set before use
-    (dynamic shared memory, carve-out, non-portable cluster size)."""
+    """A kernel of an image: identified by the image's sha256 and the symbol, never by name alone.
+
+    `params` is (offset, size) of each parameter, as the driver reports them; `attributes` are CUfunction_attribute numbers and
+    values to set before use (dynamic shared memory, carve-out, non-portable cluster size).
+    """
 
     image: str
     symbol: str
@@ -39,7 +43,7 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelNode:
-    """A launch.  `block` is the whole parameter block (undefined words zeroed, relocated words zeroed); `undefined` lists
+    """A launch.  `block` is the whole parameter block, its undefined bytes and relocated words zeroed.  `undefined` lists
     (offset, size) of bytes that no kernel reads; `attributes` are CUlaunchAttributeID numbers with up to three values."""
 
     function: int
@@ -100,9 +104,9 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """A graph region at one int_key: what capture and trace produce and the executors replay."""
+    """A graph region at one int_key."""
 
-    key: tuple[int, ...]
+    key: IntKey
     functions: tuple[Function, ...]
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]

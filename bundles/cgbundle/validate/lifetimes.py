@@ -1,8 +1,8 @@
 """Lifetimes across the steps of a program: what is still to be read is not written over.
 
-Derived anew from the steps, the values and the recordings, with nothing of the planners' that placed them.  What a kernel writes is
-not to be seen in a recording, only where its arguments begin: an overwrite through an argument that begins elsewhere is the
-planner's to rule out.
+Derived anew from the steps, the values and the recordings, with nothing of the planners' that placed them.  A recording does not
+show what a kernel writes, only where its arguments begin.  An overwrite through an argument that begins elsewhere is the planner's
+to rule out.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import BundleError
-from ..format.extents import overlap
 from ..format.schema import MEMORIES, Program, Step, Value
+from ..format.spans import overlap
 
 if TYPE_CHECKING:
-    from ..tables.view import Table
+    from ..tables.table import Table
 
 
 def check_lifetimes(program: Program, where: str) -> None:
     """Raises manifest-invalid where a step writes over what a later one, or the call's outputs, still need.
 
-    The outputs that a step declares may not share a byte with those of an earlier step that are still to be read.  Nor may they in
-    one step, with its inputs or each other, but for a graph step, whose recording reads and writes in an order of its own and whose
-    outputs may be views of one another.
+    The outputs that a step declares may not share a byte with those of an earlier step that are still to be read.  Nor may they
+    share one with the step's inputs or each other.  A graph step is free to: its recording reads and writes in an order of its own,
+    and its outputs may be views of one another.
     """
     values, last = program.values, _last_reads(program)
     alive: list[int] = []
@@ -33,9 +33,8 @@ def check_lifetimes(program: Program, where: str) -> None:
         for index in step.outputs:
             for other in alive:
                 if overlap(values[index], values[other]):
-                    raise BundleError(
-                        "manifest-invalid", f"{at}: writes value {index} over value {other}, which {_reader(program, last[other])}"
-                    )
+                    later = _reader(program, last[other])
+                    raise BundleError("manifest-invalid", f"{at}: writes value {index} over value {other}, which {later}")
         if step.kind != "graph":
             _check_apart(values, step, at)
         alive.extend(step.outputs)
@@ -49,11 +48,11 @@ def _check_apart(values: tuple[Value, ...], step: Step, at: str) -> None:
                 raise BundleError("manifest-invalid", f"{at}: value {index}, an output, lies over value {other} of this step")
 
 
-def check_recording(program: Program, place: int, table: Table, where: str) -> None:
-    """Raises table-invalid where the recording of step `place` uses what others left for a later step: where an argument of a kernel
-    begins in a value that outlives the step and is none of its own, or a memset or memcpy writes over one.
+def check_overwrites(program: Program, place: int, table: Table) -> None:
+    """Raises table-invalid where the recording of step `place` uses what others left for a later step.
 
-    `where` is the table's file.  The table is sound (see `tablecheck.check`).
+    No argument of a kernel may begin in a value that outlives the step and is none of its own, no memset or memcpy write over one.
+    `table` is sound: `check_recording` holds.
     """
     last, step = _last_reads(program), program.steps[place]
     before = {index for earlier in program.steps[:place] for index in earlier.outputs}
@@ -64,16 +63,13 @@ def check_recording(program: Program, place: int, table: Table, where: str) -> N
     for target in _written(table):
         for index in alive:
             if overlap(target, program.values[index]):
-                raise BundleError(
-                    "table-invalid", f"{where}: a node writes over value {index}, which {_reader(program, last[index])}"
-                )
+                used = f"value {index}, which {_reader(program, last[index])}"
+                raise BundleError("table-invalid", f"{table.where}: a node writes over {used}")
     for point in _points(table):
         for index in alive:
             if overlap(point, program.values[index]) and not any(overlap(point, value) for value in own):
-                raise BundleError(
-                    "table-invalid",
-                    f"{where}: a node uses value {index}, which {_reader(program, last[index])}, and the step does not name it",
-                )
+                used = f"value {index}, which {_reader(program, last[index])}"
+                raise BundleError("table-invalid", f"{table.where}: a node uses {used}, and the step does not name it")
 
 
 def _last_reads(program: Program) -> dict[int, int]:

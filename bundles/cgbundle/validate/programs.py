@@ -7,11 +7,12 @@ from itertools import product
 from math import prod
 
 from ..errors import BundleError
-from ..format.extents import extent
 from ..format.schema import DTYPES, MEMORIES, Manifest, Program, TensorSpec, Value
 from ..format.size_expressions import evaluate
+from ..format.spans import strided_span
 from ..tensors.tensor import is_dense
-from .steps import check_steps, require
+from .require import require
+from .steps import check_steps
 
 
 def check_programs(manifest: Manifest) -> None:
@@ -27,9 +28,9 @@ def check_programs(manifest: Manifest) -> None:
 
 def _check_program(manifest: Manifest, program: Program, where: str) -> None:
     memories = dict(manifest.memories)
-    looks = [program.outputs[alias.output] for alias in manifest.aliases if alias.output < len(program.outputs)]
+    aliases = [program.outputs[alias.output] for alias in manifest.aliases if alias.output < len(program.outputs)]
     for place, value in enumerate(program.values):
-        _check_value(manifest, memories, value, f"{where}.values[{place}]", look=place in looks)
+        _check_value(manifest, memories, value, f"{where}.values[{place}]", alias=place in aliases)
     sizes = {dimension.name: size for dimension, size in zip(manifest.dimensions, program.key, strict=True)}
     for kind, positions, specs in (("inputs", program.inputs, manifest.inputs), ("outputs", program.outputs, manifest.outputs)):
         require(len(positions) == len(specs), f"{where}.{kind}", f"{len(positions)} values, the signature has {len(specs)}")
@@ -55,20 +56,20 @@ def _shape(spec: TensorSpec, sizes: Mapping[str, int], where: str) -> tuple[int,
         raise BundleError("manifest-invalid", f"{where}: the signature's shape divides by zero at {dict(sizes)}") from None
 
 
-def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, where: str, *, look: bool) -> None:
-    """`look`: it is an output that shares memory, whose offset on the cpu target counts from what it shares that with."""
+def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, where: str, *, alias: bool) -> None:
+    """`alias`: it is an output that shares memory, whose offset on the cpu target counts from what it shares that with."""
     require(value.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {value.dtype!r}")
     require(value.memory in MEMORIES, f"{where}.memory", f"unknown memory {value.memory!r}")
-    size = checked_extent(where, value.dtype, value.shape, value.strides)
+    size = checked_span(where, value.dtype, value.shape, value.strides)
     if manifest.target.kind == "cpu" and value.memory == "host":
-        require(value.offset == 0 or look, f"{where}.offset", "a value in host memory has none")
+        require(value.offset == 0 or alias, f"{where}.offset", "a value in host memory has none")
     else:
         fits = value.offset >= 0 and value.offset + size <= memories.get(value.memory, 0)
         require(fits, f"{where}.offset", f"outside memory {value.memory}")
 
 
-def checked_extent(where: str, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
+def checked_span(where: str, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
     """Bytes from the first to behind the last element.  Raises manifest-invalid for a shape and strides of no tensor."""
     require(len(shape) == len(strides), f"{where}.strides", "do not match the shape")
     require(min(shape, default=0) >= 0 and min(strides, default=0) >= 0, where, "negative size or stride")
-    return extent(dtype, shape, strides)
+    return strided_span(dtype, shape, strides)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from ..errors import BundleError
-from ..format import archive
-from ..format.extents import ELSEWHERE, extent, span
-from ..format.safetensors import ALIGNMENT, Entry
+from ..format.safetensors import ALIGNMENT
 from ..format.schema import Alias, Manifest, Program, Value
-from .steps import KEPT, require
+from ..format.spans import HOST_ONLY, span, strided_span
+from .require import require
+from .steps import PERSISTENT
 
 STATE = "state"
 SHARED = ("inputs", "outputs", "weights", STATE)
 
 
 def check_state(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless every buffer that calls change has bytes of memory state of its own and a tensor of its own in
-    the file, no call of such a model is padded or cut, and the state of the random numbers is two integers there."""
+    """Raises manifest-invalid unless every buffer that calls change has bytes and a tensor of its own.
+
+    Nor may a call of such a model be padded or cut, and the state of the random numbers is two integers of memory state.
+    """
     total = dict(manifest.memories).get(STATE, 0)
     rows = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     places = []
     for index, weight in rows:
         where = f"weights[{index}]"
-        size = extent(weight.dtype, weight.shape, weight.strides)
+        size = strided_span(weight.dtype, weight.shape, weight.strides)
         require(weight.offset >= 0 and weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
         require(weight.offset + size <= total, f"{where}.offset", f"outside memory {STATE}")
         places.append((weight.offset, weight.offset + size, where))
@@ -64,12 +63,14 @@ def check_aliases(manifest: Manifest) -> None:
         require(loose, f"{where}.index", "an output that is an alias itself")
 
 
-def check_looks(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless at every int_key every alias lies inside of what it shares memory with.  The manifest's
-    aliases, programs and weights are sound, each in itself."""
+def check_alias_spans(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless at every int_key every alias lies inside of what it shares memory with.
+
+    The manifest's aliases, programs and weights are sound, each in itself.
+    """
     for alias in manifest.aliases:
-        on_gpu = alias.memory in KEPT and manifest.target.kind == "cuda"
-        there = not on_gpu or manifest.weights[alias.index].offset != ELSEWHERE
+        on_gpu = alias.memory in PERSISTENT and manifest.target.kind == "cuda"
+        there = not on_gpu or manifest.weights[alias.index].offset != HOST_ONLY
         require(there, "aliases", f"output {alias.output} shares memory with a weight that is not on the GPU")
         for index, program in enumerate(manifest.programs):
             value, base = program.values[program.outputs[alias.output]], base_of(manifest, program, alias)
@@ -84,26 +85,7 @@ def check_looks(manifest: Manifest) -> None:
 
 def base_of(manifest: Manifest, program: Program, alias: Alias) -> Value:
     """What an alias shares memory with in a program, as a value."""
-    if alias.memory in KEPT:
+    if alias.memory in PERSISTENT:
         row = manifest.weights[alias.index]
         return Value(dtype=row.dtype, shape=row.shape, strides=row.strides, memory=row.memory, offset=row.offset)
     return program.values[(program.inputs if alias.memory == "inputs" else program.outputs)[alias.index]]
-
-
-def check_state_exam(manifest: Manifest, key: tuple[int, ...], entries: Mapping[str, Entry]) -> set[str]:
-    """The names of the exam's entries about the state after a call with `key`.  Raises weights-invalid where one is missing or of
-    another kind: `state-at` are pairs [first element, number of elements] of what changed, in memory order, `state` these elements
-    one after the other."""
-    names = set()
-    for index, weight in enumerate(manifest.weights):
-        if weight.memory != STATE:
-            continue
-        for kind, dtype, rank in (("state", weight.dtype, 1), ("state-at", "int64", 2)):
-            name = archive.exam_entry(key, kind, index)
-            names.add(name)
-            entry = entries.get(name)
-            if entry is None:
-                raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is missing")
-            if entry.dtype != dtype or len(entry.shape) != rank or (rank == 2 and entry.shape[1] != 2):
-                raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}")
-    return names

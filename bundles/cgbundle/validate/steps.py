@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..errors import BundleError
-from ..format.extents import overlap
 from ..format.schema import Alias, Manifest, Program, Region, Step
+from ..format.spans import overlap
 from .lifetimes import check_lifetimes
+from .require import require
 
 HOST = "host"
-KEPT = ("weights", "state")
+PERSISTENT = ("weights", "state")
 """Memories that hold their contents from call to call: a step may read there what no step of its program wrote."""
-
-
-def require(holds: bool, where: str, message: str) -> None:
-    """Raises manifest-invalid, naming the field, unless `holds`."""
-    if not holds:
-        raise BundleError("manifest-invalid", f"{where}: {message}")
 
 
 def check_steps(manifest: Manifest, program: Program, where: str) -> None:
@@ -75,11 +69,13 @@ def _check_sides(program: Program, where: str) -> None:
 
 
 def check_order(program: Program, where: str, aliases: Mapping[int, Alias] = MappingProxyType({})) -> None:
-    """Raises manifest-invalid unless every step, and the call in the end, reads what was written before: inputs of the call, weights
-    and state, outputs of earlier steps.  Every value is written once, and by no step the call's inputs; a copy leaves weights and
-    the call's inputs as they are.  Of the `aliases`, by output, what they lie in is written."""
+    """Raises manifest-invalid unless every step, and the call in the end, reads what was written before.
+
+    These are inputs of the call, weights and state, and outputs of earlier steps.  Every value is written once, and by no step the
+    call's inputs; a copy leaves weights and the call's inputs as they are.  What the `aliases`, by output, lie in is written.
+    """
     given = set(program.inputs)
-    written = given | {index for index, value in enumerate(program.values) if value.memory in KEPT}
+    written = given | {index for index, value in enumerate(program.values) if value.memory in PERSISTENT}
     made: dict[int, int] = {}
     for place, step in enumerate(program.steps):
         at = f"{where}.steps[{place}]"

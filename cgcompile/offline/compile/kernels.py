@@ -84,7 +84,7 @@ def compile_variants(
     """Compile every variant for `arch` ("sm_90"), those that stand in folder `cache` excepted.
 
     `shared_limit`: bytes of shared memory that a block may have there when it asks for more than 48 KiB.  `workers`: processes, by
-    default as many as there are processors.  Raises kernel-failed, kernel-too-large, kernel-unsupported, compiler-died, image-format.
+    default as many as there are processors.  Raises kernel-failed, kernel-too-large, kernel-unsupported, worker-died, image-format.
     """
     folder = cache / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def compile_variants(
         kernel = known[name]
         if kernel is None:
             raise BuildError(
-                "compiler-died", f"kernel {variant.name}: its image was compiled, but could not be read back from {folder}"
+                "worker-died", f"kernel {variant.name}: its image was compiled, but could not be read back from {folder}"
             )
         found.append(finish(variant, kernel, shared_limit))
     return tuple(found)
@@ -239,7 +239,7 @@ def _feed(
     folder: Path,
     tell: Tell,
 ) -> None:
-    """Give one process variants until none is left, and remember what it makes.  Raises kernel-failed, compiler-died."""
+    """Give one process variants until none is left, and remember what it makes.  Raises kernel-failed, worker-died."""
     assert child.stdin is not None
     assert child.stdout is not None
     while True:
@@ -258,7 +258,7 @@ def _feed(
         if answer.startswith("failed "):
             raise BuildError("kernel-failed", f"{what}: {answer.removeprefix('failed ')}")
         if answer != "done":
-            raise BuildError("compiler-died", f"{what}: {_last_line(child, log)}")
+            raise BuildError("worker-died", f"{what}: {_last_line(child, log)}")
         remember(folder / name, pickle.loads((scratch / f"{name}.kernel").read_bytes()))
         tell(what)
 

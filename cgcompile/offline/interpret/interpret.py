@@ -122,7 +122,8 @@ def interpret(
 
     `workers` processes run at a time (default: one for each processor); `folder` takes their files and logs.
 
-    Raises order-broken, parameter-mismatch, function-not-interpretable, read-outside, wrote-outside, kernel-asserted, kernel-unreadable, interpreter-died.
+    Raises order-broken, parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable and
+    worker-died.
     """
     for recording in [recording for task in tasks for recording in task.recordings]:
         check_order(recording)
@@ -207,6 +208,6 @@ def _run(task: Task, folder: Path, number: int) -> Outcome:
     place = folder / f"interpret{number}-{'x'.join(map(str, task.key)) or 'call'}"
     environment = {"TRITON_INTERPRET": "1", **QUIET}
     outcome: Outcome = ask(
-        "cgcompile.offline.interpret.worker", task, place, environment, "interpreter-died", f"interpreting int_key {task.key}"
+        "cgcompile.offline.interpret.worker", task, place, environment, "worker-died", f"interpreting int_key {task.key}"
     )
     return outcome

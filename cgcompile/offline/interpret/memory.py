@@ -46,13 +46,15 @@ class Memory:
         self.buffer: Array = np.full(-(-(end + GAP) // ALIGNMENT) * ALIGNMENT, POISON, np.uint8)
 
     def address(self, memory: int, offset: int) -> int:
-        """The address of a byte of a memory (position in schema.MEMORIES).  Raises read-outside when there is no such memory."""
+        """The address of a byte of a memory (position in schema.MEMORIES).  Raises access-outside when there is no such memory."""
         if MEMORIES[memory] not in self._names:
-            raise BuildError("read-outside", f"{self.where} names memory {MEMORIES[memory]!r}, which this recording does not have")
+            raise BuildError(
+                "access-outside", f"{self.where} names memory {MEMORIES[memory]!r}, which this recording does not have"
+            )
         return self._starts[self._names.index(MEMORIES[memory])] + offset
 
     def span(self, memory: int, offset: int, nbytes: int, verb: str = "reads") -> Array:
-        """The bytes of a piece of a memory, to read and write.  Raises read-outside or wrote-outside."""
+        """The bytes of a piece of a memory, to read and write.  Raises access-outside."""
         start = self.address(memory, offset)
         if nbytes:
             self._check(np.array([start, start + nbytes - 1]), 1, verb)
@@ -141,10 +143,8 @@ class Memory:
     def _error(self, address: int, size: int, verb: str, what: str) -> BuildError:
         regions = zip(self._names, self._starts, self._ends, strict=True)
         name, start, end = min(regions, key=lambda region: max(region[1] - address, address - region[2]))
-        code = "wrote-outside" if verb == "writes" else "read-outside"
-        return BuildError(
-            code, f"{self.where} {verb} {size} bytes at byte {address - start} of memory {name!r} ({end - start} bytes){what}"
-        )
+        at = f"byte {address - start} of memory {name!r} ({end - start} bytes)"
+        return BuildError("access-outside", f"{self.where} {verb} {size} bytes at {at}{what}")
 
 
 def _rounds(places: Array) -> list[Array]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from cgbundle.format import safetensors
-from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import DTYPES, MEMORIES, Value
+from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables.recording import Address, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
 from ...errors import BuildError
@@ -102,7 +102,7 @@ def _fill(memory: Memory, task: Task) -> None:
     """The weights, but for those of the host alone; everything else stays poison."""
     with open(task.weights, "rb") as file:
         entries = safetensors.read_header(file, task.weights.name)
-        for tensor, offset in {(row.tensor, row.offset) for row in task.placed if row.offset != ELSEWHERE}:
+        for tensor, offset in {(row.tensor, row.offset) for row in task.placed if row.offset != HOST_ONLY}:
             entry = entries[tensor]
             file.seek(entry.begin)
             file.readinto(memoryview(memory.span(MEMORIES.index("weights"), offset, entry.end - entry.begin, "writes")))  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from cgbundle.errors import MachineError
-from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import IntKey, Program, Region, Value, Weight
+from cgbundle.format.spans import HOST_ONLY
 
 from ...errors import BuildError, ModelError
 from ...model.flat_module import PREFIX
@@ -101,7 +101,7 @@ def _elsewhere(program: ExportedProgram, chain: Sequence[Link]) -> frozenset[str
 
 def compile_hosts(mixed: Mixed, weights: Sequence[Weight], scratch: Path, stage: Path, tell: Tell) -> Hosts:
     """Compiles every host region that computes something, for every key, and writes host/<name>.so into `stage`; keys whose region
-    has the same code and inputs share one.  `weights`: `weight_rows`.  Raises compiler-failed, constant-unsaved, torch-unsupported."""
+    has the same code and inputs share one.  `weights`: `weight_rows`.  Raises compiler-failed, constant-unknown, torch-unsupported."""
     made: dict[Any, Region] = {}
     rows: dict[tuple[str, IntKey], Region] = {}
     features: set[str] = set()
@@ -174,7 +174,7 @@ def weight_rows(tensors: Mapping[str, torch.Tensor], elsewhere: frozenset[str], 
     placed, _ = lay_out({name: shape for name, shape in shapes.items() if name not in elsewhere}, state)
     rows = [
         Weight(
-            name=name, tensor=s.same_as or name, dtype=s.dtype, shape=s.shape, strides=s.strides, memory="weights", offset=ELSEWHERE
+            name=name, tensor=s.same_as or name, dtype=s.dtype, shape=s.shape, strides=s.strides, memory="weights", offset=HOST_ONLY
         )
         for name, s in shapes.items()
         if name in elsewhere

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cgbundle.format.extents import span
 from cgbundle.format.schema import IntKey, Program, Step, Value
+from cgbundle.format.spans import span
 
 from ...partition import Part, Partition
 from .memory_layout import align

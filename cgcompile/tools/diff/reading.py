@@ -14,8 +14,9 @@ from cgbundle.format.schema import File, Manifest
 from cgbundle.tables.codec import decode
 from cgbundle.tables.module_state import decode_states
 from cgbundle.tables.recording import ModuleState, Recording
-from cgbundle.tables.view import Table
+from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
+from cgbundle.validate.exam import check_exam
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,7 @@ def tensors(bundle: Bundle, name: str) -> Iterator[Mapped]:
 
 _CHECKS: dict[str, Callable[[str, Manifest], None]] = {
     archive.WEIGHTS: verify.check_weights,
-    archive.EXAM: verify.check_exam,
+    archive.EXAM: check_exam,
 }
 
 

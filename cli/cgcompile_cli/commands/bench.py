@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import INTERRUPTED, Usage
+from ..errors import INTERRUPTED, UsageError
 from ..output import complain, count, record, safe, shortened, show, size, table, write_json
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _check_writable(path: str) -> None:
     """Before minutes of measuring, not after."""
     folder = os.path.dirname(os.path.abspath(path))
     if path and path != "-" and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
-        raise Usage("usage", f"{path}: cannot be written", "name a file in a folder that exists")
+        raise UsageError("usage", f"{path}: cannot be written", "name a file in a folder that exists")
 
 
 def _write_json(path: str, report: Report) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..errors import Usage
+from ..errors import UsageError
 from ..output import console, duration, listed, record, safe, say, shortened, show, write_json
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def build(
     import cgcompile
 
     if quiet and verbose:
-        raise Usage("usage", "--quiet and --verbose cannot be used together", "leave one of them out")
+        raise UsageError("usage", "--quiet and --verbose cannot be used together", "leave one of them out")
     begin = time.perf_counter()
     with watching(quiet, verbose) as progress:
         built = cgcompile.build(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import Usage
+from ..errors import UsageError
 from ..output import duration, listed, say, show, table, write_json
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(
     from cgbundle.validate import bundle as verify
 
     if inputs is not None and key is not None:
-        raise Usage("usage", "--size picks among the stored inputs: it cannot be used with --inputs")
+        raise UsageError("usage", "--size picks among the stored inputs: it cannot be used with --inputs")
     manifest = archive.read_manifest(bundle)
     verify.check_manifest(manifest)
     given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
@@ -115,7 +115,7 @@ def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
     from cgbundle import exam
     from cgbundle.format import archive
     from cgbundle.format.safetensors import Mapped
-    from cgbundle.validate.bundle import check_exam
+    from cgbundle.validate.exam import check_exam
 
     from .. import int_keys as keys
 
@@ -130,7 +130,7 @@ def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
 
 
 def _read(path: str, manifest: Manifest) -> list[Tensor]:
-    """The inputs by name.  Raises Usage for a file that is not safetensors, lacks an input, or holds something else."""
+    """The inputs by name.  Raises UsageError for a file that is not safetensors, lacks an input, or holds something else."""
     from cgbundle.errors import BundleError
     from cgbundle.format.safetensors import Mapped
     from cgbundle.tensors.tensor import from_bytes
@@ -139,26 +139,26 @@ def _read(path: str, manifest: Manifest) -> list[Tensor]:
     try:
         file = Mapped(path, path)
     except BundleError as error:
-        raise Usage("usage", str(error), "--inputs takes a safetensors file that holds every input under its name") from None
+        raise UsageError("usage", str(error), "--inputs takes a safetensors file that holds every input under its name") from None
     try:
         takes = f"the bundle takes {listed(wanted)}"
         for name in [*wanted, *file.entries]:
             if name not in file.entries:
-                raise Usage("usage", f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
+                raise UsageError("usage", f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
             if name not in wanted:
-                raise Usage("usage", f"{path}: no input is called {name!r}", takes)
+                raise UsageError("usage", f"{path}: no input is called {name!r}", takes)
         return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in wanted]
     finally:
         file.close()
 
 
 def _write(path: str, found: list[tuple[str, Tensor]]) -> None:
-    """Raises Usage where the file format has no code for a dtype."""
+    """Raises UsageError where the file format has no code for a dtype."""
     from cgbundle.format.safetensors import CODES, write
 
     for name, value in found:
         if value.dtype not in CODES:
-            raise Usage("usage", f"--outputs: output {name!r} is {value.dtype}, which safetensors cannot hold")
+            raise UsageError("usage", f"--outputs: output {name!r} is {value.dtype}, which safetensors cannot hold")
     tensors = {name: (value.dtype, value.shape, value.tobytes) for name, value in found}
     with open(path, "wb") as file:
         write(file, tensors)

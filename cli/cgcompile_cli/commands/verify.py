@@ -35,7 +35,7 @@ def verify(
         write_json({
             "path": bundle,
             "ok": ok,
-            "damage": [{"kind": error.code.title().replace("-", ""), "message": str(error), "hint": error.hint} for error in damage],
+            "damage": [{"kind": error.kind, "message": str(error), "hint": error.hint} for error in damage],
             "exam": answer or None,
         })  # fmt: skip
     elif not (ok and quiet):

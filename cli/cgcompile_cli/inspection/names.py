@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from cgbundle.format.extents import extent, span
 from cgbundle.format.schema import Manifest, Program, Weight
+from cgbundle.format.spans import span, strided_span
 
 
 class Names:
@@ -72,7 +72,7 @@ def _laid_out(weights: Iterable[Weight], memory: str) -> list[tuple[int, int, st
     rows: dict[int, tuple[int, int, str]] = {}
     for each in weights:
         if each.memory == memory and each.offset >= 0:
-            rows.setdefault(each.offset, (each.offset, each.offset + extent(each.dtype, each.shape, each.strides), each.name))
+            rows.setdefault(each.offset, (each.offset, each.offset + strided_span(each.dtype, each.shape, each.strides), each.name))
     return [rows[offset] for offset in sorted(rows)]
 
 

@@ -17,13 +17,13 @@ from .names import Names
 
 if TYPE_CHECKING:
     from cgbundle.format.schema import File, Manifest, Program, Step
-    from cgbundle.tables.view import Table
+    from cgbundle.tables.table import Table
 
 READS, WRITES, REFERS = "reads", "writes", "refers to"
 HOWS = (READS, WRITES, REFERS)
 
 CLUSTER = 4
-"""CUlaunchAttributeID of the cluster's dimensions, as cgbundle.tables.validation lists it."""
+"""CUlaunchAttributeID of the cluster's dimensions, as cgbundle.validate.recordings lists it."""
 
 PROGRAMMATIC = 1
 """Type of an edge whose target may start before its source has ended (programmatic dependent launch)."""
@@ -68,26 +68,27 @@ _BARE = Node(0, 0, "empty", "(orders other nodes)", "", (), (), (), 0, (), (), (
 def read_table(path: str, files: dict[str, File], name: str) -> Table:
     """The recording in file `name`, its hash and structure checked.  Raises file-damaged, table-invalid."""
     from cgbundle.format import archive
-    from cgbundle.tables import view as tableview
+    from cgbundle.tables.table import Table
 
     archive.check_hash(path, files[name])
     with open(os.path.join(path, name), "rb") as file:
-        return tableview.Table(file.read(), name)
+        return Table(file.read(), name)
 
 
 def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Node]]:
     """The nodes of every step, in an order in which they may run.  Raises file-damaged, table-invalid."""
-    from cgbundle.format.extents import graph_memories
-    from cgbundle.tables import validation as tablecheck
+    from cgbundle.format.archive import kernel_images
+    from cgbundle.format.spans import graph_memories
+    from cgbundle.validate.recordings import check_recording
 
     files = {file.path: file for file in manifest.files}
-    images = {name.removeprefix("kernels/") for name in files}
+    images = kernel_images(manifest)
     names = Names(manifest, program)
     found: list[list[Node]] = []
     for index, step in enumerate(program.steps):
         if step.kind == "graph":
             table = read_table(path, files, step.file)
-            tablecheck.check(table, step.file, graph_memories(manifest.memories), images)
+            check_recording(table, graph_memories(manifest.memories), images)
             found.append(recorded(table, manifest, program, index, names))
         else:
             found.append([_whole(manifest, program, index, step, names)])
@@ -95,8 +96,8 @@ def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Nod
 
 
 def recorded(table: Table, manifest: Manifest, program: Program, index: int, names: Names) -> list[Node]:
-    """The nodes of a graph step, as `tablecheck.order` puts them."""
-    from cgbundle.tables import validation as tablecheck
+    """The nodes of a graph step, as `launch_order` puts them."""
+    from cgbundle.tables.table import launch_order
 
     step = program.steps[index]
     reader = _Reader(manifest, program, step, names)
@@ -111,7 +112,7 @@ def recorded(table: Table, manifest: Manifest, program: Program, index: int, nam
         rows.append(seen[kind])
         seen[kind] += 1
     made = []
-    for number in tablecheck.order(table):
+    for number in launch_order(table):
         done = _DONE[table.kind[number]](table, rows[number], reader)
         before, sooner = (tuple(sorted(each.get(number, ()))) for each in (after, early))
         made.append(done._replace(step=index, number=number, after=before, early=sooner))
@@ -132,8 +133,8 @@ class _Reader(NamedTuple):
 
     def only_read(self, memory: int, offset: int) -> bool:
         """Whether no kernel of a sound bundle writes there."""
-        from cgbundle.format.extents import span
         from cgbundle.format.schema import MEMORIES
+        from cgbundle.format.spans import span
 
         if MEMORIES[memory] != "inputs":
             return MEMORIES[memory] == "weights"
@@ -194,12 +195,12 @@ def _memcpy(table: Table, row: int, reader: _Reader) -> Node:
 
 
 _DONE = (_empty, _kernel, _memset, _memcpy)
-"""By the kinds of nodes in cgbundle.tables.view."""
+"""By the kinds of nodes in cgbundle.tables.table."""
 
 
 def _whole(manifest: Manifest, program: Program, index: int, step: Step, names: Names) -> Node:
     """A copy or host step as one row."""
-    from cgbundle.format.extents import span
+    from cgbundle.format.spans import span
 
     references = []
     for how, values in ((READS, step.inputs), (WRITES, step.outputs)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cgbundle.format.extents import span
+from cgbundle.format.spans import span
 
 from ..inspection.kernels import Kernel
 from ..inspection.lanes import Row, lanes

@@ -191,14 +191,14 @@ def test_memory_that_is_shared_among_the_examples_is_refused(tmp_path: Path) -> 
     def build(model: nn.Module, inputs: Callable[..., Any]) -> None:
         cgcompile.build(model, inputs, sizes=list(SIZES), out=tmp_path / "m.cgb", target="cpu")
 
-    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* it shares memory with itself"):
+    with raises("check-refused", match=r"written_models.py:\d+: mutated-input: .* it shares memory with itself"):
         build(Whole(), lambda batch: (torch.randn(batch, 1).expand(-1, 3),))
 
     def twice(batch: int) -> tuple[Tensor, ...]:
         x = torch.randn(batch, 4)
         return x, torch.randn(batch, 4), x
 
-    with raises("refused", match="mutated-input: .* it shares memory with the input 'last'"):
+    with raises("check-refused", match="mutated-input: .* it shares memory with the input 'last'"):
         build(MODELS["both"][0](), twice)
     assert not list(tmp_path.iterdir())
 
@@ -234,14 +234,14 @@ def test_writes_are_refused_where_no_recorder_keeps_them() -> None:
     findings = check(exported)
     for recorder, placed in (("capture", 0), ("host", 0)):
         refuse_written(findings, recorder, placed)
-    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
+    with raises("check-refused", match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
         refuse_written(findings, "trace", 0)
-    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* beside operations on the host"):
+    with raises("check-refused", match=r"written_models.py:\d+: mutated-input: .* beside operations on the host"):
         refuse_written(findings, "capture", 2)
     refuse_written((), "trace", 2)
 
 
 def test_a_build_for_a_gpu_that_is_not_here_refuses_by_line(tmp_path: Path) -> None:
-    with raises("refused", match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
+    with raises("check-refused", match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
         cgcompile.build(Whole(), drawn(3), sizes=[2], out=tmp_path / "m.cgb", target="sm_90", recorder="trace")
     assert not list(tmp_path.iterdir())

@@ -357,9 +357,9 @@ def test_nothing_is_placed_for_the_cpu() -> None:
 def test_strict_refuses_what_is_on_the_host() -> None:
     findings = check(traced(lambda m, x: x * x.max().item()))
     refuse(findings, strict=False, waive=[])
-    with raises("refused", match=r"test_checks.py:\d+: host-scalar: "):
+    with raises("check-refused", match=r"test_checks.py:\d+: host-scalar: "):
         refuse(findings, strict=True, waive=[])
-    with raises("refused", match="no such rule"):
+    with raises("check-refused", match="no such rule"):
         refuse(findings, strict=False, waive=["host_scalar"])
 
 

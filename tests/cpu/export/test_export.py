@@ -137,7 +137,7 @@ class Counted(nn.Module):
 def test_what_cannot_be_replayed_faithfully_is_refused(model: nn.Module, rule: str) -> None:
     findings = check(exported(model))
     assert rule in {finding.rule for finding in findings}
-    with raises("refused", match=rule):
+    with raises("check-refused", match=rule):
         refuse(findings, strict=False, waive=[])
 
 

@@ -18,6 +18,8 @@ from tests.helpers.raising import raises
 pytest.importorskip("triton")
 
 from cgbundle.tables import codec as tables
+from cgbundle.tables.table import Table
+from cgbundle.validate.recordings import check_recording
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.lifetimes import check_plan
 from cgcompile.offline.assemble.rows import assemble
@@ -294,7 +296,7 @@ def test_a_compiler_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("import sys\nsys.exit('no Triton today')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with raises("compiler-died", match="kernel add: its compiler ended with status 1: no Triton today"):
+    with raises("worker-died", match="kernel add: its compiler ended with status 1: no Triton today"):
         compile_all([add], tmp_path / "cache")
 
 
@@ -379,5 +381,5 @@ def test_a_program_of_real_kernels_becomes_rows(cache: Path) -> None:
     graph = assemble(program, made, placed, {"w": 0}, (0,))
     data = tables.encode(graph.recording)
     memories = {"weights": 1 << 20, "inputs": 1 << 20, "arena": graph.arena}
-    tables.check(tables.Table(data, "t"), "t", memories, {kernel.sha256 for kernel in made})
+    check_recording(Table(data, "t"), memories, {kernel.sha256 for kernel in made})
     assert [function.attributes for function in graph.recording.functions] == [((8, made[0].shared),), (), ()]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import Value, Weight
+from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables.recording import Address, EmptyNode, MemcpyNode, MemsetNode
 from cgcompile.errors import BuildError
 from cgcompile.offline.interpret.interpret import Outcome, Task, estimate, interpret
@@ -424,17 +424,17 @@ def test_refuses_assembly_that_is_not_known(tmp_path: Path) -> None:
 
 
 def test_refuses_a_read_outside_every_memory(tmp_path: Path) -> None:
-    _refused("tl.store(out + at, tl.load(x + at - 1))", "read-outside", "reads 4 bytes at byte -4 of memory 'inputs'", tmp_path)
+    _refused("tl.store(out + at, tl.load(x + at - 1))", "access-outside", "reads 4 bytes at byte -4 of memory 'inputs'", tmp_path)
 
 
 def test_refuses_a_write_behind_the_arena(tmp_path: Path) -> None:
-    _refused("tl.store(out + at * 3, tl.load(x + at))", "wrote-outside", "writes 4 bytes at byte 264 of memory 'arena'", tmp_path)
+    _refused("tl.store(out + at * 3, tl.load(x + at))", "access-outside", "writes 4 bytes at byte 264 of memory 'arena'", tmp_path)
 
 
 def test_refuses_a_misaligned_read(tmp_path: Path) -> None:
     _refused(
         "tl.load((x.to(tl.pointer_type(tl.int8)) + 2).to(tl.pointer_type(tl.float32)) + at)",
-        "read-outside",
+        "access-outside",
         "not aligned",
         tmp_path,
     )
@@ -470,7 +470,7 @@ def test_stages_share_memory_and_meet_the_host_between_them(tmp_path: Path) -> N
     sheet.launch(ADD, (1, 1, 1), kept, kept, last, 16, XBLOCK=16)
     sheet.outputs += [last, kept, landing]
     task = sheet.task(tmp_path)
-    elsewhere = Weight(name="host", tensor="host", dtype="float32", shape=(4,), strides=(1,), memory="weights", offset=ELSEWHERE)
+    elsewhere = Weight(name="host", tensor="host", dtype="float32", shape=(4,), strides=(1,), memory="weights", offset=HOST_ONLY)
     (outcome,) = interpret([replace(task, placed=(*task.placed, elsewhere))], tmp_path, budget=1)
     poison = torch.full((16,), torch.nan)
     wanted = [a + a, poison, a + b + c, (a + b) * 2, a + b, c]

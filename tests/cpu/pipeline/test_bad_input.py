@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 import cgbundle
 from cgbundle import errors
-from cgbundle.format import archive, codec
+from cgbundle.format import archive, manifest_json
 from cgcompile_cli.main import app
 from tests.cpu.conftest import MODEL
 
@@ -233,7 +233,7 @@ def test_no_bundle(command: str, folder: Path, model_file: Path) -> None:
 @pytest.mark.parametrize("command", ["inspect", "verify", "run"])
 def test_newer_format(command: str, copy: Path) -> None:
     manifest = archive.read_manifest(str(copy))
-    (copy / archive.MANIFEST).write_bytes(codec.encode(replace(manifest, format=manifest.format + 1)))
+    (copy / archive.MANIFEST).write_bytes(manifest_json.encode(replace(manifest, format=manifest.format + 1)))
     assert "upgrade cgcompile" in refused(call(command, copy), 2)
 
 
@@ -301,7 +301,7 @@ def test_verify_run_fails_where_the_promise_is_broken(copy: Path) -> None:
     data[entry.begin + 3] ^= 0x80  # the sign
     (copy / archive.WEIGHTS).write_bytes(bytes(data))
     resealed = replace(manifest, files=archive.describe_files(str(copy)))
-    (copy / archive.MANIFEST).write_bytes(codec.encode(resealed))
+    (copy / archive.MANIFEST).write_bytes(manifest_json.encode(resealed))
     result = call("verify", copy, "--run")
     assert result.exit_code == 1 and "FAILED" in result.stdout and "the exam failed for batch=1, batch=4" in result.stderr
 

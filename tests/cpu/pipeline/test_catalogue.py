@@ -1,5 +1,5 @@
 """Errors of the catalogue that no other test without a GPU provokes: the recorder against a driver of ours, folders and compilers
-that are not as they should be.  tests/pure/test_errors.py holds every class to a test that names it."""
+that are not as they should be.  tests/pure/test_errors.py holds every code to a test that names it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
 
-from cgcompile.capture import errors  # noqa: E402
 from cgcompile.capture.rows import Range, Take  # noqa: E402
 from cgcompile.capture.worker.addresses import AddressMap  # noqa: E402
 from cgcompile.targets.cuda.elf import Cubin, Symbol  # noqa: E402
@@ -36,11 +35,11 @@ def record() -> SimpleNamespace:
     if without:
         sys.modules["cuda"], sys.modules["cuda.bindings"] = ModuleType("cuda"), ModuleType("cuda.bindings")
         sys.modules["cuda.bindings"].driver = ModuleType("cuda.bindings.driver")  # type: ignore[attr-defined]
-    names = ("driver", "cupti", "walk", "state", "session", "processes", "capture")
-    found = SimpleNamespace(**{name: importlib.import_module(f"cgcompile.record.{name}") for name in names})
+    names = ("processes", "recorder", "worker.driver", "worker.cupti", "worker.walk", "worker.module_state", "worker.session")
+    modules = {name.rpartition(".")[2]: importlib.import_module(f"cgcompile.capture.{name}") for name in names}
     if without:
         del sys.modules["cuda"], sys.modules["cuda.bindings"]
-    return found
+    return SimpleNamespace(**modules)
 
 
 class Calls:
@@ -60,7 +59,7 @@ def drive(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[
     """Gives the recorder a driver with these calls."""
 
     def set_calls(**calls: Callable[..., tuple[Any, ...]]) -> SimpleNamespace:
-        for module in (record.driver, record.walk, record.cupti, record.state):
+        for module in (record.driver, record.walk, record.cupti, record.module_state):
             monkeypatch.setattr(module, "driver", Calls(**calls))
         return record
 
@@ -99,8 +98,6 @@ def test_a_recorder_dies(record: SimpleNamespace, tmp_path: Path) -> None:
     log.write_text("one\n\nSegmentation fault\n")
     with raises("recorder-failed", match=r"ended with status -11: Segmentation fault \(log: .*record0.log\)"):
         record.processes._result(SimpleNamespace(), -11, log)
-    with raises("recorder-failed", match="odd"):
-        errors.raise_named("NoSuchClass", "odd", "")
 
 
 # --- lowering and capture -----------------------------------------------------------------------------------------
@@ -156,7 +153,7 @@ def exported() -> Any:
 
 def test_state_that_shares_memory_is_not_torn_apart(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     with raises("shared-storage", match="whole"):
-        record.capture.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, state=("whole",))
+        record.recorder.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, state=("whole",))
 
 
 def test_a_weight_that_a_replay_changes(
@@ -164,16 +161,16 @@ def test_a_weight_that_a_replay_changes(
 ) -> None:
     nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams", "versions", "notes")}
     take = Take(**nothing, images={}, mutated=("whole",), machine="", arch="", driver=0)
-    monkeypatch.setattr(record.capture, "run_all", lambda *_: [take, take])
+    monkeypatch.setattr(record.recorder, "run_all", lambda *_: [take, take])
     with raises("weight-mutated", match="a replay changes whole"):
-        record.capture.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, level="eager")
+        record.recorder.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, level="eager")
 
 
 def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     calls = {KEY: ((torch.ones(2),), {})}
     for fresh, message in (({}, "no fresh inputs"), ({KEY: ((torch.ones(3),), {})}, "other shapes than the example's")):
         with raises("sizes-differ", match=message):
-            record.capture.record(exported, calls, folder=tmp_path, fresh=fresh)
+            record.recorder.record(exported, calls, folder=tmp_path, fresh=fresh)
 
 
 # --- what a graph may hold ----------------------------------------------------------------------------------------
@@ -249,7 +246,7 @@ def test_a_variable_without_a_handle(drive: Callable[..., SimpleNamespace]) -> N
     lost = Symbol(name="counter", section=".nv.global", value=0, local=True, initial=bytes(4))
     cubins = {"ab" * 32: Cubin(data=(lost,), functions=frozenset())}
     with raises("module-state-unreadable", match="1 variables that kernels can write have no handle: counter"):
-        record.state.changed_variables({"ab" * 32: 9}, cubins, addresses())
+        record.module_state.changed_variables({"ab" * 32: 9}, cubins, addresses())
 
 
 # --- building -----------------------------------------------------------------------------------------------------
@@ -265,7 +262,7 @@ def test_an_output_whose_size_depends_on_data() -> None:
     program = torch.export.export(Ragged(), (torch.ones(2),))
     (output,) = [node for node in program.graph.nodes if node.op == "output"]
     size = output.args[0][0].meta["val"].shape[0]
-    with raises("output-size-unknown", match="m.py: output 'y', axis 0: its size .* depends on data"):
+    with raises("data-dependent-output", match="m.py: output 'y', axis 0: its size .* depends on data"):
         _size(SimpleNamespace(label="m.py"), "y", 0, size, {})
 
 
@@ -281,7 +278,7 @@ def test_a_constant_that_is_no_weight(exported: Any, tmp_path: Path, monkeypatch
 
     region = SimpleNamespace(constants=lambda: [("own_1", "module.folded")], close=lambda: None)
     monkeypatch.setattr(layouts, "HostRegion", lambda *_: region)
-    with raises("constant-unsaved", match="the constant 'own_1' .*, which is no weight of the model"):
+    with raises("constant-unknown", match="the constant 'own_1' .*, which is no weight of the model"):
         layouts.bind_constants(tmp_path / "model.so", exported, ())
 
 

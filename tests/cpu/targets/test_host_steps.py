@@ -18,8 +18,8 @@ from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion
 from cgbundle.cuda.backend import CudaCalls
 from cgbundle.format import archive, safetensors
-from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import Manifest, Program, Region, Step, Target, TensorSpec, Value, Weight
+from cgbundle.format.spans import HOST_ONLY
 from cgbundle.validate import bundle as verify
 from cgcompile.targets.cpu.aoti import compile_cpu
 from tests.helpers import support
@@ -126,7 +126,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             weights=(
                 Weight(name="other", tensor="other", dtype="float32", shape=(7,), strides=(1,), memory="weights", offset=0),
                 Weight(
-                    name="scale", tensor="scale", dtype="float32", shape=(16,), strides=(1,), memory="weights", offset=ELSEWHERE
+                    name="scale", tensor="scale", dtype="float32", shape=(16,), strides=(1,), memory="weights", offset=HOST_ONLY
                 ),
             ),
             memories=(("weights", 256), ("inputs", 256), ("arena", 512), ("host", 1024)),

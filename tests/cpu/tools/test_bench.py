@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import archive, codec, safetensors
+from cgbundle.format import archive, manifest_json, safetensors
 from cgcompile.bundle import emit
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
@@ -72,7 +72,7 @@ def other_expectations(bundle: Path, path: Path) -> Path:
         safetensors.write(target, tensors)
     stored.close()
     manifest = replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path)))
-    (path / archive.MANIFEST).write_bytes(codec.encode(manifest))
+    (path / archive.MANIFEST).write_bytes(manifest_json.encode(manifest))
     return path
 
 

@@ -45,7 +45,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_an_answer(child: str, tmp_path: Path) -> None:
-    assert ask(child, 21, tmp_path / "work-1x8", {}, "interpreter-died", "doubling 21") == {"twice": 42}
+    assert ask(child, 21, tmp_path / "work-1x8", {}, "worker-died", "doubling 21") == {"twice": 42}
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_a_refusal_keeps_its_class_and_hint(
     request_: str, error: type[Exception], message: str, hint: str, child: str, tmp_path: Path
 ) -> None:
     with raises(error, match=message) as caught:
-        ask(child, request_, tmp_path / "work", {}, "interpreter-died", "it")
+        ask(child, request_, tmp_path / "work", {}, "worker-died", "it")
     assert type(caught.value) is error and caught.value.hint == hint
 
 
 @pytest.mark.parametrize(("request_", "message"), [("refuse oddly", "who knows"), ("die", "doing it: .* status 1: .*out of luck")])
 def test_whatever_else_ends_it_is_its_death(request_: str, message: str, child: str, tmp_path: Path) -> None:
-    with raises("interpreter-died", match=message):
-        ask(child, request_, tmp_path / "work", {}, "interpreter-died", "doing it")
+    with raises("worker-died", match=message):
+        ask(child, request_, tmp_path / "work", {}, "worker-died", "doing it")

@@ -17,7 +17,7 @@ from cgbundle.call.views import View
 from cgbundle.errors import CATALOGUE
 from cgbundle.format.schema import Alias, Manifest, Value
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from cgbundle.validate.state import check_aliases, check_looks, check_state
+from cgbundle.validate.state import check_alias_spans, check_aliases, check_state
 from tests.helpers import state_bundles
 from tests.helpers.cuda_bundles import FLOATS, expected, inputs
 from tests.helpers.fabricate import FakeBackend, Numbers, dimension, signature, spec
@@ -151,7 +151,7 @@ def model(outputs: str = "copy", on_miss: str = "pad", *, turned: bool = False) 
     row = replace(made.weights[0], shape=(6,), strides=(1,))
     made = replace(made, aliases=aliases, weights=(row,), programs=tuple(map(placed, made.programs)))
     check_aliases(made)
-    check_looks(made)
+    check_alias_spans(made)
 
     def compute(key: tuple[int, ...], given_: list[Numbers]) -> list[Numbers]:
         rows = key[0]
@@ -340,7 +340,7 @@ def test_aliases_that_are_not_sound(bundle: tuple[Manifest, Path], change: dict[
     broken = replace(manifest, aliases=(*manifest.aliases[:-1], replace(manifest.aliases[-1], **change)))
     with raises("manifest-invalid", match=words):
         check_aliases(broken)
-        check_looks(broken)
+        check_alias_spans(broken)
 
 
 def test_an_alias_outside_of_what_it_lies_in(bundle: tuple[Manifest, Path]) -> None:
@@ -353,7 +353,7 @@ def test_an_alias_outside_of_what_it_lies_in(bundle: tuple[Manifest, Path]) -> N
             values[place] = replace(values[place], offset=values[place].offset + offset * (10 if offset < 0 else 1))
             programs.append(replace(program, values=tuple(values)))
         with raises("manifest-invalid", match=rf"programs\[0\].outputs\[4\]: {words}"):
-            check_looks(replace(manifest, programs=tuple(programs)))
+            check_alias_spans(replace(manifest, programs=tuple(programs)))
 
 
 def test_state_that_is_not_sound(bundle: tuple[Manifest, Path]) -> None:

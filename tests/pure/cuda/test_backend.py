@@ -12,14 +12,14 @@ import pytest
 
 from cgbundle.cuda import backend, device, driver, executors, memory, weights
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
-from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
+from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
-from cgbundle.tables import module_state as modulestates
 from cgbundle.tables.recording import KernelNode
-from cgbundle.tables.view import Table
+from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
+from cgbundle.validate import recordings
 from tests.helpers import cuda_bundles
 from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.helpers.fake_driver import FakeDriver, install
@@ -237,7 +237,7 @@ def test_an_interrupt_while_opening_leaves_nothing(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(modulestates, "check_states", interrupt)
+    monkeypatch.setattr(recordings, "check_module_states", interrupt)
     with pytest.raises(KeyboardInterrupt):
         device.open(*bundle)
 
@@ -253,21 +253,21 @@ def test_without_cuda_bindings(bundle: tuple[Manifest, Path], monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("fake_driver", "number", "message"),
+    ("fake_driver", "number", "code", "message"),
     [
-        (FakeDriver(devices=0), 0, "no usable GPU: cuInit gives CUDA_ERROR_NO_DEVICE"),
-        (FakeDriver(), 1, "device 1: this machine shows 1 GPU"),
-        (FakeDriver(), -1, "device -1: this machine shows 1 GPU"),
-        (FakeDriver(arch=(8, 0)), 0, r"for sm_90, device 0 \(Fake GPU\) is sm_80"),
-        (FakeDriver(version=11080), 0, "for CUDA 12.0, this machine's is for 11.8"),
+        (FakeDriver(devices=0), 0, "wrong-machine", "no usable GPU: cuInit gives CUDA_ERROR_NO_DEVICE"),
+        (FakeDriver(), 1, "wrong-machine", "device 1: this machine shows 1 GPU"),
+        (FakeDriver(), -1, "wrong-machine", "device -1: this machine shows 1 GPU"),
+        (FakeDriver(arch=(8, 0)), 0, "wrong-architecture", r"for sm_90, device 0 \(Fake GPU\) is sm_80"),
+        (FakeDriver(version=11080), 0, "driver-too-old", "for CUDA 12.0, this machine's is for 11.8"),
     ],
     ids=["no-gpu", "index", "negative", "arch", "driver"],
 )
 def test_the_wrong_machine(
-    fake_driver: FakeDriver, number: int, message: str, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+    fake_driver: FakeDriver, number: int, code: str, message: str, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, fake_driver)
-    with raises("wrong-machine", match=message):
+    with raises(code, match=message):
         device.open(*bundle, device=number)
     assert not fake_driver.live
     assert fake_driver.retained == 0
@@ -339,7 +339,7 @@ def test_adjacent_weights_are_one_piece() -> None:
 
 
 def test_weights_of_the_host_alone_stay_off_the_gpu() -> None:
-    rows = [weight("w", "b", 256), weight("table", "a", ELSEWHERE), weight("x", "c", 512)]
+    rows = [weight("w", "b", 256), weight("table", "a", HOST_ONLY), weight("x", "c", 512)]
     assert weights.pieces(rows, ENTRIES, 1024) == [weights.Piece(1256, 100, 256), weights.Piece(1356, 10, 512)]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cgbundle import loader
 from cgbundle.errors import BundleError, CgbundleError
-from cgbundle.format import archive, codec
+from cgbundle.format import archive, manifest_json
 from cgbundle.validate import bundle as verify
 from tests.helpers.raising import raises
 from tests.helpers.support import HOST_FILE, manifest, write_bundle
@@ -59,7 +59,7 @@ def test_the_manifests_own_defects_come_through(tmp_path: Path, data: bytes, err
 
 
 def test_a_manifest_is_read(bundle: Path) -> None:
-    assert archive.read_manifest(str(bundle)) == codec.decode((bundle / "manifest.json").read_bytes())
+    assert archive.read_manifest(str(bundle)) == manifest_json.decode((bundle / "manifest.json").read_bytes())
     assert archive.read_manifest(str(bundle)).name == "tiny"
 
 

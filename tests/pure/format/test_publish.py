@@ -211,7 +211,7 @@ def test_a_failed_second_rename_puts_the_old_bundle_back(tmp_path: Path) -> None
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from cgbundle.publish import staged
+from cgbundle.format.publish import staged
 
 moment, destination, replace = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "replace"
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from cgbundle.format.schema import MEMORIES, Value
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Address, Edge, KernelNode, MemcpyNode, MemsetNode, Relocation
+from cgbundle.tables.table import Table
+from cgbundle.validate.recordings import check_recording
 from cgcompile.errors import BuildError
 from cgcompile.offline.assemble.arena import Plan, plan
 from cgcompile.offline.assemble.parameter_block import scalar
@@ -125,7 +127,7 @@ def rows(program: Traced, *kernels: Compiled, weights: dict[str, int] | None = N
 def verify(graph: Graph, kernels: Sequence[Compiled]) -> None:
     """What the builder and the loader check of a table, and that nothing is lost on the way to bytes."""
     data = tables.encode(graph.recording)
-    tables.check(tables.Table(data, "t"), "t", SIZES | {"arena": graph.arena}, {kernel.sha256 for kernel in kernels})
+    check_recording(Table(data, "t"), SIZES | {"arena": graph.arena}, {kernel.sha256 for kernel in kernels})
     assert tables.decode(data) == graph.recording
 
 

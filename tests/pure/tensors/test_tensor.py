@@ -283,7 +283,7 @@ def test_a_tensor_that_torch_still_holds_when_python_ends_does_no_harm() -> None
     pytest.importorskip("torch")
     code = """
 import torch
-from cgbundle.tensor import empty
+from cgbundle.tensors.tensor import empty
 kept = [torch.from_dlpack(empty(dtype, (2, 3))) for dtype in ("float32", "bfloat16")]
 unused = [empty(dtype, (2, 3)).__dlpack__() for dtype in ("float32", "bfloat16")]
 """
@@ -354,8 +354,8 @@ def test_a_consumers_tensor_that_dies_with_an_exception_keeps_it() -> None:
 def test_without_numpy_capsules_are_ours_and_let_go_too() -> None:
     code = """
 import ctypes, sys, weakref
-from cgbundle import dlpack
-from cgbundle.tensor import Tensor
+from cgbundle.tensors import dlpack
+from cgbundle.tensors.tensor import Tensor
 class Owner:
     memory = (ctypes.c_char * 64)()
 owner = Owner()

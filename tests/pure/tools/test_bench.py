@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import cgcompile.tools.bench
-from cgbundle.format import archive, codec, safetensors
+from cgbundle.format import archive, manifest_json, safetensors
 from cgbundle.format.schema import Dimension, Manifest, Proof, TensorSpec
 from cgcompile.tools.bench import peers
 from cgcompile.tools.bench.bundle_child import Bundle
@@ -415,7 +415,7 @@ def gpu_bundle(folder: Path) -> Manifest:
         dimensions=(Dimension(name="batch", sizes=cuda_bundles.KEYS, pad="no", chunk=False, reason="a test"),),
         exam=replace(bare.exam, compare="bits", proofs=proofs), files=archive.describe_files(str(folder)),
     )  # fmt: skip
-    (folder / archive.MANIFEST).write_bytes(codec.encode(manifest))
+    (folder / archive.MANIFEST).write_bytes(manifest_json.encode(manifest))
     return manifest
 
 

@@ -45,14 +45,15 @@ def test_parts_do_not_run_into_each_other() -> None:
 
 
 def test_the_code_that_made_a_result_is_part_of_its_name(tmp_path: Path) -> None:
-    folder = tmp_path / "trace"
-    (folder / "lockstep").mkdir(parents=True)
-    seen = [sources(folder)]
-    for path in (folder / "a.py", folder / "lockstep" / "b.py", tmp_path / "lower.py", tmp_path / "arch.py"):
+    compiler, runtime = homes = tmp_path / "compiler", tmp_path / "runtime"
+    (compiler / "offline").mkdir(parents=True)
+    runtime.mkdir()
+    seen = [sources(homes)]
+    for path in (compiler / "a.py", compiler / "offline" / "b.py", runtime / "c.py"):
         for text in ("1", "2"):
             path.write_text(text)
-            seen.append(sources(folder))
-    assert len(set(seen)) == len(seen) and sources(folder) == seen[-1]
-    (folder / "notes.txt").write_text("no code")
-    assert sources(folder) == seen[-1]
-    assert sources() != sources(folder)
+            seen.append(sources(homes))
+    assert len(set(seen)) == len(seen) and sources(homes) == seen[-1]
+    (compiler / "notes.txt").write_text("no code")
+    assert sources(homes) == seen[-1]
+    assert sources() != sources(homes)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from cgbundle.format import archive
-from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import MEMORIES, File, Finding, Manifest, Region, Step, TensorSpec, Value
+from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
+from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import MemsetNode, ModuleState
 from cgbundle.validate.bundle import check_manifest, check_tables
 from tests.helpers import cuda_bundles
@@ -282,7 +283,7 @@ BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
     ("a weight off its alignment", put_row("weights", 1, offset=128), "weights[1].offset", "is not aligned"),
     ("a weight outside its memory", put_row("weights", 1, offset=512), "weights[1].offset", "outside memory weights"),
     ("a weight before its memory", put_row("weights", 1, offset=-256), "weights[1].offset", "outside memory weights"),
-    ("a weight that nobody uses", put_row("weights", 1, offset=ELSEWHERE), "weights[1].offset", "no host region uses it"),
+    ("a weight that nobody uses", put_row("weights", 1, offset=HOST_ONLY), "weights[1].offset", "no host region uses it"),
     ("a value behind the arena", put_value(1, offset=68), "programs[1].values[1].offset", "outside memory arena"),
     ("a value before the arena", put_value(1, offset=-4), "programs[1].values[1].offset", "outside memory arena"),
     ("a value in no memory", put_value(1, memory="state"), "programs[1].values[1].offset", "outside memory state"),
@@ -433,7 +434,7 @@ def test_a_table_of_another_key_is_refused(tmp_path: Path) -> None:
 def test_a_table_that_reaches_outside_its_memory_is_refused(tmp_path: Path) -> None:
     made = recorded(tmp_path)
     memories = tuple((name, 16 if name == "arena" else size) for name, size in made.memories)
-    with raises("table-invalid", match=r"^graphs/g0-4\.bin: nodes\[\d\].*memory arena, which has 16"):
+    with raises("relocation-invalid", match=r"^graphs/g0-4\.bin: nodes\[\d\].*memory arena, which has 16"):
         check_tables(str(tmp_path), replace(made, memories=memories))
 
 
@@ -459,7 +460,7 @@ def test_recordings_and_module_states_refer_to_nothing_of_the_hosts(tmp_path: Pa
         check_tables(str(tmp_path), made)
     (tmp_path / name).write_bytes(good)
     state = ModuleState(image=image, symbol="table", contents=bytes(8), relocations=cuda_bundles.relocations((0, host, 0)))
-    (tmp_path / made.module_state).write_bytes(tables.encode_states([state]))
+    (tmp_path / made.module_state).write_bytes(encode_states([state]))
     with raises("table-invalid", match=r"^graphs/modules\.bin: .*memory host, which the bundle does not have"):
         check_tables(str(tmp_path), made)
 

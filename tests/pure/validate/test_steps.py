@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
-from cgbundle.format.extents import overlap, span
 from cgbundle.format.schema import Program, Step, Value
+from cgbundle.format.spans import overlap, span
 from cgbundle.tables import codec as tables
-from cgbundle.tables.view import Table
+from cgbundle.tables.table import Table
 from cgbundle.validate.bundle import check_tables
-from cgbundle.validate.lifetimes import check_lifetimes, check_recording
+from cgbundle.validate.lifetimes import check_lifetimes, check_overwrites
 from cgbundle.validate.steps import check_order
 from tests.helpers import cuda_bundles
 from tests.helpers.raising import raises
@@ -142,12 +142,12 @@ def kept_beside(offset: int) -> Program:
 
 @pytest.fixture(scope="module")
 def table() -> Table:
-    return Table(tables.encode(cuda_bundles.recording("ab" * 32, 4)))
+    return Table(tables.encode(cuda_bundles.recording("ab" * 32, 4)), "g.bin")
 
 
 def test_a_recording_beside_a_value_that_lives_on(table: Table) -> None:
-    check_recording(kept_beside(cuda_bundles.OUTPUT), 1, table, "g.bin")
-    check_recording(kept_beside(cuda_bundles.SUM + 256), 1, table, "g.bin")  # the tensor there ends just before
+    check_overwrites(kept_beside(cuda_bundles.OUTPUT), 1, table)
+    check_overwrites(kept_beside(cuda_bundles.SUM + 256), 1, table)  # the tensor there ends just before
 
 
 @pytest.mark.parametrize(
@@ -163,18 +163,18 @@ def test_a_recording_beside_a_value_that_lives_on(table: Table) -> None:
 )
 def test_a_recording_over_a_value_that_lives_on(table: Table, offset: int, message: str) -> None:
     with raises("table-invalid", match=message):
-        check_recording(kept_beside(offset), 1, table, "g.bin")
+        check_overwrites(kept_beside(offset), 1, table)
     dead = kept_beside(offset)
-    check_recording(replace(dead, steps=dead.steps[:2], outputs=(2,)), 1, table, "g.bin")
+    check_overwrites(replace(dead, steps=dead.steps[:2], outputs=(2,)), 1, table)
 
 
 def test_a_recording_may_read_what_its_step_names(table: Table) -> None:
     made = kept_beside(cuda_bundles.SUM)
     named = replace(made, steps=(made.steps[0], step("graph", (0, 1), (2,)), made.steps[2]))
-    check_recording(named, 1, table, "g.bin")
+    check_overwrites(named, 1, table)
     filled = moved(named, 1, offset=cuda_bundles.ONE)
     with raises("table-invalid", match="a node writes over value 1"):
-        check_recording(filled, 1, table, "g.bin")
+        check_overwrites(filled, 1, table)
 
 
 def test_a_bundle_with_such_a_recording_is_refused(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from .schema import DTYPES, Value
 
-ELSEWHERE = -1
-"""`Weight.offset` of a weight that host regions alone use, beside a GPU: it is read in the mapped file and not put on the GPU."""
+HOST_ONLY = -1
+"""`Weight.offset` of a weight that host regions alone read, in the mapped file: it is not put on the GPU."""
 
 
-def extent(dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
+def strided_span(dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
     """Bytes from a tensor's first element to the end of its last; `strides` in elements, none below 0."""
     if 0 in shape:
         return 0
@@ -19,7 +19,7 @@ def extent(dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
 
 def span(value: Value) -> int:
     """Bytes from a value's first element to the end of its last."""
-    return extent(value.dtype, value.shape, value.strides)
+    return strided_span(value.dtype, value.shape, value.strides)
 
 
 def overlap(one: Value, other: Value) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import codec, schema
+from cgbundle.format import manifest_json, schema
 from cgbundle.format.schema import Manifest
 from tests.helpers.fabricate import seal_plain, seal_text
 from tests.helpers.raising import raises
@@ -63,31 +63,31 @@ manifests = values_of(Manifest).map(lambda made: replace(made, format=schema.FOR
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(manifests)
 def test_decode_inverts_encode(made: Manifest) -> None:
-    data = codec.encode(made)
-    assert codec.decode(data) == made
-    assert codec.encode(codec.decode(data)) == data
+    data = manifest_json.encode(made)
+    assert manifest_json.decode(data) == made
+    assert manifest_json.encode(manifest_json.decode(data)) == data
 
 
 def test_equal_manifests_give_equal_bytes_whatever_the_order_of_keys() -> None:
     one = replace(manifest(), call={"a": {"x": 1, "y": 2}, "b": 3})
     other = replace(manifest(), call={"b": 3, "a": {"y": 2, "x": 1}})
-    assert codec.encode(one) == codec.encode(other)
+    assert manifest_json.encode(one) == manifest_json.encode(other)
 
 
 def test_every_field_of_the_manifest_has_a_line_of_its_own_in_sorted_order() -> None:
-    lines = codec.encode(manifest()).decode().split("\n")
+    lines = manifest_json.encode(manifest()).decode().split("\n")
     assert (lines[0], lines[-2:]) == ("{", ["}", ""])
     names = [line.partition(":")[0].strip('"') for line in lines[1:-2]]
     assert names == sorted([field.name for field in fields(Manifest)] + ["sha256"])
 
 
 def test_the_bytes_are_those_that_format_md_describes() -> None:
-    data = codec.encode(manifest())
+    data = manifest_json.encode(manifest())
     assert data == seal_plain(json.loads(data))
 
 
 def test_the_seal_is_the_hash_of_the_text_with_zeros_in_its_place() -> None:
-    data = codec.encode(manifest())
+    data = manifest_json.encode(manifest())
     seal = json.loads(data)["sha256"]
     assert data.count(seal.encode()) == 1
     assert sha256(data.replace(seal.encode(), b"0" * 64)).hexdigest() == seal
@@ -97,57 +97,57 @@ def test_the_seal_is_the_hash_of_the_text_with_zeros_in_its_place() -> None:
 
 
 def test_every_flipped_byte_is_caught() -> None:
-    whole = codec.encode(manifest())
+    whole = manifest_json.encode(manifest())
     for position in range(len(whole)):
         for bit in (position % 8, (position + 5) % 8):
             data = bytearray(whole)
             data[position] ^= 1 << bit
             with pytest.raises(CgbundleError):
-                codec.decode(bytes(data))
+                manifest_json.decode(bytes(data))
 
 
 def test_every_truncation_is_caught() -> None:
-    whole = codec.encode(manifest())
+    whole = manifest_json.encode(manifest())
     for length in range(len(whole)):
         with raises("manifest-invalid"):
-            codec.decode(whole[:length])
+            manifest_json.decode(whole[:length])
 
 
 def test_added_bytes_are_caught() -> None:
-    for data in (codec.encode(manifest()) + b"\n", b" " + codec.encode(manifest())):
+    for data in (manifest_json.encode(manifest()) + b"\n", b" " + manifest_json.encode(manifest())):
         with raises("manifest-invalid"):
-            codec.decode(data)
+            manifest_json.decode(data)
 
 
 def test_two_seals_are_refused() -> None:
-    data = codec.encode(manifest())
+    data = manifest_json.encode(manifest())
     line = data[data.index(b'\n"sha256"') : data.index(b"\n", data.index(b'\n"sha256"') + 1)]
     with raises("manifest-invalid", match="^sha256: missing"):
-        codec.decode(data.replace(line, line + line))
+        manifest_json.decode(data.replace(line, line + line))
 
 
 @pytest.mark.parametrize("seal", [None, 7, "", "0" * 63, "\ud800", "x\ny"])
 def test_a_seal_that_is_no_digest_is_refused(seal: object) -> None:
-    plain = json.loads(codec.encode(manifest())) | {"sha256": seal}
+    plain = json.loads(manifest_json.encode(manifest())) | {"sha256": seal}
     with raises("manifest-invalid", match="sha256|SHA-256"):
-        codec.decode(json.dumps(plain).encode())
+        manifest_json.decode(json.dumps(plain).encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe\x00", b"[]", b"7", b"null", b"{", b'{"format":NaN}', b"[" * 100_000, b"9" * 5000])
 def test_what_is_no_json_object_is_refused(data: bytes) -> None:
     with raises("manifest-invalid", match=r"^manifest\.json: "):
-        codec.decode(data)
+        manifest_json.decode(data)
 
 
 def test_a_manifest_beyond_the_limit_is_refused_unread() -> None:
     with raises("manifest-invalid", match="more than the limit"):
-        codec.decode(bytes(codec.MAX_BYTES + 1))
+        manifest_json.decode(bytes(manifest_json.MAX_BYTES + 1))
 
 
 def decode_edited(edit: Callable[[dict[str, Any]], None]) -> Manifest:
-    plain = json.loads(codec.encode(manifest()))
+    plain = json.loads(manifest_json.encode(manifest()))
     edit(plain)
-    return codec.decode(seal_plain(plain))
+    return manifest_json.decode(seal_plain(plain))
 
 
 def reject(edit: Callable[[dict[str, Any]], None], path: str, message: str) -> None:
@@ -171,7 +171,7 @@ def test_a_newer_format_version_names_both_versions(version: int) -> None:
 
 def test_a_newer_format_is_told_as_such_even_when_its_seal_and_fields_are_unknown_here() -> None:
     with raises("format-unsupported"):
-        codec.decode(b'{"format":%d,"something":"else"}' % (schema.FORMAT_VERSION + 1))
+        manifest_json.decode(b'{"format":%d,"something":"else"}' % (schema.FORMAT_VERSION + 1))
 
 
 def test_an_earlier_version_lacks_the_fields_that_came_later() -> None:
@@ -179,15 +179,15 @@ def test_an_earlier_version_lacks_the_fields_that_came_later() -> None:
         rule="r", severity="note", message="m", node="", where="", source="", effect="e", fix="f"
     )  # fmt: skip
     made = replace(manifest(), format=1, findings=(finding,))
-    plain = json.loads(codec.encode(made))
+    plain = json.loads(manifest_json.encode(made))
     assert "written" not in plain and "node" not in plain["findings"][0]
-    assert codec.decode(codec.encode(made)) == made
+    assert manifest_json.decode(manifest_json.encode(made)) == made
     with raises("manifest-invalid", match=r"^findings\[0\]\.node: no such field in this format version"):
-        codec.decode(seal_plain({**plain, "findings": [{**plain["findings"][0], "node": ""}]}))
+        manifest_json.decode(seal_plain({**plain, "findings": [{**plain["findings"][0], "node": ""}]}))
     with raises("manifest-invalid", match="^written: missing"):
-        codec.decode(seal_plain({**plain, "format": 2}))
+        manifest_json.decode(seal_plain({**plain, "format": 2}))
     with raises("manifest-invalid", match="^written: format version 1 has no such field"):
-        codec.encode(replace(made, written=(0,)))
+        manifest_json.encode(replace(made, written=(0,)))
 
 
 def test_the_fields_that_came_later_exist() -> None:
@@ -263,10 +263,10 @@ def test_the_name_of_an_unknown_field_cannot_break_the_line() -> None:
 def test_a_wrong_type_names_its_path_and_both_types(edit: Callable[[Any], None], path: str, expected: str) -> None:
     if path.startswith("files"):
         with_file = replace(manifest(), files=(schema.File(path="a", bytes=0, sha256=""),))
-        plain = json.loads(codec.encode(with_file))
+        plain = json.loads(manifest_json.encode(with_file))
         edit(plain)
         with raises("manifest-invalid") as caught:
-            codec.decode(seal_plain(plain))
+            manifest_json.decode(seal_plain(plain))
         assert str(caught.value).startswith(f"{path}: {expected}")
     else:
         reject(edit, path, expected)
@@ -283,28 +283,28 @@ def test_a_whole_number_is_a_number() -> None:
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1" + "0" * 400])
 def test_a_number_that_no_float_holds_is_refused(number: str) -> None:
     """An infinite tolerance would let every exam pass."""
-    plain = json.loads(codec.encode(manifest()))
+    plain = json.loads(manifest_json.encode(manifest()))
     plain["exam"]["proofs"][0]["tolerance"] = 0.123
     text = seal_plain(plain).decode().replace("0.123", number)
     text = text.replace(json.loads(seal_plain(plain))["sha256"], "0" * 64)
     with raises("manifest-invalid", match=r"exam\.proofs\[0\]\.tolerance|not JSON"):
-        codec.decode(seal_text(text))
+        manifest_json.decode(seal_text(text))
 
 
 @pytest.mark.parametrize("number", ["1e999", "NaN"])
 def test_a_constant_that_no_float_holds_is_refused(number: str) -> None:
-    plain = json.loads(codec.encode(manifest()))
+    plain = json.loads(manifest_json.encode(manifest()))
     plain["call"] = {"call": [["x", {"value": 0.123}]]}
     text = seal_plain(plain).decode().replace("0.123", number)
     text = text.replace(json.loads(seal_plain(plain))["sha256"], "0" * 64)
     with raises("manifest-invalid"):
-        codec.decode(seal_text(text))
+        manifest_json.decode(seal_text(text))
 
 
 def test_numbers_that_json_cannot_hold_are_refused_when_written() -> None:
     for number in (float("inf"), float("nan")):
         with raises("manifest-invalid", match="cannot hold the number"):
-            codec.encode(replace(manifest(), call={"value": number}))
+            manifest_json.encode(replace(manifest(), call={"value": number}))
 
 
 @pytest.mark.parametrize("depth", [70, 200, 500, 950])

@@ -1,14 +1,13 @@
 """A recording as the executors read it: views of the columns of a mapped `graphs/*.bin`, no object per node.
 
-Making a `Table` checks its structure (header, bounds, references), so whoever iterates one stays inside it; `tablecheck.check`
-states every other invariant, `tables.py` has the codec.
+Making a `Table` checks its structure (header, bounds, references), so whoever iterates one stays inside it.
+`validate/recordings.py` states every other invariant.
 """
 
 from __future__ import annotations
 
-from ..errors import BundleError
 from ..format.schema import MEMORIES
-from .columns import Column, Data, Layout, check_below, check_bounds, image_names, strings, unpack
+from .column_file import Column, Data, Layout, check_below, check_bounds, image_names, invalid, strings, unpack
 
 EMPTY, KERNEL, MEMSET, MEMCPY = range(4)
 """Kinds of nodes, as column `kind` holds them."""
@@ -155,7 +154,7 @@ class Table:
         kinds = bytes(self.kind)
         for kind, rows in ((KERNEL, "kernels"), (MEMSET, "memsets"), (MEMCPY, "memcpys")):
             if kinds.count(kind) != counts[rows]:
-                raise BundleError("table-invalid", f"{where}: nodes.kind: {kinds.count(kind)} {rows}, expected {counts[rows]}")
+                raise invalid(f"{where}: nodes.kind", f"{kinds.count(kind)} {rows}, expected {counts[rows]}")
         check_below(kinds, MEMCPY + 1, f"{where}: nodes.kind")
         check_below(self.function, counts["functions"], f"{where}: nodes.function")
         check_below(self.edge_source, counts["nodes"], f"{where}: edges.source")
@@ -170,10 +169,30 @@ def _check_blocks(offsets: memoryview, sizes: memoryview, blocks: memoryview, wh
     for offset, size in zip(offsets, sizes, strict=True):
         begin = end + -end % 8
         if offset != begin or offset + size > len(blocks) or any(blocks[end:begin]):
-            raise BundleError(
-                "table-invalid",
-                f"{where}: nodes.block: a block of {size} bytes at {offset}, expected at {begin} of {len(blocks)}, zeros before",
+            raise invalid(
+                f"{where}: nodes.block", f"a block of {size} bytes at {offset}, expected at {begin} of {len(blocks)}, zeros before"
             )
         end = offset + size
     if len(blocks) != end + -end % 8 or any(blocks[end:]):
-        raise BundleError("table-invalid", f"{where}: nodes.block: the blocks end at {end} of {len(blocks)} bytes")
+        raise invalid(f"{where}: nodes.block", f"the blocks end at {end} of {len(blocks)} bytes")
+
+
+def launch_order(table: Table) -> list[int]:
+    """Positions of the nodes so that every edge points forward: as recorded where possible.  Raises table-invalid on a cycle."""
+    total = table.counts["nodes"]
+    if all(map(int.__lt__, table.edge_source, table.edge_target)):
+        return list(range(total))
+    after: dict[int, list[int]] = {}
+    waits = [0] * total
+    for source, target in zip(table.edge_source, table.edge_target, strict=True):
+        after.setdefault(source, []).append(target)
+        waits[target] += 1
+    done = [node for node in range(total) if not waits[node]]
+    for node in done:  # grows while it is walked
+        for target in after.get(node, ()):
+            waits[target] -= 1
+            if not waits[target]:
+                done.append(target)
+    if len(done) != total:
+        raise invalid(f"{table.where}: edges", f"{total - len(done)} nodes lie on or behind a cycle")
+    return done

@@ -1,8 +1,8 @@
 """Flat binary files of columns: what a table and a module state are made of.
 
-A file is a header of 64-bit words (magic, version, bytes of the file, one count per kind of row) and then the columns of its
-layout in order, each little-endian and padded with zeros to a multiple of 8 bytes.  Where a column begins follows from the counts
-alone, so a file has one spelling: it is covered exactly, and equal columns give equal bytes.  A mapped file is read in place.
+A file is a header of 64-bit words (magic, version, bytes of the file, one count per kind of row) and then the columns in order.
+Each is little-endian and padded with zeros to a multiple of 8 bytes.  Where a column begins follows from the counts alone, so a
+file has one spelling: it is covered exactly, and equal columns give equal bytes.  A mapped file is read in place.
 
 Numbers are the processor's own: CUDA runs on little-endian machines only, and elsewhere the version word does not match.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import BundleError
@@ -22,8 +23,8 @@ MAX_ROWS = 1 << 40
 
 
 class Column(NamedTuple):
-    """`format` is a code of `struct` (B, i, I, q, Q), `rows` the count it follows, `width` the items per row, `extra` the items
-    after the last row: 1 in a column of bounds, where row i owns the items of another column from bounds[i] to bounds[i + 1]."""
+    """`format` is a code of `struct` (B, i, I, q, Q), `rows` the count it follows, `width` the items per row.  `extra` items come
+    after the last row: one in a column of bounds, where row i owns the items of another column from bounds[i] to bounds[i + 1]."""
 
     name: str
     format: str
@@ -57,9 +58,9 @@ def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data 
             try:
                 data = array(column.format, content).tobytes()
             except (OverflowError, TypeError) as error:
-                raise BundleError("table-invalid", f"{column.name}: {error}") from None
+                raise invalid(column.name, str(error)) from None
         if len(data) != _bytes(column, counts):
-            raise BundleError("table-invalid", f"{column.name}: {len(data)} bytes, expected {_bytes(column, counts)}")
+            raise invalid(column.name, f"{len(data)} bytes, expected {_bytes(column, counts)}")
         out += data
         out += bytes(-len(data) % 8)
     words = array("Q", [layout.version, len(out), *(counts[name] for name in layout.counts)])
@@ -74,53 +75,55 @@ def unpack(layout: Layout, data: Data, where: str) -> tuple[dict[str, int], dict
     """
     view = memoryview(data).cast("B")
     if bytes(view[:8]) != layout.magic:
-        raise BundleError("table-invalid", f"{where}: begins with {bytes(view[:8])!r}, expected {layout.magic!r}")
+        raise invalid(where, f"begins with {bytes(view[:8])!r}, expected {layout.magic!r}")
     if len(view) < layout.header:
-        raise BundleError("table-invalid", f"{where}: {len(view)} bytes, fewer than its header of {layout.header}")
+        raise invalid(where, f"{len(view)} bytes, fewer than its header of {layout.header}")
     version, size, *numbers = view[8 : layout.header].cast("Q")
     if version != layout.version:
-        raise BundleError("table-invalid", f"{where}: version {version}, expected {layout.version}")
+        raise invalid(where, f"version {version}, expected {layout.version}")
     if size != len(view):
-        raise BundleError("table-invalid", f"{where}: {len(view)} bytes, its header says {size}")
+        raise invalid(where, f"{len(view)} bytes, its header says {size}")
     counts = dict(zip(layout.counts, numbers, strict=True))
     for name, number in counts.items():
         if number > MAX_ROWS:
-            raise BundleError("table-invalid", f"{where}: {number} {name}, more than fit the file")
+            raise invalid(where, f"{number} {name}, more than fit the file")
     columns: dict[str, memoryview] = {}
     begin = layout.header
     for column in layout.columns:
         end = begin + _bytes(column, counts)
         after = end + -end % 8
         if after > len(view):
-            raise BundleError("table-invalid", f"{where}: column {column.name} ends at byte {after}, the file at {len(view)}")
+            raise invalid(where, f"column {column.name} ends at byte {after}, the file at {len(view)}")
         if any(view[end:after]):
-            raise BundleError("table-invalid", f"{where}: column {column.name}: padding is not zero")
+            raise invalid(where, f"column {column.name}: padding is not zero")
         columns[column.name] = _cast(view[begin:end], column.format)
         begin = after
     if begin != len(view):
-        raise BundleError("table-invalid", f"{where}: the columns end at byte {begin}, the file at {len(view)}")
+        raise invalid(where, f"the columns end at byte {begin}, the file at {len(view)}")
     return counts, columns
+
+
+def invalid(where: str, message: str) -> BundleError:
+    """The error for a defect at `where`: a file and the path inside it."""
+    return BundleError("table-invalid", f"{where}: {message}")
 
 
 def check_bounds(bounds: memoryview, total: int, where: str) -> None:
     """Raises table-invalid unless `bounds` starts at 0, never falls and ends at `total`."""
     values = bounds.tolist()
     if values[0] != 0 or values[-1] != total or any(map(int.__gt__, values, values[1:])):
-        raise BundleError("table-invalid", f"{where}: bounds must rise from 0 to {total}")
+        raise invalid(where, f"bounds must rise from 0 to {total}")
 
 
 def bounds(lengths: Iterable[int]) -> list[int]:
     """The column of bounds for rows of these lengths."""
-    out = [0]
-    for length in lengths:
-        out.append(out[-1] + length)
-    return out
+    return list(accumulate(lengths, initial=0))
 
 
 def check_below(values: memoryview | bytes, limit: int, where: str) -> None:
     """Raises table-invalid where a value reaches `limit`."""
     if len(values) and max(values) >= limit:
-        raise BundleError("table-invalid", f"{where}: {max(values)} is not below {limit}")
+        raise invalid(where, f"{max(values)} is not below {limit}")
 
 
 def image_bytes(name: str) -> bytes:
@@ -130,7 +133,7 @@ def image_bytes(name: str) -> bytes:
     except ValueError:
         data = b""
     if len(data) != 32 or data.hex() != name:
-        raise BundleError("table-invalid", f"image {name[:80]!r}: expected a SHA-256 of 64 lower-case digits")
+        raise invalid(f"image {name[:80]!r}", "expected a SHA-256 of 64 lower-case digits")
     return data
 
 
@@ -145,7 +148,7 @@ def utf8(name: str) -> bytes:
     try:
         return name.encode()
     except UnicodeEncodeError:
-        raise BundleError("table-invalid", f"symbol {name[:80]!r}: not UTF-8") from None
+        raise invalid(f"symbol {name[:80]!r}", "not UTF-8") from None
 
 
 def strings(data: memoryview, limits: memoryview, where: str) -> list[str]:
@@ -154,7 +157,7 @@ def strings(data: memoryview, limits: memoryview, where: str) -> list[str]:
     try:
         return [raw[limits[row] : limits[row + 1]].decode() for row in range(len(limits) - 1)]
     except UnicodeDecodeError:
-        raise BundleError("table-invalid", f"{where}: a symbol is not UTF-8") from None
+        raise invalid(where, "a symbol is not UTF-8") from None
 
 
 def _bytes(column: Column, counts: Mapping[str, int]) -> int:

@@ -1,4 +1,5 @@
-"""Every invariant of a table beyond its structure: the builder checks before it writes, the loader before it runs.
+"""Every invariant of recordings and module states beyond their structure: the builder checks before it writes, the loader before it
+runs.
 
 A message starts with the path of the defect: `graphs/g0-8.bin: nodes[17].grid: ...`.
 """
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from ..errors import BundleError
 from ..format.schema import MEMORIES
+from ..tables.column_file import invalid
+from ..tables.table import KERNEL, MEMCPY, MEMSET, Table, launch_order
 
 if TYPE_CHECKING:
-    from .view import Table
+    from ..tables.recording import ModuleState
 
 LAUNCH_ATTRIBUTES = {
     2: "cooperative", 4: "cluster dimension", 5: "cluster scheduling policy", 8: "priority", 9: "memory sync domain map",
@@ -38,120 +41,85 @@ MAX_THREADS_TOTAL = 1024
 KERNEL_PORT_PROGRAMMATIC, KERNEL_PORT_LAUNCH_ORDER = 1, 2
 EDGE_DEFAULT, EDGE_PROGRAMMATIC = 0, 1
 
-_KERNEL = 1
 _ZERO = bytes(8)
 
 
-def check(table: Table, where: str, memories: Mapping[str, int], images: Collection[str]) -> None:
-    """Raises table-invalid at the first broken invariant.
+def check_recording(table: Table, memories: Mapping[str, int], images: Collection[str]) -> None:
+    """Raises table-invalid or relocation-invalid at the first broken invariant.
 
     `memories` gives the bytes of each memory of the bundle, by its name in MEMORIES; `images` the SHA-256 of its kernel images.
     """
     sizes = [memories.get(name, -1) for name in MEMORIES]
-    ends = _check_functions(table, where, images)
-    _check_launches(table, where, ends)
-    _check_relocations(table, where, sizes)
-    _check_undefined(table, where)
-    _check_memsets(table, where, sizes)
-    _check_memcpys(table, where, sizes)
-    _check_edges(table, where)
+    _check_launches(table, _check_functions(table, images))
+    _check_relocations(table, sizes)
+    _check_undefined(table)
+    _check_memsets(table, sizes)
+    _check_memcpys(table, sizes)
+    _check_edges(table)
 
 
-def order(table: Table) -> list[int]:
-    """Positions of the nodes so that every edge points forward: as recorded where possible.  Raises table-invalid on a cycle."""
-    total = table.counts["nodes"]
-    if all(map(int.__lt__, table.edge_source, table.edge_target)):
-        return list(range(total))
-    after: dict[int, list[int]] = {}
-    waits = [0] * total
-    for source, target in zip(table.edge_source, table.edge_target, strict=True):
-        after.setdefault(source, []).append(target)
-        waits[target] += 1
-    done = [node for node in range(total) if not waits[node]]
-    for node in done:  # grows while it is walked
-        for target in after.get(node, ()):
-            waits[target] -= 1
-            if not waits[target]:
-                done.append(target)
-    if len(done) != total:
-        raise BundleError("table-invalid", f"{table.where}: edges: {total - len(done)} nodes lie on or behind a cycle")
-    return done
-
-
-def _check_functions(table: Table, where: str, images: Collection[str]) -> list[int]:
+def _check_functions(table: Table, images: Collection[str]) -> list[int]:
     """Also returns where each function's parameters end, in bytes."""
     ends = []
     for row, (image, symbol) in enumerate(zip(table.images, table.symbols, strict=True)):
-        path = f"{where}: functions[{row}]"
+        path = f"{table.where}: functions[{row}]"
         if image not in images:
-            raise BundleError("table-invalid", f"{path}.image: {image[:16]}... is not among the bundle's images")
+            raise invalid(f"{path}.image", f"{image[:16]}... is not among the bundle's images")
         if not symbol or not symbol.isprintable():
-            raise BundleError("table-invalid", f"{path}.symbol: {symbol[:80]!r} is no symbol")
+            raise invalid(f"{path}.symbol", f"{symbol[:80]!r} is no symbol")
         end = 0
         for param in range(table.param_bounds[row], table.param_bounds[row + 1]):
             offset, size = table.param_offset[param], table.param_size[param]
             if offset < end or not size:
-                raise BundleError("table-invalid", f"{path}.params: {size} bytes at {offset}, expected some from byte {end} on")
+                raise invalid(f"{path}.params", f"{size} bytes at {offset}, expected some from byte {end} on")
             end = offset + size
         ends.append(end)
         first, last = table.function_attribute_bounds[row], table.function_attribute_bounds[row + 1]
         if reason := _attributes_reason(table.function_attribute_id[first:last], FUNCTION_ATTRIBUTES):
-            raise BundleError("table-invalid", f"{path}.{reason}")
+            raise invalid(f"{path}.attributes", reason)
     return ends
 
 
 def _attributes_reason(numbers: memoryview, known: Mapping[int, str]) -> str:
-    """What is wrong with the attributes of a function or launch, or ""."""
+    """What is wrong with the numbers of a function's or launch's attributes, or ""."""
     last = -1
     for number in numbers:
         if number not in known:
-            return f"attributes: {number} is none of {sorted(known)}"
+            return f"{number} is none of {sorted(known)}"
         if number <= last:
-            return f"attributes: {number} after {last}, expected to rise"
+            return f"{number} after {last}, expected to rise"
         last = number
     return ""
 
 
-def _check_launches(table: Table, where: str, ends: list[int]) -> None:
-    _check_axes(table, where, "grid", (table.grid_x, table.grid_y, table.grid_z), MAX_GRID, None)
-    _check_axes(table, where, "threads", (table.threads_x, table.threads_y, table.threads_z), MAX_THREADS, MAX_THREADS_TOTAL)
+def _check_launches(table: Table, ends: list[int]) -> None:
+    _check_axes(table, "grid", (table.grid_x, table.grid_y, table.grid_z), MAX_GRID, None)
+    _check_axes(table, "threads", (table.threads_x, table.threads_y, table.threads_z), MAX_THREADS, MAX_THREADS_TOTAL)
     for row, (function, size) in enumerate(zip(table.function, table.block_size, strict=True)):
         if ends[function] > size:
-            path = f"{where}: {_node(table, _KERNEL, row)}.block"
-            raise BundleError("table-invalid", f"{path}: {size} bytes, the function's parameters end at {ends[function]}")
+            raise invalid(f"{_path(table, KERNEL, row)}.block", f"{size} bytes, the function's parameters end at {ends[function]}")
     limits = table.attribute_bounds.tolist()
     for row, (first, last) in enumerate(pairwise(limits)):
         if first != last and (reason := _attributes_reason(table.attribute_id[first:last], LAUNCH_ATTRIBUTES)):
-            raise BundleError("table-invalid", f"{where}: {_node(table, _KERNEL, row)}.{reason}")
+            raise invalid(f"{_path(table, KERNEL, row)}.attributes", reason)
     values = table.attribute_value.tolist()
     if values and (min(values) < -(1 << 31) or max(values) >= 1 << 32):
-        raise BundleError(
-            "table-invalid", f"{where}: nodes.attributes: a value between {min(values)} and {max(values)} has more than 32 bits"
-        )
+        raise invalid(f"{table.where}: nodes.attributes", f"a value between {min(values)} and {max(values)} has more than 32 bits")
 
 
-def _check_axes(
-    table: Table,
-    where: str,
-    name: str,
-    axes: tuple[memoryview, memoryview, memoryview],
-    limits: tuple[int, int, int],
-    total: int | None,
-) -> None:
+def _check_axes(table: Table, name: str, axes: tuple[memoryview, ...], limits: tuple[int, int, int], total: int | None) -> None:
     rows = list(zip(*axes, strict=True))
     whole = all(not axis or (min(axis) >= 1 and max(axis) <= limit) for axis, limit in zip(axes, limits, strict=True))
     if whole and (total is None or all(x * y * z <= total for x, y, z in rows)):
         return
     for row, sizes in enumerate(rows):
         if not all(1 <= size <= limit for size, limit in zip(sizes, limits, strict=True)):
-            raise BundleError("table-invalid", f"{where}: {_node(table, _KERNEL, row)}.{name}: {sizes} is not within {limits}")
+            raise invalid(f"{_path(table, KERNEL, row)}.{name}", f"{sizes} is not within {limits}")
         if total is not None and sizes[0] * sizes[1] * sizes[2] > total:
-            raise BundleError(
-                "table-invalid", f"{where}: {_node(table, _KERNEL, row)}.{name}: {sizes} are more than {total} in all"
-            )
+            raise invalid(f"{_path(table, KERNEL, row)}.{name}", f"{sizes} are more than {total} in all")
 
 
-def _check_relocations(table: Table, where: str, sizes: list[int]) -> None:
+def _check_relocations(table: Table, sizes: list[int]) -> None:
     blocks = bytes(table.blocks)
     limits = table.relocation_bounds.tolist()
     rows = list(zip(table.relocation_at, table.relocation_memory, table.relocation_offset, strict=True))
@@ -159,21 +127,18 @@ def _check_relocations(table: Table, where: str, sizes: list[int]) -> None:
         free = 0
         for at, memory, offset in rows[limits[kernel] : limits[kernel + 1]]:
             if at < free or at + 8 > size:
-                path = f"{where}: {_node(table, _KERNEL, kernel)}.relocations"
-                raise BundleError(
-                    "relocation-invalid", f"{path}: 8 bytes at {at}, expected between {free} and {size}, rising and apart"
-                )
-            if blocks[begin + at : begin + at + 8] != _ZERO:
-                raise BundleError(
-                    "table-invalid", f"{where}: {_node(table, _KERNEL, kernel)}.block: the relocated word at {at} is not zero"
-                )
-            if offset >= sizes[memory] and (offset or sizes[memory]):
-                path = f"{where}: {_node(table, _KERNEL, kernel)}.relocations"
-                raise BundleError("relocation-invalid", f"{path}: the word at {at} points at {place(memory, offset, sizes)}")
-            free = at + 8
+                reason = f"8 bytes at {at}, expected between {free} and {size}, rising and apart"
+            elif blocks[begin + at : begin + at + 8] != _ZERO:
+                raise invalid(f"{_path(table, KERNEL, kernel)}.block", f"the relocated word at {at} is not zero")
+            elif offset >= sizes[memory] and (offset or sizes[memory]):
+                reason = f"the word at {at} points at {_outside(memory, offset, sizes)}"
+            else:
+                free = at + 8
+                continue
+            raise BundleError("relocation-invalid", f"{_path(table, KERNEL, kernel)}.relocations: {reason}")
 
 
-def _check_undefined(table: Table, where: str) -> None:
+def _check_undefined(table: Table) -> None:
     if not table.counts["undefined"]:
         return
     blocks, relocated = bytes(table.blocks), table.relocation_at.tolist()
@@ -185,32 +150,32 @@ def _check_undefined(table: Table, where: str) -> None:
         for offset, length in rows[limits[kernel] : limits[kernel + 1]]:
             after = bisect_left(known, offset - 7)  # the first relocation that ends behind the range's start
             if offset < free or not length or offset + length > size:
-                reason = f"undefined: {length} bytes at {offset}, expected between {free} and {size}, rising and apart"
+                field, reason = "undefined", f"{length} bytes at {offset}, expected between {free} and {size}, rising and apart"
             elif blocks.count(0, begin + offset, begin + offset + length) != length:
-                reason = f"block: the undefined bytes at {offset} are not zero"
+                field, reason = "block", f"the undefined bytes at {offset} are not zero"
             elif after < len(known) and known[after] < offset + length:
-                reason = f"undefined: the bytes at {offset} hold a relocation"
+                field, reason = "undefined", f"the bytes at {offset} hold a relocation"
             else:
                 free = offset + length
                 continue
-            raise BundleError("table-invalid", f"{where}: {_node(table, _KERNEL, kernel)}.{reason}")
+            raise invalid(f"{_path(table, KERNEL, kernel)}.{field}", reason)
 
 
-def _check_memsets(table: Table, where: str, sizes: list[int]) -> None:
+def _check_memsets(table: Table, sizes: list[int]) -> None:
     for row in range(table.counts["memsets"]):
-        path = f"{where}: {_node(table, 2, row)}"
+        path = _path(table, MEMSET, row)
         element = table.memset_element[row]
         width, height, pitch = table.memset_width[row] * element, table.memset_height[row], table.memset_pitch[row]
         if element not in (1, 2, 4):
-            raise BundleError("table-invalid", f"{path}.element: {element} bytes, expected 1, 2 or 4")
+            raise invalid(f"{path}.element", f"{element} bytes, expected 1, 2 or 4")
         _check_extent(path, table.memset_memory[row], table.memset_offset[row], (width, height, 1), (pitch, height), sizes)
         if height > 1 and pitch % element:
-            raise BundleError("table-invalid", f"{path}.pitch: {pitch} is no multiple of {element}")
+            raise invalid(f"{path}.pitch", f"{pitch} is no multiple of {element}")
 
 
-def _check_memcpys(table: Table, where: str, sizes: list[int]) -> None:
+def _check_memcpys(table: Table, sizes: list[int]) -> None:
     for row in range(table.counts["memcpys"]):
-        path = f"{where}: {_node(table, 3, row)}"
+        path = _path(table, MEMCPY, row)
         width, height, depth = table.memcpy_extent[3 * row : 3 * row + 3]
         pitches = table.memcpy_pitch[4 * row : 4 * row + 4].tolist()
         for end, name in enumerate(("source", "target")):
@@ -226,49 +191,65 @@ def _check_extent(
     width, height, depth = extent
     pitch, rows = pitches
     if not (width and height and depth):
-        raise BundleError("table-invalid", f"{path}: {width} x {height} x {depth}: nothing to write")
+        raise invalid(path, f"{width} x {height} x {depth}: nothing to write")
     if (height > 1 or depth > 1) and pitch < width:
-        raise BundleError("table-invalid", f"{path}: rows {pitch} bytes apart, each of {width}")
+        raise invalid(path, f"rows {pitch} bytes apart, each of {width}")
     if depth > 1 and rows < height:
-        raise BundleError("table-invalid", f"{path}: slices {rows} rows apart, each of {height}")
+        raise invalid(path, f"slices {rows} rows apart, each of {height}")
     end = offset + ((depth - 1) * rows + height - 1) * pitch + width
     if end > sizes[memory]:
-        raise BundleError("table-invalid", f"{path}: ends at {place(memory, end, sizes)}")
+        raise invalid(path, f"ends at {_outside(memory, end, sizes)}")
 
 
-def _check_edges(table: Table, where: str) -> None:
+def _check_edges(table: Table) -> None:
     columns = (table.edge_source, table.edge_target, table.edge_from_port, table.edge_to_port, table.edge_type)
     if any(any(column) for column in columns[2:]):
         for row, (source, target, out, into, kind) in enumerate(zip(*columns, strict=True)):
-            _check_edge_data(f"{where}: edges[{row}]", table.kind[source], table.kind[target], (out, into, kind))
+            _check_edge_data(f"{table.where}: edges[{row}]", table.kind[source], table.kind[target], (out, into, kind))
     if len(set(zip(*columns, strict=True))) != table.counts["edges"]:
-        raise BundleError("table-invalid", f"{where}: edges: one stands twice")
-    order(table)
+        raise invalid(f"{table.where}: edges", "one stands twice")
+    launch_order(table)
 
 
 def _check_edge_data(path: str, source: int, target: int, data: tuple[int, int, int]) -> None:
     out, into, kind = data
     if kind not in (EDGE_DEFAULT, EDGE_PROGRAMMATIC) or into:
-        raise BundleError("table-invalid", f"{path}: type {kind}, to port {into}: not known")
-    if out and (out not in (KERNEL_PORT_PROGRAMMATIC, KERNEL_PORT_LAUNCH_ORDER) or source != _KERNEL):
-        raise BundleError("table-invalid", f"{path}.from_port: {out} of a node of kind {source}")
-    if kind == EDGE_PROGRAMMATIC and not (out and source == target == _KERNEL):
-        raise BundleError(
-            "table-invalid", f"{path}.type: programmatic, from port {out}, between nodes of kinds {source} and {target}"
-        )
+        raise invalid(path, f"type {kind}, to port {into}: not known")
+    if out and (out not in (KERNEL_PORT_PROGRAMMATIC, KERNEL_PORT_LAUNCH_ORDER) or source != KERNEL):
+        raise invalid(f"{path}.from_port", f"{out} of a node of kind {source}")
+    if kind == EDGE_PROGRAMMATIC and not (out and source == target == KERNEL):
+        raise invalid(f"{path}.type", f"programmatic, from port {out}, between nodes of kinds {source} and {target}")
 
 
-def _node(table: Table, kind: int, row: int) -> str:
-    """`nodes[17]`: where the `row`-th node of a kind stands."""
+def _path(table: Table, kind: int, row: int) -> str:
+    """`graphs/g0-8.bin: nodes[17]`: where the `row`-th node of a kind stands."""
     position = -1
     kinds = bytes(table.kind)
     for _ in range(row + 1):
         position = kinds.index(kind, position + 1)
-    return f"nodes[{position}]"
+    return f"{table.where}: nodes[{position}]"
 
 
-def place(memory: int, offset: int, sizes: Sequence[int]) -> str:
+def _outside(memory: int, offset: int, sizes: Sequence[int]) -> str:
     """The words for an address that is not there; a size below 0 means that the bundle has no such memory."""
     if sizes[memory] < 0:
         return f"memory {MEMORIES[memory]}, which the bundle does not have"
     return f"byte {offset} of memory {MEMORIES[memory]}, which has {sizes[memory]}"
+
+
+def check_module_states(states: Sequence[ModuleState], where: str, memories: Mapping[str, int], images: Collection[str]) -> None:
+    """Raises table-invalid unless every image is known, no symbol stands twice and every relocation points into its memory."""
+    sizes = [memories.get(name, -1) for name in MEMORIES]
+    seen = set()
+    for row, state in enumerate(states):
+        path = f"{where}: states[{row}]"
+        if state.image not in images:
+            raise invalid(f"{path}.image", f"{state.image[:16]}... is not among the bundle's images")
+        if (state.image, state.symbol) in seen or not state.symbol.isprintable() or not state.symbol:
+            raise invalid(f"{path}.symbol", f"{state.symbol[:80]!r} is no symbol, or stands twice")
+        seen.add((state.image, state.symbol))
+        for item in state.relocations:
+            memory, offset = item.target.memory, item.target.offset
+            if offset >= sizes[memory] and (offset or sizes[memory]):
+                found = _outside(memory, offset, sizes)
+                raise invalid(f"{path}.relocations", f"the word at {item.at} points at {found}")

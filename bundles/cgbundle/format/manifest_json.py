@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from ..errors import BundleError
 from . import schema
+from .size_expressions import OPERATORS
 
 MAX_BYTES = 256 << 20
 """A manifest larger than this is refused unread: ten thousand keys of a large model need a tenth of it."""
@@ -41,7 +42,7 @@ def encode(manifest: schema.Manifest) -> bytes:
 
 
 def decode(data: bytes) -> schema.Manifest:
-    """The manifest in `data`.  Raises manifest-invalid or format-unsupported; checks types only (see `verify.py` for the rest)."""
+    """The manifest in `data`.  Raises manifest-invalid or format-unsupported; checks types only: `validate/` has the rest."""
     if len(data) > MAX_BYTES:
         raise BundleError("manifest-invalid", f"manifest.json: {len(data)} bytes, more than the limit of {MAX_BYTES}")
     try:
@@ -131,13 +132,13 @@ def _size(value: Any, where: str, depth: int = 0) -> Any:
         return value
     if depth > MAX_DEPTH:
         raise BundleError("manifest-invalid", f"{where}: nested too deeply")
-    if type(value) is list and len(value) == 3 and value[0] in ("+", "-", "*", "//", "%"):
+    if type(value) is list and len(value) == 3 and value[0] in OPERATORS:
         return (value[0], _size(value[1], f"{where}[1]", depth + 1), _size(value[2], f"{where}[2]", depth + 1))
     raise _fail(where, "a size", value)
 
 
 def _tree(value: Any, where: str) -> Any:
-    """A schema.Tree: structure.py checks what is inside."""
+    """A schema.Tree: `pytree.check` looks inside."""
     if type(value) is dict:
         return value
     raise _fail(where, "an object", value)
@@ -210,6 +211,7 @@ _SCALARS: dict[str, Decoder] = {
     "str": _scalar(str, "str"),
     "bool": _scalar(bool, "bool"),
     "float": _scalar(float, "number"),
+    "IntKey": _list(_scalar(int, "int")),
     "Size": _size,
     "Tree": _tree,
 }

@@ -1,0 +1,79 @@
+"""Every invariant of the exam: its rows in the manifest, and the tensors in its file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ..errors import BundleError
+from ..format import archive, safetensors
+from ..format.safetensors import Entry
+from ..format.schema import IntKey, Manifest, Program
+from .require import require
+from .state import STATE
+
+METHODS = ("replay", "interpret", "none")
+
+
+def check_exam_rows(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless every program has its proof and the exam can be taken."""
+    keys = [program.key for program in manifest.programs]
+    require([proof.key for proof in manifest.exam.proofs] == keys, "exam.proofs", "do not match the programs")
+    require(1 <= manifest.exam.calls <= 16, "exam.calls", f"{manifest.exam.calls} calls")
+    require(manifest.exam.compare in ("bits", "tolerance"), "exam.compare", f"unknown comparison {manifest.exam.compare!r}")
+    for index, proof in enumerate(manifest.exam.proofs):
+        where = f"exam.proofs[{index}]"
+        require(proof.method in METHODS, f"{where}.method", f"unknown method {proof.method!r}")
+        require(proof.tolerance >= 0, f"{where}.tolerance", f"{proof.tolerance} is below 0")
+        require(proof.error >= 0, f"{where}.error", f"{proof.error} is below 0")
+
+
+def check_exam(path: str, manifest: Manifest) -> None:
+    """Raises weights-invalid unless the file holds the inputs, outputs and what calls change of every int_key, and nothing else."""
+    with open(os.path.join(path, archive.EXAM), "rb") as file:
+        entries = safetensors.read_header(file, archive.EXAM)
+    expected = set()
+    for program in manifest.programs:
+        expected |= _check_state(manifest, program.key, entries)
+        expected |= _check_values(manifest, program, entries)
+    for name in sorted(entries.keys() - expected):
+        raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} belongs to no int_key")
+
+
+def _check_values(manifest: Manifest, program: Program, entries: Mapping[str, Entry]) -> set[str]:
+    """The names of the tensors of a program's inputs and outputs, and of what the inputs that a call changes hold after it."""
+    written = [(index, program.inputs[index]) for index in manifest.written]
+    names = set()
+    for kind, positions in (("input", enumerate(program.inputs)), ("output", enumerate(program.outputs)), ("written", written)):
+        for index, position in positions:
+            name, value = archive.exam_entry(program.key, kind, index), program.values[position]
+            names.add(name)
+            entry = _entry(entries, name)
+            if (entry.dtype, entry.shape) != (value.dtype, value.shape):
+                found, wanted = f"{entry.dtype} {list(entry.shape)}", f"{value.dtype} {list(value.shape)}"
+                raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is {found}, expected {wanted}")
+    return names
+
+
+def _check_state(manifest: Manifest, key: IntKey, entries: Mapping[str, Entry]) -> set[str]:
+    """The names of the tensors about the state after a call with `key`.
+
+    `state-at` are pairs [first element, number of elements] of what changed, in memory order; `state` has these elements, one
+    after the other.
+    """
+    names = set()
+    for index, weight in enumerate(manifest.weights):
+        if weight.memory == STATE:
+            for kind, dtype, rank in (("state", weight.dtype, 1), ("state-at", "int64", 2)):
+                name = archive.exam_entry(key, kind, index)
+                names.add(name)
+                entry = _entry(entries, name)
+                if entry.dtype != dtype or len(entry.shape) != rank or (rank == 2 and entry.shape[1] != 2):
+                    raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}")
+    return names
+
+
+def _entry(entries: Mapping[str, Entry], name: str) -> Entry:
+    if name not in entries:
+        raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is missing")
+    return entries[name]
