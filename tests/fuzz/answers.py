@@ -1,0 +1,70 @@
+"""The right answers of a golden bundle, from its own exam, and whether a changed bundle gives them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import cgbundle
+from cgbundle.errors import CgbundleError
+from cgbundle.exam import inputs_of, relative_error
+from cgbundle.format import archive
+from cgbundle.format.safetensors import Mapped
+from cgbundle.tensors.tensor import Tensor, from_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """The inputs and outputs of one int_key, as (dtype, shape, bytes)."""
+
+    inputs: tuple[tuple[str, tuple[int, ...], bytes], ...]
+    outputs: tuple[tuple[str, tuple[int, ...], bytes], ...]
+
+
+class Answers:
+    """What a sound bundle gives for the exam's inputs."""
+
+    def __init__(self, cases: list[Case], tolerance: float) -> None:
+        self.cases, self.tolerance = cases, tolerance
+
+    @classmethod
+    def of(cls, path: str) -> Answers | None:
+        """Those of the bundle at `path`; None where this machine cannot run it."""
+        manifest = archive.read_manifest(path)
+        try:
+            cgbundle.load(path).close()
+        except CgbundleError:
+            return None
+        exam = Mapped(os.path.join(path, archive.EXAM), archive.EXAM)
+        cases = []
+        for program in manifest.programs:
+            inputs = [(t.dtype, tuple(t.shape), t.tobytes()) for t in inputs_of(exam, manifest, program.key)]
+            outputs = []
+            for index in range(len(manifest.outputs)):
+                name = archive.exam_entry(program.key, "output", index)
+                entry = exam.entries[name]
+                outputs.append((entry.dtype, tuple(entry.shape), bytes(exam.data(name))))
+            cases.append(Case(inputs=tuple(inputs), outputs=tuple(outputs)))
+        exam.close()
+        return cls(cases, max(proof.tolerance for proof in manifest.exam.proofs))
+
+    def judge(self, program: Any) -> str:
+        """"right", "refused", or "wrong: ..." of the first answer that differs.  State is not judged: calls follow each other."""
+        found = "refused"
+        stateful = program.manifest.random >= 0 or any(row.memory == "state" for row in program.manifest.weights)
+        for case in self.cases:
+            given = [from_bytes(data, dtype, shape) for dtype, shape, data in case.inputs]
+            try:
+                outputs = program.replay(given)
+            except CgbundleError:
+                continue
+            found = "right"
+            for index, ((dtype, shape, data), output) in enumerate(zip(case.outputs, outputs, strict=False)):
+                tensor = output if isinstance(output, Tensor) else output.tensor
+                if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+                    return f"wrong: output {index} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
+                got = tensor.tobytes()
+                if not stateful and got != data and not relative_error(dtype, data, got) <= self.tolerance:
+                    return f"wrong: output {index} differs by {relative_error(dtype, data, got):.1e}"
+        return found

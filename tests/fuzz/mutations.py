@@ -1,0 +1,138 @@
+"""Mutations of a bundle's files, drawn from a `random.Random`.  Pure: bytes in, bytes out.
+
+Hashes are redone afterwards (`seal`), so that the checks behind them are reached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import struct
+from typing import Any
+
+INTEGERS = (
+    0, 1, -1, 2, 3, 7, 8, 16, 63, 64, 65, 72, 127, 128, 255, 256, 4096, 65535, 1 << 20, 2**31 - 1, 2**31, 2**32, 10**9, 2**40,
+    2**62, 2**63 - 1, 2**63, 2**64, 2**64 + 1, -(2**31), -(2**63), 10**30, 10**400,
+)  # fmt: skip
+"""Whole numbers at the edges of types and limits."""
+
+TEXTS = (
+    "", " ", "-", "x", "..", "/", "/etc/passwd", "../weights.safetensors", "a\x00b", "\x1b[31m", "²", "\ud800", "batch", "seq", "2*batch",
+    "batch//2", "float32", "float64", "int64", "bool", "complex64", "bfloat16", "weights", "state", "inputs", "arena", "host", "code",
+    "graph", "copy", "cpu", "cuda", "rows", "no", "zeros", "host/model.so", "weights.safetensors", "graphs/modules.bin", "9" * 5000,
+    "x" * 5000, "//" * 3000,
+)  # fmt: skip
+"""Texts that mean something somewhere else, or nothing anywhere."""
+
+OTHERS: tuple[Any, ...] = (None, True, False, 0.5, -0.0, 1e308, [], {}, [[]], [0], "x", {"x": 0}, [None])
+
+
+def manifest(plain: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """A copy of a decoded manifest with one to three changes."""
+    changed: dict[str, Any] = json.loads(json.dumps(plain))
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        _change(changed, draw)
+    return changed
+
+
+def _change(tree: Any, draw: random.Random) -> None:
+    """Changes one place of a JSON value, found by walking down at random."""
+    while True:
+        keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+        if not keys:
+            if isinstance(tree, list):
+                tree.append(draw.choice(OTHERS))
+            return
+        key = draw.choice(keys)
+        inner = tree[key]
+        if isinstance(inner, dict | list) and inner and draw.random() < 0.9:
+            tree = inner
+            continue
+        _replace(tree, key, draw)
+        return
+
+
+def _replace(tree: Any, key: Any, draw: random.Random) -> None:
+    old, how = tree[key], draw.random()
+    if how < 0.06:
+        del tree[key]
+    elif how < 0.12 and isinstance(tree, list):
+        tree[key:key] = [old] * draw.choice((1, 1, 2, 100))
+    elif how < 0.18 and isinstance(tree, list):
+        draw.shuffle(tree)
+    elif how < 0.22 and isinstance(tree, dict):
+        tree[draw.choice(TEXTS)] = old
+    elif how < 0.25:
+        tree[key] = _nested(old, draw.choice((2, 60, 500)))
+    elif how < 0.32:
+        tree[key] = draw.choice(OTHERS)
+    elif isinstance(old, bool):
+        tree[key] = not old
+    elif isinstance(old, int):
+        tree[key] = draw.choice((old + 1, old - 1, old * 2, -old, old ^ 1, draw.choice(INTEGERS)))
+    elif isinstance(old, float):
+        tree[key] = draw.choice((0.0, -1.0, 1e-300, 1e300, old * 2, 1))
+    elif isinstance(old, str):
+        tree[key] = draw.choice((old + "x", old[:-1], old.upper(), old[::-1], draw.choice(TEXTS)))
+    else:
+        tree[key] = draw.choice((*INTEGERS, *TEXTS, *OTHERS))
+
+
+def _nested(value: Any, depth: int) -> Any:
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def table(data: bytes, draw: random.Random) -> bytes:
+    """Bytes of a table or another binary file with a few bytes or words changed, or its length."""
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        how = draw.random()
+        if not changed:
+            return bytes(8)
+        at = draw.randrange(len(changed))
+        if how < 0.3:
+            changed[at] ^= 1 << draw.randrange(8)
+        elif how < 0.6:
+            _put(changed, at & ~7, "<Q", draw.choice(INTEGERS))
+        elif how < 0.8:
+            _put(changed, at & ~3, "<I", draw.choice(INTEGERS))
+        elif how < 0.9:
+            other = draw.randrange(len(changed)) & ~7
+            changed[at & ~7 : (at & ~7) + 8] = changed[other : other + 8]
+        elif how < 0.95:
+            del changed[at:]
+        else:
+            changed += bytes(draw.choice((1, 8, 64, 4096)))
+    return bytes(changed)
+
+
+def _put(data: bytearray, at: int, form: str, value: int) -> None:
+    word = struct.pack(form, value % (1 << (8 * struct.calcsize(form))))
+    data[at : at + len(word)] = word[: max(0, len(data) - at)]
+
+
+def tensors(data: bytes, draw: random.Random) -> bytes:
+    """A safetensors file whose JSON header was changed; its length is made to fit in three of four."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    _change(header, draw)
+    text = json.dumps(header).encode("utf-8", "surrogatepass")
+    length = len(text) if draw.random() < 0.75 else draw.choice(INTEGERS) % 2**64
+    return length.to_bytes(8, "little") + text + data[8 + size :]
+
+
+def seal(plain: dict[str, Any], files: dict[str, bytes]) -> bytes:
+    """manifest.json with the hashes and lengths of the changed `files` and its own hash redone."""
+    rows = plain.get("files")
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict) and isinstance(row.get("path"), str) and row["path"] in files:
+            data = files[row["path"]]
+            row["bytes"], row["sha256"] = len(data), hashlib.sha256(data).hexdigest()
+    own = {**plain, "sha256": "0" * 64}
+    lines = [f"{json.dumps(name)}:{json.dumps(own[name], sort_keys=True, separators=(',', ':'))}" for name in sorted(own)]
+    text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    empty = b'\n"sha256":"' + b"0" * 64 + b'"'
+    return text.replace(empty, b'\n"sha256":"' + hashlib.sha256(text).hexdigest().encode() + b'"')
