@@ -7,16 +7,16 @@ line returns: 1 when the bundle is wrong, 2 when the call, the machine or the pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 
-class Cause(NamedTuple):
+class Cause:
     """A row of a catalogue: the class that is raised, the exit code, what it means, and what to do unless the raiser says."""
 
-    error: type[CgbundleError]
-    exit_code: int
-    meaning: str
-    hint: str = ""
+    __slots__ = ("error", "exit_code", "hint", "meaning")  # by hand: to make a dataclass takes `import cgbundle` a millisecond
+
+    def __init__(self, error: type[CgbundleError], exit_code: int, meaning: str, hint: str = "") -> None:
+        self.error, self.exit_code, self.meaning, self.hint = error, exit_code, meaning, hint
 
 
 class CgbundleError(Exception):

@@ -13,7 +13,7 @@ from ..errors import MachineError, ProgramClosed
 from ..format.archive import WEIGHTS
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Target
-from ..format.spans import span, strided_span
+from ..format.spans import span
 from ..session.initial_state import Initial
 from ..session.locks import Running, Turns
 from . import libtorch
@@ -181,7 +181,7 @@ class CpuBackend:
 
     def _size(self, weight: int) -> int:
         row = self._weights[weight]
-        return strided_span(row.dtype, row.shape, row.strides)
+        return span(row)
 
 
 def _memory(size: int) -> Any:

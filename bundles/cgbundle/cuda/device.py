@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError, ProgramClosed
 from ..format.schema import KERNEL_CODE, Manifest, Value, Weight
-from ..format.spans import span, strided_span
+from ..format.spans import span
 from ..session.locks import Exclusive
 from . import driver, memory, state
 from .copies import Copies
@@ -289,4 +289,4 @@ class CudaBackend(Copies):
 
 
 def _size(row: Weight) -> int:
-    return strided_span(row.dtype, row.shape, row.strides)
+    return span(row)

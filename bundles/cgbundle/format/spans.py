@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from .schema import DTYPES, Value
+from .schema import DTYPES, Value, Weight
 
 HOST_ONLY = -1
 """`Weight.offset` of a weight that host regions alone read, in the mapped file: it is not put on the GPU."""
 
 
-def strided_span(dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Bytes from a tensor's first element to the end of its last; `strides` in elements, none below 0."""
-    if 0 in shape:
+def span(row: Value | Weight) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if 0 in row.shape:
         return 0
-    return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * DTYPES[dtype]
-
-
-def span(value: Value) -> int:
-    """Bytes from a value's first element to the end of its last."""
-    return strided_span(value.dtype, value.shape, value.strides)
+    return (1 + sum((size - 1) * stride for size, stride in zip(row.shape, row.strides, strict=True))) * DTYPES[row.dtype]
 
 
 def overlap(one: Value, other: Value) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..format.archive import WEIGHTS
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest
-from ..format.spans import strided_span
+from ..format.spans import span
 
 STATE = "state"
 
@@ -39,7 +39,7 @@ class Initial:
         for index, weight in enumerate(manifest.weights):
             if weight.memory == STATE and index != manifest.random:
                 zero = _is_zero(self._mapped.data(weight.tensor))
-                size = strided_span(weight.dtype, weight.shape, weight.strides)
+                size = span(weight)
                 self.rows.append(Row(weight.offset, size, 0 if zero else self._mapped.address(weight.tensor)))
 
 

@@ -73,8 +73,7 @@ def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raises manifest-invalid, with the path of the field, unless the manifest is sound in itself; file-damaged when it does not
-    list a file that it needs."""
+    """Raises manifest-invalid unless the manifest is sound in itself, file-damaged when it does not list a file that it needs."""
     check_signature(manifest)
     _check_target(manifest)
     _check_memories(manifest)
@@ -162,7 +161,7 @@ def _check_weights(manifest: Manifest) -> None:
     for index, weight in enumerate(manifest.weights):
         where = f"weights[{index}]"
         require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
-        span = checked_span(where, weight.dtype, weight.shape, weight.strides)
+        size = checked_span(where, weight)
         require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
         if weight.memory == STATE:
             continue  # check_state does
@@ -171,7 +170,7 @@ def _check_weights(manifest: Manifest) -> None:
             require(index in used, f"{where}.offset", "is not on the GPU, and no host region uses it")
         elif manifest.target.kind == CUDA:
             require(weight.offset % safetensors.ALIGNMENT == 0, f"{where}.offset", "is not aligned")
-            require(weight.offset >= 0 and weight.offset + span <= total, f"{where}.offset", "outside memory weights")
+            require(weight.offset >= 0 and weight.offset + size <= total, f"{where}.offset", "outside memory weights")
 
 
 def _is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from math import prod
 
 from ..errors import BundleError
-from ..format.schema import DTYPES, MEMORIES, Manifest, Program, TensorSpec, Value
+from ..format.schema import DTYPES, MEMORIES, Manifest, Program, TensorSpec, Value, Weight
 from ..format.size_expressions import evaluate
-from ..format.spans import strided_span
+from ..format.spans import span
 from ..tensors.tensor import is_dense
 from .require import require
 from .steps import check_steps
@@ -60,7 +60,7 @@ def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, whe
     """`alias`: it is an output that shares memory, whose offset on the cpu target counts from what it shares that with."""
     require(value.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {value.dtype!r}")
     require(value.memory in MEMORIES, f"{where}.memory", f"unknown memory {value.memory!r}")
-    size = checked_span(where, value.dtype, value.shape, value.strides)
+    size = checked_span(where, value)
     if manifest.target.kind == "cpu" and value.memory == "host":
         require(value.offset == 0 or alias, f"{where}.offset", "a value in host memory has none")
     else:
@@ -68,8 +68,8 @@ def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, whe
         require(fits, f"{where}.offset", f"outside memory {value.memory}")
 
 
-def checked_span(where: str, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Bytes from the first to behind the last element.  Raises manifest-invalid for a shape and strides of no tensor."""
-    require(len(shape) == len(strides), f"{where}.strides", "do not match the shape")
-    require(min(shape, default=0) >= 0 and min(strides, default=0) >= 0, where, "negative size or stride")
-    return strided_span(dtype, shape, strides)
+def checked_span(where: str, row: Value | Weight) -> int:
+    """The span of a value or weight.  Raises manifest-invalid for a shape and strides of no tensor."""
+    require(len(row.shape) == len(row.strides), f"{where}.strides", "do not match the shape")
+    require(min(row.shape, default=0) >= 0 and min(row.strides, default=0) >= 0, where, "negative size or stride")
+    return span(row)

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from ..errors import BundleError
+from ..format.schema import Manifest
 
 
 def require(holds: bool, where: str, message: str) -> None:
     """Raises manifest-invalid, naming the field, unless `holds`."""
     if not holds:
         raise BundleError("manifest-invalid", f"{where}: {message}")
+
+
+def require_whole_calls(manifest: Manifest, reason: str) -> None:
+    """Raises manifest-invalid where a call may be padded or cut."""
+    for index, dimension in enumerate(manifest.dimensions):
+        whole = dimension.pad == "no" and not dimension.chunk
+        require(whole, f"dimensions[{index}].pad", f"{dimension.name} is padded or cut, and {reason}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..format import pytree
 from ..format.schema import DTYPES, Dimension, Manifest, TensorSpec
 from ..format.size_expressions import linear, names
-from .require import require
+from .require import require, require_whole_calls
 
 
 def check_signature(manifest: Manifest) -> None:
@@ -66,6 +66,5 @@ def _check_written(manifest: Manifest) -> None:
     written = manifest.written
     require(list(written) == sorted(set(written)), "written", "not ascending, or a position stands twice")
     require(all(0 <= place < len(manifest.inputs) for place in written), "written", "no such input")
-    for index, dimension in enumerate(manifest.dimensions):
-        whole = not written or (dimension.pad == "no" and not dimension.chunk)
-        require(whole, f"dimensions[{index}].pad", f"{dimension.name} is padded or cut, and calls write to their inputs")
+    if written:
+        require_whole_calls(manifest, "calls write to their inputs")

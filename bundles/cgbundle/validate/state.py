@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..format.safetensors import ALIGNMENT
 from ..format.schema import Alias, Manifest, Program, Value
-from ..format.spans import HOST_ONLY, span, strided_span
-from .require import require
+from ..format.spans import HOST_ONLY, span
+from .require import require, require_whole_calls
 from .steps import PERSISTENT
 
 STATE = "state"
@@ -22,7 +22,7 @@ def check_state(manifest: Manifest) -> None:
     places = []
     for index, weight in rows:
         where = f"weights[{index}]"
-        size = strided_span(weight.dtype, weight.shape, weight.strides)
+        size = span(weight)
         require(weight.offset >= 0 and weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
         require(weight.offset + size <= total, f"{where}.offset", f"outside memory {STATE}")
         places.append((weight.offset, weight.offset + size, where))
@@ -41,9 +41,7 @@ def check_state(manifest: Manifest) -> None:
         fits = (row.memory, row.dtype, row.shape) == (STATE, "int64", (2,))
         require(fits, "random", f"weight {row.name!r} is not two integers of memory {STATE}")
     if any(index != manifest.random for index, _ in rows):
-        for index, dimension in enumerate(manifest.dimensions):
-            whole = dimension.pad == "no" and not dimension.chunk
-            require(whole, f"dimensions[{index}].pad", f"{dimension.name} is padded or cut, and calls change state")
+        require_whole_calls(manifest, "calls change state")
 
 
 def check_aliases(manifest: Manifest) -> None:

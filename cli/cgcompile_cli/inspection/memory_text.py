@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cgbundle.format.spans import strided_span
+from cgbundle.format.spans import span
 
 from ..int_keys import spell
 from ..output import count, record, shortened, size, table
@@ -130,7 +130,7 @@ def shades(found: Iterable[Place], memory: str, whole: int, own: int, width: int
 def largest(manifest: Manifest, limit: int = 4) -> str:
     """`30 weights, 59.5 KiB: the largest token.weight 6.0 KiB, ...`."""
     found = {each.tensor: each for each in reversed(manifest.weights) if each.memory == "weights"}
-    sized = sorted(((strided_span(w.dtype, w.shape, w.strides), w.name) for w in found.values()), key=lambda row: (-row[0], row[1]))
+    sized = sorted(((span(w), w.name) for w in found.values()), key=lambda row: (-row[0], row[1]))
     if not sized:
         return "no weights"
     top = ", ".join([f"{name} {size(number)}" for number, name in sized[:limit]])

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from cgbundle.format.schema import Manifest, Program, Weight
-from cgbundle.format.spans import span, strided_span
+from cgbundle.format.spans import span
 
 
 class Names:
@@ -72,7 +72,7 @@ def _laid_out(weights: Iterable[Weight], memory: str) -> list[tuple[int, int, st
     rows: dict[int, tuple[int, int, str]] = {}
     for each in weights:
         if each.memory == memory and each.offset >= 0:
-            rows.setdefault(each.offset, (each.offset, each.offset + strided_span(each.dtype, each.shape, each.strides), each.name))
+            rows.setdefault(each.offset, (each.offset, each.offset + span(each), each.name))
     return [rows[offset] for offset in sorted(rows)]
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Alias, Manifest, Weight
-from cgbundle.format.spans import strided_span
+from cgbundle.format.spans import span
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Edge, KernelNode, Recording
 from cgcompile_cli import main, summary
@@ -142,7 +142,7 @@ def test_names_of_weights_agree_with_a_search(sizes: list[tuple[int, int]], offs
         rows += [row, replace(row, name=f"tied{number}")]
         end = at + -(-length // 256) * 256
     manifest = replace(support.manifest(), weights=tuple(rows))
-    holding = [row for row in rows[::2] if row.offset <= offset < row.offset + strided_span(row.dtype, row.shape, row.strides)]
+    holding = [row for row in rows[::2] if row.offset <= offset < row.offset + span(row)]
     expected = f"weights+{offset}"
     if holding:
         expected = holding[0].name + (f"+{offset - holding[0].offset}" if offset > holding[0].offset else "")
