@@ -44,29 +44,16 @@ class Result:
         return self.exact if compare == BITS else self.error <= self.tolerance
 
 
-def sit(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
+def replay_exam(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
     """Replays the exam of the loaded bundle for `keys` (default: all), in order.
 
     Raises weights-invalid when the exam is damaged.
     """
     exam = Mapped(os.path.join(path, EXAM), EXAM)
     try:
-        return [_sit(exam, program, proof) for proof in program.manifest.exam.proofs if keys is None or proof.key in keys]
+        return [_replay(exam, program, proof) for proof in program.manifest.exam.proofs if keys is None or proof.key in keys]
     finally:
         exam.close()
-
-
-def check(path: str, program: Program) -> list[Result]:
-    """As `sit`; raises exam-failed, naming the key and the error, for the first that fails."""
-    results = sit(path, program)
-    compare = program.manifest.exam.compare
-    for result in results:
-        if not result.passed(compare):
-            promise = "the recorded bits" if compare == BITS else f"at most {result.tolerance:.1e}"
-            raise BundleError(
-                "exam-failed", f"int_key {name_key(program.manifest, result.key)}: error {result.error:.1e}, promised {promise}"
-            )
-    return results
 
 
 def name_key(manifest: Manifest, key: Sequence[int]) -> str:
@@ -85,7 +72,7 @@ def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Te
     return found
 
 
-def _sit(exam: Mapped, program: Program, proof: Proof) -> Result:
+def _replay(exam: Mapped, program: Program, proof: Proof) -> Result:
     manifest = program.manifest
     state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     if state:
@@ -152,7 +139,7 @@ def relative_error(dtype: str, expected: bytes, got: bytes) -> float:
 
 
 def fresh(path: str) -> dict[str, Any]:
-    """Sits the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.
+    """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.
 
     {"results": [{"key", "error", "tolerance", "exact", "passed"}], "torch_imported"}, or {"error", "hint"}.
     """
@@ -174,11 +161,11 @@ def fresh(path: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Loads the bundle, sits the exam, prints {"results": [...], "torch_imported": false} or {"error": ..., "hint": ...}."""
+    """Loads the bundle, replays the exam, prints {"results": [...], "torch_imported": false} or {"error": ..., "hint": ...}."""
     (path,) = arguments
     try:
         with open_program(path, check="full", poison=POISON) as program:
-            results = sit(path, program)
+            results = replay_exam(path, program)
             compare = program.manifest.exam.compare
             rows = [
                 {"key": r.key, "error": r.error, "tolerance": r.tolerance, "exact": r.exact, "passed": r.passed(compare)}

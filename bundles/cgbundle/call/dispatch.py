@@ -30,11 +30,11 @@ Piece = tuple[Cut, ...]
 
 
 def plan(
-    dimensions: Sequence[Dimension], sizes: Sequence[int], on_miss: str, place: Callable[[str], str] = str
+    dimensions: Sequence[Dimension], sizes: Sequence[int], on_miss: str, where: Callable[[str], str] = str
 ) -> tuple[Piece, ...]:
     """The replays that serve a call whose dimensions have `sizes`; one exact piece when the key was recorded.
 
-    `place` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises key-missing, naming that
+    `where` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises key-missing, naming that
     place, the sizes recorded and why the build does not allow padding or cutting.
     """
     cuts = []
@@ -42,7 +42,7 @@ def plan(
         try:
             cuts.append(_cuts(dimension, size, on_miss))
         except CallError as error:
-            raise CallError("key-missing", f"{place(dimension.name)}: {error}", error.hint) from None
+            raise CallError("key-missing", f"{where(dimension.name)}: {error}", error.hint) from None
     return tuple(product(*cuts))
 
 

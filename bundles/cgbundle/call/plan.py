@@ -10,7 +10,7 @@ from ..errors import CallError
 from ..format.schema import Manifest, Size
 from ..format.size_expressions import evaluate, linear
 from . import dispatch
-from .guards import call_sizes, place_of
+from .guards import call_sizes, where_declared
 
 Slices = tuple[slice, ...]
 Shape = tuple[int, ...]
@@ -42,7 +42,7 @@ def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> P
     named = {dimension.name: size for dimension, size in zip(dimensions, sizes, strict=True)}
     keys = {program.key: index for index, program in enumerate(manifest.programs)}
     parts = []
-    for piece in dispatch.plan(dimensions, sizes, on_miss, partial(place_of, manifest)):
+    for piece in dispatch.plan(dimensions, sizes, on_miss, partial(where_declared, manifest)):
         starts = {dimension.name: cut.start for dimension, cut in zip(dimensions, piece, strict=True)}
         lengths = {dimension.name: cut.length for dimension, cut in zip(dimensions, piece, strict=True)}
         recorded = {dimension.name: cut.size for dimension, cut in zip(dimensions, piece, strict=True)}
@@ -63,7 +63,7 @@ def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> P
     return Plan(exact, tuple([tuple([evaluate(size, named) for size in spec.shape]) for spec in manifest.outputs]), tuple(parts))
 
 
-def place_of_key(manifest: Manifest, key: tuple[int, ...]) -> int:
+def number_of_key(manifest: Manifest, key: tuple[int, ...]) -> int:
     """The position of the program of an int_key.  Raises key-missing, with the keys that there are."""
     keys = [program.key for program in manifest.programs]
     if key not in keys:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import CallError
 from ..format.schema import TensorSpec
-from ..tensors.interface import Library
+from ..tensors.library import Library
 
 CLOSED = 0
 """The number of no call: of a program that was closed."""

@@ -12,14 +12,13 @@ from functools import lru_cache
 from ..errors import MachineError
 from ..format.safetensors import Mapped
 from ..format.schema import Region, Value, Weight
+from ..validate.state import STATE
 from .libtorch import LibTorch
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
 
 POINTER_BYTES = ctypes.sizeof(c_void_p)
-
-STATE = "state"
 
 INSTANCES = 4
 """Replays of one region that may run at the same time; a further one waits.  An instance shares the constants and costs a few

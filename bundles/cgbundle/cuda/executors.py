@@ -18,8 +18,6 @@ from ..tables.view import KERNEL, MEMCPY, MEMSET, Table
 from .driver import Context, check, cu
 from .modules import Modules
 
-MODES = ("graph", "stream")
-
 PRIORITY, MEMORY_SYNC_DOMAIN_MAP = 8, 9
 """Launch attributes with a meaning beyond their value."""
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ..cpu.processor import check_features
 from ..format.archive import WEIGHTS as FILE
 from ..format.schema import MEMORIES, Manifest
-from ..session.initial_state import STATE, Initial
-from . import driver, weights
+from ..session.initial_state import InitialState
+from ..validate.state import STATE
+from . import weights
 from .driver import Context, Relaxed
 from .machine import check_device, check_driver
 from .memory import SMALLEST, WEIGHTS, Memories, allocate, free
@@ -40,7 +41,7 @@ class Shared:
             check_features(manifest.target.features)
             pieces = weights.listed(folder, manifest)
             self.sizes = dict(manifest.memories)
-            self.initial = Initial(folder, manifest) if self.sizes.get(STATE) else None
+            self.initial = InitialState(folder, manifest) if self.sizes.get(STATE) else None
             check_driver(manifest.target)
             if context is None:
                 context = Context(device)
@@ -54,7 +55,6 @@ class Shared:
             undo.pop_all()
 
     def _open(self, cleanup: ExitStack, pieces: list[weights.Piece]) -> None:
-        self.free_before = driver.free_bytes()
         self.base = 0
         if WEIGHTS in self.sizes:
             self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")

@@ -53,7 +53,7 @@ def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: in
     """Where the bytes of the file go, in the file's order; tied weights once, what is adjacent in both places as one, and what is
     not for the GPU left out.
 
-    `capacity` is the bytes of memory weights.  Raises weights-invalid where the file lacks a weight or the memory lacks room for it.
+    `capacity` is the bytes of memory weights.  Raises weights-invalid where the file lacks a weight or the memory is too small.
     """
     found = set()
     for weight in weights:

@@ -9,7 +9,7 @@ from typing import Protocol
 from ..errors import ProgramClosed, SessionBusy
 
 
-class Running:
+class SharedLock:
     """A context held by every replay of a program named `name`; any number may hold it.  `close` waits until none does.
 
     Raises ProgramClosed where it is entered after that.
@@ -39,8 +39,8 @@ class Running:
             self._gate.wait_for(lambda: not self._held)
 
 
-class Gate(Protocol):
-    """A lock, of threading's kind or `Exclusive`."""
+class AnyLock(Protocol):
+    """A lock, of threading's kind or `SessionLock`."""
 
     def acquire(self) -> object: ...
 
@@ -51,7 +51,7 @@ class Gate(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
 
 
-class Exclusive:
+class SessionLock:
     """The lock of a session of the program named `name`: it belongs to one thread at a time, and another one that comes meanwhile
     is told so and does not wait.  `inner` is the lock itself, for who may wait."""
 
@@ -82,8 +82,8 @@ class Exclusive:
         self.inner.release()
 
 
-class Turns:
-    """`Running` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time.
+class ExclusiveLock:
+    """`SharedLock` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time.
 
     Raises ProgramClosed and SessionBusy.
     """
@@ -91,7 +91,7 @@ class Turns:
     __slots__ = ("_closed", "_gate", "_lock", "_name")
 
     def __init__(self, name: str, *, alone: bool) -> None:
-        exclusive = Exclusive(name)
+        exclusive = SessionLock(name)
         self._gate, self._closed, self._name = exclusive.inner, False, name
         self._lock = exclusive if alone else self._gate
 

@@ -97,7 +97,10 @@ class Tensor:
         numpy = sys.modules.get("numpy")
         if numpy is not None and hasattr(source, "__array_interface__"):
             return numpy.asarray(source).__dlpack__()  # lets go in C: see `dlpack.export`
-        source._capsule = dlpack.export(source)
+        owner = source.owner  # not the tensor itself, which holds the capsule
+        source._capsule = dlpack.export(
+            source.address, source.dtype, source.shape, source.strides, owner, source.__dlpack_device__()
+        )
         return source._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:

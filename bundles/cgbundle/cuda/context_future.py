@@ -1,5 +1,8 @@
-"""A head start for a GPU: making a CUDA context takes 0.2 s, as long as everything else in loading a bundle together, and needs
-nothing but the device's number.  It is made in a thread while the runtime's modules are imported and the bundle is checked."""
+"""A CUDA context that is made in another thread.
+
+Making one takes 0.2 s, as long as everything else in loading a bundle together, and needs nothing but the device's number.  So it
+is made while the runtime's modules are imported and the bundle is checked.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ MARK = b'"kind":"cuda"'
 """How a manifest for a GPU spells its target.  A wrong guess costs an unused context, nothing else."""
 
 
-class EarlyContext:
+class ContextFuture:
     """The context of GPU number `device`, begun when the bundle in `folder` looks like one for a GPU."""
 
     def __init__(self, folder: str, device: int) -> None:

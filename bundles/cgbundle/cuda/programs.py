@@ -1,4 +1,4 @@
-"""The programs' steps with the addresses of this process: what a replay calls, one after the other."""
+"""Programs bound to the addresses of this process: what a replay calls, one after the other."""
 
 from __future__ import annotations
 
@@ -7,28 +7,34 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..format.extents import span
-from ..format.schema import Program, Step, Value
+from ..format.schema import Program, Step
 from ..tables.view import Table
 from . import memory
 from .driver import cu
 from .executors import Executor, GraphExecutor, StreamExecutor
 from .memory import HOST, Memories
 from .modules import Modules, read
+from .shared import Shared
 
 if TYPE_CHECKING:
-    from .host_steps import HostSteps
-    from .shared import Shared
+    from .host_steps import HostSteps  # few bundles have any
 
 
-class Plan(NamedTuple):
-    """A program with its addresses: (address, bytes) of each input's static buffer, the addresses of the outputs, and its steps,
-    each a function of the stream in whose order it works."""
+class BoundProgram(NamedTuple):
+    """A program with its addresses.  `inputs`: (address, bytes) of each input's static buffer; `pointers`: the addresses as the
+    driver's own type; `outputs`: the outputs' addresses; `sizes`: their bytes from the first to the last.
+
+    `steps` are functions of the stream in whose order they work; `joins` the same on a stream that is being captured.  `written`:
+    (position, address, bytes) of the inputs that the replay changes, which go back to the caller.
+    """
 
     inputs: list[tuple[int, int]]
-    pointers: list[Any]  # of the inputs' static buffers, as the driver's own type
-    addresses: list[int]
+    pointers: list[Any]
     steps: list[Callable[[Any], None]]
-    joins: list[Callable[[Any], None]]  # the same, on a stream that is being captured
+    joins: list[Callable[[Any], None]]
+    written: list[tuple[int, int, int]]
+    outputs: list[int]
+    sizes: list[int]
 
 
 class Executors(dict[str, Executor]):
@@ -61,11 +67,11 @@ class Executors(dict[str, Executor]):
             self.clear()
 
 
-def make_plan(program: Program, memories: Memories, executors: Executors, host: HostSteps | None) -> Plan:
-    """The program's plan; `host` is None for a bundle without host regions.  Raises as `Executors` and `HostSteps.step` do."""
-
-    def place(value: Value) -> tuple[int, int]:
-        return memories.address(value.memory, value.offset), span(value)
+def bind(
+    program: Program, written: Sequence[int], memories: Memories, executors: Executors, host: HostSteps | None
+) -> BoundProgram:
+    """The program at the addresses of `memories`; `written` are the positions of the inputs that it writes to, `host` is None for
+    a bundle without host regions.  Raises as `Executors` and `HostSteps.step` do."""
 
     def made(step: Step, join: bool) -> Callable[[Any], None]:
         if step.kind == "graph":
@@ -75,11 +81,24 @@ def make_plan(program: Program, memories: Memories, executors: Executors, host: 
         assert host is not None  # a host step's region is of kind host, and so there are host regions
         return host.step(program, step)
 
-    inputs = [place(program.values[index]) for index in program.inputs]
-    outputs = [place(program.values[index])[0] for index in program.outputs]
-    pointers = [cu.CUdeviceptr(address) for address, _ in inputs]
+    inputs = buffers(program, memories)
+    outputs = [program.values[index] for index in program.outputs]
     steps, joins = ([made(step, join) for step in program.steps] for join in (False, True))
-    return Plan(inputs, pointers, outputs, steps, joins)
+    return BoundProgram(
+        inputs=inputs,
+        pointers=[cu.CUdeviceptr(address) for address, _ in inputs],
+        steps=steps,
+        joins=joins,
+        written=[(index, *inputs[index]) for index in written],
+        outputs=[memories.address(value.memory, value.offset) for value in outputs],
+        sizes=[span(value) for value in outputs],
+    )
+
+
+def buffers(program: Program, memories: Memories) -> list[tuple[int, int]]:
+    """(address, bytes) of the static buffer of each input."""
+    rows = [program.values[index] for index in program.inputs]
+    return [(memories.address(row.memory, row.offset), span(row)) for row in rows]
 
 
 def _copy_step(program: Program, step: Step, memories: Memories) -> Callable[[Any], None]:
