@@ -6,23 +6,26 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .call.guards import check_dtype, common_device
 from .call.inputs import cut, lay_out
 from .call.outputs import Call, Outputs
 from .call.plan import Plan, number_of_key, plan
 from .call.views import CLOSED
-from .call.written_inputs import WrittenInputs, copy_back
 from .errors import CallError, ProgramClosed
 from .format.pytree import builder, flattener
 from .format.schema import Manifest
-from .session.backend import Backend
 from .session.sessions import PER_SESSION, Sessions
 from .session.state import State, fetch, reset, seed
 from .tensors.detection import library_of
 from .tensors.library import Library
 from .tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from .call.output_aliases import OutputAliases
+    from .call.written_inputs import WrittenInputs
+    from .session.backend import Backend
 
 PLANS = 4096
 """Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
@@ -50,8 +53,9 @@ class Program:
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._libraries: dict[type, Library] = {}
-        self._outputs = Outputs(manifest, backend, views=self._views)
-        self._written = WrittenInputs(manifest) if manifest.written else None
+        self._aliases = _output_aliases(manifest, backend, views=self._views) if manifest.aliases else None
+        self._outputs = Outputs(manifest, backend, self._aliases, views=self._views)
+        self._written = _written_inputs(manifest) if manifest.written else None
         self._held: Sequence[Any] = ()
         self.state = State(manifest, backend)
         self._root: Program | None = None
@@ -91,8 +95,8 @@ class Program:
             shapes.append(descriptor[1])
         device = common_device(self.inputs, found, self._backend.device) if found else None
         plan = self._plans.get(tuple(shapes)) or self._plan(tuple(shapes))
-        outputs, written = self._outputs, self._written
-        shared = None if outputs.aliases is None else outputs.aliases.of_inputs(library, plan, tensors, values, found)
+        outputs, aliases, written = self._outputs, self._aliases, self._written
+        shared = None if aliases is None else aliases.of_inputs(library, plan, tensors, values, found)
         targets = None if written is None else written.targets(library, tensors, values, found)
         with self._backend.locked(None if device is None else library.stream(device)) as stream:
             outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
@@ -108,10 +112,10 @@ class Program:
                 made = self._pieces(call, plan, values)
         if library.name == "dlpack" and tensors and not self._views:
             made = [library.converted(value, tensors[0]) for value in made]
-        if targets is not None:
+        if written is not None and targets is not None:
             # an output of the CPU may lie in an input's memory: a view of it lasts until the next call, and so does the input
             self._held = values if self._views else ()
-            copy_back(targets, values)
+            written.copy_back(targets, values)
         if shared is not None:
             for index, value in shared.items():
                 made[index] = value
@@ -219,3 +223,15 @@ class Program:
             outputs.replay_into(whole, call, part, addresses)
             del kept  # the inputs had to live until the replay was done with them
         return outputs.guard(library, whole) if self._views else whole
+
+
+def _output_aliases(manifest: Manifest, backend: Backend, *, views: bool) -> OutputAliases:
+    from .call.output_aliases import OutputAliases  # few bundles have any: a load without them stays light
+
+    return OutputAliases(manifest, backend, views=views)
+
+
+def _written_inputs(manifest: Manifest) -> WrittenInputs:
+    from .call.written_inputs import WrittenInputs  # likewise
+
+    return WrittenInputs(manifest)

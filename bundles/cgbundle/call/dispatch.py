@@ -7,8 +7,8 @@ product of the dimensions' cuts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from ..errors import CallError
 from ..format.schema import Dimension
@@ -16,8 +16,7 @@ from ..format.schema import Dimension
 POLICIES = ("pad", "chunk", "error")
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """Along one dimension: `length` of the call's size from `start` on, served by the recorded `size` >= length."""
 
     start: int

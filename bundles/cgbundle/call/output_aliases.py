@@ -8,16 +8,18 @@ been put together in tensors of their own, and only whole inputs are the caller'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError
 from ..format.extents import span
 from ..format.schema import DTYPES, Alias, Manifest, Program, Value
-from ..session.backend import Backend
 from ..tensors.library import Descriptor, Library
 from ..validate.state import base_of
 from ..validate.steps import KEPT
 from .plan import Plan, Slices
+
+if TYPE_CHECKING:
+    from ..session.backend import Backend
 
 INPUTS, OUTPUTS = "inputs", "outputs"
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..format.schema import Manifest
-from ..session.backend import Backend
 from ..tensors.library import Library, Wrapper
-from .output_aliases import OutputAliases
 from .plan import Part, Slices
 from .views import Epoch, View
+
+if TYPE_CHECKING:
+    from ..session.backend import Backend
+    from .output_aliases import OutputAliases
 
 Call = tuple[Library, int | None, Any]
 """The caller's library, the device that its tensors lie on, and what the backend's `locked` gave.  A plain tuple: every call makes
@@ -20,24 +22,24 @@ one."""
 class Outputs:
     """Runs programs for calls; `views`: what it hands out is guarded, and the next replay overwrites it.
 
-    `epoch` counts replays; `aliases` is None for a bundle whose outputs share no memory with anything.
+    `aliases` is None for a bundle whose outputs share no memory with anything; `epoch` counts replays.
     """
 
-    __slots__ = ("_backend", "_rows", "_specs", "_static", "_views", "_wrappers", "aliases", "epoch")
+    __slots__ = ("_aliases", "_backend", "_rows", "_specs", "_static", "_views", "_wrappers", "epoch")
 
-    def __init__(self, manifest: Manifest, backend: Backend, *, views: bool) -> None:
-        self._backend, self._views, self._specs = backend, views, manifest.outputs
+    def __init__(self, manifest: Manifest, backend: Backend, aliases: OutputAliases | None, *, views: bool) -> None:
+        self._backend, self._aliases, self._views, self._specs = backend, aliases, views, manifest.outputs
         self._rows = [tuple([program.values[index] for index in program.outputs]) for program in manifest.programs]
         self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
         self.epoch = Epoch()
-        self.aliases = OutputAliases(manifest, backend, views=views) if manifest.aliases else None
 
     def replay(self, call: Call, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
         """Replays on inputs at `addresses`; `parts` are the slices of the outputs that count (None: they count whole)."""
-        library, views, aliases = call[0], self._views, self.aliases
+        library, views, aliases = call[0], self._views, self._aliases
         made = self._wrapped(call, program, addresses)
         if aliases is not None:
+            made = aliases.wrap(library, program, made, addresses)
             made, bare = aliases.share(library, call[1], program, made, parts)
             if views:
                 guarded = self.guard(library, made)
@@ -52,7 +54,10 @@ class Outputs:
 
     def replay_into(self, whole: Sequence[Any], call: Call, part: Part, addresses: list[int]) -> None:
         """Replays a part of a call that was cut, and copies its outputs to their places in the call's."""
-        for output, value, (taken, placed) in zip(whole, self._wrapped(call, part.program, addresses), part.outputs, strict=True):
+        made = self._wrapped(call, part.program, addresses)
+        if self._aliases is not None:
+            made = self._aliases.wrap(call[0], part.program, made, addresses)
+        for output, value, (taken, placed) in zip(whole, made, part.outputs, strict=True):
             output[placed] = value[taken]
 
     def guard(self, library: Library, values: Sequence[Any]) -> list[Any]:
@@ -76,11 +81,9 @@ class Outputs:
                     library.wrap(address, row.dtype, row.shape, row.strides, results, results.device)
                     for address, row in zip(results.addresses, self._rows[program], strict=True)
                 ]
-            made = known
-        else:
-            wrappers = self._wrappers.get(key)
-            if wrappers is None:
-                rows = self._rows[program]
-                wrappers = self._wrappers[key] = [library.wrapper(row.dtype, row.shape, row.strides) for row in rows]
-            made = [wrap(address, results) for wrap, address in zip(wrappers, results.addresses, strict=True)]
-        return made if self.aliases is None else self.aliases.wrap(library, program, made, addresses)
+            return known
+        wrappers = self._wrappers.get(key)
+        if wrappers is None:
+            rows = self._rows[program]
+            wrappers = self._wrappers[key] = [library.wrapper(row.dtype, row.shape, row.strides) for row in rows]
+        return [wrap(address, results) for wrap, address in zip(wrappers, results.addresses, strict=True)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ..errors import CallError
 from ..format.schema import Manifest, Size
@@ -16,8 +16,7 @@ Slices = tuple[slice, ...]
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One replay: the position of its program; of every input the slices that it takes and the recorded shape; of every output the
     slices of the replay's output that count, and where they go in the call's."""
 
@@ -26,8 +25,7 @@ class Part:
     outputs: tuple[tuple[Slices, Slices], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What a call does.  `exact`: one recorded key serves it as it is.  `shapes`: of the call's outputs."""
 
     exact: bool

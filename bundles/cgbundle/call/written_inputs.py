@@ -49,6 +49,13 @@ class WrittenInputs:
             made.append((index, target))
         return made
 
+    @staticmethod
+    def copy_back(targets: Sequence[tuple[int, Any]], values: Sequence[Any]) -> None:
+        """Copies to the caller's memory what the replay left in the copies that took its place in `values`."""
+        for index, target in targets:
+            copied = values[index]
+            target[tuple([slice(0, size) for size in copied.shape])] = copied
+
     def _check_apart(self, library: Library, values: Sequence[Any], found: Sequence[Descriptor]) -> None:
         """Raises input-unwritable where memory that is written to is also another input's, or twice this one's."""
         places = []
@@ -68,10 +75,3 @@ class WrittenInputs:
                 f"{self._inputs[other].name!r}",
                 "pass a copy of one of them",
             )
-
-
-def copy_back(targets: Sequence[tuple[int, Any]], values: Sequence[Any]) -> None:
-    """Copies to the caller's memory what the replay left in the copies that took its place in `values`."""
-    for index, target in targets:
-        copied = values[index]
-        target[tuple([slice(0, size) for size in copied.shape])] = copied

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping
 from struct import pack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError, StateMissing
 from ..format.schema import Manifest, Weight
@@ -13,7 +13,9 @@ from ..tensors.detection import caller_captures, library_of
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor, from_bytes, is_dense, memory_order
 from ..validate.state import STATE
-from .backend import Backend
+
+if TYPE_CHECKING:
+    from .backend import Backend
 
 SEEDS = 1 << 63
 """Seeds lie below this: int64 holds them."""
