@@ -64,12 +64,8 @@ def name_key(manifest: Manifest, key: Sequence[int]) -> str:
 
 def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Tensor]:
     """The exam's inputs for `key`, copied."""
-    found = []
-    for index in range(len(manifest.inputs)):
-        name = exam_entry(key, "input", index)
-        data = _data(exam, name)
-        found.append(from_bytes(data, exam.entries[name].dtype, exam.entries[name].shape))
-    return found
+    names = [exam_entry(key, "input", index) for index in range(len(manifest.inputs))]
+    return [from_bytes(_data(exam, name), exam.entries[name].dtype, exam.entries[name].shape) for name in names]
 
 
 def _replay(exam: Mapped, program: Program, proof: Proof) -> Result:
@@ -85,20 +81,16 @@ def _replay(exam: Mapped, program: Program, proof: Proof) -> Result:
         inputs = inputs_of(exam, manifest, proof.key)
         outputs = program.replay(inputs)
     found = [(exam_entry(proof.key, "output", index), output) for index, output in enumerate(outputs)]
-    found += [(exam_entry(proof.key, "written", index), inputs[index]) for index in program.manifest.written]
-    worst, exact = 0.0, True
+    found += [(exam_entry(proof.key, "written", index), inputs[index]) for index in manifest.written]
+    pairs = []
     for name, value in found:
         tensor = value.tensor if isinstance(value, View) else value
-        expected, got = bytes(_data(exam, name)), tensor.tobytes()
-        if expected != got:
-            exact = False
-            worst = max(worst, relative_error(tensor.dtype, expected, got))
+        pairs.append((tensor.dtype, bytes(_data(exam, name)), tensor.tobytes()))
     for index, before in first.items():
-        expected, got = _changed(exam, proof.key, index, before), program.state_bytes(index)
-        if expected != got:
-            exact = False
-            worst = max(worst, relative_error(manifest.weights[index].dtype, expected, got))
-    return Result(key=proof.key, error=worst, tolerance=proof.tolerance, exact=exact)
+        expected = _changed(exam, proof.key, index, before)
+        pairs.append((manifest.weights[index].dtype, expected, program.state_bytes(index)))
+    errors = [relative_error(dtype, expected, got) for dtype, expected, got in pairs if expected != got]
+    return Result(key=proof.key, error=max(errors, default=0.0), tolerance=proof.tolerance, exact=not errors)
 
 
 def _changed(exam: Mapped, key: tuple[int, ...], index: int, first: bytes) -> bytes:

@@ -13,11 +13,12 @@ from .call.inputs import cut, lay_out
 from .call.outputs import Call, Outputs
 from .call.plan import Plan, number_of_key, plan
 from .call.views import CLOSED
-from .errors import CallError, ProgramClosed
+from .errors import CallError
 from .format.pytree import builder, flattener
 from .format.schema import Manifest
+from .session.locks import closed
 from .session.sessions import PER_SESSION, Sessions
-from .session.state import State, fetch, reset, seed
+from .session.state import State
 from .tensors.detection import library_of
 from .tensors.library import Library
 from .tensors.tensor import Tensor
@@ -135,7 +136,7 @@ class Program:
         made._root = root
         if not root._sessions.add(made):
             made.close()
-            raise ProgramClosed("program-closed", f"program {root.manifest.name!r} was closed")
+            raise closed(root.manifest.name)
         return made
 
     @property
@@ -146,16 +147,16 @@ class Program:
 
     def reset(self) -> None:
         """Brings back what all state held at first, in order with the calls; random numbers go on."""
-        reset(self._backend)
+        self.state.reset()
 
     def seed(self, number: int) -> None:
         """Begins the random numbers anew: equal seeds give equal numbers, call by call.  Raises ValueError unless
         0 <= number < 2**63, StateMissing for a model that draws none."""
-        seed(self._backend, self.manifest, number)
+        self.state.seed(number)
 
     def state_bytes(self, weight: int) -> bytes:
         """The bytes of number `weight` of the manifest's weights in the order of memory, when the calls before are done."""
-        return fetch(self._backend, weight)
+        return self.state.fetch(weight)
 
     def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
         """The static input buffers of a recorded key, in the order of the signature, on the program's device, without gaps: a call

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CallError
-from ..format.schema import DTYPES, Manifest
+from ..format.schema import DTYPES, Manifest, TensorSpec
 from ..tensors.library import Descriptor, Library
 from ..tensors.overlap import folds, reach, shared
 from ..tensors.tensor import Tensor, dense, is_dense
@@ -41,11 +41,8 @@ class WrittenInputs:
             if is_dense(shape, steps, spec.order) and library.describe(target)[0] == address:
                 continue
             if library.name == "dlpack" and not (isinstance(tensor, Tensor) and tensor.device is None):
-                raise CallError(
-                    "input-unwritable",
-                    f"input {spec.name!r}: the model writes to it, and it is not laid out as recorded",
-                    "pass a tensor whose axes lie in memory in the order of the signature, without gaps",
-                )
+                hint = "pass a tensor whose axes lie in memory in the order of the signature, without gaps"
+                raise _unwritable(spec, "it is not laid out as recorded", hint)
             made.append((index, target))
         return made
 
@@ -63,15 +60,11 @@ class WrittenInputs:
             places.append(reach(address, shape, library.byte_strides(value), DTYPES[dtype]))
         for index in self._written:
             if found[index][3] is not None and folds(places[index]):
-                raise CallError(
-                    "input-unwritable",
-                    f"input {self._inputs[index].name!r}: the model writes to it, and its elements share memory",
-                    "pass a copy of the expanded tensor",
-                )
+                raise _unwritable(self._inputs[index], "its elements share memory", "pass a copy of the expanded tensor")
         for one, other in shared(places, self._written):
-            raise CallError(
-                "input-unwritable",
-                f"input {self._inputs[one].name!r}: the model writes to it, and it shares memory with input "
-                f"{self._inputs[other].name!r}",
-                "pass a copy of one of them",
-            )
+            reason = f"it shares memory with input {self._inputs[other].name!r}"
+            raise _unwritable(self._inputs[one], reason, "pass a copy of one of them")
+
+
+def _unwritable(spec: TensorSpec, reason: str, hint: str) -> CallError:
+    return CallError("input-unwritable", f"input {spec.name!r}: the model writes to it, and {reason}", hint)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from ctypes import Array, addressof, c_void_p
 from typing import Any
 
-from ..errors import MachineError, ProgramClosed
+from ..errors import MachineError
 from ..format.archive import WEIGHTS
 from ..format.extents import extent, span
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Target
 from ..session.initial_state import InitialState
-from ..session.locks import ExclusiveLock, SharedLock
+from ..session.locks import ExclusiveLock, SharedLock, closed
 from ..validate.state import STATE
 from . import libtorch
 from .host_region import INSTANCES, POINTER_BYTES, HostRegion, layout_of, open_region
@@ -172,7 +172,7 @@ class CpuBackend:
 
     def _use(self) -> Shared:
         if self._shared is None:
-            raise ProgramClosed("program-closed", f"program {self._name!r} was closed")
+            raise closed(self._name)
         return self._shared
 
     def _restore(self) -> None:

@@ -14,15 +14,15 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CallError, ProgramClosed
+from ..errors import CallError
 from ..format.extents import extent
 from ..format.schema import CODE, Manifest
-from ..session.locks import AnyLock, SessionLock
+from ..session.locks import AnyLock, SessionLock, closed
 from ..tensors.detection import caller_captures
 from . import driver, memory
 from .driver import Context, Relaxed, cu
 from .memory import WEIGHTS, Memories, Output
-from .programs import BoundProgram, Executors, bind, buffers
+from .programs import BoundProgram, DeviceOutputs, Executors, HostOutputs, bind, static_buffers
 from .shared import Shared
 from .stream_order import StreamOrder
 
@@ -33,31 +33,6 @@ SHARED = (WEIGHTS, CODE)
 """Memories that belong to no session alone."""
 
 HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
-
-
-class DeviceOutputs:
-    """Outputs in the program's own GPU memory, the same after every replay; it owns the tensors over them."""
-
-    static = True
-
-    def __init__(self, addresses: Sequence[int], backend: CudaBackend) -> None:
-        self.addresses, self.device = addresses, backend.device
-        self._backend = backend
-
-    def copy_out(self, address: int, size: int, stream: int) -> Output:
-        """GPU memory of its own with the same bytes, in the order of a stream."""
-        return self._backend.copy_out(address, size, stream)
-
-
-class HostOutputs:
-    """Outputs copied to memory of the CPU that lives as long as this object."""
-
-    device: int | None = None
-    static = False
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._memory = [(ctypes.c_char * max(1, size))() for size in sizes]
-        self.addresses: Sequence[int] = [ctypes.addressof(memory) for memory in self._memory]
 
 
 class CudaBackend:
@@ -147,10 +122,8 @@ class CudaBackend:
         return LockedStream(self, stream)
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
-        """Replays, and copies back to the caller's memory the inputs that the model writes to, in the order of the stream.
-
-        Inputs of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for.
-        """
+        """Replays, and copies back to the caller's memory the inputs that the model writes to, in the order of the stream.  Inputs
+        of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for."""
         if device is None:
             return self._run_from_host(program, addresses, stream)
         bound = self._programs.get(program) or self._bound(program, stream)
@@ -191,7 +164,7 @@ class CudaBackend:
     def buffers(self, program: int) -> tuple[list[int], object]:
         """The addresses of the program's static input buffers, and what owns tensors over them."""
         with self.locked(None):  # which raises where this was closed
-            return [address for address, _ in buffers(self._manifest.programs[program], self._memories)], self
+            return [address for address, _ in static_buffers(self._manifest.programs[program], self._memories)], self
 
     def copy_out(self, address: int, size: int, stream: int | None) -> Output:
         """A copy of GPU memory that the next replay leaves alone, in the order of the stream."""
@@ -263,7 +236,7 @@ class CudaBackend:
 
     def _current(self) -> Context:
         if self._closed:
-            raise ProgramClosed("program-closed", f"program {self._manifest.name!r} was closed")
+            raise closed(self._manifest.name)
         return self._context
 
     def _size(self, weight: int) -> int:
@@ -292,7 +265,7 @@ class CudaBackend:
             manifest = self._manifest
             with self._shared.lock:
                 bound = bind(manifest.programs[number], manifest.written, self._memories, self._executors, self._host)
-            self._results[number] = DeviceOutputs(bound.outputs, self)
+            self._results[number] = DeviceOutputs(bound.outputs, self.device, self.copy_out)
             self._programs[number] = bound
 
 

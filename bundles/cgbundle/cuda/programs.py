@@ -1,7 +1,8 @@
-"""Programs bound to the addresses of this process: what a replay calls, one after the other."""
+"""Programs bound to the addresses of this process: what a replay calls, one after the other, and the outputs that it gives."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,12 +13,32 @@ from ..tables.view import Table
 from . import memory
 from .driver import cu
 from .executors import Executor, GraphExecutor, StreamExecutor
-from .memory import HOST, Memories
+from .memory import HOST, Memories, Output
 from .modules import Modules, read
 from .shared import Shared
 
 if TYPE_CHECKING:
     from .host_steps import HostSteps  # few bundles have any
+
+
+class DeviceOutputs:
+    """Outputs in the program's own GPU memory, the same after every replay; it owns the tensors over them."""
+
+    static = True
+
+    def __init__(self, addresses: Sequence[int], device: int | None, copy_out: Callable[[int, int, int], Output]) -> None:
+        self.addresses, self.device, self.copy_out = addresses, device, copy_out
+
+
+class HostOutputs:
+    """Outputs copied to memory of the CPU that lives as long as this object."""
+
+    device: int | None = None
+    static = False
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._memory = [(ctypes.c_char * max(1, size))() for size in sizes]
+        self.addresses: Sequence[int] = [ctypes.addressof(memory) for memory in self._memory]
 
 
 class BoundProgram(NamedTuple):
@@ -81,7 +102,7 @@ def bind(
         assert host is not None  # a host step's region is of kind host, and so there are host regions
         return host.step(program, step)
 
-    inputs = buffers(program, memories)
+    inputs = static_buffers(program, memories)
     outputs = [program.values[index] for index in program.outputs]
     steps, joins = ([made(step, join) for step in program.steps] for join in (False, True))
     return BoundProgram(
@@ -95,7 +116,7 @@ def bind(
     )
 
 
-def buffers(program: Program, memories: Memories) -> list[tuple[int, int]]:
+def static_buffers(program: Program, memories: Memories) -> list[tuple[int, int]]:
     """(address, bytes) of the static buffer of each input."""
     rows = [program.values[index] for index in program.inputs]
     return [(memories.address(row.memory, row.offset), span(row)) for row in rows]

@@ -9,6 +9,11 @@ from typing import Protocol
 from ..errors import ProgramClosed, SessionBusy
 
 
+def closed(name: str) -> ProgramClosed:
+    """The error of whoever uses a closed program."""
+    return ProgramClosed("program-closed", f"program {name!r} was closed")
+
+
 class SharedLock:
     """A context held by every replay of a program named `name`; any number may hold it.  `close` waits until none does.
 
@@ -23,7 +28,7 @@ class SharedLock:
     def __enter__(self) -> None:
         with self._gate:
             if self._closed:
-                raise ProgramClosed("program-closed", f"program {self._name!r} was closed")
+                raise closed(self._name)
             self._held += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -99,7 +104,7 @@ class ExclusiveLock:
         self._lock.acquire()
         if self._closed:
             self._lock.release()
-            raise ProgramClosed("program-closed", f"program {self._name!r} was closed")
+            raise closed(self._name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._lock.release()

@@ -30,7 +30,7 @@ class State(Mapping[str, Tensor]):
     """
 
     def __init__(self, manifest: Manifest, backend: Backend) -> None:
-        self._backend, self._weights, self._program = backend, manifest.weights, manifest.name
+        self._backend, self._weights, self._program, self._random = backend, manifest.weights, manifest.name, manifest.random
         self._places = {
             weight.name: index
             for index, weight in enumerate(manifest.weights)
@@ -39,7 +39,7 @@ class State(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         index, weight = self._row(name)
-        raw = fetch(self._backend, index)
+        raw = self.fetch(index)
         memory = from_bytes(raw, "uint8", (len(raw),))
         return Tensor(memory.address, weight.dtype, weight.shape, weight.strides, memory)
 
@@ -51,7 +51,8 @@ class State(Mapping[str, Tensor]):
         if not is_dense(shape, library.strides(value) if strides is None else strides, order):
             value = library.ordered(value, order)
             address = library.describe(value)[0]
-        refuse_capture(self._backend if device is None else None)
+        if device is None:
+            self._refuse_capture()
         with self._backend.locked(None if device is None else library.stream(device)) as stream:
             self._backend.store(index, address, device, stream)
 
@@ -62,6 +63,29 @@ class State(Mapping[str, Tensor]):
         backend = self._backend
         with backend.locked(None):  # which raises where the session was closed
             return Tensor(backend.address(index), weight.dtype, weight.shape, weight.strides, backend.owner, backend.device)
+
+    def fetch(self, weight: int) -> bytes:
+        """The bytes of number `weight` of the manifest's weights, in the order of memory, when the calls before are done."""
+        self._refuse_capture()
+        with self._backend.locked(None) as stream:
+            return self._backend.fetch(weight, stream)
+
+    def reset(self) -> None:
+        """Brings back what all state held at first but that of the random numbers, in order with the calls."""
+        self._refuse_capture()
+        with self._backend.locked(None) as stream:
+            self._backend.reset(stream)
+
+    def seed(self, number: int) -> None:
+        """See `Program.seed`."""
+        if self._random < 0:
+            raise StateMissing("state-missing", f"program {self._program!r} has no seed: its model draws no random numbers")
+        if not 0 <= number < SEEDS:
+            raise ValueError(f"seed {number}: expected an integer from 0 to 2**63 - 1")
+        self._refuse_capture()
+        memory = ctypes.create_string_buffer(pack("<qq", number, 0), 16)
+        with self._backend.locked(None) as stream:
+            self._backend.store(self._random, ctypes.addressof(memory), None, stream)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -97,38 +121,11 @@ class State(Mapping[str, Tensor]):
             raise CallError("state-invalid", f"state {name!r}: expected a tensor on {here}, got one on device {device}")
         return library, value, found
 
-
-def fetch(backend: Backend, index: int) -> bytes:
-    """The bytes of weight number `index`, in the order of memory, when the calls before this are done."""
-    refuse_capture(backend)
-    with backend.locked(None) as stream:
-        return backend.fetch(index, stream)
-
-
-def reset(backend: Backend) -> None:
-    """Brings back what all state held at first but that of the random numbers, in order with the calls."""
-    refuse_capture(backend)
-    with backend.locked(None) as stream:
-        backend.reset(stream)
-
-
-def seed(backend: Backend, manifest: Manifest, number: int) -> None:
-    """Begins the random numbers anew.  Raises ValueError unless 0 <= number < 2**63, StateMissing for a model that draws none."""
-    if manifest.random < 0:
-        raise StateMissing("state-missing", f"program {manifest.name!r} has no seed: its model draws no random numbers")
-    if not 0 <= number < SEEDS:
-        raise ValueError(f"seed {number}: expected an integer from 0 to 2**63 - 1")
-    refuse_capture(backend)
-    memory = ctypes.create_string_buffer(pack("<qq", number, 0), 16)
-    with backend.locked(None) as stream:
-        backend.store(manifest.random, ctypes.addressof(memory), None, stream)
-
-
-def refuse_capture(backend: Backend | None) -> None:
-    """Raises capture-refused where the caller captures a graph of the GPU and what follows is done on the CPU's side."""
-    if backend is not None and backend.device is not None and caller_captures():
-        raise CallError(
-            "capture-refused",
-            "state cannot be read, written from the CPU, reset or seeded while a CUDA graph is captured",
-            "do it before or after the capture",
-        )
+    def _refuse_capture(self) -> None:
+        """Raises capture-refused where the caller captures a graph of the GPU and what follows is done on the CPU's side."""
+        if self._backend.device is not None and caller_captures():
+            raise CallError(
+                "capture-refused",
+                "state cannot be read, written from the CPU, reset or seeded while a CUDA graph is captured",
+                "do it before or after the capture",
+            )

@@ -92,24 +92,20 @@ def check_writable(value: Any, name: str) -> None:
     1.0 on."""
     library = type(value).__module__.partition(".")[0]
     if library in IMMUTABLE:
-        raise CallError("input-unwritable", f"input {name!r}: the model writes to it, and arrays of {library} never change", _COPY)
+        raise _unwritable(name, f"arrays of {library} never change")
     try:
         capsule = value.__dlpack__(max_version=(1, 0))
     except (TypeError, BufferError, RuntimeError):
         capsule = None
     if capsule is None or not _capsule_is(capsule, b"dltensor_versioned"):
-        raise CallError(
-            "input-unwritable",
-            f"input {name!r}: the model writes to it, and its library ({library}) does not say whether it may be written to",
-            _COPY,
-        )
+        raise _unwritable(name, f"its library ({library}) does not say whether it may be written to")
     if _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned")).flags & READ_ONLY:
-        raise CallError(
-            "input-unwritable", f"input {name!r}: the model writes to it, and its library ({library}) shares it read-only", _COPY
-        )
+        raise _unwritable(name, f"its library ({library}) shares it read-only")
 
 
-_COPY = "pass a copy of it as a NumPy array, a torch tensor or a cgbundle.Tensor"
+def _unwritable(name: str, reason: str) -> CallError:
+    hint = "pass a copy of it as a NumPy array, a torch tensor or a cgbundle.Tensor"
+    return CallError("input-unwritable", f"input {name!r}: the model writes to it, and {reason}", hint)
 
 
 def export(
