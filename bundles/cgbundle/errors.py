@@ -94,12 +94,6 @@ CATALOGUE: Mapping[str, Cause] = {
     "relocation-invalid": Cause(
         BundleError, 1, "An address of a recording lies outside its memory, or its place outside the parameters.", DAMAGED
     ),
-    "exam-failed": Cause(
-        BundleError,
-        1,
-        "A replay of the stored exam gave another result than the bundle promises.",
-        "build the bundle again on this kind of machine",
-    ),
     "wrong-machine": Cause(
         MachineError,
         2,

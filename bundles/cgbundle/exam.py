@@ -1,6 +1,6 @@
-"""The stored exam: inputs and expected outputs of every int_key, and what it leaves in inputs that it writes to and in state,
-replayed from the first state and compared with nothing but the standard library.
+"""The stored exam: inputs and expected outputs of every int_key, and what a call leaves in inputs and in state.
 
+It is replayed from the first state and compared with nothing but the standard library.
 `python -m cgbundle.exam BUNDLE` is the fresh process that a build proves itself in; it prints one JSON object.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .call.views import View
@@ -82,14 +82,15 @@ def _replay(exam: Mapped, program: Program, proof: Proof) -> Result:
         outputs = program.replay(inputs)
     found = [(exam_entry(proof.key, "output", index), output) for index, output in enumerate(outputs)]
     found += [(exam_entry(proof.key, "written", index), inputs[index]) for index in manifest.written]
-    pairs = []
-    for name, value in found:
-        tensor = value.tensor if isinstance(value, View) else value
-        pairs.append((tensor.dtype, bytes(_data(exam, name)), tensor.tobytes()))
-    for index, before in first.items():
-        expected = _changed(exam, proof.key, index, before)
-        pairs.append((manifest.weights[index].dtype, expected, program.state_bytes(index)))
-    errors = [relative_error(dtype, expected, got) for dtype, expected, got in pairs if expected != got]
+
+    def compared() -> Iterator[tuple[str, bytes, bytes]]:  # one by one: state may be large
+        for name, value in found:
+            tensor = value.tensor if isinstance(value, View) else value
+            yield tensor.dtype, bytes(_data(exam, name)), tensor.tobytes()
+        for index, before in first.items():
+            yield manifest.weights[index].dtype, _changed(exam, proof.key, index, before), program.state_bytes(index)
+
+    errors = [relative_error(dtype, expected, got) for dtype, expected, got in compared() if expected != got]
     return Result(key=proof.key, error=max(errors, default=0.0), tolerance=proof.tolerance, exact=not errors)
 
 
@@ -137,8 +138,8 @@ def fresh(path: str) -> dict[str, Any]:
     """
     import subprocess
 
-    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "cgbundle.exam", path], env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True, text=True, errors="replace", check=False,
@@ -159,10 +160,7 @@ def main(arguments: Sequence[str]) -> int:
         with open_program(path, check="full", poison=POISON) as program:
             results = replay_exam(path, program)
             compare = program.manifest.exam.compare
-            rows = [
-                {"key": r.key, "error": r.error, "tolerance": r.tolerance, "exact": r.exact, "passed": r.passed(compare)}
-                for r in results
-            ]
+            rows = [{**asdict(result), "passed": result.passed(compare)} for result in results]
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "kind": error.code}))
         return error.exit_code

@@ -38,15 +38,9 @@ def load(
 
 
 def open_program(
-    path: str | os.PathLike[str],
-    device: int = 0,
-    mode: str = "graph",
-    on_miss: str = "pad",
-    outputs: str = "copy",
-    check: str = "load",
-    poison: int | None = None,
-    lazy: bool = False,
-) -> Program:
+    path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
+    check: str = "load", poison: int | None = None, lazy: bool = False,
+) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
     folder = os.fspath(path)

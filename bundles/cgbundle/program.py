@@ -54,9 +54,17 @@ class Program:
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._libraries: dict[type, Library] = {}
-        self._aliases = _output_aliases(manifest, backend, views=self._views) if manifest.aliases else None
+        self._aliases: OutputAliases | None = None
+        self._written: WrittenInputs | None = None
+        if manifest.aliases:
+            from .call.output_aliases import OutputAliases  # few bundles have any: a load without them stays light
+
+            self._aliases = OutputAliases(manifest, backend, views=self._views)
+        if manifest.written:
+            from .call.written_inputs import WrittenInputs  # likewise
+
+            self._written = WrittenInputs(manifest)
         self._outputs = Outputs(manifest, backend, self._aliases, views=self._views)
-        self._written = _written_inputs(manifest) if manifest.written else None
         self._held: Sequence[Any] = ()
         self.state = State(manifest, backend)
         self._root: Program | None = None
@@ -83,9 +91,10 @@ class Program:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
         if len(tensors) != len(self.inputs):
             raise CallError("input-structure", f"expected {len(self.inputs)} inputs, got {len(tensors)}")
-        library = self._libraries.get(type(tensors[0])) if tensors else None
+        first = tensors[0] if tensors else None
+        library = self._libraries.get(type(first))
         if library is None:
-            library = self._library(tensors)
+            library = self._libraries[type(first)] = library_of(first)
         values, found, shapes = [], [], []
         for tensor, spec in zip(tensors, self.inputs, strict=True):
             value, descriptor = library.take(tensor, spec.name)
@@ -112,7 +121,7 @@ class Program:
             else:
                 made = self._pieces(call, plan, values)
         if library.name == "dlpack" and tensors and not self._views:
-            made = [library.converted(value, tensors[0]) for value in made]
+            made = [library.converted(value, first) for value in made]
         if written is not None and targets is not None:
             # an output of the CPU may lie in an input's memory: a view of it lasts until the next call, and so does the input
             self._held = values if self._views else ()
@@ -159,7 +168,7 @@ class Program:
         return self.state.fetch(weight)
 
     def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
-        """The static input buffers of a recorded key, in the order of the signature, on the program's device, without gaps: a call
+        """The static input buffers of a recorded key, in the order of the signature, on the program's device, without gaps.  A call
         with these tensors, or with other libraries' over them (`torch.from_dlpack`), copies nothing in.
 
         On a GPU those of all keys lie over each other: a call of another key overwrites them.  They are good until the session is
@@ -197,13 +206,6 @@ class Program:
         keys = ", ".join(map(str, self.int_keys[:6])) + (", ..." if len(self.int_keys) > 6 else "")
         return f"<cgbundle.Program {self.manifest.name!r} for {self.manifest.target.arch}, int_keys {keys}>"
 
-    def _library(self, tensors: Sequence[Any]) -> Library:
-        kind = type(tensors[0]) if tensors else type(None)
-        library = self._libraries.get(kind)
-        if library is None:
-            library = self._libraries[kind] = library_of(tensors[0] if tensors else None)
-        return library
-
     def _plan(self, shapes: tuple[Any, ...]) -> Plan:
         if len(self._plans) >= PLANS:
             self._plans.clear()
@@ -224,15 +226,3 @@ class Program:
             outputs.replay_into(whole, call, part, addresses)
             del kept  # the inputs had to live until the replay was done with them
         return outputs.guard(library, whole) if self._views else whole
-
-
-def _output_aliases(manifest: Manifest, backend: Backend, *, views: bool) -> OutputAliases:
-    from .call.output_aliases import OutputAliases  # few bundles have any: a load without them stays light
-
-    return OutputAliases(manifest, backend, views=views)
-
-
-def _written_inputs(manifest: Manifest) -> WrittenInputs:
-    from .call.written_inputs import WrittenInputs  # likewise
-
-    return WrittenInputs(manifest)

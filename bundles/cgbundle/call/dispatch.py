@@ -107,16 +107,13 @@ def _place(pieces: Sequence[int], size: int) -> list[Cut]:
 
 
 def _refusal(dimension: Dimension, size: int) -> str:
-    name = dimension.name
+    name, refused = dimension.name, f"{dimension.name} cannot be padded"
+    expected = f"a recorded {name} ({_list(dimension)})"
     if dimension.chunk:
-        return (
-            f"expected a sum of recorded {name} ({_list(dimension)}), got {size}, and {name} cannot be padded: {dimension.reason}"
-        )
-    if size > dimension.sizes[-1]:
-        return (
-            f"expected at most {name}={dimension.sizes[-1]}, got {size}, and a call cannot be cut along {name}: {dimension.reason}"
-        )
-    return f"expected a recorded {name} ({_list(dimension)}), got {size}, and {name} cannot be padded: {dimension.reason}"
+        expected = f"a sum of recorded {name} ({_list(dimension)})"
+    elif size > dimension.sizes[-1]:
+        expected, refused = f"at most {name}={dimension.sizes[-1]}", f"a call cannot be cut along {name}"
+    return f"expected {expected}, got {size}, and {refused}: {dimension.reason}"
 
 
 def _list(dimension: Dimension) -> str:

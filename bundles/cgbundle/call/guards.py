@@ -1,5 +1,7 @@
-"""Guards: from the dtypes, devices and shapes of a call to the sizes of the declared dimensions, or an error that names the input,
-the axis, what was expected and what came.  Pure."""
+"""Guards: from the dtypes, devices and shapes of a call to the sizes of the declared dimensions.  Pure.
+
+Errors name the input, the axis, what was expected and what came.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +21,22 @@ def call_sizes(manifest: Manifest, shapes: Sequence[Sequence[int]]) -> tuple[int
     found: dict[str, tuple[int, str]] = {}
     for spec, shape in zip(manifest.inputs, shapes, strict=True):
         if len(shape) != len(spec.shape):
-            raise CallError(
-                "input-shape",
-                f"input {spec.name!r}: expected {len(spec.shape)} axes {signature(spec)}, got {len(shape)}: {list(shape)}",
-            )
+            expected = f"expected {len(spec.shape)} axes {signature(spec)}"
+            raise CallError("input-shape", f"input {spec.name!r}: {expected}, got {len(shape)}: {list(shape)}")
         for axis, (size, actual) in enumerate(zip(spec.shape, shape, strict=True)):
-            rule = linear(size)
+            rule, where = linear(size), f"input {spec.name!r}, axis {axis}"
             if rule is None:
                 if actual != size:
-                    raise CallError(
-                        "input-shape", f"input {spec.name!r}, axis {axis}: expected {text(size)}, got {actual} {signature(spec)}"
-                    )
+                    raise CallError("input-shape", f"{where}: expected {text(size)}, got {actual} {signature(spec)}")
                 continue
             name, scale, offset = rule
             value, rest = divmod(actual - offset, scale)
             if rest or value < 0:
-                raise CallError(
-                    "input-shape", f"input {spec.name!r}, axis {axis}: expected {text(size)}, which no {name} makes {actual}"
-                )
-            first = found.setdefault(name, (value, f"input {spec.name!r}, axis {axis}"))
+                raise CallError("input-shape", f"{where}: expected {text(size)}, which no {name} makes {actual}")
+            first = found.setdefault(name, (value, where))
             if first[0] != value:
-                raise CallError(
-                    "dimension-disagrees",
-                    f"input {spec.name!r}, axis {axis}: expected {name}={first[0]} as in {first[1]}, got {value}",
-                )
+                message = f"{where}: expected {name}={first[0]} as in {first[1]}, got {value}"
+                raise CallError("dimension-disagrees", message)
     return tuple([found[dimension.name][0] for dimension in manifest.dimensions])
 
 

@@ -14,6 +14,7 @@ from ..errors import CallError
 from ..format.extents import span
 from ..format.schema import DTYPES, Alias, Manifest, Program, Value
 from ..tensors.library import Descriptor, Library
+from ..tensors.tensor import moving
 from ..validate.state import base_of
 from ..validate.steps import KEPT
 from .plan import Plan, Slices
@@ -40,20 +41,20 @@ def alias_layout(manifest: Manifest, program: Program, alias: Alias) -> AliasLay
     base = base_of(manifest, program, alias)
     offset = value.offset - (base.offset if manifest.target.kind == "cuda" else 0)
     alike = (base.dtype, base.shape) == (value.dtype, value.shape)
-    whole = offset == 0 and alike and _steps(value.shape, base.strides) == _steps(value.shape, value.strides)
+    whole = offset == 0 and alike and moving(value.shape, base.strides) == moving(value.shape, value.strides)
     return AliasLayout(value, base, offset, whole)
 
 
 def rebase(seen: AliasLayout, steps: Sequence[int]) -> tuple[int, list[int]] | None:
-    """Where a view of an input lies in the caller's own tensor, whose axes lie `steps` bytes apart: bytes from its first element,
-    and from one element of the view to the next along every axis.
+    """Where a view of an input lies in the caller's own tensor, whose axes have strides of `steps` bytes: (bytes from its first
+    element, strides of the view in bytes).
 
     None where that tensor has no such view.  An axis of the view may run over several axes of the input, as that of a flattened one
     does, which only lie so in the recorded layout.  Or the dtypes differ, and the tensor is laid out otherwise.
     """
     base, value = seen.base, seen.value
     item = DTYPES[base.dtype]
-    if _steps(base.shape, [stride * item for stride in base.strides]) == _steps(base.shape, steps):
+    if moving(base.shape, [stride * item for stride in base.strides]) == moving(base.shape, steps):
         return seen.offset, [stride * DTYPES[value.dtype] for stride in value.strides]
     if base.dtype != value.dtype or seen.offset % item or 0 in value.shape:
         return None
@@ -74,18 +75,12 @@ def rebase(seen: AliasLayout, steps: Sequence[int]) -> tuple[int, list[int]] | N
     return sum(begin[axis] * steps[axis] for axis in axes), [sum(move[axis] * steps[axis] for axis in axes) for move in moves]
 
 
-def _steps(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The strides that matter."""
-    return [] if 0 in shape else [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
-
-
 class OutputAliases:
-    """The outputs of a program that `manifest.aliases` lists, which share memory as in eager.
+    """The outputs that `manifest.aliases` lists, which share memory as in eager.
 
-    An output that is an input is the caller's own tensor; one that is a part of it, that part of the caller's tensor, whose layout
-    has to have one (input-layout).  One over a weight or state is a live tensor of the program's memory, which later calls read and
-    change, for callers on the program's device; else a copy.  It is never guarded.  Outputs that share memory with each other do so
-    in what is handed out, too.
+    An output that is an input is the caller's own tensor.  One that is a part of it is that part of the caller's tensor, whose
+    layout has to have one (input-layout).  One over a weight or state is a live tensor of the program's memory, for callers on the
+    program's device; else a copy.  It is never guarded.  Outputs that share memory with each other do so in what is handed out.
     """
 
     def __init__(self, manifest: Manifest, backend: Backend, *, views: bool) -> None:

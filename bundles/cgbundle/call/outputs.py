@@ -66,7 +66,6 @@ class Outputs:
         return [View(spec, value, library, epoch, epoch.number) for spec, value in zip(self._specs, values, strict=True)]
 
     def close(self) -> None:
-        """Lets go of what lies in the backend's memory."""
         self._static.clear()
 
     def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:

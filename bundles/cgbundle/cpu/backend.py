@@ -66,7 +66,7 @@ class Shared:
         handed = any(alias.memory == "weights" for alias in manifest.aliases)
         self.weights = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS, writable=handed)
         self.state = dict(manifest.memories).get(STATE, 0)
-        self.initial = InitialState(folder, manifest) if self.state else None
+        self.initial = InitialState(folder, manifest)
 
 
 class CpuBackend:
@@ -127,25 +127,20 @@ class CpuBackend:
 
     @property
     def owner(self) -> object:
-        """Keeps weights and state where they are."""
         return (self._shared, self._state)
 
     def address(self, weight: int) -> int:
-        """The address of a weight, of memory weights or state."""
         row = self._weights[weight]
         return addressof(self._state) + row.offset if row.memory == STATE else self._use().weights.address(row.tensor)
 
     def fetch(self, weight: int, stream: object = None) -> bytes:
-        """A weight's bytes, in the order of memory."""
         return ctypes.string_at(self.address(weight), self._size(weight))
 
     def store(self, weight: int, address: int, device: int | None, stream: object = None) -> None:
-        """Copies to a weight as many bytes as it has."""
         ctypes.memmove(self.address(weight), address, self._size(weight))
 
     def reset(self, stream: object = None) -> None:
-        """Brings back what state held at first."""
-        for row in self._initial.rows if self._initial is not None else ():
+        for row in self._initial.rows:
             if not row.source:
                 ctypes.memset(addressof(self._state) + row.offset, 0, row.size)
         self._restore()
@@ -176,7 +171,7 @@ class CpuBackend:
         return self._shared
 
     def _restore(self) -> None:
-        for row in self._initial.rows if self._initial is not None else ():
+        for row in self._initial.rows:
             if row.source:
                 ctypes.memmove(addressof(self._state) + row.offset, row.source, row.size)
 

@@ -55,9 +55,11 @@ def open_region(
     state: int = 0,
     instances: int = INSTANCES,
 ) -> HostRegion:
-    """A host region of the bundle in `folder`, ready to run: its constants are used in place in the mapped weights (None for a
-    region without constants) or in memory state at `state`; both must stay until it is closed.  `instances`: see INSTANCES.  Raises
-    library-refused."""
+    """A host region of the bundle in `folder`, ready to run.  Its constants are used in place, in the mapped weights (None for a
+    region without constants) or in memory state at `state`; both must stay until it is closed.  `instances`: see INSTANCES.
+
+    Raises library-refused.
+    """
     opened = HostRegion(os.path.join(folder, region.file), torch, region.file, instances)
     try:
         constants = {}

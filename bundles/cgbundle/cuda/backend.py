@@ -85,7 +85,8 @@ class CudaBackend:
             with self._context, Relaxed():
                 self._open(self._cleanup, alone=alone)
                 self._bind(() if lazy else range(len(self._manifest.programs)))
-                self._settle()
+                shared.settle()  # and zeroed memories and state
+                driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
             undo.pop_all()
         self._closed = False
 
@@ -98,8 +99,7 @@ class CudaBackend:
         self._order = StreamOrder(stream, cleanup, HOSTED if hosted else "")
         own = {name: size for name, size in shared.sizes.items() if name not in SHARED}
         self._memories = Memories(own, shared.base, cleanup, stream)
-        if shared.initial is not None:
-            self._memories.fill_state(shared.initial, stream)
+        self._memories.fill_state(shared.initial, stream)
         with shared.lock:
             modules = shared.modules(self._memories, cleanup)
         self._executors = Executors(shared, modules, self._memories.bases, stream)
@@ -211,9 +211,7 @@ class CudaBackend:
             driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
 
     def reset(self, stream: Any) -> None:
-        """Brings back what state held at first."""
-        if self._shared.initial is not None:
-            self._memories.reset_state(self._shared.initial, stream)
+        self._memories.reset_state(self._shared.initial, stream)
 
     def close(self) -> None:
         """Waits for what runs and gives back what is the session's own, and with the last session the rest, but Outputs not freed
@@ -242,11 +240,6 @@ class CudaBackend:
     def _size(self, weight: int) -> int:
         row = self._manifest.weights[weight]
         return extent(row.dtype, row.shape, row.strides)
-
-    def _settle(self) -> None:
-        """Waits until weights, zeroed memories and state are in place."""
-        self._shared.settle()
-        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
 
     def _bound(self, number: int, stream: Any) -> BoundProgram:
         """A program that no call has used yet.  Raises capture-refused inside a capture."""

@@ -28,7 +28,7 @@ class ContextFuture:
         self._error: CgbundleError | None = None
         self._thread: threading.Thread | None = None
         if _for_cuda(folder):
-            from . import driver  # here, not in the thread: two threads that import at once take turns, and both wait
+            from . import driver  # here, not in the thread: two threads that import at once wait for each other
 
             self._driver = driver
             self._thread = threading.Thread(target=self._make, name="cgbundle-context")

@@ -91,7 +91,6 @@ def allocate(size: int, what: str) -> int:
 
 
 def free(address: int) -> None:
-    """Gives an allocation back."""
     check("cuMemFree", cu.cuMemFree(address))
 
 
@@ -106,7 +105,6 @@ def allocate_pinned(size: int, what: str) -> int:
 
 
 def free_pinned(address: int) -> None:
-    """Gives pinned host memory back."""
     check("cuMemFreeHost", cu.cuMemFreeHost(address))
 
 

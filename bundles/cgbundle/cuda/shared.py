@@ -10,7 +10,6 @@ from ..cpu.processor import check_features
 from ..format.archive import WEIGHTS as FILE
 from ..format.schema import MEMORIES, Manifest
 from ..session.initial_state import InitialState
-from ..validate.state import STATE
 from . import weights
 from .driver import Context, Relaxed
 from .machine import check_device, check_driver
@@ -41,7 +40,7 @@ class Shared:
             check_features(manifest.target.features)
             pieces = weights.listed(folder, manifest)
             self.sizes = dict(manifest.memories)
-            self.initial = InitialState(folder, manifest) if self.sizes.get(STATE) else None
+            self.initial = InitialState(folder, manifest)
             check_driver(manifest.target)
             if context is None:
                 context = Context(device)
@@ -82,19 +81,16 @@ class Shared:
         return made
 
     def settle(self) -> None:
-        """Waits until the weights are in place."""
         upload = self._upload
         if upload is not None:
             upload.wait()
             self._upload = None
 
     def retain(self) -> None:
-        """One more share."""
         with self.lock:
             self._shares += 1
 
     def release(self) -> None:
-        """One share less."""
         with self.lock:
             self._shares -= 1
             last = self._shares == 0

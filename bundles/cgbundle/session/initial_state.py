@@ -33,10 +33,11 @@ class InitialState:
     __slots__ = ("_mapped", "rows")
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
-        self._mapped = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS)
         self.rows: list[StateRow] = []
         for index, weight in enumerate(manifest.weights):
             if weight.memory == STATE and index != manifest.random:
+                if not self.rows:
+                    self._mapped = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS)
                 zero = _is_zero(self._mapped.data(weight.tensor))
                 size = extent(weight.dtype, weight.shape, weight.strides)
                 self.rows.append(StateRow(weight.offset, size, 0 if zero else self._mapped.address(weight.tensor)))

@@ -57,8 +57,8 @@ class AnyLock(Protocol):
 
 
 class SessionLock:
-    """The lock of a session of the program named `name`: it belongs to one thread at a time, and another one that comes meanwhile
-    is told so and does not wait.  `inner` is the lock itself, for who may wait."""
+    """The lock of a session of the program named `name`: one thread's at a time.  Another one that comes meanwhile is told so and
+    does not wait.  `inner` is the lock itself, for who may wait."""
 
     __slots__ = ("_holder", "_name", "inner")
 
@@ -77,7 +77,6 @@ class SessionLock:
         self._holder = get_ident()
 
     def release(self) -> None:
-        """Lets the next one in."""
         self.inner.release()
 
     def __enter__(self) -> None:

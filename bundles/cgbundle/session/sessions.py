@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import weakref
 from threading import Lock
-from typing import Protocol
+from typing import Any
 
 PER_SESSION = ("state", "inputs", "arena", "host")
 """Memories that every session has for itself."""
-
-
-class Session(Protocol):
-    def close(self) -> None: ...
 
 
 class Sessions:
@@ -21,16 +17,15 @@ class Sessions:
 
     def __init__(self) -> None:
         self._lock, self._closed = Lock(), False
-        self._open: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def add(self, session: Session) -> bool:
+    def add(self, session: Any) -> bool:
         """False after `close`: the session has to be closed by whoever opened it."""
         with self._lock:
             self._open.add(session)
             return not self._closed
 
     def close(self) -> None:
-        """Closes those that are open."""
         with self._lock:
             self._closed = True
             sessions = list(self._open)

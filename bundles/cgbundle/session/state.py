@@ -77,7 +77,6 @@ class State(Mapping[str, Tensor]):
             self._backend.reset(stream)
 
     def seed(self, number: int) -> None:
-        """See `Program.seed`."""
         if self._random < 0:
             raise StateMissing("state-missing", f"program {self._program!r} has no seed: its model draws no random numbers")
         if not 0 <= number < SEEDS:

@@ -12,8 +12,6 @@ from .tensor import Tensor
 
 
 class Cupy(Numpy):
-    """Tensors of CuPy."""
-
     name = "cupy"
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
@@ -35,8 +33,7 @@ class Cupy(Numpy):
         return self.wrap(value.data.ptr + offset, dtype, shape, strides, value, value.device.id)
 
     def stream(self, device: int) -> int | None:
-        handle: int = self.module.cuda.get_current_stream().ptr
-        return handle
+        return int(self.module.cuda.get_current_stream().ptr)
 
     def writable(self, value: Any, name: str) -> Any:
         return value

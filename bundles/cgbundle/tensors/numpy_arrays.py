@@ -44,8 +44,7 @@ class Numpy:
         return tuple([stride // size if stride % size == 0 else -1 for stride in value.strides])
 
     def byte_strides(self, value: Any) -> Sequence[int]:
-        found: tuple[int, ...] = value.strides
-        return found
+        return tuple(value.strides)
 
     def ordered(self, value: Any, order: Sequence[int]) -> Any:
         back = sorted(range(len(order)), key=lambda axis: order[axis])

@@ -180,6 +180,11 @@ def is_dense(shape: Sequence[int], strides: Sequence[int], order: Sequence[int] 
     return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense(shape, order), strict=True))
 
 
+def moving(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides that matter: none of an axis of one element, nor of a tensor without any."""
+    return [] if 0 in shape else [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
+
+
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The axes from outermost to innermost in memory: as they are for a row-major tensor, else by descending stride."""
     axes = range(len(shape))

@@ -15,8 +15,6 @@ from .tensor import Tensor, count
 
 
 class Torch:
-    """Tensors of torch."""
-
     name = "torch"
 
     def __init__(self, module: Any) -> None:
@@ -46,8 +44,7 @@ class Torch:
         return value.data_ptr(), value.shape, name, None if value.is_contiguous() else value.stride(), device
 
     def strides(self, value: Any) -> Sequence[int]:
-        found: tuple[int, ...] = value.stride()
-        return found
+        return tuple(value.stride())
 
     def byte_strides(self, value: Any) -> Sequence[int]:
         size = value.element_size()
@@ -91,12 +88,11 @@ class Torch:
         return fresh.set_(value.untyped_storage(), begin // fresh.element_size(), tuple(shape), tuple(strides))
 
     def stream(self, device: int) -> int | None:
-        handle: int = self._raw_stream(device)
+        handle: int = self._raw_stream(device)  # without a call more: this is on the path of every call
         return handle
 
     def _public_stream(self, device: int) -> int:
-        handle: int = self.module.cuda.current_stream(device).cuda_stream
-        return handle
+        return int(self.module.cuda.current_stream(device).cuda_stream)
 
     def copy(self, value: Any) -> Any:
         return value.clone(memory_format=self.module.contiguous_format)
