@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["CallError", "CgbundleError", "Program", "Tensor", "View", "load"]
 
-_HOMES = {"load": "loader", "Program": "program", "Tensor": "tensors.tensor", "View": "call.views"}
+_MODULES = {"load": "loader", "Program": "program", "Tensor": "tensors.tensor", "View": "call.views"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'cgbundle' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value

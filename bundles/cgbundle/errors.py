@@ -91,8 +91,6 @@ CATALOGUE: Mapping[str, Cause] = {
     "table-invalid": Cause(BundleError, 1, "A recording's table has a bad header, column, reference or relocation.", DAMAGED),
     "relocation-invalid": Cause(BundleError, 1,
         "An address of a recording lies outside its memory, or its place outside the parameters.", DAMAGED),
-    "exam-failed": Cause(BundleError, 1, "A replay of the stored exam gave another result than the bundle promises.",
-        "build the bundle again on this kind of machine"),
     # --- the machine ---
     "wrong-machine": Cause(MachineError, 2, "This machine's processor, GPU or driver cannot run the bundle's code.", OTHER_TARGET),
     "wrong-architecture": Cause(MachineError, 2, "The GPU is of another architecture than the machine code of the bundle.",

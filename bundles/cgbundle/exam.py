@@ -1,6 +1,6 @@
-"""The stored exam: inputs and expected outputs of every int_key, and what it leaves in inputs that it writes to and in state,
-replayed from the first state and compared with nothing but the standard library.
+"""The stored exam: inputs and expected outputs of every int_key, and what a call leaves in inputs and in state.
 
+It is replayed from the first state and compared with nothing but the standard library.
 `python -m cgbundle.exam BUNDLE` is the fresh process that a build proves itself in; it prints one JSON object.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .call.views import View
@@ -44,29 +44,16 @@ class Result:
         return self.exact if compare == BITS else self.error <= self.tolerance
 
 
-def sit(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
+def replay_exam(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
     """Replays the exam of the loaded bundle for `keys` (default: all), in order.
 
     Raises weights-invalid when the exam is damaged.
     """
     exam = Mapped(os.path.join(path, EXAM), EXAM)
     try:
-        return [_sit(exam, program, proof) for proof in program.manifest.exam.proofs if keys is None or proof.key in keys]
+        return [_replay(exam, program, proof) for proof in program.manifest.exam.proofs if keys is None or proof.key in keys]
     finally:
         exam.close()
-
-
-def check(path: str, program: Program) -> list[Result]:
-    """As `sit`; raises exam-failed, naming the key and the error, for the first that fails."""
-    results = sit(path, program)
-    compare = program.manifest.exam.compare
-    for result in results:
-        if not result.passed(compare):
-            promise = "the recorded bits" if compare == BITS else f"at most {result.tolerance:.1e}"
-            raise BundleError(
-                "exam-failed", f"int_key {name_key(program.manifest, result.key)}: error {result.error:.1e}, promised {promise}"
-            )
-    return results
 
 
 def name_key(manifest: Manifest, key: Sequence[int]) -> str:
@@ -77,15 +64,11 @@ def name_key(manifest: Manifest, key: Sequence[int]) -> str:
 
 def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Tensor]:
     """The exam's inputs for `key`, copied."""
-    found = []
-    for index in range(len(manifest.inputs)):
-        name = exam_entry(key, "input", index)
-        data = _data(exam, name)
-        found.append(from_bytes(data, exam.entries[name].dtype, exam.entries[name].shape))
-    return found
+    names = [exam_entry(key, "input", index) for index in range(len(manifest.inputs))]
+    return [from_bytes(_data(exam, name), exam.entries[name].dtype, exam.entries[name].shape) for name in names]
 
 
-def _sit(exam: Mapped, program: Program, proof: Proof) -> Result:
+def _replay(exam: Mapped, program: Program, proof: Proof) -> Result:
     manifest = program.manifest
     state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     if state:
@@ -98,20 +81,17 @@ def _sit(exam: Mapped, program: Program, proof: Proof) -> Result:
         inputs = inputs_of(exam, manifest, proof.key)
         outputs = program.replay(inputs)
     found = [(exam_entry(proof.key, "output", index), output) for index, output in enumerate(outputs)]
-    found += [(exam_entry(proof.key, "written", index), inputs[index]) for index in program.manifest.written]
-    worst, exact = 0.0, True
-    for name, value in found:
-        tensor = value.tensor if isinstance(value, View) else value
-        expected, got = bytes(_data(exam, name)), tensor.tobytes()
-        if expected != got:
-            exact = False
-            worst = max(worst, relative_error(tensor.dtype, expected, got))
-    for index, before in first.items():
-        expected, got = _changed(exam, proof.key, index, before), program.state_bytes(index)
-        if expected != got:
-            exact = False
-            worst = max(worst, relative_error(manifest.weights[index].dtype, expected, got))
-    return Result(key=proof.key, error=worst, tolerance=proof.tolerance, exact=exact)
+    found += [(exam_entry(proof.key, "written", index), inputs[index]) for index in manifest.written]
+
+    def compared() -> Iterator[tuple[str, bytes, bytes]]:  # one by one: state may be large
+        for name, value in found:
+            tensor = value.tensor if isinstance(value, View) else value
+            yield tensor.dtype, bytes(_data(exam, name)), tensor.tobytes()
+        for index, before in first.items():
+            yield manifest.weights[index].dtype, _changed(exam, proof.key, index, before), program.state_bytes(index)
+
+    errors = [relative_error(dtype, expected, got) for dtype, expected, got in compared() if expected != got]
+    return Result(key=proof.key, error=max(errors, default=0.0), tolerance=proof.tolerance, exact=not errors)
 
 
 def _changed(exam: Mapped, key: tuple[int, ...], index: int, first: bytes) -> bytes:
@@ -152,14 +132,14 @@ def relative_error(dtype: str, expected: bytes, got: bytes) -> float:
 
 
 def fresh(path: str) -> dict[str, Any]:
-    """Sits the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.
+    """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.
 
     {"results": [{"key", "error", "tolerance", "exact", "passed"}], "torch_imported"}, or {"error", "hint"}.
     """
     import subprocess
 
-    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "cgbundle.exam", path], env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True, text=True, errors="replace", check=False,
@@ -174,16 +154,13 @@ def fresh(path: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Loads the bundle, sits the exam, prints {"results": [...], "torch_imported": false} or {"error": ..., "hint": ...}."""
+    """Loads the bundle, replays the exam, prints {"results": [...], "torch_imported": false} or {"error": ..., "hint": ...}."""
     (path,) = arguments
     try:
         with open_program(path, check="full", poison=POISON) as program:
-            results = sit(path, program)
+            results = replay_exam(path, program)
             compare = program.manifest.exam.compare
-            rows = [
-                {"key": r.key, "error": r.error, "tolerance": r.tolerance, "exact": r.exact, "passed": r.passed(compare)}
-                for r in results
-            ]
+            rows = [{**asdict(result), "passed": result.passed(compare)} for result in results]
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "kind": error.kind}))
         return error.exit_code

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .cuda.early_context import EarlyContext
+from .cuda.context_future import ContextFuture
 
 if TYPE_CHECKING:
-    from .format.schema import Manifest
-    from .program import Backend, Program
+    from .program import Program
 
 MODES = ("graph", "stream")
 OUTPUTS = ("copy", "view")
@@ -39,65 +38,37 @@ def load(
 
 
 def open_program(
-    path: str | os.PathLike[str],
-    device: int = 0,
-    mode: str = "graph",
-    on_miss: str = "pad",
-    outputs: str = "copy",
-    check: str = "load",
-    poison: int | None = None,
-    lazy: bool = False,
-) -> Program:
+    path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
+    check: str = "load", poison: int | None = None, lazy: bool = False,
+) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
     folder = os.fspath(path)
-    early = EarlyContext(folder, device)
+    context = ContextFuture(folder, device)
     try:
-        from .call import dispatch
+        from .call import dispatch  # these while the context is made
         from .format.archive import read_manifest
         from .program import Program
-        from .session.sessions import begin
-        from .validate import bundle as verify  # while the context is made
+        from .validate import bundle as verify
 
         _check_options(
             mode=(mode, MODES), on_miss=(on_miss, dispatch.POLICIES), outputs=(outputs, OUTPUTS), check=(check, verify.LEVELS)
         )
         manifest = read_manifest(folder)
         verify.check_bundle(folder, manifest, check)
-        backend = _backend(folder, manifest, device, mode, early, poison, lazy)
-        kind = Program
-        if manifest.written:
-            from .call.written_inputs import WritingProgram as kind
-        if manifest.aliases:
-            from .call.output_aliases import AliasingProgram as kind
-        program = kind(manifest, backend, on_miss, outputs)
-        try:
-            begin(program)
-        except BaseException:
-            program.close()
-            raise
-        return program
+        if manifest.target.kind == "cpu":
+            from .cpu.backend import CpuBackend
+
+            return Program(manifest, CpuBackend(folder, manifest), on_miss, outputs)
+        from .cuda.backend import CudaBackend
+
+        backend = CudaBackend(folder, manifest, device, mode, context=context.take(), poison=poison, lazy=lazy)
+        return Program(manifest, backend, on_miss, outputs)
     finally:
-        early.drop()
+        context.drop()
 
 
 def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:
     for name, (value, known) in options.items():
         if value not in known:
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
-
-
-def _backend(
-    folder: str, manifest: Manifest, device: int, mode: str, early: EarlyContext, poison: int | None, lazy: bool
-) -> Backend:
-    if manifest.target.kind == "cpu":
-        from .cpu.backend import CpuBackend
-
-        return CpuBackend(folder, manifest)
-    if manifest.written:
-        from .cuda.written_inputs import WritingCalls
-
-        return WritingCalls(folder, manifest, device, mode, early.take(), poison, lazy)
-    from .cuda.backend import CudaCalls
-
-    return CudaCalls(folder, manifest, device, mode, early.take(), poison, lazy)

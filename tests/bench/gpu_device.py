@@ -53,14 +53,15 @@ def one(
         fast(value)
     stream = torch.cuda.current_stream().cuda_stream
     ways: dict[str, gpu_graphs.Call] = {
-        "bundle, graph": lambda: backend.run(number, [None], stream),
+        "bundle, graph": gpu_graphs.bare_launch(backend, number, stream),
         "torch.compile, graph": gpu_graphs.launch(inductor),
         "eager kernels, graph": gpu_graphs.launch(eager),
         "bundle, whole call": lambda: program(value),
         "torch.compile reduce-overhead, whole call": lambda: fast(value),
     }
     program(value)
-    backend.run(number, [(value.data_ptr(), True, value.nbytes)], stream)
+    with backend.locked(stream) as handle:
+        backend.run(number, [value.data_ptr()], backend.device, handle)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():

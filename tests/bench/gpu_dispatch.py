@@ -38,7 +38,7 @@ def main(model: str, bundle: str) -> None:
         ways: dict[str, gpu_graphs.Call] = {
             "bundle, view": lambda: view(value),
             "bundle, copy": lambda: copy(value),
-            "bundle, launch only": lambda: backend.run(number, [None], stream),
+            "bundle, launch only": gpu_graphs.bare_launch(backend, number, stream),
             "torch.compile reduce-overhead": lambda: fast(value),
             "torch graph by hand and copy": gpu_graphs.replay(default, value),
             "torch graph by hand and copy, eager kernels": gpu_graphs.replay(eager, value),

@@ -11,7 +11,7 @@ import torch
 from cuda.bindings import driver
 
 import cgbundle
-from cgbundle.cuda.device import CudaBackend
+from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format import archive
 from cgbundle.format.safetensors import Mapped
 
@@ -88,10 +88,19 @@ def replay(graph: Graph, value: torch.Tensor) -> Call:
 
 
 def bare(bundle: str) -> CudaBackend:
-    """The bundle's backend without guards and copies: `run(program, [None])` launches a recording and nothing else."""
-    backend = CudaBackend(bundle, archive.read_manifest(bundle))
-    backend.prepare()
-    return backend
+    """The bundle's backend, without guards: see `bare_launch`."""
+    return CudaBackend(bundle, archive.read_manifest(bundle))
+
+
+def bare_launch(backend: CudaBackend, number: int, stream: int) -> Call:
+    """A replay of what lies in the static buffers: it launches the recording and nothing else."""
+    addresses, _ = backend.buffers(number)
+
+    def call() -> Any:
+        with backend.locked(stream) as handle:
+            return backend.run(number, addresses, backend.device, handle)
+
+    return call
 
 
 def loaded(bundle: str, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from cgbundle.cuda.device import CudaBackend
+from cgbundle.cuda.backend import CudaBackend
 from cgbundle.cuda.driver import check
 from cgbundle.format import archive
 from cgbundle.tables.table import KERNEL, Table
@@ -29,9 +29,8 @@ def main(bundle: str) -> None:
     """Prints {key: {"total": us, "kernels": [[symbol, launches, us], ...]}}."""
     manifest = archive.read_manifest(bundle)
     backend = CudaBackend(bundle, manifest, mode="stream")
-    backend.prepare()
     found = {}
-    with backend.turn(None) as stream:
+    with backend.locked(None) as stream:
         room = check("cuMemAlloc", cu.cuMemAlloc(FILLED))
         for program in manifest.programs:
             file = program.steps[0].file

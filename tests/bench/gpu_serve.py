@@ -50,10 +50,10 @@ def main(how: str, bundle: str, output: str, text: str) -> None:
 
     import json
 
-    from cgbundle.exam import sit
+    from cgbundle.exam import replay_exam
 
     with cgbundle.load(bundle) as second:
-        found["exam"] = [row.exact for row in sit(bundle, second)]
+        found["exam"] = [row.exact for row in replay_exam(bundle, second)]
     if stopwatch is not None:
         found["addresses"] = [list(memories.bases) for memories in stopwatch.seen.get("memories", [])]
     program.close()

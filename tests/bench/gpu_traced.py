@@ -14,7 +14,7 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from cgbundle import exam
-from cgbundle.cuda.device import CudaBackend
+from cgbundle.cuda.backend import CudaBackend
 from cgbundle.cuda.driver import check
 from cgbundle.format import archive
 from cgbundle.format.safetensors import Mapped
@@ -24,8 +24,8 @@ ROUNDS, REPLAYS = 15, 40
 
 def main(paths: list[str]) -> None:
     """Prints [{"key", "microseconds": [of each bundle], "spread"}]."""
-    backends = [opened(path) for path in paths]
     manifests = [archive.read_manifest(path) for path in paths]
+    backends = [CudaBackend(path, manifest) for path, manifest in zip(paths, manifests, strict=True)]
     rows = []
     for program in manifests[0].programs:
         numbers = [[each.key for each in manifest.programs].index(program.key) for manifest in manifests]
@@ -45,31 +45,24 @@ def main(paths: list[str]) -> None:
     print(json.dumps(rows))
 
 
-def opened(path: str) -> CudaBackend:
-    """A bundle, ready."""
-    backend = CudaBackend(path, archive.read_manifest(path))
-    backend.prepare()
-    return backend
-
-
 def fill(path: str, manifest: Any, backend: CudaBackend, key: tuple[int, ...], number: int) -> None:
     """Puts the exam's inputs into the static buffers."""
     stored = Mapped(f"{path}/{archive.EXAM}", archive.EXAM)
     tensors = exam.inputs_of(stored, manifest, key)
-    sizes, _ = backend.sizes(number)
-    backend.run(number, [(tensor.address, False, size) for tensor, size in zip(tensors, sizes, strict=True)])
-    backend.synchronize()
+    with backend.locked(None) as stream:
+        backend.run(number, [tensor.address for tensor in tensors], None, stream)
     stored.close()
 
 
 def microseconds(backend: CudaBackend, number: int) -> float:
     """Per replay, over one round."""
-    with backend.turn(None) as stream:
+    addresses, _ = backend.buffers(number)
+    with backend.locked(None) as stream:
         start, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
-        backend.replay(number, [None] * len(backend.input_addresses(number)), stream)
+        backend.run(number, addresses, backend.device, stream)
         check("cuEventRecord", cu.cuEventRecord(start, stream))
         for _ in range(REPLAYS):
-            backend.replay(number, [None] * len(backend.input_addresses(number)), stream)
+            backend.run(number, addresses, backend.device, stream)
         check("cuEventRecord", cu.cuEventRecord(end, stream))
         check("cuEventSynchronize", cu.cuEventSynchronize(end))
         return float(check("cuEventElapsedTime", cu.cuEventElapsedTime(start, end))) * 1000 / REPLAYS

@@ -50,7 +50,7 @@ class Answers:
         return cls(cases, max(proof.tolerance for proof in manifest.exam.proofs))
 
     def judge(self, program: Any) -> str:
-        """"right", "refused", or "wrong: ..." of the first answer that differs.  State is not judged: calls follow each other."""
+        """ "right", "refused", or "wrong: ..." of the first answer that differs.  State is not judged: calls follow each other."""
         found = "refused"
         stateful = program.manifest.random >= 0 or any(row.memory == "state" for row in program.manifest.weights)
         for case in self.cases:

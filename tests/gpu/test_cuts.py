@@ -16,12 +16,13 @@ import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.cuda import memory  # noqa: E402
-from cgbundle.cuda.device import CudaBackend  # noqa: E402
+from cgbundle.cuda.backend import CudaBackend  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from cgbundle.format.safetensors import Mapped  # noqa: E402
 from cgbundle.format.schema import Program  # noqa: E402
 from cgbundle.format.spans import span  # noqa: E402
 from tests.gpu.cut_models import KINDS, MODELS, WIDTH  # noqa: E402
+from tests.helpers.cuda_calls import synchronize  # noqa: E402
 
 SIZES = (1, 8)
 POISON = 0xFF
@@ -93,10 +94,9 @@ def test_dead_memory_may_hold_anything(case: Case) -> None:
     backend = CudaBackend(str(path), manifest)
     stored = Mapped(str(path / archive.EXAM), archive.EXAM)
     try:
-        backend.prepare()
         for number, program in enumerate(manifest.programs):
             tensors = exam.inputs_of(stored, manifest, program.key)  # held: the addresses are theirs
-            given = [(tensor.address, False, size) for tensor, size in zip(tensors, backend.sizes(number)[0], strict=True)]
+            given = [tensor.address for tensor in tensors]
             clean = read(backend, program, number, given, poisoned=False)
             assert read(backend, program, number, given, poisoned=True) == clean
     finally:
@@ -107,12 +107,12 @@ def test_dead_memory_may_hold_anything(case: Case) -> None:
 def read(backend: CudaBackend, program: Program, number: int, given: Any, poisoned: bool) -> list[bytes]:
     """The outputs' bytes of one replay."""
     arena = dict(backend._manifest.memories)["arena"]
-    with backend.turn(None) as stream:
-        backend.replay(number, given, stream)  # puts the inputs into their places
-        plan = backend._plans[number]
+    with backend.locked(None) as stream:
+        backend.run(number, given, None, stream)  # puts the inputs into their places
+        bound = backend._programs[number]
         if poisoned:
             backend._memories.poison(POISON, stream)
-        for place, step in enumerate(plan.steps):
+        for place, step in enumerate(bound.steps):
             step(stream)
             if poisoned:
                 for start, end in dead(program, place, arena):
@@ -130,7 +130,7 @@ def read(backend: CudaBackend, program: Program, number: int, given: Any, poison
                 target_on_device=False,
             )
             made.append((room, held))
-    backend.synchronize()
+    synchronize(backend)
     return [bytes(room) for room, _ in made]
 
 

@@ -14,19 +14,21 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import device, driver, executors
+from cgbundle.cuda import driver, memory
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.cuda.executors import GraphExecutor, StreamExecutor
 from cgbundle.cuda.memory import Memories
 from cgbundle.cuda.modules import Modules
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
+from cgbundle.loader import MODES
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Function, MemsetNode, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
 from tests.helpers import cuda_bundles
 from tests.helpers.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
+from tests.helpers.cuda_calls import allocate, call, opened, run, to_host
 from tests.helpers.raising import raises
 
 
@@ -77,20 +79,11 @@ def bundle(context: Context, image: bytes, tmp_path: Path) -> tuple[Manifest, Pa
     return cuda_bundles.write(folder, image, arch=context.arch), folder
 
 
-def call(backend: device.CudaBackend, number: int, given: array[float], stream: int | None = None) -> array[float]:
-    """One replay, from host to host."""
-    start, count = given.buffer_info()
-    (output,) = backend.run(number, [(start, False, 4 * count)], stream)
-    result = array("f", bytes(4 * count))
-    backend.to_host(result.buffer_info()[0], output, 4 * count, stream)
-    return result
-
-
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("poison", [None, 0xFF, 0xA5])
 def test_both_modes_replay_what_was_recorded(bundle: tuple[Manifest, Path], mode: str, poison: int | None) -> None:
     manifest, folder = bundle
-    backend = device.open(manifest, folder, mode=mode, poison=poison)
+    backend = opened(manifest, folder, mode=mode, poison=poison)
     try:
         for seed in range(3):
             for number, key in enumerate(KEYS):
@@ -105,10 +98,10 @@ def test_both_modes_replay_what_was_recorded(bundle: tuple[Manifest, Path], mode
 def test_close_gives_every_byte_back(context: Context, bundle: tuple[Manifest, Path]) -> None:
     free = []
     for number in range(100):
-        backend = device.open(*bundle, mode=executors.MODES[number % 2])
+        backend = opened(*bundle, mode=MODES[number % 2])
         given = inputs(KEYS[0], number)
         assert call(backend, 0, given) == expected(given)
-        kept = backend.copy_out(backend.run(1, [None])[0], 4 * KEYS[1] * FLOATS)
+        kept = backend.copy_out(run(backend, 1, [None])[0], 4 * KEYS[1] * FLOATS, None)
         backend.close()
         backend.close()
         kept.free()
@@ -127,10 +120,12 @@ def test_the_last_share_ends_the_context(bundle: tuple[Manifest, Path]) -> None:
 
     code = (
         "import pickle, sys\n"
-        "from cgbundle.cuda import device, driver\n"
+        "from cgbundle.cuda.backend import CudaBackend\n"
         "from cgbundle.cuda.driver import cu\n"
+        "from cgbundle.cuda.memory import Output\n"
         "manifest, folder = pickle.loads(sys.stdin.buffer.read())\n"
-        "backend = device.open(manifest, folder); backend.prepare(); kept = backend.allocate(100)\n"
+        "backend = CudaBackend(str(folder), manifest)\n"
+        "with backend.locked(None) as stream: kept = Output(backend._context, 100, stream)\n"
         "active = lambda: int(cu.cuDevicePrimaryCtxGetState(cu.cuDeviceGet(0)[1])[2])\n"
         "backend.close(); assert active() == 1; kept.free(); assert active() == 0\n"
         "assert not [name for name in sys.modules if name.partition('.')[0] in ('torch', 'numpy', 'triton')]\n"
@@ -140,19 +135,20 @@ def test_the_last_share_ends_the_context(bundle: tuple[Manifest, Path]) -> None:
 
 
 def test_device_inputs_and_callers_streams(context: Context, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
+    backend = opened(*bundle)
     given = inputs(KEYS[1])
     size = 4 * len(given)
     with context:
         mine = check("cuStreamCreate", cu.cuStreamCreate(1))
     for stream in (None, 0, int(mine), None, int(mine), 0):
-        source = backend.allocate(size, stream)
-        backend.copy(source.address, given.buffer_info()[0], size, stream, source_on_device=False)
-        (output,) = backend.run(1, [(source.address, True, size)], stream)
+        source = allocate(backend, size, stream)
+        with backend.locked(stream) as handle:
+            memory.copy(source.address, given.buffer_info()[0], size, handle, source_on_device=False)
+        (output,) = run(backend, 1, [(source.address, True, size)], stream)
         kept = backend.copy_out(output, size, stream)
         backend.poison(0xFF)  # on another stream, and yet behind the copy
         result = array("f", bytes(size))
-        backend.to_host(result.buffer_info()[0], kept.address, size, stream)
+        to_host(backend, result.buffer_info()[0], kept.address, size, stream)
         assert result == expected(given)
         source.free()
         kept.free()
@@ -161,69 +157,31 @@ def test_device_inputs_and_callers_streams(context: Context, bundle: tuple[Manif
         check("cuStreamDestroy", cu.cuStreamDestroy(mine))
 
 
-def test_a_short_input_and_rows(bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    call(backend, 1, inputs(KEYS[1], seed=5))
-    given = inputs(KEYS[1])[: 5 * FLOATS]
-    whole = given + array("f", bytes(4 * 3 * FLOATS))
-    (output,) = backend.run(1, [(given.buffer_info()[0], False, 4 * len(given))])
-    result = array("f", bytes(4 * len(whole)))
-    backend.to_host(result.buffer_info()[0], output, 4 * len(whole))
-    assert result == expected(whole)
-    wide = array("f", [x for row in range(KEYS[1]) for x in [*whole[row * FLOATS : (row + 1) * FLOATS], 99.0]])
-    (target,) = backend.input_addresses(1)
-    backend.copy_rows(
-        target,
-        wide.buffer_info()[0],
-        4 * FLOATS,
-        KEYS[1],
-        target_pitch=4 * FLOATS,
-        source_pitch=4 * FLOATS + 4,
-        source_on_device=False,
-    )
-    (output,) = backend.run(1, [None])
-    backend.to_host(result.buffer_info()[0], output, 4 * len(whole))
-    assert result == expected(whole)
-    backend.close()
-
-
-def test_usage(bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    backend.prepare()
-    usage = backend.used_bytes()
-    print("\nplanned", usage.planned, "measured", usage.measured)
-    assert usage.memories["arena"] == cuda_bundles.ARENA
-    assert 0 <= usage.measured < usage.planned + (64 << 20)
-    backend.close()
-
-
 def test_the_wrong_machine(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     other = replace(manifest, target=replace(manifest.target, arch="sm_70"))
     with raises("wrong-architecture", match="the bundle is for sm_70, device 0"):
-        device.open(other, folder)
+        opened(other, folder)
     other = replace(manifest, target=replace(manifest.target, driver=99000))
     with raises("driver-too-old", match=r"a driver for CUDA 99\.0"):
-        device.open(other, folder)
+        opened(other, folder)
     with raises("wrong-machine", match="device 1000"):
-        device.open(manifest, folder, device=1000)
+        opened(manifest, folder, device=1000)
 
 
 def test_too_little_memory(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     memories = (*manifest.memories[:3], ("arena", 1 << 50))
     with raises("out-of-memory", match=r"memory arena: needs 1,125,899,906,842,624 bytes, the GPU has .* free"):
-        device.open(replace(manifest, memories=memories), folder)
+        opened(replace(manifest, memories=memories), folder)
 
 
 def test_an_image_that_is_none(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     for path in (folder / "kernels").iterdir():
         path.write_bytes(b"nonsense")
-    backend = device.open(manifest, folder)
     with raises("driver-failed", match=r"cuModuleLoadData \(kernels/.*CUDA_ERROR"):
-        backend.prepare()
-    backend.close()
+        opened(manifest, folder)
 
 
 def test_parameters_are_those_of_the_image(bundle: tuple[Manifest, Path]) -> None:
@@ -231,10 +189,8 @@ def test_parameters_are_those_of_the_image(bundle: tuple[Manifest, Path]) -> Non
     recording = tables.decode((folder / "graphs/g0-4.bin").read_bytes())
     functions = (replace(recording.functions[0], params=((0, 8), (8, 8))), recording.functions[1])
     (folder / "graphs/g0-4.bin").write_bytes(tables.encode(replace(recording, functions=functions)))
-    backend = device.open(manifest, folder)
     with raises("table-invalid", match=r"add of .*the image takes parameters"):
-        backend.prepare()
-    backend.close()
+        opened(manifest, folder)
 
 
 # --- rows that the bundle does not have -----------------------------------------------------------------------
@@ -281,7 +237,7 @@ def bench(context: Context, bundle: tuple[Manifest, Path]) -> Iterator[Bench]:
             yield made
 
 
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_clusters_and_priorities(bench: Bench, mode: str) -> None:
     function = Function(image=bench.image, symbol="cluster_size", params=((0, 8),), attributes=())
     node = launch(0, bytes(8), relocations((0, ARENA_AT, 0)))
@@ -291,7 +247,7 @@ def test_clusters_and_priorities(bench: Bench, mode: str) -> None:
         assert bench.words(recording, mode, 5) == [size] * 4 + [0xFFFFFFFF]
 
 
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_large_shared_memory(bench: Bench, mode: str) -> None:
     size = 96 << 10
     function = Function(image=bench.image, symbol="large_shared", params=((0, 8), (8, 4)), attributes=((8, size),))
@@ -300,7 +256,7 @@ def test_large_shared_memory(bench: Bench, mode: str) -> None:
     assert bench.words(recording, mode, 1) == [size // 4 - 1]
 
 
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_programmatic_edges(bench: Bench, mode: str) -> None:
     function = Function(image=bench.image, symbol="add", params=cuda_bundles.ADD, attributes=())
 
@@ -313,7 +269,7 @@ def test_programmatic_edges(bench: Bench, mode: str) -> None:
     assert bench.words(recording, mode, 1) == [0x40000000]
 
 
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("element", [1, 2, 4])
 def test_memsets_of_every_element(bench: Bench, mode: str, element: int) -> None:
     flat = MemsetNode(
@@ -333,7 +289,7 @@ def test_memsets_of_every_element(bench: Bench, mode: str, element: int) -> None
         assert {found[index] for index in places} == {word}
 
 
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_an_empty_recording(bench: Bench, mode: str) -> None:
     assert bench.words(Recording(key=(), functions=(), nodes=(), edges=()), mode, 1) == [0xFFFFFFFF]
 

@@ -18,8 +18,8 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle.cuda import memory  # noqa: E402
 from cgbundle.errors import SessionBusy  # noqa: E402
+from tests.helpers.cuda_calls import planned  # noqa: E402
 
 SIZES = (1, 4, 16)
 WIDTH = 256
@@ -179,13 +179,12 @@ def test_the_memory_of_sessions_is_the_prediction_and_they_give_every_byte_back(
         sizes = loaded.session_memory
         assert set(sizes) <= {"state", "inputs", "arena", "host"} and sizes["state"] == dict(loaded.manifest.memories)["state"]
         for session in made:
-            usage = session._backend._backend.used_bytes()
-            assert usage.memories == sizes and usage.planned == memory.planned(sizes)
+            assert session._backend._memories.sizes == sizes
         free, _ = torch.cuda.mem_get_info()
         more = [loaded.session() for _ in range(8)]
         taken = free - torch.cuda.mem_get_info()[0]
         graphs = 8 * len(SIZES) * (1 << 20)  # executable graphs and streams, which the driver takes in steps of its own
-        assert taken <= 8 * memory.planned(sizes) + graphs
+        assert taken <= 8 * planned(sizes) + graphs
         for session in more:
             session.close()
         del session

@@ -19,7 +19,7 @@ from typing import Any
 
 from cgbundle.format.schema import Dimension, Manifest, Program, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import evaluate
-from cgbundle.session.locks import Running
+from cgbundle.session.locks import SharedLock
 from cgbundle.tensors.tensor import dense
 from tests.helpers import support
 
@@ -105,7 +105,7 @@ class FakeResults:
 class FakeBackend:
     """Runs `compute`; `calls` lists (key, inputs) of every replay, `closed` is 1 after `close`.
 
-    `static`: as on a GPU, every replay of a program writes to the same memory, and replays take turns.
+    `static`: as on a GPU, every replay of a program writes to the same memory, and replays run one by one.
     """
 
     device: int | None = None
@@ -115,14 +115,14 @@ class FakeBackend:
         self.calls: list[tuple[tuple[int, ...], list[Numbers]]] = []
         self.closed = 0
         self.memory: dict[int, FakeResults] = {}
-        self.lock, self.running = threading.Lock(), Running(manifest.name)
+        self.lock, self.running = threading.Lock(), SharedLock(manifest.name)
 
     @contextmanager
-    def turn(self, stream: int | None) -> Iterator[None]:
+    def locked(self, stream: int | None) -> Iterator[None]:
         with self.running, self.lock if self.static else nullcontext():
             yield
 
-    def run(self, program: int, addresses: Sequence[int], device: int | None, turn: object) -> FakeResults:
+    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: object) -> FakeResults:
         assert not self.closed, "a replay after close"
         row = self.manifest.programs[program]
         given = [read_numbers(address, row.values[index]) for address, index in zip(addresses, row.inputs, strict=True)]

@@ -16,7 +16,7 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import copies, device, driver, executors, memory, modules, state, steps, turn, weights
+from cgbundle.cuda import backend, driver, executors, memory, modules, programs, weights
 from cgbundle.cuda import host_steps as hoststeps
 from cgbundle.cuda import stream_order as order
 from tests.helpers.cuda_bundles import ADD, COMBINE
@@ -32,7 +32,7 @@ FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | None) -> None:
     """Puts the driver, or none, under the backend."""
-    for module in (copies, device, driver, executors, hoststeps, memory, modules, order, state, steps, turn, weights):
+    for module in (backend, driver, executors, hoststeps, memory, modules, order, programs, weights):
         monkeypatch.setattr(module, "cu", fake)
 
 

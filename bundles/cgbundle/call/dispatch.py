@@ -7,8 +7,8 @@ product of the dimensions' cuts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from ..errors import CallError
 from ..format.schema import Dimension
@@ -16,8 +16,7 @@ from ..format.schema import Dimension
 POLICIES = ("pad", "chunk", "error")
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """Along one dimension: `length` of the call's size from `start` on, served by the recorded `size` >= length."""
 
     start: int
@@ -30,11 +29,11 @@ Piece = tuple[Cut, ...]
 
 
 def plan(
-    dimensions: Sequence[Dimension], sizes: Sequence[int], on_miss: str, place: Callable[[str], str] = str
+    dimensions: Sequence[Dimension], sizes: Sequence[int], on_miss: str, where: Callable[[str], str] = str
 ) -> tuple[Piece, ...]:
     """The replays that serve a call whose dimensions have `sizes`; one exact piece when the key was recorded.
 
-    `place` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises key-missing, naming that
+    `where` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises key-missing, naming that
     place, the sizes recorded and why the build does not allow padding or cutting.
     """
     cuts = []
@@ -42,7 +41,7 @@ def plan(
         try:
             cuts.append(_cuts(dimension, size, on_miss))
         except CallError as error:
-            raise CallError("key-missing", f"{place(dimension.name)}: {error}", error.hint) from None
+            raise CallError("key-missing", f"{where(dimension.name)}: {error}", error.hint) from None
     return tuple(product(*cuts))
 
 
@@ -108,16 +107,13 @@ def _place(pieces: Sequence[int], size: int) -> list[Cut]:
 
 
 def _refusal(dimension: Dimension, size: int) -> str:
-    name = dimension.name
+    name, refused = dimension.name, f"{dimension.name} cannot be padded"
+    expected = f"a recorded {name} ({_list(dimension)})"
     if dimension.chunk:
-        return (
-            f"expected a sum of recorded {name} ({_list(dimension)}), got {size}, and {name} cannot be padded: {dimension.reason}"
-        )
-    if size > dimension.sizes[-1]:
-        return (
-            f"expected at most {name}={dimension.sizes[-1]}, got {size}, and a call cannot be cut along {name}: {dimension.reason}"
-        )
-    return f"expected a recorded {name} ({_list(dimension)}), got {size}, and {name} cannot be padded: {dimension.reason}"
+        expected = f"a sum of recorded {name} ({_list(dimension)})"
+    elif size > dimension.sizes[-1]:
+        expected, refused = f"at most {name}={dimension.sizes[-1]}", f"a call cannot be cut along {name}"
+    return f"expected {expected}, got {size}, and {refused}: {dimension.reason}"
 
 
 def _list(dimension: Dimension) -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ..errors import CallError
 from ..format.schema import Manifest, Size
 from ..format.size_expressions import evaluate, linear
 from . import dispatch
-from .guards import call_sizes, place_of
+from .guards import call_sizes, where_declared
 
 Slices = tuple[slice, ...]
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One replay: the position of its program; of every input the slices that it takes and the recorded shape; of every output the
     slices of the replay's output that count, and where they go in the call's."""
 
@@ -26,8 +25,7 @@ class Part:
     outputs: tuple[tuple[Slices, Slices], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What a call does.  `exact`: one recorded key serves it as it is.  `shapes`: of the call's outputs."""
 
     exact: bool
@@ -42,7 +40,7 @@ def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> P
     named = {dimension.name: size for dimension, size in zip(dimensions, sizes, strict=True)}
     keys = {program.key: index for index, program in enumerate(manifest.programs)}
     parts = []
-    for piece in dispatch.plan(dimensions, sizes, on_miss, partial(place_of, manifest)):
+    for piece in dispatch.plan(dimensions, sizes, on_miss, partial(where_declared, manifest)):
         starts = {dimension.name: cut.start for dimension, cut in zip(dimensions, piece, strict=True)}
         lengths = {dimension.name: cut.length for dimension, cut in zip(dimensions, piece, strict=True)}
         recorded = {dimension.name: cut.size for dimension, cut in zip(dimensions, piece, strict=True)}
@@ -63,7 +61,7 @@ def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> P
     return Plan(exact, tuple([tuple([evaluate(size, named) for size in spec.shape]) for spec in manifest.outputs]), tuple(parts))
 
 
-def place_of_key(manifest: Manifest, key: tuple[int, ...]) -> int:
+def number_of_key(manifest: Manifest, key: tuple[int, ...]) -> int:
     """The position of the program of an int_key.  Raises key-missing, with the keys that there are."""
     keys = [program.key for program in manifest.programs]
     if key not in keys:

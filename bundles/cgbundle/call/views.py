@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import CallError
 from ..format.schema import TensorSpec
-from ..tensors.interface import Library
+from ..tensors.library import Library
 
 CLOSED = 0
 """The number of no call: of a program that was closed."""
@@ -40,12 +40,10 @@ class View:
 
     @property
     def dtype(self) -> str:
-        """The name of its dtype."""
         return self._spec.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
         return tuple(self._value.shape)
 
     @property
@@ -67,8 +65,7 @@ class View:
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError(f"output {self.name!r} has no axes")
-        length: int = self.shape[0]
-        return length
+        return int(self.shape[0])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from ctypes import Array, addressof, c_void_p
 from typing import Any
 
-from ..errors import MachineError, ProgramClosed
+from ..errors import MachineError
 from ..format.archive import WEIGHTS
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Target
 from ..format.spans import span
-from ..session.initial_state import Initial
-from ..session.locks import Running, Turns
+from ..session.initial_state import InitialState
+from ..session.locks import ExclusiveLock, SharedLock, closed
+from ..validate.state import STATE
 from . import libtorch
-from .host_region import INSTANCES, POINTER_BYTES, STATE, HostRegion, layout_of, open_region
+from .host_region import INSTANCES, POINTER_BYTES, HostRegion, layout_of, open_region
 from .processor import check_features
 
 
@@ -29,7 +30,7 @@ def check_machine(target: Target) -> None:
     check_features(target.features)
 
 
-class Outputs:
+class RegionOutputs:
     """The output tensors of one replay, in memory that torch's allocator owns until the last reference to this goes."""
 
     __slots__ = ("_handles", "_torch", "addresses")
@@ -40,10 +41,10 @@ class Outputs:
     def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p]) -> None:
         self._torch, self._handles = torch, handles
         found = (c_void_p * len(handles))()
-        place = addressof(found)
+        at = addressof(found)
         for handle in handles:
-            torch.data_pointer(handle, place)
-            place += POINTER_BYTES
+            torch.data_pointer(handle, at)
+            at += POINTER_BYTES
         self.addresses = [address or 0 for address in found]
 
     def __del__(self) -> None:
@@ -65,12 +66,12 @@ class Shared:
         handed = any(alias.memory == "weights" for alias in manifest.aliases)
         self.weights = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS, writable=handed)
         self.state = dict(manifest.memories).get(STATE, 0)
-        self.initial = Initial(folder, manifest) if self.state else None
+        self.initial = InitialState(folder, manifest)
 
 
 class CpuBackend:
-    """Runs the programs of a cpu bundle.  Thread-safe: replays share no memory but the weights; those of a bundle with state take
-    turns.  `session` gives one that shares the weights and has state and host regions of its own.
+    """Runs the programs of a cpu bundle.  Thread-safe: replays share no memory but the weights; those of a bundle with state run
+    one by one.  `session` gives one that shares the weights and has state and host regions of its own.
 
     Raises library-missing, library-refused, wrong-machine, weights-invalid.
     """
@@ -91,15 +92,15 @@ class CpuBackend:
         self._shared: Shared | None = shared
         self._name = manifest.name
         self._torch, self._weights, self._initial = shared.torch, manifest.weights, shared.initial
-        in_turn = alone or shared.state > 0
-        self._running: Running | Turns = Turns(manifest.name, alone=alone) if in_turn else Running(manifest.name)
+        one_by_one = alone or shared.state > 0
+        self._lock = ExclusiveLock(manifest.name, alone=alone) if one_by_one else SharedLock(manifest.name)
         self._regions: list[HostRegion] = []
         self._state = _memory(shared.state)
         self._buffers: dict[int, list[Any]] = {}
         self._restore()
         try:
             for region in manifest.regions:
-                instances = 1 if in_turn else INSTANCES
+                instances = 1 if one_by_one else INSTANCES
                 state = addressof(self._state)
                 opened = open_region(shared.folder, region, self._weights, shared.weights, self._torch, state, instances)
                 self._regions.append(opened)
@@ -113,38 +114,33 @@ class CpuBackend:
             raise
         self._run = [(self._regions[program.steps[0].region].run, len(program.outputs)) for program in manifest.programs]
 
-    def turn(self, stream: int | None) -> Running | Turns:
+    def locked(self, stream: int | None) -> SharedLock | ExclusiveLock:
         """Waits for nothing where replays share no memory: they run side by side."""
-        return self._running
+        return self._lock
 
-    def run(self, program: int, addresses: Sequence[int], device: int | None = None, turn: None = None) -> Outputs:
+    def run(self, program: int, addresses: Sequence[int], device: int | None = None, stream: None = None) -> RegionOutputs:
         """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise."""
         run, outputs = self._run[program]
-        return Outputs(self._torch, run(addresses, self._inputs[program], outputs))
+        return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs))
 
     # --- what lasts from call to call -------------------------------------------------------------------------
 
     @property
     def owner(self) -> object:
-        """Keeps weights and state where they are."""
         return (self._shared, self._state)
 
-    def place(self, weight: int) -> int:
-        """The address of a weight, of memory weights or state."""
+    def address(self, weight: int) -> int:
         row = self._weights[weight]
         return addressof(self._state) + row.offset if row.memory == STATE else self._use().weights.address(row.tensor)
 
-    def fetch(self, weight: int, turn: object = None) -> bytes:
-        """A weight's bytes, in the order of memory."""
-        return ctypes.string_at(self.place(weight), self._size(weight))
+    def fetch(self, weight: int, stream: object = None) -> bytes:
+        return ctypes.string_at(self.address(weight), self._size(weight))
 
-    def store(self, weight: int, address: int, device: int | None, turn: object = None) -> None:
-        """Copies to a weight as many bytes as it has."""
-        ctypes.memmove(self.place(weight), address, self._size(weight))
+    def store(self, weight: int, address: int, device: int | None, stream: object = None) -> None:
+        ctypes.memmove(self.address(weight), address, self._size(weight))
 
-    def reset(self, turn: object = None) -> None:
-        """Brings back what state held at first."""
-        for row in self._initial.rows if self._initial is not None else ():
+    def reset(self, stream: object = None) -> None:
+        for row in self._initial.rows:
             if not row.source:
                 ctypes.memset(addressof(self._state) + row.offset, 0, row.size)
         self._restore()
@@ -162,7 +158,7 @@ class CpuBackend:
 
     def close(self) -> None:
         """Waits for running replays, then frees what the backend holds; weights and state, when nothing looks at them any more."""
-        self._running.close()
+        self._lock.close()
         for region in self._regions:
             region.close()
         self._regions.clear()
@@ -171,11 +167,11 @@ class CpuBackend:
 
     def _use(self) -> Shared:
         if self._shared is None:
-            raise ProgramClosed("program-closed", f"program {self._name!r} was closed")
+            raise closed(self._name)
         return self._shared
 
     def _restore(self) -> None:
-        for row in self._initial.rows if self._initial is not None else ():
+        for row in self._initial.rows:
             if row.source:
                 ctypes.memmove(addressof(self._state) + row.offset, row.source, row.size)
 

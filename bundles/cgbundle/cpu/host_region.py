@@ -12,14 +12,13 @@ from functools import lru_cache
 from ..errors import MachineError
 from ..format.safetensors import Mapped
 from ..format.schema import Region, Value, Weight
+from ..validate.state import STATE
 from .libtorch import LibTorch
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
 
 POINTER_BYTES = ctypes.sizeof(c_void_p)
-
-STATE = "state"
 
 INSTANCES = 4
 """Replays of one region that may run at the same time; a further one waits.  An instance shares the constants and costs a few
@@ -56,9 +55,11 @@ def open_region(
     state: int = 0,
     instances: int = INSTANCES,
 ) -> HostRegion:
-    """A host region of the bundle in `folder`, ready to run: its constants are used in place in the mapped weights (None for a
-    region without constants) or in memory state at `state`; both must stay until it is closed.  `instances`: see INSTANCES.  Raises
-    library-refused."""
+    """A host region of the bundle in `folder`, ready to run.  Its constants are used in place, in the mapped weights (None for a
+    region without constants) or in memory state at `state`; both must stay until it is closed.  `instances`: see INSTANCES.
+
+    Raises library-refused.
+    """
     opened = HostRegion(os.path.join(folder, region.file), torch, region.file, instances)
     try:
         constants = {}

@@ -21,24 +21,19 @@ def check_features(features: Iterable[str]) -> None:
 
 
 def processor_name() -> str:
-    """The model of the first processor in /proc/cpuinfo, else the machine's kind."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except FileNotFoundError:
-        pass
-    return os.uname().machine
+    """The model of the first processor, else the machine's kind."""
+    return _first("model name") or os.uname().machine
 
 
 def processor_flags() -> frozenset[str]:
-    """The flags of the first processor in /proc/cpuinfo (empty where there is no such file or line)."""
+    """The flags of the first processor (empty where they are not known)."""
+    return frozenset(_first("flags", "Features").split())
+
+
+def _first(*names: str) -> str:
+    """The first of these entries in /proc/cpuinfo; "" where there is no such file or entry."""
     try:
         with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith(("flags", "Features")):
-                    return frozenset(line.partition(":")[2].split())
+            return next((line.partition(":")[2].strip() for line in file if line.startswith(names)), "")
     except FileNotFoundError:
-        pass
-    return frozenset()
+        return ""

@@ -1,117 +1,300 @@
-"""What a loaded program needs of a CUDA device: replays on tensors of the GPU, or of the CPU by way of the GPU."""
+"""A session of a cuda bundle on one GPU: its memories and stream, its programs bound to them, and the order of its calls.
+
+Everything is enqueued in the order of the caller's stream, or of the backend's own.  Nothing waits but host steps, copies to memory
+of the CPU, and copies from its pageable memory.  Calls on different streams are put in order by events.  Any thread may call: the
+context is made current for the call and taken away again.  A device pointer must be readable by this GPU, and ready in the order of
+the stream.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError
-from ..format.schema import Manifest
-from ..tensors.libraries import caller_captures
-from . import driver
-from .device import CudaBackend
-from .memory import Output, copy
-from .turn import Turn
+from ..format.schema import KERNEL_CODE, Manifest
+from ..format.spans import span
+from ..session.locks import AnyLock, SessionLock, closed
+from ..tensors.detection import caller_captures
+from . import driver, memory
+from .driver import Context, Relaxed, cu
+from .memory import WEIGHTS, Memories, Output
+from .programs import BoundProgram, DeviceOutputs, Executors, HostOutputs, bind, static_buffers
+from .shared import Shared
+from .stream_order import StreamOrder
+
+if TYPE_CHECKING:
+    from .host_steps import HostSteps
+
+SHARED = (WEIGHTS, KERNEL_CODE)
+"""Memories that belong to no session alone."""
+
+HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
 
 
-class DeviceOutputs:
-    """Outputs in the program's own GPU memory, the same after every replay; it owns the tensors over them."""
+class CudaBackend:
+    """Runs the programs of a cuda bundle on GPU number `device`.
 
-    static = True
+    `mode`: "graph" replays each recording as one CUDA graph, "stream" launches its rows one by one.  `context`: one that the caller
+    has made, which belongs to the backend from then on.  `poison`: a byte that fills the arena, memory `host`, and all bytes of
+    parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its first call.
 
-    def __init__(self, addresses: Sequence[int], device: int, backend: CudaBackend) -> None:
-        self.addresses = addresses
-        self.device: int | None = device
-        self._backend = backend
-
-    def copy_out(self, address: int, size: int, stream: int) -> Output:
-        """GPU memory of its own with the same bytes, in the order of a stream."""
-        return self._backend.copy_out(address, size, stream)
-
-
-class HostOutputs:
-    """Outputs copied to memory of the CPU that lives as long as this object."""
-
-    device: int | None = None
-    static = False
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._memory = [(ctypes.c_char * max(1, size))() for size in sizes]
-        self.addresses: Sequence[int] = [ctypes.addressof(memory) for memory in self._memory]
-
-
-class CudaCalls:
-    """The programs of a cuda bundle on GPU number `device`, ready to be replayed, or with `lazy` made ready one by one at their
-    first call; `context` as for `CudaBackend`, which says what is raised."""
+    Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid and
+    file-damaged; nothing is left on the GPU then.
+    """
 
     def __init__(
         self,
         folder: str,
         manifest: Manifest,
-        device: int,
-        mode: str,
-        context: driver.Context | None = None,
+        device: int = 0,
+        mode: str = "graph",
+        *,
+        context: Context | None = None,
         poison: int | None = None,
         lazy: bool = False,
     ) -> None:
-        self._attach(CudaBackend(folder, manifest, device, mode, context=context, poison=poison), manifest, device, lazy=lazy)
+        self._start(Shared(folder, manifest, device, mode, poison, context), alone=False, lazy=lazy)
 
-    def session(self) -> Self:
-        """The same programs in a further session: see `CudaBackend.session`."""
-        made = object.__new__(type(self))
-        made._attach(self._backend.session(), self._manifest, self._device, lazy=self._lazy)
+    def session(self) -> CudaBackend:
+        """A further session: memories, stream and graphs of its own, the same weights and kernels.  One thread at a time may use
+        it, another one raises SessionBusy.  Whichever is closed last gives back what they share."""
+        with self._gate:
+            self._current()
+            self._shared.retain()
+        made = object.__new__(CudaBackend)
+        made._start(self._shared, alone=True, lazy=self._lazy)
         return made
 
-    def _attach(self, backend: CudaBackend, manifest: Manifest, device: int, *, lazy: bool) -> None:
-        self._backend, self._manifest, self._device, self._lazy = backend, manifest, device, lazy
-        self.device: int | None = device
-        try:
-            backend.prepare(() if lazy else None)
-        except BaseException:
-            backend.close()
-            raise
-        self.turn: Callable[[int | None], Turn] = backend.turn
-        """Holds the program's memory for one call, whose work goes to a stream (None: the backend's own)."""
-        self.place, self.fetch, self.store, self.reset = backend.place, backend.fetch, backend.store, backend.reset
-        numbers = range(len(manifest.programs))
-        self._sizes = [backend.sizes(index) for index in numbers]
-        self._results = [DeviceOutputs(backend.output_addresses(index), device, backend) for index in numbers]
+    def _start(self, shared: Shared, *, alone: bool, lazy: bool) -> None:
+        """Begins with one share of what sessions share, which is given back where this fails."""
+        lock = SessionLock(shared.manifest.name)
+        self._gate = lock.inner
+        self._lock: AnyLock = lock if alone else lock.inner
+        self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
+        self.device: int | None = shared.context.index
+        self._programs: dict[int, BoundProgram] = {}
+        self._results: dict[int, DeviceOutputs] = {}
+        self._cleanup = ExitStack()
+        with ExitStack() as undo:
+            undo.callback(shared.release)
+            undo.callback(self._give_back)
+            with self._context, Relaxed():
+                self._open(self._cleanup, alone=alone)
+                self._bind(() if lazy else range(len(self._manifest.programs)))
+                shared.settle()  # and zeroed memories and state
+                driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
+            undo.pop_all()
+        self._closed = False
 
-    def run(self, program: int, addresses: Sequence[int], device: int | None, turn: Any) -> DeviceOutputs | HostOutputs:
-        """Replays; inputs of the CPU (device None) are copied to the GPU, the outputs back, and the copies waited for."""
-        if device is not None:
-            self._backend.replay_on_device(program, addresses, turn)
-            return self._results[program]
+    def _open(self, cleanup: ExitStack, *, alone: bool) -> None:
+        shared, context = self._shared, self._context
+        stream = context.lend() if alone else context.stream
+        if alone:
+            cleanup.callback(context.back, stream)
+        hosted = any(region.kind == "host" for region in self._manifest.regions)
+        self._order = StreamOrder(stream, cleanup, HOSTED if hosted else "")
+        own = {name: size for name, size in shared.sizes.items() if name not in SHARED}
+        self._memories = Memories(own, shared.base, cleanup, stream)
+        self._memories.fill_state(shared.initial, stream)
+        with shared.lock:
+            modules = shared.modules(self._memories, cleanup)
+        self._executors = Executors(shared, modules, self._memories.bases, stream)
+        cleanup.callback(self._executors.close)
+        self._host: HostSteps | None = None
+        if hosted:
+            from .host_steps import HostSteps  # few bundles have any, and torch's libraries with them
+
+            self._host = HostSteps(shared.folder, self._manifest, self._memories)
+            cleanup.callback(self._host.close)
+        if shared.poison is not None:
+            self._memories.poison(shared.poison, stream)
+        cleanup.callback(self._order.wait)
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    def locked(self, stream: int | None) -> LockedStream:
+        """Holds the memories for one call, and the context.  What is enqueued on the stream inside, by whomever, comes after the
+        call before and before the next one."""
+        return LockedStream(self, stream)
+
+    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
+        """Replays, and copies back to the caller's memory the inputs that the model writes to, in the order of the stream.  Inputs
+        of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for."""
+        if device is None:
+            return self._run_from_host(program, addresses, stream)
+        bound = self._programs.get(program) or self._bound(program, stream)
+        for address, (target, size), pointer in zip(addresses, bound.inputs, bound.pointers, strict=True):
+            if address != target and size:  # a caller's tensor may be the static buffer itself
+                error = cu.cuMemcpyDtoDAsync(pointer, address, size, stream)[0]
+                if error:
+                    driver.check("cuMemcpyDtoDAsync", (error,))
+        for step in bound.joins if self._order.captured else bound.steps:
+            step(stream)
+        for index, source, size in bound.written:
+            if addresses[index] != source:
+                memory.copy(addresses[index], source, size, stream)
+        return self._results[program]
+
+    def _run_from_host(self, program: int, addresses: Sequence[int], stream: Any) -> HostOutputs:
         if caller_captures():
             raise CallError(
                 "capture-refused",
                 "inputs on the CPU cannot become part of the CUDA graph that is being captured",
                 "pass tensors of the GPU",
             )
-        inputs, outputs = self._sizes[program]
-        given = [(at, False, size) for at, size in zip(addresses, inputs, strict=True)]
-        made = self._backend.replay(program, given, turn)
-        results = HostOutputs(outputs)
-        for target, source, size in zip(results.addresses, made, outputs, strict=True):
-            copy(target, source, size, turn, target_on_device=False)
-        driver.check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(turn))
+        bound = self._programs.get(program) or self._bound(program, stream)
+        for address, (target, size) in zip(addresses, bound.inputs, strict=True):
+            memory.copy(target, address, size, stream, source_on_device=False)
+        for step in bound.joins if self._order.captured else bound.steps:
+            step(stream)
+        results = HostOutputs(bound.sizes)
+        for target, source, size in zip(results.addresses, bound.outputs, bound.sizes, strict=True):
+            memory.copy(target, source, size, stream, target_on_device=False)
+        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        if bound.written:
+            for index, source, size in bound.written:
+                memory.copy(addresses[index], source, size, stream, target_on_device=False)
+            driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
         return results
+
+    def buffers(self, program: int) -> tuple[list[int], object]:
+        """The addresses of the program's static input buffers, and what owns tensors over them."""
+        with self.locked(None):  # which raises where this was closed
+            return [address for address, _ in static_buffers(self._manifest.programs[program], self._memories)], self
+
+    def copy_out(self, address: int, size: int, stream: int | None) -> Output:
+        """A copy of GPU memory that the next replay leaves alone, in the order of the stream."""
+        with self._lock, self._current() as context:
+            handle = self._order.begin(stream)
+            output = Output(context, size, handle)
+            memory.copy(output.address, address, size, handle)
+            self._order.end(handle)
+            return output
+
+    def poison(self, byte: int) -> None:
+        """Overwrites the arena, and with it outputs of earlier calls, and memory `host`: a sound replay reads nothing there that it
+        has not written itself."""
+        with self._lock, self._current():
+            handle = self._order.begin(None)
+            self._memories.poison(byte, handle)
+            self._order.end(handle)
+
+    # --- what lasts from call to call -------------------------------------------------------------------------
 
     @property
     def owner(self) -> object:
         """Keeps nothing: memory of the GPU is given back when the session is closed."""
-        return self._results[0] if self._results else None
+        return self
 
-    def buffers(self, program: int) -> tuple[list[int], object]:
-        """The addresses of the program's static input buffers, and what owns tensors over them."""
-        with self._backend.turn():  # which raises where this was closed
-            return self._backend.input_addresses(program), self.owner
+    def address(self, weight: int) -> int:
+        """Where a weight lies on the GPU, of memory weights or state."""
+        row = self._manifest.weights[weight]
+        return self._memories.address(row.memory, row.offset)
 
-    def poison(self, byte: int) -> None:
-        """Overwrites the arena and memory `host`: a sound replay reads nothing there that it has not written itself."""
-        self._backend.poison(byte)
+    def fetch(self, weight: int, stream: Any) -> bytes:
+        """A weight's bytes, in the order of memory; waits for them."""
+        size = self._size(weight)
+        buffer = ctypes.create_string_buffer(max(1, size))
+        memory.copy(ctypes.addressof(buffer), self.address(weight), size, stream, target_on_device=False)
+        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        return buffer.raw[:size]
+
+    def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
+        """Copies to a weight as many bytes as it has; from memory of the CPU (None), which may be pinned and the caller's to change
+        again, before this returns."""
+        memory.copy(self.address(weight), address, self._size(weight), stream, source_on_device=device is not None)
+        if device is None:
+            driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+
+    def reset(self, stream: Any) -> None:
+        self._memories.reset_state(self._shared.initial, stream)
 
     def close(self) -> None:
-        """Waits for a running replay, then gives every byte back."""
-        self._backend.close()
+        """Waits for what runs and gives back what is the session's own, and with the last session the rest, but Outputs not freed
+        yet; they keep the context.  Closing twice does nothing."""
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._give_back()
+            finally:
+                self._shared.release()
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
+        with self._context, Relaxed(), self._cleanup:
+            self._programs.clear()
+            self._results.clear()
+
+    def _current(self) -> Context:
+        if self._closed:
+            raise closed(self._manifest.name)
+        return self._context
+
+    def _size(self, weight: int) -> int:
+        row = self._manifest.weights[weight]
+        return span(row)
+
+    def _bound(self, number: int, stream: Any) -> BoundProgram:
+        """A program that no call has used yet.  Raises capture-refused inside a capture."""
+        if self._order.capturing(stream):
+            raise CallError(
+                "capture-refused",
+                f"int_key {self._manifest.programs[number].key} is not built yet, and cannot be while a CUDA graph is captured",
+                "call it once before the capture, or load the bundle with lazy=False",
+            )
+        with Relaxed():
+            self._bind((number,))
+        return self._programs[number]
+
+    def _bind(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            manifest = self._manifest
+            with self._shared.lock:
+                bound = bind(manifest.programs[number], manifest.written, self._memories, self._executors, self._host)
+            self._results[number] = DeviceOutputs(bound.outputs, self.device, self.copy_out)
+            self._programs[number] = bound
+
+
+class LockedStream:
+    """See `CudaBackend.locked`.  It works on the backend's insides, since every microsecond of a call is measured."""
+
+    __slots__ = ("_backend", "_handle", "_stream")
+
+    def __init__(self, backend: CudaBackend, stream: int | None) -> None:
+        self._backend, self._stream = backend, stream
+
+    def __enter__(self) -> Any:
+        backend = self._backend
+        backend._lock.acquire()
+        try:
+            error = cu.cuCtxPushCurrent(backend._current().handle)[0]
+            if error:
+                driver.check("cuCtxPushCurrent", (error,))
+        except BaseException:
+            backend._lock.release()
+            raise
+        try:
+            self._handle = backend._order.begin(self._stream)
+        except BaseException:
+            self._leave()
+            raise
+        return self._handle
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._backend._order.end(self._handle)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        error = cu.cuCtxPopCurrent()[0]
+        self._backend._lock.release()
+        if error:
+            driver.check("cuCtxPopCurrent", (error,))

@@ -59,7 +59,6 @@ def _name(error: Any) -> str:
 
 
 def device_count() -> int:
-    """GPUs that the driver shows this process."""
     return int(check("cuDeviceGetCount", cu.cuDeviceGetCount()))
 
 
@@ -108,12 +107,10 @@ class Context:
         check("cuCtxPopCurrent", cu.cuCtxPopCurrent())
 
     def retain(self) -> None:
-        """One more share."""
         with self._lock:
             self._shares += 1
 
     def release(self) -> None:
-        """One share less."""
         with self._lock:
             self._shares -= 1
             last = self._shares == 0
@@ -134,7 +131,6 @@ class Context:
             return self._streams[-1]
 
     def back(self, stream: Any) -> None:
-        """Takes a stream of `lend` back."""
         with self._lock:
             self._spare.append(stream)
 
@@ -150,13 +146,12 @@ class Context:
 
     @property
     def name(self) -> str:
-        """The GPU's name."""
         return str(check("cuDeviceGetName", cu.cuDeviceGetName(100, self.device)).split(b"\0")[0].decode())
 
 
 class Relaxed:
-    """While it is held, another thread may capture a graph and is not disturbed by what this one allocates and frees: without it
-    the driver forbids that, and the other thread's capture is lost (cuThreadExchangeStreamCaptureMode)."""
+    """While it is held, this thread may allocate and free beside another one's capture of a graph.  Without it the driver forbids
+    that, and the capture is lost (cuThreadExchangeStreamCaptureMode)."""
 
     __slots__ = ("_before",)
 

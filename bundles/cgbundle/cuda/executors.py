@@ -9,15 +9,13 @@ right.)
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from struct import Struct
 from typing import Any, Protocol
 
 from ..tables.table import KERNEL, MEMCPY, MEMSET, Table, launch_order
 from .driver import Context, check, cu
 from .modules import Modules
-
-MODES = ("graph", "stream")
 
 PRIORITY, MEMORY_SYNC_DOMAIN_MAP = 8, 9
 """Launch attributes with a meaning beyond their value."""
@@ -158,23 +156,16 @@ class GraphExecutor:
 def _build(graph: Any, context: Context, table: Table, launches: Launches, bases: Sequence[int]) -> None:
     """Adds the table's nodes and edges to an empty graph."""
     nodes: list[Any] = []
-    rows = [0, 0, 0, 0]
     kernel_params = _kernel_params(table, launches)
-    for kind in table.kind:
-        row = rows[kind]
-        rows[kind] += 1
+    for kind, row in _rows(table):
         if kind == KERNEL:
             call, result = "cuGraphAddKernelNode", cu.cuGraphAddKernelNode(graph, None, 0, kernel_params(row))
         elif kind == MEMSET:
-            call, result = (
-                "cuGraphAddMemsetNode",
-                cu.cuGraphAddMemsetNode(graph, None, 0, _memset_params(table, row, bases), context.handle),
-            )
+            params = _memset_params(table, row, bases)
+            call, result = "cuGraphAddMemsetNode", cu.cuGraphAddMemsetNode(graph, None, 0, params, context.handle)
         elif kind == MEMCPY:
-            call, result = (
-                "cuGraphAddMemcpyNode",
-                cu.cuGraphAddMemcpyNode(graph, None, 0, copy_params(table, row, bases), context.handle),
-            )
+            params = copy_params(table, row, bases)
+            call, result = "cuGraphAddMemcpyNode", cu.cuGraphAddMemcpyNode(graph, None, 0, params, context.handle)
         else:
             call, result = "cuGraphAddEmptyNode", cu.cuGraphAddEmptyNode(graph, None, 0)
         if result[0]:
@@ -185,6 +176,14 @@ def _build(graph: Any, context: Context, table: Table, launches: Launches, bases
                 answer = cu.cuGraphKernelNodeSetAttribute(nodes[-1], number, value)
                 check("cuGraphKernelNodeSetAttribute", answer, f"{number.name}, {_describe(table, len(nodes) - 1, kind, row)}")
     _connect(graph, table, nodes)
+
+
+def _rows(table: Table) -> Iterator[tuple[int, int]]:
+    """(kind, row among those of its kind) of every node."""
+    counts = [0, 0, 0, 0]
+    for kind in table.kind:
+        yield kind, counts[kind]
+        counts[kind] += 1
 
 
 def _kernel_params(table: Table, launches: Launches) -> Callable[[int], Any]:
@@ -245,11 +244,8 @@ class StreamExecutor:
 
     def __init__(self, table: Table, modules: Modules, bases: Sequence[int], poison: int | None = None) -> None:
         self._launches = Launches(table, modules, bases, poison)  # the driver reads the blocks at every launch
-        rows = [0, 0, 0, 0]
         steps: list[Callable[[Any], None] | None] = []
-        for position, kind in enumerate(table.kind):
-            row = rows[kind]
-            rows[kind] += 1
+        for position, (kind, row) in enumerate(_rows(table)):
             where = _describe(table, position, kind, row)
             if kind == KERNEL:
                 steps.append(_kernel_step(table, row, self._launches, where))

@@ -1,15 +1,15 @@
 """Host steps: regions of the graph that the CPU computes between two steps of the GPU, without torch being imported.
 
 A host step reads and writes memory `host`, one pinned buffer: copy steps bring its inputs there and take its outputs on.  Copies
-are the stream's, a host step is the calling thread's: it waits for the stream first, so that its inputs have come, and so that
-copies of earlier steps and calls, which may still read what it is about to overwrite, are done.
+are the stream's, a host step is the calling thread's, which waits for the stream first.  Then its inputs have come, and no copy of
+an earlier step or call still reads what it is about to overwrite.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ..format.archive import WEIGHTS
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Program, Step, Value
 from ..format.spans import span
+from ..tensors.tensor import moving
 from .driver import check, cu
 from .memory import Memories
 
@@ -112,12 +113,7 @@ def _take(torch: libtorch.LibTorch, handle: int, place: _Place, where: str) -> N
 def _check_layout(found: tuple[int, tuple[int, ...], tuple[int, ...]], place: _Place, where: str) -> None:
     (dtype, shape, strides), value = found, place.value
     same = dtype == place.layout[0]
-    if not same or shape != value.shape or _steps(shape, strides) != _steps(shape, value.strides):
+    if not same or shape != value.shape or moving(shape, strides) != moving(shape, value.strides):
         expected = f"{value.dtype} {list(value.shape)} with strides {list(value.strides)}"
         got = f"{'the same dtype' if same else 'another dtype'}, {list(shape)} with strides {list(strides)}"
         raise MachineError("library-refused", f"{where}: an output is {got}, the bundle says {expected}", "build the bundle again")
-
-
-def _steps(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The strides that matter: none of an axis of one element, nor of a tensor without any."""
-    return [] if 0 in shape else [stride for size, stride in zip(shape, strides, strict=True) if size != 1]

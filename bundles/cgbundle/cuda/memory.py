@@ -9,16 +9,15 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from ..errors import CgbundleError, OutOfMemory
-from ..format.schema import KERNEL_CODE, MEMORIES
+from ..format.schema import MEMORIES
+from ..session.initial_state import InitialState
+from ..validate.state import STATE
 from .driver import Context, check, cu, free_bytes
 
 SMALLEST = 256
 """Bytes allocated for an empty memory, so that its address is one: a zero-size tensor may be passed to a kernel."""
 
-GRANULARITY = 2 << 20
-"""Bytes in which the driver takes memory from the GPU."""
-
-FILLED = ("state", "inputs")
+FILLED = (STATE, "inputs")
 """Memories that start as zeros: `state` by definition, `inputs` so that padding never holds another process's data."""
 
 WEIGHTS = "weights"
@@ -26,10 +25,6 @@ WEIGHTS = "weights"
 
 HOST = "host"
 """The memory that is pinned and the host's: what crosses between host and graph steps lies there on the host's side."""
-
-
-Input = tuple[int, bool, int]
-"""Where an input lies: address, whether that is on the GPU, bytes."""
 
 
 class Memories:
@@ -73,12 +68,18 @@ class Memories:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))  # copies of the last replay may still read there
             ctypes.memset(self.host, byte, self.sizes[HOST])
 
+    def fill_state(self, initial: InitialState, stream: Any) -> None:
+        """Puts the initial contents into a memory state of zeros, in the order of the stream."""
+        for row in initial.rows:
+            if row.source:
+                copy(self.address(STATE, row.offset), row.source, row.size, stream, source_on_device=False)
 
-def planned(sizes: Mapping[str, int]) -> int:
-    """Bytes that allocations for memories of these sizes take from the GPU."""
-    return sum(
-        -(-max(size, SMALLEST) // GRANULARITY) * GRANULARITY for name, size in sizes.items() if name not in (HOST, KERNEL_CODE)
-    )
+    def reset_state(self, initial: InitialState, stream: Any) -> None:
+        """Brings the initial contents back, whatever memory state holds, in the order of the stream."""
+        for row in initial.rows:
+            if not row.source:
+                fill(self.address(STATE, row.offset), row.size, 0, stream)
+        self.fill_state(initial, stream)
 
 
 def allocate(size: int, what: str) -> int:
@@ -90,7 +91,6 @@ def allocate(size: int, what: str) -> int:
 
 
 def free(address: int) -> None:
-    """Gives an allocation back."""
     check("cuMemFree", cu.cuMemFree(address))
 
 
@@ -105,7 +105,6 @@ def allocate_pinned(size: int, what: str) -> int:
 
 
 def free_pinned(address: int) -> None:
-    """Gives pinned host memory back."""
     check("cuMemFreeHost", cu.cuMemFreeHost(address))
 
 
@@ -113,16 +112,6 @@ def fill(address: int, size: int, byte: int, stream: Any) -> None:
     """Sets `size` bytes, in the order of the stream."""
     if size:
         check("cuMemsetD8Async", cu.cuMemsetD8Async(address, byte, size, stream))
-
-
-def fill_input(target: int, size: int, item: Input, stream: Any) -> None:
-    """Copies an input to its static buffer of `size` bytes, the rest zeros.  Raises ValueError for one that is larger."""
-    pointer, on_device, given = item
-    if given > size:
-        raise ValueError(f"an input of {given} bytes for a buffer of {size}")
-    if pointer != target:  # the caller may have written into the static buffer itself
-        copy(target, pointer, given, stream, source_on_device=on_device)
-    fill(target + given, size - given, 0, stream)
 
 
 def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: bool = True, source_on_device: bool = True) -> None:
@@ -141,38 +130,6 @@ def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: 
         check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(target, source, size, stream))
     else:
         raise ValueError("a copy from host to host is none of the GPU's")
-
-
-def copy_rows(
-    target: int,
-    source: int,
-    width: int,
-    rows: int,
-    stream: Any,
-    *,
-    target_pitch: int,
-    source_pitch: int,
-    target_on_device: bool = True,
-    source_on_device: bool = True,
-) -> None:
-    """Copies `rows` rows of `width` bytes whose starts lie `pitch` bytes apart: how a padded inner axis is filled or cut."""
-    if not (width and rows):
-        return
-    kind = cu.CUmemorytype
-    params = cu.CUDA_MEMCPY2D()
-    params.WidthInBytes, params.Height = width, rows
-    params.srcPitch, params.dstPitch = source_pitch, target_pitch
-    params.srcMemoryType = kind.CU_MEMORYTYPE_DEVICE if source_on_device else kind.CU_MEMORYTYPE_HOST
-    params.dstMemoryType = kind.CU_MEMORYTYPE_DEVICE if target_on_device else kind.CU_MEMORYTYPE_HOST
-    if source_on_device:
-        params.srcDevice = source
-    else:
-        params.srcHost = source
-    if target_on_device:
-        params.dstDevice = target
-    else:
-        params.dstHost = target
-    check("cuMemcpy2DAsync", cu.cuMemcpy2DAsync(params, stream))
 
 
 class Output:

@@ -21,8 +21,6 @@ largest value serves all."""
 
 
 class Addresses(Protocol):
-    """Where memories lie."""
-
     def address(self, memory: str, offset: int) -> int: ...
 
 
@@ -112,7 +110,6 @@ def states(folder: str, manifest: Manifest) -> tuple[ModuleState, ...]:
 
 
 def read(path: str) -> bytes:
-    """A whole file."""
     with open(path, "rb") as file:
         return file.read()
 

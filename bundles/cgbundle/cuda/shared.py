@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..cpu.processor import check_features
 from ..format.archive import WEIGHTS as FILE
 from ..format.schema import MEMORIES, Manifest
-from ..session.initial_state import STATE, Initial
-from . import driver, weights
+from ..session.initial_state import InitialState
+from . import weights
 from .driver import Context, Relaxed
 from .machine import check_device, check_driver
 from .memory import SMALLEST, WEIGHTS, Memories, allocate, free
@@ -40,7 +40,7 @@ class Shared:
             check_features(manifest.target.features)
             pieces = weights.listed(folder, manifest)
             self.sizes = dict(manifest.memories)
-            self.initial = Initial(folder, manifest) if self.sizes.get(STATE) else None
+            self.initial = InitialState(folder, manifest)
             check_driver(manifest.target)
             if context is None:
                 context = Context(device)
@@ -54,7 +54,6 @@ class Shared:
             undo.pop_all()
 
     def _open(self, cleanup: ExitStack, pieces: list[weights.Piece]) -> None:
-        self.free_before = driver.free_bytes()
         self.base = 0
         if WEIGHTS in self.sizes:
             self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")
@@ -82,19 +81,16 @@ class Shared:
         return made
 
     def settle(self) -> None:
-        """Waits until the weights are in place."""
         upload = self._upload
         if upload is not None:
             upload.wait()
             self._upload = None
 
     def retain(self) -> None:
-        """One more share."""
         with self.lock:
             self._shares += 1
 
     def release(self) -> None:
-        """One share less."""
         with self.lock:
             self._shares -= 1
             last = self._shares == 0

@@ -1,8 +1,8 @@
 """The order of calls that share one arena but come on different streams, and calls that join a caller's stream capture.
 
 What is enqueued on a stream that is being captured becomes part of a graph that the caller launches later, as often as it likes.
-Such a stream must not wait for an event that was recorded outside the capture (CUDA_ERROR_STREAM_CAPTURE_ISOLATION), and whoever
-waits for an event that was recorded inside joins the capture: so calls inside take no part in the order at all.
+Such a stream must not wait for an event of outside the capture (CUDA_ERROR_STREAM_CAPTURE_ISOLATION).  Whoever waits for an event
+of inside joins the capture.  So calls inside take no part in the order at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StreamOrder:
     Calls that stay on one stream need no event.  The end of the work is marked when another stream comes, if the last one is sure
     to exist then (ours, or the legacy default stream, which is torch's); else at every `end`.
 
-    `captured`: the turn that was begun last is part of a caller's capture.  `default` is the stream of callers who name none.
+    `captured`: the call that was begun last is part of a caller's capture.  `default` is the stream of callers who name none.
     `refusal` says why no call can be captured, "" where it can.  The context must be current; `cleanup` gives the event back.
     """
 
@@ -45,7 +45,6 @@ class StreamOrder:
         self.captured = False
 
     def handle(self, stream: int | None) -> Any:
-        """The driver's handle of a stream."""
         return self.default if stream is None else cu.CUstream(stream)
 
     def begin(self, stream: int | None) -> Any:
@@ -74,7 +73,7 @@ class StreamOrder:
         cu.cuEventSynchronize(self._done)
 
     def capturing(self, handle: Any) -> bool:
-        """Whether the stream of a turn is being captured."""
+        """Whether the stream of a call is being captured."""
         lasts = int(handle) == self._default_key or int(handle) in LASTING
         return not lasts and bool(check("cuStreamIsCapturing", cu.cuStreamIsCapturing(handle)))
 

@@ -1,9 +1,8 @@
 """The weights from the file into GPU memory, as fast as the bus takes them.
 
 A copy from a mapped file is pageable: the driver's one thread moves it at 10.8 GB/s.  Pinned memory moves at 55 GB/s, but
-pinning all of it costs more than it gains.  So a few threads read the file (a read copies out of the page cache without page
-faults and without the interpreter's lock) into small pinned buffers, each sent on while the next is read, and the caller builds
-its graphs meanwhile.
+pinning all of it costs more than it gains.  So a few threads read the file into small pinned buffers, each sent on while the next
+is read; a read takes neither page faults nor the interpreter's lock.  The caller builds its graphs meanwhile.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: in
     """Where the bytes of the file go, in the file's order; tied weights once, what is adjacent in both places as one, and what is
     not for the GPU left out.
 
-    `capacity` is the bytes of memory weights.  Raises weights-invalid where the file lacks a weight or the memory lacks room for it.
+    `capacity` is the bytes of memory weights.  Raises weights-invalid where the file lacks a weight or the memory is too small.
     """
     found = set()
     for weight in weights:
@@ -157,17 +156,17 @@ class Upload:
         for _ in range(BUFFERS):
             events.append(check("cuEventCreate", cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
             cleanup.callback(cu.cuEventDestroy, events[-1])
-        turn = 0
+        done = 0
         while True:
             try:
                 group = self._work.pop()
             except IndexError:
                 break
-            slot = turn % BUFFERS
+            slot = done % BUFFERS
             check("cuEventSynchronize", cu.cuEventSynchronize(events[slot]))  # at once for an event never recorded
             self._send(file, group, view[slot * self._chunk : (slot + 1) * self._chunk], address + slot * self._chunk, stream)
             check("cuEventRecord", cu.cuEventRecord(events[slot], stream))
-            turn += 1
+            done += 1
             self._sent.append(None)
         check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "weights")
 

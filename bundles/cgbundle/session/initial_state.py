@@ -9,14 +9,13 @@ from ..format.archive import WEIGHTS
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest
 from ..format.spans import span
-
-STATE = "state"
+from ..validate.state import STATE
 
 CHUNK = 1 << 20
 """Bytes compared with zeros at a time."""
 
 
-class Row(NamedTuple):
+class StateRow(NamedTuple):
     """`size` bytes at `offset` of memory state; `source` is where their initial contents lie in this process, 0 for zeros."""
 
     offset: int
@@ -24,7 +23,7 @@ class Row(NamedTuple):
     source: int
 
 
-class Initial:
+class InitialState:
     """The initial contents of a bundle's state but that of the random numbers: `rows`, valid while this object lives.
 
     Large state is mostly zeros (a cache to be filled), which is found out once, so that neither a session nor a reset has to bring
@@ -34,13 +33,14 @@ class Initial:
     __slots__ = ("_mapped", "rows")
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
-        self._mapped = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS)
-        self.rows: list[Row] = []
+        self.rows: list[StateRow] = []
         for index, weight in enumerate(manifest.weights):
             if weight.memory == STATE and index != manifest.random:
+                if not self.rows:
+                    self._mapped = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS)
                 zero = _is_zero(self._mapped.data(weight.tensor))
                 size = span(weight)
-                self.rows.append(Row(weight.offset, size, 0 if zero else self._mapped.address(weight.tensor)))
+                self.rows.append(StateRow(weight.offset, size, 0 if zero else self._mapped.address(weight.tensor)))
 
 
 def _is_zero(data: memoryview) -> bool:

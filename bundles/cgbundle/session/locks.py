@@ -9,7 +9,12 @@ from typing import Protocol
 from ..errors import ProgramClosed, SessionBusy
 
 
-class Running:
+def closed(name: str) -> ProgramClosed:
+    """The error of whoever uses a closed program."""
+    return ProgramClosed("program-closed", f"program {name!r} was closed")
+
+
+class SharedLock:
     """A context held by every replay of a program named `name`; any number may hold it.  `close` waits until none does.
 
     Raises ProgramClosed where it is entered after that.
@@ -23,7 +28,7 @@ class Running:
     def __enter__(self) -> None:
         with self._gate:
             if self._closed:
-                raise ProgramClosed("program-closed", f"program {self._name!r} was closed")
+                raise closed(self._name)
             self._held += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -39,8 +44,8 @@ class Running:
             self._gate.wait_for(lambda: not self._held)
 
 
-class Gate(Protocol):
-    """A lock, of threading's kind or `Exclusive`."""
+class AnyLock(Protocol):
+    """A lock, of threading's kind or `SessionLock`."""
 
     def acquire(self) -> object: ...
 
@@ -51,9 +56,9 @@ class Gate(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
 
 
-class Exclusive:
-    """The lock of a session of the program named `name`: it belongs to one thread at a time, and another one that comes meanwhile
-    is told so and does not wait.  `inner` is the lock itself, for who may wait."""
+class SessionLock:
+    """The lock of a session of the program named `name`: one thread's at a time.  Another one that comes meanwhile is told so and
+    does not wait.  `inner` is the lock itself, for who may wait."""
 
     __slots__ = ("_holder", "_name", "inner")
 
@@ -72,7 +77,6 @@ class Exclusive:
         self._holder = get_ident()
 
     def release(self) -> None:
-        """Lets the next one in."""
         self.inner.release()
 
     def __enter__(self) -> None:
@@ -82,8 +86,8 @@ class Exclusive:
         self.inner.release()
 
 
-class Turns:
-    """`Running` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time.
+class ExclusiveLock:
+    """`SharedLock` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time.
 
     Raises ProgramClosed and SessionBusy.
     """
@@ -91,7 +95,7 @@ class Turns:
     __slots__ = ("_closed", "_gate", "_lock", "_name")
 
     def __init__(self, name: str, *, alone: bool) -> None:
-        exclusive = Exclusive(name)
+        exclusive = SessionLock(name)
         self._gate, self._closed, self._name = exclusive.inner, False, name
         self._lock = exclusive if alone else self._gate
 
@@ -99,7 +103,7 @@ class Turns:
         self._lock.acquire()
         if self._closed:
             self._lock.release()
-            raise ProgramClosed("program-closed", f"program {self._name!r} was closed")
+            raise closed(self._name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._lock.release()

@@ -4,56 +4,33 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from struct import pack
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError, StateMissing
 from ..format.schema import Manifest, Weight
-from ..tensors.interface import Library, Place
-from ..tensors.libraries import caller_captures, library_of
+from ..tensors.detection import caller_captures, library_of
+from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor, from_bytes, is_dense, memory_order
-from .initial_state import STATE
+from ..validate.state import STATE
+
+if TYPE_CHECKING:
+    from .backend import Backend
 
 SEEDS = 1 << 63
 """Seeds lie below this: int64 holds them."""
 
 
-class Keeper(Protocol):
-    """What keeps a session's state: a part of `program.Backend`, which says what `device` and `turn` are.
-
-    `place` is the address of a weight of memory weights or state on the device, `owner` what keeps that memory alive; the others
-    work inside a turn: `fetch` waits and gives a weight's bytes in the order of memory, `store` copies as many from an address of
-    `device` (None: the CPU's, done when it returns), `reset` brings back what state held at first.
-    """
-
-    @property
-    def device(self) -> int | None: ...
-
-    @property
-    def owner(self) -> object: ...
-
-    def turn(self, stream: int | None) -> AbstractContextManager[Any]: ...
-
-    def place(self, weight: int) -> int: ...
-
-    def fetch(self, weight: int, turn: Any) -> bytes: ...
-
-    def store(self, weight: int, address: int, device: int | None, turn: Any) -> None: ...
-
-    def reset(self, turn: Any) -> None: ...
-
-
 class State(Mapping[str, Tensor]):
     """The state of one session, by the names of the model's buffers; empty for a model that changes none.
 
-    `state[name]` is a copy in memory of the CPU, `state[name] = value` writes, in order with the calls of the session: both take
-    turns with them and raise what a call raises (ProgramClosed, SessionBusy).  The value is a NumPy array, a torch tensor of the
+    `state[name]` is a copy in memory of the CPU, `state[name] = value` writes, in order with the calls of the session; both raise
+    what a call raises (ProgramClosed, SessionBusy).  The value is a NumPy array, a torch tensor of the
     CPU or the program's GPU, a `Tensor`, or speaks DLPack.  Names that do not exist raise StateMissing, which is a KeyError.
     """
 
-    def __init__(self, manifest: Manifest, keeper: Keeper) -> None:
-        self._keeper, self._weights, self._program = keeper, manifest.weights, manifest.name
+    def __init__(self, manifest: Manifest, backend: Backend) -> None:
+        self._backend, self._weights, self._program, self._random = backend, manifest.weights, manifest.name, manifest.random
         self._places = {
             weight.name: index
             for index, weight in enumerate(manifest.weights)
@@ -62,30 +39,52 @@ class State(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         index, weight = self._row(name)
-        raw = fetch(self._keeper, index)
+        raw = self.fetch(index)
         memory = from_bytes(raw, "uint8", (len(raw),))
         return Tensor(memory.address, weight.dtype, weight.shape, weight.strides, memory)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Raises state-invalid for another dtype or shape, or a tensor of another device."""
         index, weight = self._row(name)
-        library, value, place = self._checked(name, weight, value)
-        address, shape, _, strides, device = place
+        library, value, (address, shape, _, strides, device) = self._checked(name, weight, value)
         order = memory_order(weight.shape, weight.strides)
         if not is_dense(shape, library.strides(value) if strides is None else strides, order):
             value = library.ordered(value, order)
-            address = library.read(value)[0]
-        refuse_capture(self._keeper if device is None else None)
-        with self._keeper.turn(None if device is None else library.stream(device)) as turn:
-            self._keeper.store(index, address, device, turn)
+            address = library.describe(value)[0]
+        if device is None:
+            self._refuse_capture()
+        with self._backend.locked(None if device is None else library.stream(device)) as stream:
+            self._backend.store(index, address, device, stream)
 
     def view(self, name: str) -> Tensor:
         """The state itself, where it lies: what is written to this tensor, the next call sees.  On a GPU the order against calls is
         the caller's to keep, and the tensor must not be used after the session was closed."""
         index, weight = self._row(name)
-        keeper = self._keeper
-        with keeper.turn(None):  # which raises where the session was closed
-            return Tensor(keeper.place(index), weight.dtype, weight.shape, weight.strides, keeper.owner, keeper.device)
+        backend = self._backend
+        with backend.locked(None):  # which raises where the session was closed
+            return Tensor(backend.address(index), weight.dtype, weight.shape, weight.strides, backend.owner, backend.device)
+
+    def fetch(self, weight: int) -> bytes:
+        """The bytes of number `weight` of the manifest's weights, in the order of memory, when the calls before are done."""
+        self._refuse_capture()
+        with self._backend.locked(None) as stream:
+            return self._backend.fetch(weight, stream)
+
+    def reset(self) -> None:
+        """Brings back what all state held at first but that of the random numbers, in order with the calls."""
+        self._refuse_capture()
+        with self._backend.locked(None) as stream:
+            self._backend.reset(stream)
+
+    def seed(self, number: int) -> None:
+        if self._random < 0:
+            raise StateMissing("state-missing", f"program {self._program!r} has no seed: its model draws no random numbers")
+        if not 0 <= number < SEEDS:
+            raise ValueError(f"seed {number}: expected an integer from 0 to 2**63 - 1")
+        self._refuse_capture()
+        memory = ctypes.create_string_buffer(pack("<qq", number, 0), 16)
+        with self._backend.locked(None) as stream:
+            self._backend.store(self._random, ctypes.addressof(memory), None, stream)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -105,54 +104,27 @@ class State(Mapping[str, Tensor]):
             raise StateMissing("state-missing", f"program {self._program!r} has no state {name!r}: {has}")
         return index, self._weights[index]
 
-    def _checked(self, name: str, weight: Weight, value: Any) -> tuple[Library, Any, Place]:
+    def _checked(self, name: str, weight: Weight, value: Any) -> tuple[Library, Any, Descriptor]:
         library = library_of(value)
         try:
-            value, place = library.take(value, name)
+            value, found = library.take(value, name)
         except CallError as error:
             raise CallError("state-invalid", str(error).replace("input", "state", 1)) from None
-        _, shape, dtype, _, device = place
+        _, shape, dtype, _, device = found
         if dtype != weight.dtype:
             raise CallError("state-invalid", f"state {name!r}: expected {weight.dtype}, got {dtype}")
         if tuple(shape) != weight.shape:
             raise CallError("state-invalid", f"state {name!r}: expected shape {list(weight.shape)}, got {list(shape)}")
-        if device is not None and device != self._keeper.device:
-            here = "the CPU" if self._keeper.device is None else f"the CPU or CUDA device {self._keeper.device}"
+        if device is not None and device != self._backend.device:
+            here = "the CPU" if self._backend.device is None else f"the CPU or CUDA device {self._backend.device}"
             raise CallError("state-invalid", f"state {name!r}: expected a tensor on {here}, got one on device {device}")
-        return library, value, place
+        return library, value, found
 
-
-def fetch(keeper: Keeper, index: int) -> bytes:
-    """The bytes of weight number `index`, in the order of memory, when the calls before this are done."""
-    refuse_capture(keeper)
-    with keeper.turn(None) as turn:
-        return keeper.fetch(index, turn)
-
-
-def reset(keeper: Keeper) -> None:
-    """Brings back what all state held at first but that of the random numbers, in order with the calls."""
-    refuse_capture(keeper)
-    with keeper.turn(None) as turn:
-        keeper.reset(turn)
-
-
-def seed(keeper: Keeper, manifest: Manifest, number: int) -> None:
-    """Begins the random numbers anew.  Raises ValueError unless 0 <= number < 2**63, StateMissing for a model that draws none."""
-    if manifest.random < 0:
-        raise StateMissing("state-missing", f"program {manifest.name!r} has no seed: its model draws no random numbers")
-    if not 0 <= number < SEEDS:
-        raise ValueError(f"seed {number}: expected an integer from 0 to 2**63 - 1")
-    refuse_capture(keeper)
-    memory = ctypes.create_string_buffer(pack("<qq", number, 0), 16)
-    with keeper.turn(None) as turn:
-        keeper.store(manifest.random, ctypes.addressof(memory), None, turn)
-
-
-def refuse_capture(keeper: Keeper | None) -> None:
-    """Raises capture-refused where the caller captures a graph of the GPU and what follows is done on the CPU's side."""
-    if keeper is not None and keeper.device is not None and caller_captures():
-        raise CallError(
-            "capture-refused",
-            "state cannot be read, written from the CPU, reset or seeded while a CUDA graph is captured",
-            "do it before or after the capture",
-        )
+    def _refuse_capture(self) -> None:
+        """Raises capture-refused where the caller captures a graph of the GPU and what follows is done on the CPU's side."""
+        if self._backend.device is not None and caller_captures():
+            raise CallError(
+                "capture-refused",
+                "state cannot be read, written from the CPU, reset or seeded while a CUDA graph is captured",
+                "do it before or after the capture",
+            )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from ..errors import CallError
 
-if TYPE_CHECKING:
-    from .tensor import Tensor
-
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 """DLDeviceType."""
+
+LEGACY_STREAM = 1
+"""CU_STREAM_LEGACY: producers are asked to make their data ready on it, and replays then run in its order."""
 
 _CODES = {(0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64", (1, 8): "uint8", (1, 16): "uint16",
           (1, 32): "uint32", (1, 64): "uint64", (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
@@ -58,18 +59,15 @@ _capsule_new = _api.PyCapsule_New
 _capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
-def read(value: Any, name: str) -> Tensor:
-    """A Tensor over the memory of any object with `__dlpack__`; the object is kept alive by it.
+def read(value: Any, name: str) -> tuple[int, str, Sequence[int], Sequence[int] | None, object, int | None]:
+    """The memory of any object with `__dlpack__`, as what a `Tensor` is made of; the capsule keeps the object alive.
 
     Raises input-kind for what cannot be read: other devices than CPU and CUDA, vector lanes, unknown dtypes.
     """
-    from .tensor import Tensor
-
     device_type, _ = value.__dlpack_device__()
     if device_type not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
         raise CallError("input-kind", f"input {name!r}: DLPack device type {device_type} is neither CPU nor CUDA")
-    # 1: the legacy default stream, in whose order the replay then runs
-    options = {"stream": 1} if device_type in (CUDA, CUDA_MANAGED) else {}
+    options = {"stream": LEGACY_STREAM} if device_type in (CUDA, CUDA_MANAGED) else {}
     try:
         capsule = value.__dlpack__(**options)
     except (BufferError, RuntimeError) as error:
@@ -86,7 +84,7 @@ def read(value: Any, name: str) -> Tensor:
     shape = source.shape[: source.ndim]
     strides = source.strides[: source.ndim] if source.strides else None
     on_host = device_type in (CPU, CUDA_HOST)
-    return Tensor((source.data or 0) + source.byte_offset, dtype, shape, strides, capsule, None if on_host else source.device_id)
+    return (source.data or 0) + source.byte_offset, dtype, shape, strides, capsule, None if on_host else source.device_id
 
 
 def check_writable(value: Any, name: str) -> None:
@@ -94,44 +92,40 @@ def check_writable(value: Any, name: str) -> None:
     1.0 on."""
     library = type(value).__module__.partition(".")[0]
     if library in IMMUTABLE:
-        raise CallError("input-unwritable", f"input {name!r}: the model writes to it, and arrays of {library} never change", _COPY)
+        raise _unwritable(name, f"arrays of {library} never change")
     try:
         capsule = value.__dlpack__(max_version=(1, 0))
     except (TypeError, BufferError, RuntimeError):
         capsule = None
     if capsule is None or not _capsule_is(capsule, b"dltensor_versioned"):
-        raise CallError(
-            "input-unwritable",
-            f"input {name!r}: the model writes to it, and its library ({library}) does not say whether it may be written to",
-            _COPY,
-        )
+        raise _unwritable(name, f"its library ({library}) does not say whether it may be written to")
     if _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned")).flags & READ_ONLY:
-        raise CallError(
-            "input-unwritable", f"input {name!r}: the model writes to it, and its library ({library}) shares it read-only", _COPY
-        )
+        raise _unwritable(name, f"its library ({library}) shares it read-only")
 
 
-_COPY = "pass a copy of it as a NumPy array, a torch tensor or a cgbundle.Tensor"
+def _unwritable(name: str, reason: str) -> CallError:
+    hint = "pass a copy of it as a NumPy array, a torch tensor or a cgbundle.Tensor"
+    return CallError("input-unwritable", f"input {name!r}: the model writes to it, and {reason}", hint)
 
 
-def export(tensor: Tensor) -> object:
-    """A capsule over the tensor's memory, which it keeps alive until its consumer lets go.
+def export(
+    address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: tuple[int, int]
+) -> object:
+    """A capsule over memory that `owner` keeps, until its consumer lets go; `device` as `__dlpack_device__` gives it.
 
-    A consumer that refuses drops the capsule with its exception already set, and no callback written in Python can run then without
-    losing that exception.  So the tensor holds its last capsule itself and lets go in `__del__`, where Python has put exceptions
+    A consumer that refuses drops the capsule with its exception already set.  No callback written in Python can run then without
+    losing that exception.  So a tensor holds its last capsule itself and lets go in `__del__`, where Python has put exceptions
     aside.  For the same reason NumPy, whose callbacks are written in C, is preferred where the caller uses it.
     """
-    rank = len(tensor.shape)
+    rank = len(shape)
     managed = _Managed()
-    shape, strides = (ctypes.c_int64 * rank)(*tensor.shape), (ctypes.c_int64 * rank)(*tensor.strides)
-    device_type, device_id = tensor.__dlpack_device__()
-    code, bits = _NAMES[tensor.dtype]
+    sizes, steps = (ctypes.c_int64 * rank)(*shape), (ctypes.c_int64 * rank)(*strides)
     managed.tensor = _DLTensor(
-        tensor.address, device_type, device_id, rank, code, bits, 1,
-        ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)), ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64)), 0,
+        address, *device, rank, *_NAMES[dtype], 1,
+        ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64)), ctypes.cast(steps, ctypes.POINTER(ctypes.c_int64)), 0,
     )  # fmt: skip
     managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
-    kept = (managed, shape, strides, tensor.owner)  # not the tensor: it holds the capsule
+    kept = (managed, sizes, steps, owner)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     managed.context = id(kept)
     return _capsule_new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destroy, ctypes.c_void_p).value)

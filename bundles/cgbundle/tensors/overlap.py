@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Reach(NamedTuple):
-    """Where the elements of a tensor lie: its first byte and the one behind its last, the bytes of an element, and (length, bytes
-    from one element to the next) of every axis longer than 1."""
+    """Where the elements of a tensor lie: its first byte and the one behind its last, and the bytes of an element.  `axes`:
+    (length, bytes from one element to the next) of those longer than 1."""
 
     start: int
     end: int

@@ -97,7 +97,10 @@ class Tensor:
         numpy = sys.modules.get("numpy")
         if numpy is not None and hasattr(source, "__array_interface__"):
             return numpy.asarray(source).__dlpack__()  # lets go in C: see `dlpack.export`
-        source._capsule = dlpack.export(source)
+        owner = source.owner  # not the tensor itself, which holds the capsule
+        source._capsule = dlpack.export(
+            source.address, source.dtype, source.shape, source.strides, owner, source.__dlpack_device__()
+        )
         return source._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -175,6 +178,11 @@ def is_dense(shape: Sequence[int], strides: Sequence[int], order: Sequence[int] 
     if 0 in shape:
         return True
     return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense(shape, order), strict=True))
+
+
+def moving(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides that matter: none of an axis of one element, nor of a tensor without any."""
+    return [] if 0 in shape else [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

@@ -149,7 +149,7 @@ class Ban:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Ban())
 import cgbundle
-from cgbundle.tensor import from_bytes
+from cgbundle.tensors.tensor import from_bytes
 with cgbundle.load(sys.argv[1]) as program:
     for batch in (1, 3, 9):
         result = program(from_bytes(bytes(batch * 24), "float32", (batch, 6)))

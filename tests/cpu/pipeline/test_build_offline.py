@@ -18,8 +18,6 @@ pytest.importorskip("triton")
 
 import cgcompile
 from cgbundle import exam
-from cgbundle.cuda import device, driver, executors, memory, modules, weights
-from cgbundle.cuda import stream_order as order
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as verify
@@ -27,7 +25,8 @@ from cgcompile.offline import build as build_trace
 from cgcompile.targets.architectures import ARCHES
 from cgcompile.targets.cuda.elf import EM_CUDA, read_cubin
 from cgcompile_cli import main
-from tests.helpers.fake_driver import FakeDriver
+from tests.helpers.cuda_calls import opened
+from tests.helpers.fake_driver import FakeDriver, install
 
 GPT = """
 import torch
@@ -222,10 +221,9 @@ def test_the_exam_is_eager_pytorch(hopper: Path, files: Path) -> None:
 
 def test_another_gpu_is_refused_when_the_bundle_is_loaded(ampere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver(arch=(9, 0))
-    for module in (device, driver, executors, memory, modules, order, weights):
-        monkeypatch.setattr(module, "cu", fake)
+    install(monkeypatch, fake)
     with raises("wrong-architecture", match=r"the bundle is for sm_80, device 0 \(Fake GPU\) is sm_90") as caught:
-        device.open(read(ampere), ampere)
+        opened(read(ampere), ampere)
     assert caught.value.exit_code == 2 and "--target sm_90" in caught.value.hint
     assert not fake.live
 

@@ -16,7 +16,7 @@ import torch
 import cgbundle
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion
-from cgbundle.cuda.backend import CudaCalls
+from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import Manifest, Program, Region, Step, Target, TensorSpec, Value, Weight
 from cgbundle.format.spans import HOST_ONLY
@@ -171,11 +171,12 @@ def test_a_mixed_program_computes(fake: FakeDriver, bundle: Path, mode: str, laz
 
 
 def test_the_exam_passes_with_poison(fake: FakeDriver, bundle: Path) -> None:
-    from cgbundle.exam import POISON, check
+    from cgbundle.exam import POISON, replay_exam
     from cgbundle.loader import open_program
 
     with open_program(bundle, poison=POISON) as loaded:
-        assert len(check(str(bundle), loaded)) == len(KEYS)
+        results = replay_exam(str(bundle), loaded)
+        assert [result.passed(loaded.manifest.exam.compare) for result in results] == [True] * len(KEYS)
 
 
 SCRIPT = """
@@ -187,7 +188,7 @@ class Ban:
 sys.meta_path.insert(0, Ban())
 import json
 import cgbundle
-from cgbundle.tensor import from_bytes
+from cgbundle.tensors.tensor import from_bytes
 from array import array
 from tests.helpers.fake_driver import FakeDriver, install
 class Patch:
@@ -228,11 +229,11 @@ def test_an_output_that_is_not_what_the_bundle_says(
     last = made.programs[1]
     values = tuple([replace(value, **changes) if index in (3, 5) else value for index, value in enumerate(last.values)])
     broken = replace(made, programs=(made.programs[0], replace(last, values=values)))
-    calls = CudaCalls(str(bundle), broken, 0, "graph")
+    calls = CudaBackend(str(bundle), broken, 0, "graph")
     x = example(5)
-    with raises("library-refused", match=f"^{FILE}: an output is {message}"), calls.turn(None) as turn:
+    with raises("library-refused", match=f"^{FILE}: an output is {message}"), calls.locked(None) as turn:
         calls.run(1, [x.data_ptr()], None, turn)
-    with calls.turn(None) as turn:
+    with calls.locked(None) as turn:
         calls.run(0, [example(2).data_ptr()], None, turn)  # the next call is none the worse
     calls.close()
 
@@ -242,16 +243,16 @@ def test_another_number_of_inputs_is_refused(fake: FakeDriver, bundle: Path) -> 
     steps = list(made.programs[0].steps)
     steps[1] = replace(steps[1], inputs=(1, 1))
     with raises("library-refused", match=f"^{FILE}: has 1 inputs, the bundle says 2"):
-        CudaCalls(str(bundle), replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),)), 0, "graph")
+        CudaBackend(str(bundle), replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),)), 0, "graph")
     steps[1] = replace(steps[1], inputs=(1,), outputs=(2,))
     with raises("library-refused", match=f"^{FILE}: has 2 outputs, the bundle says 1"):
-        CudaCalls(str(bundle), replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),)), 0, "graph")
+        CudaBackend(str(bundle), replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),)), 0, "graph")
 
 
 def test_a_constant_that_the_bundle_does_not_give(fake: FakeDriver, bundle: Path) -> None:
     made = manifest_of(bundle)
     with raises("library-refused", match=f"^{FILE}: "):
-        CudaCalls(str(bundle), replace(made, regions=(replace(made.regions[0], constants=()),)), 0, "graph")
+        CudaBackend(str(bundle), replace(made, regions=(replace(made.regions[0], constants=()),)), 0, "graph")
 
 
 def test_what_the_machine_lacks_is_said_before_anything_runs(
@@ -259,8 +260,8 @@ def test_what_the_machine_lacks_is_said_before_anything_runs(
 ) -> None:
     made = manifest_of(bundle)
     with raises("wrong-machine", match="lacks avx1024"):
-        CudaCalls(str(bundle), replace(made, target=replace(made.target, features=("avx1024",))), 0, "graph")
+        CudaBackend(str(bundle), replace(made, target=replace(made.target, features=("avx1024",))), 0, "graph")
     assert not fake.calls
     monkeypatch.setenv(libtorch.VARIABLE, str(tmp_path))
     with raises("library-missing", match="no libtorch_cpu.so there"):
-        CudaCalls(str(bundle), made, 0, "graph")
+        CudaBackend(str(bundle), made, 0, "graph")

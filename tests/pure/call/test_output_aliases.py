@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.call.output_aliases import AliasingProgram, Look, along
+from cgbundle.call.output_aliases import AliasLayout, rebase
 from cgbundle.call.views import View
 from cgbundle.errors import CATALOGUE
 from cgbundle.format.schema import Alias, Manifest, Value
+from cgbundle.program import Program
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate.state import check_alias_spans, check_aliases, check_state
 from tests.helpers import state_bundles
@@ -111,7 +112,7 @@ def test_parts_follow_the_layout_of_the_callers_tensor(fake: FakeDriver, bundle:
 # --- the cpu target --------------------------------------------------------------------------------------------------
 
 
-class Keeping(FakeBackend):
+class KeepingWeights(FakeBackend):
     """Weight 0 lies in this object's memory; the shared object gives rubbish for outputs that are aliases."""
 
     def __init__(self, manifest: Manifest, compute: Any) -> None:
@@ -122,12 +123,12 @@ class Keeping(FakeBackend):
     def owner(self) -> object:
         return self.weight
 
-    def place(self, weight: int) -> int:
+    def address(self, weight: int) -> int:
         assert weight == 0
         return ctypes.addressof(self.weight)
 
 
-def model(outputs: str = "copy", on_miss: str = "pad", *, turned: bool = False) -> tuple[AliasingProgram, Keeping]:
+def model(outputs: str = "copy", on_miss: str = "pad", *, turned: bool = False) -> tuple[Program, KeepingWeights]:
     """y = 2 x; then weight[2:], y.t(), x, x[:, 1:], (y[0], for a fixed size)."""
     made = signature(
         [dimension("batch", 2, 4)],
@@ -157,8 +158,8 @@ def model(outputs: str = "copy", on_miss: str = "pad", *, turned: bool = False) 
         rows = key[0]
         return [[2 * x for x in given_[0]], [-1.0] * 4, [-1.0] * (3 * rows), [-1.0] * (3 * rows), [-1.0] * (2 * rows)]
 
-    backend = Keeping(made, compute)
-    return AliasingProgram(made, backend, on_miss, outputs), backend
+    backend = KeepingWeights(made, compute)
+    return Program(made, backend, on_miss, outputs), backend
 
 
 def convert(x: Any, library: str) -> Any:
@@ -227,8 +228,8 @@ def test_a_call_that_is_cut_gets_tensors_of_its_own(library: str) -> None:
 def test_an_input_without_such_a_part_is_refused_before_anything_runs() -> None:
     made = signature([], [spec("x", 2, 3)], [spec("flat", 6)])
     made = replace(made, aliases=(Alias(output=0, memory="inputs", index=0),))
-    backend = Keeping(made, lambda key, given_: [[0.0] * 6])
-    run = AliasingProgram(made, backend, "pad", "copy")
+    backend = KeepingWeights(made, lambda key, given_: [[0.0] * 6])
+    run = Program(made, backend, "pad", "copy")
     x = numpy.zeros((2, 3), "float32")
     (flat,) = run(x)
     assert numpy.shares_memory(flat, x)
@@ -290,8 +291,8 @@ def test_a_look_lies_in_another_layout_where_numpy_takes_it(drawn: tuple[Any, An
     spread = numpy.zeros([size * (2 if gaps else 1) for size in (shape[axis] for axis in other_order)], "float32")
     caller = spread[tuple([slice(None, None, 2 if gaps else 1)] * len(shape))].transpose(numpy.argsort(other_order))
     caller[...] = base
-    look = Look(_value(seen), _value(base), begin, whole=False)
-    there = along(look, caller.strides)
+    look = AliasLayout(_value(seen), _value(base), begin, whole=False)
+    there = rebase(look, caller.strides)
     wanted = take(caller)
     if there is None:
         assert not apart
@@ -318,7 +319,7 @@ def test_ordinary_looks_are_found(take: Any) -> None:
     base = numpy.arange(12, dtype="float32").reshape(3, 4)
     seen = take(base)
     begin = seen.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-    assert along(Look(_value(seen), _value(base), begin, whole=False), (4, 12)) is not None
+    assert rebase(AliasLayout(_value(seen), _value(base), begin, whole=False), (4, 12)) is not None
 
 
 # --- the manifest ----------------------------------------------------------------------------------------------------

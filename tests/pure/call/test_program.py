@@ -204,9 +204,9 @@ def test_an_array_that_is_laid_out_right_is_not_copied() -> None:
     seen: list[int] = []
 
     class Watching(FakeBackend):
-        def run(self, program: int, addresses: Sequence[int], device: int | None, turn: object) -> Any:
+        def run(self, program: int, addresses: Sequence[int], device: int | None, stream: object) -> Any:
             seen.extend(addresses)
-            return super().run(program, addresses, device, turn)
+            return super().run(program, addresses, device, stream)
 
     run = Program(LAST, Watching(LAST, double), "pad", "copy")
     x = numpy.zeros((4, 3, 2), "float32").transpose(0, 2, 1)
@@ -363,7 +363,7 @@ def test_a_view_is_stale_when_another_threads_replay_came_after_its_own() -> Non
         def __exit__(self, *unused: object) -> None:
             lock.release()
 
-    backend.turn = lambda stream: Announced()  # type: ignore[method-assign, assignment, return-value]
+    backend.locked = lambda stream: Announced()  # type: ignore[method-assign, assignment, return-value]
     one = threading.Thread(target=lambda: made.update(one=run(numbers((2, 3)))[0]))
     two = threading.Thread(target=lambda: made.update(two=run(numbers((2, 3), first=7))[0]))
     one.start()

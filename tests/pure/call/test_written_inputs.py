@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle import exam
-from cgbundle.call.written_inputs import WritingProgram
-from cgbundle.cuda.written_inputs import WritingCalls
+from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import Manifest
+from cgbundle.program import Program
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Address, MemsetNode
 from cgbundle.tensors.overlap import apart, folds, reach, shared
@@ -37,8 +37,8 @@ ADDED = 10.0
 class Writing(FakeBackend):
     """A backend that adds 10 to every element of the inputs that calls change, in the memory that it is given, after its replay."""
 
-    def run(self, program: int, addresses: Sequence[int], device: int | None, turn: object) -> FakeResults:
-        made = super().run(program, addresses, device, turn)
+    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: object) -> FakeResults:
+        made = super().run(program, addresses, device, stream)
         row = self.manifest.programs[program]
         for index in self.manifest.written:
             value = row.values[row.inputs[index]]
@@ -62,9 +62,9 @@ def copies(key: tuple[int, ...], given: list[Numbers]) -> list[Numbers]:
     return [list(given[1])]
 
 
-def program(made: Manifest, outputs: str = "copy") -> tuple[WritingProgram, Writing]:
+def program(made: Manifest, outputs: str = "copy") -> tuple[Program, Writing]:
     backend = Writing(made, copies)
-    return WritingProgram(made, backend, "pad", outputs), backend
+    return Program(made, backend, "pad", outputs), backend
 
 
 def arrays(batch: int = 2, dtype: str = "float32") -> tuple[Any, Any, Any]:
@@ -351,7 +351,7 @@ def test_the_exam_compares_what_was_written(tmp_path: Path, stored: float, passe
     with open(tmp_path / archive.EXAM, "wb") as file:
         safetensors.write(file, entries)
     backend = Writing(made, lambda key, given: [list(given[0])])
-    (result,) = exam.sit(str(tmp_path), WritingProgram(made, backend, "pad", "copy"))
+    (result,) = exam.replay_exam(str(tmp_path), Program(made, backend, "pad", "copy"))
     assert result.exact is passes and result.passed(made.exam.compare) is passes
     assert (result.error > 0.05) is not passes
 
@@ -379,9 +379,9 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
     return replace(made, inputs=(spec("x", 1),), written=(0,)), folder
 
 
-def calls_on(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str, lazy: bool = False) -> WritingCalls:
+def calls_on(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str, lazy: bool = False) -> CudaBackend:
     manifest, folder = bundle
-    return WritingCalls(str(folder), manifest, 0, mode, lazy=lazy)
+    return CudaBackend(str(folder), manifest, 0, mode, lazy=lazy)
 
 
 @pytest.fixture
@@ -410,10 +410,10 @@ def test_a_tensor_of_the_gpu_is_updated_in_the_order_of_the_stream(
         given_ = inputs(KEYS[number], seed=number)
         memory = ctypes.create_string_buffer(given_.tobytes(), 4 * len(given_))
         address = ctypes.addressof(memory)
-        (place,), before = calls._backend.input_addresses(number), len(fake.calls)
+        (place,), before = calls.buffers(number)[0], len(fake.calls)
         seen.clear()
-        with calls.turn(5) as turn:
-            (output,) = calls.run(number, [address], 0, turn).addresses
+        with calls.locked(5) as stream:
+            (output,) = calls.run(number, [address], 0, stream).addresses
         assert array("f", ctypes.string_at(output, 4 * len(given_))) == cuda_bundles.expected(given_)
         assert array("f", memory.raw) == array("f", [3.0] * len(given_))
         first, last = seen[0], seen[-1]
@@ -422,10 +422,11 @@ def test_a_tensor_of_the_gpu_is_updated_in_the_order_of_the_stream(
         assert "cuMemcpyDtoHAsync" not in made
         if not lazy:
             assert "cuStreamSynchronize" not in made, "nothing waits"
-    with calls.turn(None) as turn:
+    ((place,), _) = calls.buffers(0)
+    with calls.locked(None) as stream:
         seen.clear()
-        calls.run(0, [calls._backend.input_addresses(0)[0]], 0, turn)
-        assert not any(source == calls._backend.input_addresses(0)[0] for _, source, _, _ in seen), "it is up to date already"
+        calls.run(0, [place], 0, stream)
+        assert not any(source == place for _, source, _, _ in seen), "it is up to date already"
     calls.close()
 
 
@@ -437,8 +438,8 @@ def test_memory_of_the_cpu_is_updated_before_the_call_returns(fake: FakeDriver, 
         wanted = cuda_bundles.expected(given_)
         start, count = given_.buffer_info()
         before = len(fake.calls)
-        with calls.turn(None) as turn:
-            results = calls.run(number, [start], None, turn)
+        with calls.locked(None) as stream:
+            results = calls.run(number, [start], None, stream)
         assert array("f", ctypes.string_at(results.addresses[0], 4 * count)) == wanted
         assert given_ == array("f", [3.0] * count)
         made = [name for name in fake.calls[before:] if name.startswith(("cuMemcpyDtoH", "cuStreamSynchronize"))]
@@ -446,17 +447,17 @@ def test_memory_of_the_cpu_is_updated_before_the_call_returns(fake: FakeDriver, 
     calls.close()
 
 
-def test_a_bundle_that_does_not_write_calls_what_it_called(fake: FakeDriver, tmp_path: Path) -> None:
+def test_a_bundle_that_does_not_write_copies_nothing_back(fake: FakeDriver, tmp_path: Path) -> None:
     """Whether there is anything to copy back is decided when the bundle is loaded."""
-    from cgbundle import loader
-    from cgbundle.cuda.backend import CudaCalls
-    from cgbundle.cuda.early_context import EarlyContext
-
     folder = tmp_path / "tiny.cgb"
     made = cuda_bundles.write(folder, b"an image")
-    for written, kind in (((), CudaCalls), ((0,), WritingCalls)):
-        early = EarlyContext(str(folder), 0)
-        calls = loader._backend(str(folder), replace(made, written=written), 0, "graph", early, None, False)
-        assert type(calls) is kind
+    copies = []
+    for written in ((), (0,)):
+        calls = calls_on(fake, (replace(made, written=written), folder), "graph")
+        x = inputs(KEYS[0])
+        before = len(fake.calls)
+        with calls.locked(None) as stream:
+            calls.run(0, [x.buffer_info()[0]], 0, stream)
+        copies.append(fake.calls[before:].count("cuMemcpyDtoDAsync"))
         calls.close()
-        early.drop()
+    assert copies == [2, 3], "the input, the copy step, and what was written"

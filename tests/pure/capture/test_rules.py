@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import backend, device
-from cgbundle.cuda.backend import CudaCalls
+from cgbundle.cuda import backend
+from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format.schema import Manifest
 from cgbundle.session import state
-from cgbundle.tensors import libraries as arrays
+from cgbundle.tensors import detection
 from cgbundle.tensors.tensor import from_bytes
 from tests.helpers import cuda_bundles, state_bundles
 from tests.helpers.cuda_bundles import KEYS, expected, inputs
@@ -44,14 +44,14 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
     return cuda_bundles.write(tmp_path / "tiny.cgb", b"an image"), tmp_path / "tiny.cgb"
 
 
-def calls_on(bundle: tuple[Manifest, Path], mode: str = "graph", *, lazy: bool = False) -> CudaCalls:
+def calls_on(bundle: tuple[Manifest, Path], mode: str = "graph", *, lazy: bool = False) -> CudaBackend:
     manifest, folder = bundle
-    return CudaCalls(str(folder), manifest, 0, mode, lazy=lazy)
+    return CudaBackend(str(folder), manifest, 0, mode, lazy=lazy)
 
 
-def run(calls: CudaCalls, number: int, x: array[float], stream: int | None) -> int:
-    with calls.turn(stream) as turn:
-        (address,) = calls.run(number, [x.buffer_info()[0]], 0, turn).addresses
+def run(calls: CudaBackend, number: int, x: array[float], stream: int | None) -> int:
+    with calls.locked(stream) as stream:
+        (address,) = calls.run(number, [x.buffer_info()[0]], 0, stream).addresses
     return int(address)
 
 
@@ -141,13 +141,13 @@ def test_operations_on_the_host_are_refused(
     fake: FakeDriver, hosted: tuple[Manifest, Path], regions: Regions  # noqa: F811
 ) -> None:  # fmt: skip
     manifest, folder = hosted
-    calls = CudaCalls(str(folder), manifest, 0, "graph")
+    calls = CudaBackend(str(folder), manifest, 0, "graph")
     fake.capturing.add(STREAM)
     with raises("capture-refused", match="operations on the host, which this bundle has, cannot become part of a CUDA graph"):
-        calls.turn(STREAM).__enter__()
+        calls.locked(STREAM).__enter__()
     assert not fake.captured
     fake.capturing.clear()
-    with calls.turn(STREAM):
+    with calls.locked(STREAM):
         pass
     calls.close()
 
@@ -194,8 +194,8 @@ def test_whether_the_caller_captures_is_asked_of_the_callers_libraries(monkeypat
         ({"torch": torch(True, True)}, True), ({"cupy": cupy(True)}, True),
         ({"cupy": cupy(False), "torch": torch(True, False)}, False),
     ):  # fmt: skip
-        monkeypatch.setattr(arrays, "sys", SimpleNamespace(modules=modules))
-        assert arrays.caller_captures() is answer
+        monkeypatch.setattr(detection, "sys", SimpleNamespace(modules=modules))
+        assert detection.caller_captures() is answer
 
 
 def test_allocating_and_freeing_does_not_disturb_a_capture_elsewhere(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
@@ -211,8 +211,7 @@ def test_allocating_and_freeing_does_not_disturb_a_capture_elsewhere(fake: FakeD
             return real(*arguments)
 
         setattr(fake, f"do_{name}", watched)
-    made = device.open(*bundle)
-    made.prepare()
+    made = calls_on(bundle)
     made.session().close()
     made.close()
     assert fake.mode() == 0 and {"cuMemAlloc", "cuMemFree", "cuModuleLoadData", "cuGraphInstantiate"} <= seen

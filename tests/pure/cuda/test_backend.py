@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import backend, device, driver, executors, memory, weights
+from cgbundle.cuda import driver, executors, memory, weights
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.format.spans import HOST_ONLY
+from cgbundle.loader import MODES
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import recordings
 from tests.helpers import cuda_bundles
-from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.cuda_bundles import KEYS, expected, inputs
+from tests.helpers.cuda_calls import allocate, call, opened, run
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 
@@ -40,18 +42,9 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
     return cuda_bundles.write(tmp_path / "tiny.cgb", b"an image"), tmp_path / "tiny.cgb"
 
 
-def call(backend: device.CudaBackend, number: int, given: array[float], stream: int | None = None) -> array[float]:
-    """One replay, from host to host."""
-    start, count = given.buffer_info()
-    (output,) = backend.run(number, [(start, False, 4 * count)], stream)
-    result = array("f", bytes(4 * count))
-    backend.to_host(result.buffer_info()[0], output, 4 * count, stream)
-    return result
-
-
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_replays_what_was_recorded(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str) -> None:
-    backend = device.open(*bundle, mode=mode)
+    backend = opened(*bundle, mode=mode)
     for seed in range(2):
         for number, key in enumerate(KEYS):
             given = inputs(key, seed)
@@ -62,18 +55,10 @@ def test_replays_what_was_recorded(fake: FakeDriver, bundle: tuple[Manifest, Pat
 
 
 def test_a_run_is_one_launch(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    backend.prepare()
+    backend = opened(*bundle)
     before = len(fake.calls)
-    backend.run(0, [None])
+    run(backend, 0, [None])
     assert fake.calls[before:] == ["cuCtxPushCurrent", "cuGraphLaunch", "cuMemcpyDtoDAsync", "cuCtxPopCurrent"]
-    backend.close()
-
-
-def test_prepare_builds_the_programs_named(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    backend.prepare([1])
-    assert fake.calls.count("cuGraphInstantiate") == 1
     backend.close()
 
 
@@ -82,53 +67,22 @@ def test_graphs_are_built_at_load_or_at_the_first_call_of_their_key(
     fake: FakeDriver, bundle: tuple[Manifest, Path], lazy: bool
 ) -> None:
     manifest, folder = bundle
-    calls = backend.CudaCalls(str(folder), manifest, 0, "graph", lazy=lazy)
+    calls = opened(manifest, folder, lazy=lazy)
     built = [fake.calls.count("cuGraphInstantiate")]
     for number in (1, 1, 0):
         given = inputs(KEYS[number])
-        with calls.turn(None) as turn:
-            (address,) = calls.run(number, [given.buffer_info()[0]], 0, turn).addresses
+        with calls.locked(None) as stream:
+            (address,) = calls.run(number, [given.buffer_info()[0]], 0, stream).addresses
         built.append(fake.calls.count("cuGraphInstantiate"))
         assert array("f", ctypes.string_at(address, 4 * len(given))) == expected(given)
     assert built == ([0, 1, 1, 2] if lazy else [2, 2, 2, 2])
     calls.close()
 
 
-def test_a_short_input_is_filled_up_with_zeros(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    call(backend, 1, inputs(KEYS[1], seed=3))
-    given = inputs(KEYS[1])[: 5 * FLOATS]
-    (output,) = backend.run(1, [(given.buffer_info()[0], False, 4 * len(given))])
-    whole = given + array("f", bytes(4 * 3 * FLOATS))
-    assert array("f", ctypes.string_at(output, 4 * len(whole))) == expected(whole)
-    with pytest.raises(ValueError, match="an input of 1024 bytes for a buffer of 512"):
-        backend.run(1, [(0, False, 1024)])
-    backend.close()
-
-
-def test_rows_can_be_placed_by_the_caller(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    given = inputs(KEYS[0])
-    (target,) = backend.input_addresses(0)
-    backend.copy_rows(
-        target,
-        given.buffer_info()[0],
-        4 * FLOATS,
-        KEYS[0],
-        target_pitch=4 * FLOATS,
-        source_pitch=4 * FLOATS,
-        source_on_device=False,
-    )
-    (output,) = backend.run(0, [None])
-    assert array("f", ctypes.string_at(output, 4 * len(given))) == expected(given)
-    assert backend.sizes(0) == ([256], [256])
-    backend.close()
-
-
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_poison_changes_nothing(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str) -> None:
     manifest, folder = bundle
-    backend = device.open(manifest, folder, mode=mode, poison=0xA5)
+    backend = opened(manifest, folder, mode=mode, poison=0xA5)
     given = inputs(KEYS[0])
     assert call(backend, 0, given) == expected(given)
     backend.poison(0xFF)
@@ -147,10 +101,10 @@ def test_poison_fills_undefined_bytes_only(bundle: tuple[Manifest, Path]) -> Non
 
 
 def test_outputs_outlive_the_program(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
+    backend = opened(*bundle)
     given = inputs(KEYS[0])
-    (output,) = backend.run(0, [(given.buffer_info()[0], False, 4 * len(given))])
-    kept, dropped = backend.copy_out(output, 4 * len(given)), backend.allocate(100)
+    (output,) = run(backend, 0, [(given.buffer_info()[0], False, 4 * len(given))])
+    kept, dropped = backend.copy_out(output, 4 * len(given), None), allocate(backend, 100)
     del dropped
     backend.poison(0)
     backend.close()
@@ -161,12 +115,11 @@ def test_outputs_outlive_the_program(fake: FakeDriver, bundle: tuple[Manifest, P
 
 
 def test_streams_are_put_in_order(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    backend.prepare()
+    backend = opened(*bundle)
 
     def events(stream: int | None) -> list[str]:
         before = len(fake.calls)
-        backend.run(0, [None], stream)
+        run(backend, 0, [None], stream)
         return [name for name in fake.calls[before:] if "Event" in name]
 
     assert events(None) == []
@@ -180,32 +133,24 @@ def test_streams_are_put_in_order(fake: FakeDriver, bundle: tuple[Manifest, Path
 
 
 def test_a_closed_backend_refuses_and_closes_twice(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
+    backend = opened(*bundle)
     backend.close()
     backend.close()
     with raises("program-closed"):
-        backend.run(0, [None])
+        run(backend, 0, [None])
 
 
-def test_usage_adds_up(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    usage = backend.used_bytes()
-    assert usage.memories == {"weights": 1024, "state": 0, "inputs": 1024, "arena": 4096}
-    assert usage.planned == 4 * (2 << 20)
-    backend.close()
-
-
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], mode: str) -> None:
     monkeypatch.setattr(weights, "THREADS", 1)
     given = inputs(KEYS[0])
 
     def session(fake: FakeDriver) -> None:
         install(monkeypatch, fake)
-        backend = device.open(*bundle, mode=mode)
+        backend = opened(*bundle, mode=mode)
         try:
             call(backend, 0, given)
-            kept = [backend.copy_out(backend.run(1, [None])[0], 256)]
+            kept = [backend.copy_out(run(backend, 1, [None])[0], 256, None)]
         finally:
             fake.fail_at = -1  # a close in spite of errors is best effort
             backend.close()
@@ -239,7 +184,7 @@ def test_an_interrupt_while_opening_leaves_nothing(
 
     monkeypatch.setattr(recordings, "check_module_states", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        device.open(*bundle)
+        opened(*bundle)
 
 
 # --- the machine ----------------------------------------------------------------------------------------------
@@ -248,7 +193,7 @@ def test_an_interrupt_while_opening_leaves_nothing(
 def test_without_cuda_bindings(bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, None)
     with raises("library-missing", match="cuda-bindings") as caught:
-        device.open(*bundle)
+        opened(*bundle)
     assert caught.value.hint == "pip install 'cgcompile[cuda]'"
 
 
@@ -264,18 +209,23 @@ def test_without_cuda_bindings(bundle: tuple[Manifest, Path], monkeypatch: pytes
     ids=["no-gpu", "index", "negative", "arch", "driver"],
 )
 def test_the_wrong_machine(
-    fake_driver: FakeDriver, number: int, code: str, message: str, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+    fake_driver: FakeDriver,
+    number: int,
+    code: str,
+    message: str,
+    bundle: tuple[Manifest, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, fake_driver)
     with raises(code, match=message):
-        device.open(*bundle, device=number)
+        opened(*bundle, device=number)
     assert not fake_driver.live
     assert fake_driver.retained == 0
 
 
 def test_the_suffix_of_an_architecture_is_no_other(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
-    device.open(replace(manifest, target=replace(manifest.target, arch="sm_90a")), folder).close()
+    opened(replace(manifest, target=replace(manifest.target, arch="sm_90a")), folder).close()
 
 
 # --- the bundle -----------------------------------------------------------------------------------------------
@@ -293,29 +243,23 @@ def test_an_image_that_is_not_there(fake: FakeDriver, bundle: tuple[Manifest, Pa
     manifest, folder = bundle
     for image in (folder / "kernels").iterdir():
         image.unlink()
-    backend = device.open(manifest, folder)
     with raises("file-damaged", match=r"kernels/.*: missing"):
-        backend.prepare()
-    backend.close()
+        opened(manifest, folder)
 
 
 def test_parameters_that_differ_from_the_images(
     fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake, "do_cuFuncGetParamInfo", lambda function, index: (0, 0, 8) if index == 0 else (1,), raising=False)
-    backend = device.open(*bundle)
     with raises("table-invalid", match=r"the image takes parameters \[\(0, 8\)\]"):
-        backend.prepare()
-    backend.close()
+        opened(*bundle)
 
 
 def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, folder = bundle
     monkeypatch.setattr(weights, "listed", lambda folder, manifest: [weights.Piece(0, 4096, 0)])
-    backend = device.open(manifest, folder)
     with raises("weights-invalid", match="ends too early"):
-        backend.prepare()
-    backend.close()
+        opened(manifest, folder)
 
 
 # --- the weights' way -----------------------------------------------------------------------------------------

@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import device, executors, weights
+from cgbundle.cuda import executors, weights
 from cgbundle.cuda import host_steps as hoststeps
-from cgbundle.cuda.backend import CudaCalls
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.schema import Manifest, Program, Region, Step, Value
+from cgbundle.loader import MODES
 from cgbundle.validate.lifetimes import check_lifetimes
 from cgbundle.validate.steps import check_order
 from tests.helpers import cuda_bundles
 from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.cuda_calls import call, opened, run, synchronize
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.fake_regions import ADD, DOUBLE, INT32, FakeTorch, Regions
 from tests.helpers.late_driver import LateDriver
@@ -102,21 +103,12 @@ def answer(given: array[float]) -> array[float]:
     return array("f", [2 * x + 1 for x in expected(given)])
 
 
-def call(backend: device.CudaBackend, number: int, given: array[float], stream: int | None = None) -> array[float]:
-    """One replay, from host to host."""
-    start, count = given.buffer_info()
-    (output,) = backend.run(number, [(start, False, 4 * count)], stream)
-    result = array("f", bytes(4 * count))
-    backend.to_host(result.buffer_info()[0], output, 4 * count, stream)
-    return result
-
-
 # --- replays ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_mixed_program(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], mode: str) -> None:
-    backend = device.open(*bundle, mode=mode)
+    backend = opened(*bundle, mode=mode)
     for seed in range(3):
         for number, key in enumerate(KEYS):
             given = inputs(key, seed)
@@ -129,12 +121,11 @@ def test_a_mixed_program(fake: LateDriver, regions: Regions, bundle: tuple[Manif
 def test_steps_run_in_their_order_and_host_steps_wait_for_the_stream(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]
 ) -> None:
-    backend = device.open(*bundle)
-    backend.prepare()
+    backend = opened(*bundle)
     for region in regions.opened.values():
         region.calls = fake.calls
     before = len(fake.calls)
-    backend.run(0, [None])
+    run(backend, 0, [None])
     assert fake.calls[before:] == [
         "cuCtxPushCurrent",
         "cuGraphLaunch", "cuMemcpyDtoHAsync",
@@ -149,13 +140,13 @@ def test_steps_run_in_their_order_and_host_steps_wait_for_the_stream(
 
 def test_calls_that_nobody_waits_for(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
     """The host step of a call overwrites the buffer that copies of the call before it read: they are done by then."""
-    backend = device.open(*bundle)
+    backend = opened(*bundle)
     kept = []
     for seed in range(3):
         given = inputs(KEYS[0], seed)
-        (output,) = backend.run(0, [(given.buffer_info()[0], False, 4 * len(given))])
-        kept.append((backend.copy_out(output, 4 * len(given)), answer(given)))
-    backend.synchronize()
+        (output,) = run(backend, 0, [(given.buffer_info()[0], False, 4 * len(given))])
+        kept.append((backend.copy_out(output, 4 * len(given), None), answer(given)))
+    synchronize(backend)
     for output, wanted in kept:
         assert array("f", ctypes.string_at(output.address, output.bytes)) == wanted
         output.free()
@@ -166,8 +157,7 @@ def test_without_waiting_the_results_are_wrong(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver of these tests shows a host step that does not wait."""
-    backend = device.open(*bundle)
-    backend.prepare()
+    backend = opened(*bundle)
     monkeypatch.setattr(hoststeps, "cu", SimpleNamespace(cuStreamSynchronize=lambda stream: (0,)))
     given = inputs(KEYS[0])
     assert call(backend, 0, given) != answer(given)
@@ -175,13 +165,13 @@ def test_without_waiting_the_results_are_wrong(
 
 
 def test_streams_take_turns_at_the_buffer(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
+    backend = opened(*bundle)
     kept = []
     for seed, stream in enumerate((None, 5, 0, 5, 6, None)):
         given = inputs(KEYS[1], seed)
-        (output,) = backend.run(1, [(given.buffer_info()[0], False, 4 * len(given))], stream)
+        (output,) = run(backend, 1, [(given.buffer_info()[0], False, 4 * len(given))], stream)
         kept.append((backend.copy_out(output, 4 * len(given), stream), answer(given)))
-    backend.synchronize()
+    synchronize(backend)
     for output, wanted in kept:
         assert array("f", ctypes.string_at(output.address, output.bytes)) == wanted
         output.free()
@@ -191,17 +181,17 @@ def test_streams_take_turns_at_the_buffer(fake: LateDriver, regions: Regions, bu
 @pytest.mark.parametrize("on_device", [False, True])
 def test_several_threads(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], on_device: bool) -> None:
     manifest, folder = bundle
-    calls = CudaCalls(str(folder), manifest, 0, "graph")
+    calls = opened(manifest, folder)
     wrong: list[int] = []
 
     def serve(seed: int) -> None:
         for turn in range(10):
             number = (seed + turn) % 2
             given = inputs(KEYS[number], seed + turn)
-            with calls.turn(None) as handle:
-                results = calls.run(number, [given.buffer_info()[0]], 0 if on_device else None, handle)
+            with calls.locked(None) as stream:
+                results = calls.run(number, [given.buffer_info()[0]], 0 if on_device else None, stream)
                 if on_device:
-                    fake.cuStreamSynchronize(handle)
+                    fake.cuStreamSynchronize(stream)
                 made = array("f", ctypes.string_at(results.addresses[0], 4 * len(given)))
             if made != answer(given):
                 wrong.append(seed)
@@ -221,12 +211,12 @@ def test_a_region_is_loaded_when_a_program_that_needs_it_is(
 ) -> None:
     manifest, folder = bundle
     first = replace(manifest.programs[0], steps=manifest.programs[0].steps[:4], outputs=(4,))
-    calls = CudaCalls(str(folder), replace(manifest, programs=(first, manifest.programs[1])), 0, "graph", lazy=True)
+    calls = opened(replace(manifest, programs=(first, manifest.programs[1])), folder, lazy=True)
     loaded = [sorted(regions.opened)]
     for number in (0, 1):
         given = inputs(KEYS[number])
-        with calls.turn(None) as turn:
-            calls.run(number, [given.buffer_info()[0]], None, turn)
+        with calls.locked(None) as stream:
+            calls.run(number, [given.buffer_info()[0]], None, stream)
         loaded.append(sorted(regions.opened))
     calls.close()
     assert loaded == [[], [FILES[0]], sorted(FILES)]
@@ -236,13 +226,12 @@ def test_a_region_is_loaded_when_a_program_that_needs_it_is(
 
 
 def test_one_pinned_buffer_from_open_to_close(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    backend.prepare()
+    backend = opened(*bundle)
     assert list(fake.pinned.values()) == [HOST_BYTES]
     (start,) = fake.pinned
     for seed in range(2):
         given = inputs(KEYS[0], seed)
-        backend.run(0, [(given.buffer_info()[0], False, 4 * len(given))])
+        run(backend, 0, [(given.buffer_info()[0], False, 4 * len(given))])
     assert regions.opened[FILES[0]].addresses == [start, start]
     assert regions.opened[FILES[1]].addresses == [start + 2048] * 2
     assert list(fake.pinned) == [start]
@@ -256,32 +245,23 @@ def test_graphs_get_no_address_of_the_hosts(
     bases: list[Sequence[int]] = []
     patch = executors.patch
     monkeypatch.setattr(executors, "patch", lambda table, given, poison: (bases.append(given), patch(table, given, poison))[1])
-    backend = device.open(*bundle)
-    backend.prepare()
+    backend = opened(*bundle)
     assert [given[-1] for given in bases] == [0, 0]
     backend.close()
 
 
-def test_usage_is_the_gpus(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    usage = backend.used_bytes()
-    assert usage.memories["host"] == HOST_BYTES
-    assert usage.planned == 4 * (2 << 20)
-    backend.close()
-
-
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_poison_fills_arena_and_buffer_and_changes_nothing(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], mode: str
 ) -> None:
     manifest, folder = bundle
-    backend = device.open(manifest, folder, mode=mode, poison=0xA5)
+    backend = opened(manifest, folder, mode=mode, poison=0xA5)
     (start,) = [address for address, size in fake.pinned.items() if size == HOST_BYTES]
     assert ctypes.string_at(start, HOST_BYTES) == b"\xa5" * HOST_BYTES
     given = inputs(KEYS[0])
     assert call(backend, 0, given) == answer(given)
-    (output,) = backend.run(0, [(given.buffer_info()[0], False, 4 * len(given))])
-    kept = backend.copy_out(output, 4 * len(given))
+    (output,) = run(backend, 0, [(given.buffer_info()[0], False, 4 * len(given))])
+    kept = backend.copy_out(output, 4 * len(given), None)
     backend.poison(0xFF)  # what the copies of this call read is still needed
     assert ctypes.string_at(start, HOST_BYTES) == b"\xff" * HOST_BYTES
     assert call(backend, 0, given) == answer(given)
@@ -295,10 +275,9 @@ def test_a_value_without_elements_is_not_copied(fake: LateDriver, regions: Regio
     last = manifest.programs[0]
     empty = tuple([replace(value, shape=(0, FLOATS)) if index > 1 else value for index, value in enumerate(last.values)])
     steps = (last.steps[0], *last.steps[2:])
-    backend = device.open(replace(manifest, programs=(replace(last, values=empty, steps=steps),)), folder)
-    backend.prepare()
+    backend = opened(replace(manifest, programs=(replace(last, values=empty, steps=steps),)), folder)
     before = len(fake.calls)
-    backend.run(0, [None])
+    run(backend, 0, [None])
     assert not [name for name in fake.calls[before:] if "Memcpy" in name]
     backend.close()
 
@@ -317,8 +296,7 @@ def test_a_value_without_elements_is_not_copied(fake: LateDriver, regions: Regio
 def test_a_tensor_of_another_layout(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], changes: dict[str, Any], message: str
 ) -> None:
-    backend = device.open(*bundle)
-    backend.prepare()
+    backend = opened(*bundle)
     given = inputs(KEYS[0])
     regions.opened[FILES[1]].changes = changes
     with raises("library-refused", match=f"^{FILES[1]}: an output is {message}") as caught:
@@ -334,8 +312,7 @@ def test_strides_of_single_rows_do_not_matter(fake: LateDriver, regions: Regions
     manifest, folder = bundle
     last = manifest.programs[0]
     thin = tuple([replace(value, shape=(1, FLOATS)) if index else value for index, value in enumerate(last.values)])
-    backend = device.open(replace(manifest, programs=(replace(last, values=thin),)), folder)
-    backend.prepare()
+    backend = opened(replace(manifest, programs=(replace(last, values=thin),)), folder)
     regions.opened[FILES[1]].changes = {"strides": (99, 1)}
     given = inputs(KEYS[0])
     assert call(backend, 0, given)[:FLOATS] == answer(given)[:FLOATS]
@@ -343,8 +320,7 @@ def test_strides_of_single_rows_do_not_matter(fake: LateDriver, regions: Regions
 
 
 def test_a_region_that_fails(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    backend.prepare()
+    backend = opened(*bundle)
     given = inputs(KEYS[0])
     regions.opened[FILES[1]].error = MachineError("library-refused", f"{FILES[1]}: index out of range")
     with raises("library-refused", match="index out of range"):
@@ -355,11 +331,10 @@ def test_a_region_that_fails(fake: LateDriver, regions: Regions, bundle: tuple[M
 
 
 def test_a_graph_that_faults_shows_before_the_host_step(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
-    backend = device.open(*bundle)
-    backend.prepare()
+    backend = opened(*bundle)
     fake.fail_at = len(fake.calls) + 3  # after cuCtxPushCurrent, cuGraphLaunch and cuMemcpyDtoHAsync
     with raises("driver-failed", match=r"^cuStreamSynchronize \(before host/double.so\): CUDA_ERROR_LAUNCH_FAILED"):
-        backend.run(0, [None])
+        run(backend, 0, [None])
     assert not regions.opened[FILES[0]].seen
     backend.close()
 
@@ -369,14 +344,14 @@ def test_no_pinned_memory_left(
 ) -> None:
     monkeypatch.setattr(fake, "do_cuMemHostAlloc", lambda size, flags: (2,), raising=False)
     with raises("out-of-memory", match=r"^memory host: needs 4,096 bytes of pinned memory, which the system does not give"):
-        device.open(*bundle)
+        opened(*bundle)
     assert not regions.loads
 
 
 def test_a_processor_that_lacks_something(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     with raises("wrong-machine", match="this processor lacks avx1024"):
-        device.open(replace(manifest, target=replace(manifest.target, features=("avx1024",))), folder)
+        opened(replace(manifest, target=replace(manifest.target, features=("avx1024",))), folder)
     assert not fake.calls
 
 
@@ -388,18 +363,18 @@ def test_torch_that_is_missing(
 
     monkeypatch.setattr(hoststeps.libtorch, "load", load)
     with raises("library-missing"):
-        device.open(*bundle)
+        opened(*bundle)
     manifest, folder = bundle
     plain = cuda_bundles.program(KEYS[0])
     graphs = replace(manifest, regions=manifest.regions[:1], programs=(plain,), memories=manifest.memories[:4])
-    backend = device.open(graphs, folder)  # a bundle without host regions asks for none
+    backend = opened(graphs, folder)  # a bundle without host regions asks for none
     given = inputs(KEYS[0])
     assert call(backend, 0, given) == expected(given)
     assert not fake.pinned
     backend.close()
 
 
-@pytest.mark.parametrize("mode", executors.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_whichever_call_fails_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], regions: Regions, mode: str
 ) -> None:
@@ -408,7 +383,7 @@ def test_whichever_call_fails_nothing_is_left(
 
     def session(fake: FakeDriver) -> None:
         install(monkeypatch, fake)
-        backend = device.open(*bundle, mode=mode, poison=0x11)
+        backend = opened(*bundle, mode=mode, poison=0x11)
         try:
             call(backend, 0, given)
             backend.poison(0x22)

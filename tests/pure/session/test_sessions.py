@@ -15,18 +15,16 @@ from typing import Any
 
 import pytest
 
-from cgbundle.call.output_aliases import AliasingProgram
-from cgbundle.cuda import memory
-from cgbundle.cuda.backend import CudaCalls
+from cgbundle.cuda.backend import CudaBackend
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.program import Program
-from cgbundle.session import sessions
 from cgbundle.tables.recording import Address, ModuleState, Relocation
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate import bundle as verify
 from tests.helpers import state_bundles
 from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs
+from tests.helpers.cuda_calls import GRANULARITY, planned
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 from tests.helpers.state_bundles import FIRST
@@ -49,9 +47,7 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
 
 def opened(bundle: tuple[Manifest, Path], outputs: str = "copy", *, lazy: bool = False) -> Program:
     manifest, folder = bundle
-    program = AliasingProgram(manifest, CudaCalls(str(folder), manifest, 0, "graph", lazy=lazy), "pad", outputs)
-    sessions.begin(program)
-    return program
+    return Program(manifest, CudaBackend(str(folder), manifest, 0, "graph", lazy=lazy), "pad", outputs)
 
 
 def given(key: int, seed: int = 0) -> Tensor:
@@ -264,9 +260,8 @@ def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
 
 def test_the_memory_of_a_session_is_known_beforehand(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     with opened(bundle) as program, program.session() as session:
-        usage = session._backend._backend.used_bytes()  # type: ignore[attr-defined]
-        assert usage.memories == program.session_memory
-        assert usage.planned == memory.planned(program.session_memory) == 3 * memory.GRANULARITY
+        assert session._backend._memories.sizes == program.session_memory  # type: ignore[attr-defined]
+        assert planned(program.session_memory) == 3 * GRANULARITY
 
 
 # --- state ---------------------------------------------------------------------------------------------------------
@@ -336,7 +331,7 @@ def test_a_state_that_is_not_there_is_named_with_those_that_are(fake: FakeDriver
             program.state["x"] = given(4)
         assert "total float32 [16]" in repr(program.state)
     plain = replace(manifest, weights=manifest.weights[:3], aliases=(), random=-1)
-    program = Program(plain, CudaCalls(str(folder), plain, 0, "graph"), "pad", "copy")
+    program = Program(plain, CudaBackend(str(folder), plain, 0, "graph"), "pad", "copy")
     assert dict(program.state) == {} and "none" in repr(program.state)
     with raises("state-missing", match="its model keeps none"):
         program.state["total"]

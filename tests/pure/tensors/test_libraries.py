@@ -7,21 +7,24 @@ from typing import Any
 
 import pytest
 
-from cgbundle.tensors import libraries as arrays
 from cgbundle.tensors import tensor
+from cgbundle.tensors.detection import library_of
+from cgbundle.tensors.dlpack_tensors import DLPack
+from cgbundle.tensors.library import Descriptor
+from cgbundle.tensors.numpy_arrays import Numpy
 from cgbundle.tensors.tensor import Tensor
 from tests.helpers.raising import raises
 
 numpy = pytest.importorskip("numpy")
 
 
-def library() -> arrays.Numpy:
-    found = arrays.library_of(numpy.zeros(1))
-    assert isinstance(found, arrays.Numpy)
+def library() -> Numpy:
+    found = library_of(numpy.zeros(1))
+    assert isinstance(found, Numpy)
     return found
 
 
-def elements(place: arrays.Place) -> list[Any]:
+def elements(place: Descriptor) -> list[Any]:
     """The numbers at a place, by address and strides alone."""
     address, shape, dtype, strides, device = place
     assert device is None
@@ -60,17 +63,17 @@ def test_an_array_is_read_as_it_lies_or_laid_out_anew(name: str) -> None:
     array = READABLE[name]
     lib = library()
     value, _ = lib.take(array, "x")
-    place = lib.read(value)
+    place = lib.describe(value)
     assert (tuple(place[1]), place[2]) == (array.shape, "float32")
     order = tuple(range(array.ndim))
     if place[3] is not None and not tensor.is_dense(place[1], place[3], order):
         value = lib.ordered(value, order)
-        place = lib.read(value)
+        place = lib.describe(value)
     assert elements((*place[:3], None, place[4])) == array.flatten().tolist()
 
 
 def test_a_row_major_array_says_so_and_is_not_copied() -> None:
-    place = library().read(BASE)
+    place = library().describe(BASE)
     assert place == (BASE.__array_interface__["data"][0], (2, 3, 4), "float32", None, None)
 
 
@@ -89,7 +92,7 @@ def test_a_readonly_array_is_read() -> None:
 
 def test_a_numpy_number_is_a_0_d_array() -> None:
     value, _ = library().take(numpy.int64(7), "x")
-    assert elements(library().read(value)) == [7]
+    assert elements(library().describe(value)) == [7]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_a_masked_array_is_refused_since_its_mask_would_be_lost() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bool", "int64", "complex64"])
 def test_an_alias_is_the_memory_and_keeps_its_owner(shape: tuple[int, ...], dtype: str) -> None:
     made = tensor.empty(dtype, shape)
-    alias = library().alias(made.address, dtype, shape, made.strides, made)
+    alias = library().wrap(made.address, dtype, shape, made.strides, made)
     assert (alias.shape, str(alias.dtype)) == (shape, dtype)
     if alias.size:
         ctypes.memset(made.address, 1, 1)
@@ -144,29 +147,29 @@ def test_an_alias_is_the_memory_and_keeps_its_owner(shape: tuple[int, ...], dtyp
 
 def test_an_alias_follows_strides() -> None:
     made = tensor.from_bytes(bytes(range(6)), "uint8", (6,))
-    assert library().alias(made.address, "uint8", (3, 2), (1, 3), made).tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert library().copy(library().alias(made.address, "uint8", (3, 2), (1, 3), made)).flags.c_contiguous
+    assert library().wrap(made.address, "uint8", (3, 2), (1, 3), made).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert library().copy(library().wrap(made.address, "uint8", (3, 2), (1, 3), made)).flags.c_contiguous
 
 
 # --- which library ---------------------------------------------------------------------------------------------------
 
 
 def test_the_library_follows_from_the_first_input() -> None:
-    assert arrays.library_of(BASE).name == "numpy"
-    assert arrays.library_of(numpy.float32(1)).name == "numpy"
-    assert arrays.library_of(tensor.empty("float32", ())).name == "plain"
-    assert arrays.library_of(None).name == "plain"
+    assert library_of(BASE).name == "numpy"
+    assert library_of(numpy.float32(1)).name == "numpy"
+    assert library_of(tensor.empty("float32", ())).name == "dlpack"
+    assert library_of(None).name == "dlpack"
 
 
-def test_plain_reads_numpy_through_dlpack() -> None:
-    plain = arrays.Plain()
-    assert elements(plain.take(BASE.T, "x")[1]) == BASE.T.flatten().tolist()
+def test_numpy_is_read_through_dlpack() -> None:
+    lib = DLPack()
+    assert elements(lib.take(BASE.T, "x")[1]) == BASE.T.flatten().tolist()
 
 
 @pytest.mark.parametrize("value", [[1.0], 1.0, None, object()])
 def test_what_no_library_gave_is_refused(value: Any) -> None:
     with raises("input-kind", match="^input 'x': expected a NumPy array, a torch tensor or a DLPack tensor, got "):
-        arrays.Plain().take(value, "x")
+        DLPack().take(value, "x")
 
 
 class Foreign:
@@ -190,12 +193,12 @@ class Foreign:
 
 
 def test_a_foreign_tensor_comes_back_as_its_own_kind() -> None:
-    plain = arrays.Plain()
+    lib = DLPack()
     given = Foreign(tensor.empty("float32", (2,)))
-    accepted, _ = plain.take(given, "x")
+    accepted, _ = lib.take(given, "x")
     assert accepted.address == given.inner.address
-    assert isinstance(plain.finish(tensor.empty("float32", (2,)), given), Foreign)
-    assert isinstance(plain.finish(tensor.empty("float32", (2,)), accepted), Tensor)
+    assert isinstance(lib.converted(tensor.empty("float32", (2,)), given), Foreign)
+    assert isinstance(lib.converted(tensor.empty("float32", (2,)), accepted), Tensor)
 
 
 # --- torch -----------------------------------------------------------------------------------------------------------
@@ -203,7 +206,7 @@ def test_a_foreign_tensor_comes_back_as_its_own_kind() -> None:
 
 def torch_library() -> Any:
     torch = pytest.importorskip("torch")
-    return torch, arrays.library_of(torch.zeros(1))
+    return torch, library_of(torch.zeros(1))
 
 
 def test_torch_tensors_are_read_as_they_lie() -> None:
@@ -227,7 +230,7 @@ def test_a_lazy_conjugate_or_negative_is_read_as_the_numbers_it_stands_for() -> 
     value = torch.tensor([1 + 2j, 3 + 4j], dtype=torch.complex64)
     for lazy in (value.conj(), value.conj().imag, value.conj()[:1]):
         kept, _ = lib.take(lazy, "x")
-        assert elements(lib.read(kept)) == lazy.tolist()
+        assert elements(lib.describe(kept)) == lazy.tolist()
 
 
 @pytest.mark.parametrize("make", ["to_sparse", "to_mkldnn"])
@@ -245,7 +248,7 @@ def test_numpy_beside_torch_is_refused() -> None:
 
 def test_a_torch_tensor_elsewhere_has_a_device_that_no_program_has() -> None:
     torch, lib = torch_library()
-    assert lib.read(torch.empty(2, device="meta"))[4] == -1
+    assert lib.describe(torch.empty(2, device="meta"))[4] == -1
 
 
 @pytest.mark.parametrize("order", [(0, 2, 3, 1), (3, 2, 1, 0)])
@@ -261,7 +264,7 @@ def test_torch_lays_the_axes_out_as_asked(order: tuple[int, ...]) -> None:
 def test_a_torch_alias_is_the_memory_and_keeps_its_owner(shape: tuple[int, ...], dtype: str) -> None:
     torch, lib = torch_library()
     made = tensor.empty(dtype, shape)
-    alias = lib.alias(made.address, dtype, shape, made.strides, made)
+    alias = lib.wrap(made.address, dtype, shape, made.strides, made)
     assert (tuple(alias.shape), alias.dtype) == (shape, getattr(torch, dtype))
     if alias.numel():
         assert alias.data_ptr() == made.address

@@ -1,4 +1,4 @@
-"""What the runtime needs of a tensor library: its operations, and what those that `arrays.py` knows have in common."""
+"""What the runtime needs of a tensor library, and what the libraries that it knows have in common."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
-Place = tuple[int, Sequence[int], str, Sequence[int] | None, int | None]
+Descriptor = tuple[int, Sequence[int], str, Sequence[int] | None, int | None]
 """address, shape, dtype, strides in elements (None: row-major), CUDA device (None: CPU)."""
 
-
-Aliaser = Callable[[int, object], Any]
+Wrapper = Callable[[int, object], Any]
 """(address, owner) -> a tensor over CPU memory that the owner keeps alive."""
 
 
 class Library(Protocol):
-    """What the runtime needs of a tensor library."""
+    """The operations on a library's tensors; slicing and assignment are its own `x[slices]` and `x[slices] = y`."""
 
     name: str
 
-    def take(self, value: Any, name: str) -> tuple[Any, Place]:
+    def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
         """`value` as this library's tensor, and where and what it is.  Raises input-kind, naming the input."""
 
-    def read(self, value: Any) -> Place:
+    def describe(self, value: Any) -> Descriptor:
         """Where and what a tensor of this library is."""
 
     def strides(self, value: Any) -> Sequence[int]:
         """Strides in elements."""
 
-    def steps(self, value: Any) -> Sequence[int]:
+    def byte_strides(self, value: Any) -> Sequence[int]:
         """Strides in bytes."""
 
     def ordered(self, value: Any, order: Sequence[int]) -> Any:
         """A copy whose axes lie in memory in `order`, outermost first, without gaps."""
 
-    def aliaser(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Aliaser:
-        """`alias` for one layout on the CPU, worked out ahead: calls make many."""
+    def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper:
+        """`wrap` for one layout on the CPU, worked out ahead: calls make many."""
 
-    def alias(
+    def wrap(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
     ) -> Any:
         """A tensor over memory that `owner` keeps alive, on the CPU (None) or a CUDA device."""
@@ -46,9 +45,8 @@ class Library(Protocol):
     def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
         """A tensor of zeros in memory of its own, row-major."""
 
-    def part(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
-        """A look at the memory of `value`, of which nothing is copied: `offset` in bytes from its first element, `strides` in
-        elements of `dtype`."""
+    def as_strided(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
+        """A view of the memory of `value`: `offset` in bytes from its first element, `strides` in elements of `dtype`."""
 
     def stream(self, device: int) -> int | None:
         """The caller's current stream on a CUDA device, as the driver's handle; None: the library has no such thing."""
@@ -57,10 +55,9 @@ class Library(Protocol):
         """A row-major copy of `value` in memory of its own."""
 
     def writable(self, value: Any, name: str) -> Any:
-        """An input of the caller's, as a tensor over its memory that may be assigned to.  Raises input-unwritable, naming the
-        input."""
+        """An input of the caller's, as a tensor over its memory that may be assigned to.  Raises input-unwritable."""
 
-    def finish(self, value: Any, like: Any) -> Any:
+    def converted(self, value: Any, like: Any) -> Any:
         """What the caller gets: for libraries read through DLPack, a tensor of the type of `like`."""
 
 
@@ -72,9 +69,10 @@ def span_bytes(shape: Sequence[int], strides: Sequence[int], size: int) -> int:
 
 @lru_cache(maxsize=1024)
 def array_type(length: int) -> Any:
-    """A ctypes array of bytes with room for an owner, which plain ctypes arrays do not have."""
+    """A ctypes array of bytes with an attribute for an owner, which plain ctypes arrays do not have."""
     return type("Memory", (ctypes.c_char * length,), {})
 
 
 def kind_of(value: Any) -> str:
+    """The name of its type, for messages."""
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

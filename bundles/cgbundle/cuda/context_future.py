@@ -1,5 +1,8 @@
-"""A head start for a GPU: making a CUDA context takes 0.2 s, as long as everything else in loading a bundle together, and needs
-nothing but the device's number.  It is made in a thread while the runtime's modules are imported and the bundle is checked."""
+"""A CUDA context that is made in another thread.
+
+Making one takes 0.2 s, as long as everything else in loading a bundle together, and needs nothing but the device's number.  So it
+is made while the runtime's modules are imported and the bundle is checked.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ MARK = b'"kind":"cuda"'
 """How a manifest for a GPU spells its target.  A wrong guess costs an unused context, nothing else."""
 
 
-class EarlyContext:
+class ContextFuture:
     """The context of GPU number `device`, begun when the bundle in `folder` looks like one for a GPU."""
 
     def __init__(self, folder: str, device: int) -> None:
@@ -25,7 +28,7 @@ class EarlyContext:
         self._error: CgbundleError | None = None
         self._thread: threading.Thread | None = None
         if _for_cuda(folder):
-            from . import driver  # here, not in the thread: two threads that import at once take turns, and both wait
+            from . import driver  # here, not in the thread: two threads that import at once wait for each other
 
             self._driver = driver
             self._thread = threading.Thread(target=self._make, name="cgbundle-context")

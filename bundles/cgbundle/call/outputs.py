@@ -1,0 +1,88 @@
+"""The outputs of a replay, as tensors of the caller's library: copies of their own, or guarded views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..format.schema import Manifest
+from ..tensors.library import Library, Wrapper
+from .plan import Part, Slices
+from .views import Epoch, View
+
+if TYPE_CHECKING:
+    from ..session.backend import Backend
+    from .output_aliases import OutputAliases
+
+Call = tuple[Library, int | None, Any]
+"""The caller's library, the device that its tensors lie on, and what the backend's `locked` gave.  A plain tuple: every call makes
+one."""
+
+
+class Outputs:
+    """Runs programs for calls; `views`: what it hands out is guarded, and the next replay overwrites it.
+
+    `aliases` is None for a bundle whose outputs share no memory with anything; `epoch` counts replays.
+    """
+
+    __slots__ = ("_aliases", "_backend", "_rows", "_specs", "_static", "_views", "_wrappers", "epoch")
+
+    def __init__(self, manifest: Manifest, backend: Backend, aliases: OutputAliases | None, *, views: bool) -> None:
+        self._backend, self._aliases, self._views, self._specs = backend, aliases, views, manifest.outputs
+        self._rows = [tuple([program.values[index] for index in program.outputs]) for program in manifest.programs]
+        self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
+        self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
+        self.epoch = Epoch()
+
+    def replay(self, call: Call, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
+        """Replays on inputs at `addresses`; `parts` are the slices of the outputs that count (None: they count whole)."""
+        library, views, aliases = call[0], self._views, self._aliases
+        made = self._wrapped(call, program, addresses)
+        if aliases is not None:
+            made = aliases.wrap(library, program, made, addresses)
+            made, bare = aliases.share(library, call[1], program, made, parts)
+            if views:
+                guarded = self.guard(library, made)
+                return [value if index in bare else view for index, (value, view) in enumerate(zip(made, guarded, strict=True))]
+            return [value if index in bare else library.copy(value) for index, value in enumerate(made)]
+        if parts is not None:
+            made = [value[taken] if taken else value for value, (taken, _) in zip(made, parts, strict=True)]
+        if views:
+            return self.guard(library, made)
+        copy = library.copy
+        return [copy(value) for value in made]
+
+    def replay_into(self, whole: Sequence[Any], call: Call, part: Part, addresses: list[int]) -> None:
+        """Replays a part of a call that was cut, and copies its outputs to their places in the call's."""
+        made = self._wrapped(call, part.program, addresses)
+        if self._aliases is not None:
+            made = self._aliases.wrap(call[0], part.program, made, addresses)
+        for output, value, (taken, placed) in zip(whole, made, part.outputs, strict=True):
+            output[placed] = value[taken]
+
+    def guard(self, library: Library, values: Sequence[Any]) -> list[Any]:
+        """The values as views of the replay that was the last to begin."""
+        epoch = self.epoch
+        return [View(spec, value, library, epoch, epoch.number) for spec, value in zip(self._specs, values, strict=True)]
+
+    def close(self) -> None:
+        self._static.clear()
+
+    def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
+        """Replays, and gives the outputs as the caller's tensors over the runtime's memory."""
+        library, device, stream = call
+        results = self._backend.run(program, addresses, device, stream)
+        key = (library.name, program)
+        if results.static:
+            known = self._static.get(key)
+            if known is None:
+                known = self._static[key] = [
+                    library.wrap(address, row.dtype, row.shape, row.strides, results, results.device)
+                    for address, row in zip(results.addresses, self._rows[program], strict=True)
+                ]
+            return known
+        wrappers = self._wrappers.get(key)
+        if wrappers is None:
+            rows = self._rows[program]
+            wrappers = self._wrappers[key] = [library.wrapper(row.dtype, row.shape, row.strides) for row in rows]
+        return [wrap(address, results) for wrap, address in zip(wrappers, results.addresses, strict=True)]

@@ -1,0 +1,130 @@
+"""Programs bound to the addresses of this process: what a replay calls, one after the other, and the outputs that it gives."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..format.schema import Program, Step
+from ..format.spans import span
+from ..tables.table import Table
+from . import memory
+from .driver import cu
+from .executors import Executor, GraphExecutor, StreamExecutor
+from .memory import HOST, Memories, Output
+from .modules import Modules, read
+from .shared import Shared
+
+if TYPE_CHECKING:
+    from .host_steps import HostSteps  # few bundles have any
+
+
+class DeviceOutputs:
+    """Outputs in the program's own GPU memory, the same after every replay; it owns the tensors over them."""
+
+    static = True
+
+    def __init__(self, addresses: Sequence[int], device: int | None, copy_out: Callable[[int, int, int], Output]) -> None:
+        self.addresses, self.device, self.copy_out = addresses, device, copy_out
+
+
+class HostOutputs:
+    """Outputs copied to memory of the CPU that lives as long as this object."""
+
+    device: int | None = None
+    static = False
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._memory = [(ctypes.c_char * max(1, size))() for size in sizes]
+        self.addresses: Sequence[int] = [ctypes.addressof(memory) for memory in self._memory]
+
+
+class BoundProgram(NamedTuple):
+    """A program with its addresses.  `inputs`: (address, bytes) of each input's static buffer; `pointers`: the addresses as the
+    driver's own type; `outputs`: the outputs' addresses; `sizes`: their bytes from the first to the last.
+
+    `steps` are functions of the stream in whose order they work; `joins` the same on a stream that is being captured.  `written`:
+    (position, address, bytes) of the inputs that the replay changes, which go back to the caller.
+    """
+
+    inputs: list[tuple[int, int]]
+    pointers: list[Any]
+    steps: list[Callable[[Any], None]]
+    joins: list[Callable[[Any], None]]
+    written: list[tuple[int, int, int]]
+    outputs: list[int]
+    sizes: list[int]
+
+
+class Executors(dict[str, Executor]):
+    """The recordings by the file of their table, each made ready at its first use, which must be inside the context.
+
+    `bases` are the addresses of a session's memories, `stream` is for what making one needs.  Raises table-invalid, file-damaged,
+    driver-failed, OutOfMemory.
+    """
+
+    def __init__(self, shared: Shared, modules: Modules, bases: Sequence[int], stream: Any) -> None:
+        super().__init__()
+        self._shared, self._modules, self._bases, self._stream = shared, modules, bases, stream
+
+    def __missing__(self, file: str) -> Executor:
+        shared, bases = self._shared, self._bases
+        table = Table(read(f"{shared.folder}/{file}"), file)
+        executor: Executor
+        if shared.mode == "graph":
+            executor = GraphExecutor(shared.context, table, self._modules, bases, self._stream, shared.poison)
+        else:
+            executor = StreamExecutor(table, self._modules, bases, shared.poison)
+        self[file] = executor
+        return executor
+
+    def close(self) -> None:
+        """Gives the driver's objects back, the others' too when one fails."""
+        with ExitStack() as each:
+            for executor in self.values():
+                each.callback(executor.close)
+            self.clear()
+
+
+def bind(
+    program: Program, written: Sequence[int], memories: Memories, executors: Executors, host: HostSteps | None
+) -> BoundProgram:
+    """The program at the addresses of `memories`; `written` are the positions of the inputs that it writes to, `host` is None for
+    a bundle without host regions.  Raises as `Executors` and `HostSteps.step` do."""
+
+    def made(step: Step, join: bool) -> Callable[[Any], None]:
+        if step.kind == "graph":
+            return executors[step.file].join if join else executors[step.file].launch
+        if step.kind == "copy":
+            return _copy_step(program, step, memories)
+        assert host is not None  # a host step's region is of kind host, and so there are host regions
+        return host.step(program, step)
+
+    inputs = static_buffers(program, memories)
+    outputs = [program.values[index] for index in program.outputs]
+    steps, joins = ([made(step, join) for step in program.steps] for join in (False, True))
+    return BoundProgram(
+        inputs=inputs,
+        pointers=[cu.CUdeviceptr(address) for address, _ in inputs],
+        steps=steps,
+        joins=joins,
+        written=[(index, *inputs[index]) for index in written],
+        outputs=[memories.address(value.memory, value.offset) for value in outputs],
+        sizes=[span(value) for value in outputs],
+    )
+
+
+def static_buffers(program: Program, memories: Memories) -> list[tuple[int, int]]:
+    """(address, bytes) of the static buffer of each input."""
+    rows = [program.values[index] for index in program.inputs]
+    return [(memories.address(row.memory, row.offset), span(row)) for row in rows]
+
+
+def _copy_step(program: Program, step: Step, memories: Memories) -> Callable[[Any], None]:
+    """The two values are laid out alike, which the verifier checks."""
+    source, target = program.values[step.inputs[0]], program.values[step.outputs[0]]
+    start, end = memories.address(source.memory, source.offset), memories.address(target.memory, target.offset)
+    size, out, into = span(source), source.memory != HOST, target.memory != HOST
+    return lambda stream: memory.copy(end, start, size, stream, target_on_device=into, source_on_device=out)

@@ -1,0 +1,66 @@
+"""What a program needs of a target, the CPU or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class Results(Protocol):
+    """The outputs of one replay.  `addresses` are valid while this object lives; `device` is the CUDA device that they lie on,
+    None for the CPU; `static` says that every replay of this program gives these same addresses."""
+
+    @property
+    def addresses(self) -> Sequence[int]: ...
+
+    @property
+    def device(self) -> int | None: ...
+
+    @property
+    def static(self) -> bool: ...
+
+
+class Backend(Protocol):
+    """Runs the programs of a bundle and keeps the memories of one session.
+
+    `device` is the CUDA device whose tensors it takes beside those of the CPU, or None; `owner` keeps memories weights and state
+    alive.  `locked` is held from the first use of the memories to the last; what it gives is the `stream` of the other methods.
+    It raises ProgramClosed after `close`, and in a session SessionBusy while another thread holds it.
+    """
+
+    @property
+    def device(self) -> int | None: ...
+
+    @property
+    def owner(self) -> object: ...
+
+    def locked(self, stream: int | None) -> AbstractContextManager[Any]:
+        """The memories, for one call whose work goes to a stream of the device (None: the backend's own)."""
+
+    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> Results:
+        """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie there too."""
+
+    def session(self) -> Backend:
+        """The same programs with memory of their own, over the same weights and code."""
+
+    def buffers(self, program: int) -> tuple[list[int], object]:
+        """The addresses of a program's static input buffers on the device, and what keeps them alive."""
+
+    def address(self, weight: int) -> int:
+        """Where a weight of memory weights or state lies on the device."""
+
+    def fetch(self, weight: int, stream: Any) -> bytes:
+        """A weight's bytes in the order of memory; waits for the calls before."""
+
+    def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
+        """Copies to a weight as many bytes as it has, from `device`; from the CPU (None) it is done when this returns."""
+
+    def reset(self, stream: Any) -> None:
+        """Brings back what state held at first."""
+
+    def poison(self, byte: int) -> None:
+        """Overwrites what no replay may read before it has written it."""
+
+    def close(self) -> None:
+        """Waits for those that hold it, then frees everything; may be called twice."""

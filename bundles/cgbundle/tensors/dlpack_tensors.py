@@ -1,0 +1,87 @@
+"""`cgbundle.Tensor`, and through it every library that speaks DLPack (JAX and others)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import CallError
+from ..format.schema import DTYPES
+from . import dlpack
+from .library import Descriptor, Wrapper, kind_of, span_bytes
+from .tensor import Tensor, copy, dense, empty
+
+
+class DLPack:
+    """Tensors of our own; results go back to another library through its `from_dlpack`."""
+
+    name = "dlpack"
+
+    def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
+        if isinstance(value, Tensor):
+            return value, self.describe(value)
+        if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+            taken = Tensor(*dlpack.read(value, name))
+            return taken, self.describe(taken)
+        raise CallError(
+            "input-kind", f"input {name!r}: expected a NumPy array, a torch tensor or a DLPack tensor, got {kind_of(value)}"
+        )
+
+    def describe(self, value: Tensor) -> Descriptor:
+        return value.address, value.shape, value.dtype, None if value.contiguous else value.strides, value.device
+
+    def strides(self, value: Tensor) -> Sequence[int]:
+        return value.strides
+
+    def byte_strides(self, value: Tensor) -> Sequence[int]:
+        return [stride * DTYPES[value.dtype] for stride in value.strides]
+
+    def ordered(self, value: Tensor, order: Sequence[int]) -> Tensor:
+        fresh: Tensor = self.empty(value.dtype, value.shape, value.device)
+        fresh.strides = dense(value.shape, order)
+        copy(fresh, value)
+        return fresh
+
+    def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper:
+        return lambda address, owner: Tensor(address, dtype, shape, strides, owner)
+
+    def wrap(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Tensor:
+        return Tensor(address, dtype, shape, strides, owner, device)
+
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Tensor:
+        if device is not None:
+            raise CallError(
+                "input-device",
+                "a DLPack tensor on a GPU can only be replayed at a recorded size and laid out as recorded",
+                "pass torch or CuPy tensors",
+            )
+        return empty(dtype, shape)
+
+    def as_strided(self, value: Tensor, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+        return Tensor(value.address + offset, dtype, shape, strides, value.owner, value.device)
+
+    def stream(self, device: int) -> int | None:
+        return dlpack.LEGACY_STREAM
+
+    def copy(self, value: Tensor) -> Tensor:
+        if value.device is None:
+            return value.clone()
+        size = span_bytes(value.shape, value.strides, DTYPES[value.dtype])
+        made = value.owner.copy_out(value.address, size, dlpack.LEGACY_STREAM)  # of the runtime's own: no library copies it for us
+        return Tensor(made.address, value.dtype, value.shape, value.strides, made, value.device)
+
+    def writable(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            return value
+        dlpack.check_writable(value, name)
+        return Tensor(*dlpack.read(value, name))
+
+    def converted(self, value: Tensor, like: Any) -> Any:
+        if isinstance(like, Tensor):
+            return value
+        module: Any = sys.modules.get(type(like).__module__.partition(".")[0])
+        space: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
+        return space.from_dlpack(value) if hasattr(space, "from_dlpack") else value

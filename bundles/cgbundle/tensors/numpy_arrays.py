@@ -1,0 +1,111 @@
+"""numpy.ndarray, without importing NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import CallError
+from ..format.schema import DTYPES
+from .library import Descriptor, Wrapper, array_type, kind_of, span_bytes
+
+
+class Numpy:
+    """Tensors of NumPy.  bfloat16 and float8 arrays are those of the `ml_dtypes` package."""
+
+    name = "numpy"
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.names: dict[Any, str] = {}
+
+    def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
+        if type(value) is not self.module.ndarray and not isinstance(value, self.module.ndarray):
+            if not isinstance(value, self.module.generic):
+                raise CallError("input-kind", f"input {name!r}: expected a NumPy array like the first input, got {kind_of(value)}")
+            value = self.module.asarray(value)
+        elif type(value) is not self.module.ndarray and hasattr(value, "mask"):
+            raise CallError("input-kind", f"input {name!r}: expected an array without a mask, got {kind_of(value)}")
+        if not value.dtype.isnative:
+            raise CallError("input-kind", f"input {name!r}: expected native byte order, got dtype {value.dtype.str}")
+        return value, self.describe(value)
+
+    def describe(self, value: Any) -> Descriptor:
+        dtype = value.dtype
+        name = self.names.get(dtype)
+        if name is None:
+            name = self.names[dtype] = str(dtype.name)
+        strides = None if value.flags.c_contiguous else self.strides(value)
+        return value.__array_interface__["data"][0], value.shape, name, strides, None
+
+    def strides(self, value: Any) -> Sequence[int]:
+        size = value.dtype.itemsize
+        # a stride that is no whole number of elements (a field of a structured array) never looks dense: -1
+        return tuple([stride // size if stride % size == 0 else -1 for stride in value.strides])
+
+    def byte_strides(self, value: Any) -> Sequence[int]:
+        return tuple(value.strides)
+
+    def ordered(self, value: Any, order: Sequence[int]) -> Any:
+        back = sorted(range(len(order)), key=lambda axis: order[axis])
+        return self.module.ascontiguousarray(value.transpose(order)).transpose(back)
+
+    def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper:
+        size, array, kind = DTYPES[dtype], self.module.ndarray, self._dtype(dtype)
+        memory, steps = array_type(span_bytes(shape, strides, size)), [stride * size for stride in strides]
+
+        def alias(address: int, owner: object) -> Any:
+            made = memory.from_address(address)
+            made.owner = owner
+            return array(shape, kind, made, 0, steps)
+
+        return alias
+
+    def wrap(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Any:
+        return self.wrapper(dtype, shape, strides)(address, owner)
+
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
+        return self.module.zeros(shape, self._dtype(dtype))
+
+    def as_strided(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
+        size, at = DTYPES[dtype], value.__array_interface__["data"][0] + offset
+        steps = tuple([stride * size for stride in strides])
+        # as elements without a type: those of `ml_dtypes` have no name in this interface
+        borrowed = _Borrowed(at, not value.flags.writeable, f"|V{size}", tuple(shape), steps, value)
+        return self.module.asarray(borrowed).view(self._dtype(dtype))
+
+    def stream(self, device: int) -> int | None:
+        return None
+
+    def copy(self, value: Any) -> Any:
+        return value.copy()
+
+    def writable(self, value: Any, name: str) -> Any:
+        if not (isinstance(value, self.module.ndarray) and value.flags.writeable):
+            raise CallError(
+                "input-unwritable", f"input {name!r}: the model writes to it, and the array is read-only", "pass a copy of it"
+            )
+        return value
+
+    def converted(self, value: Any, like: Any) -> Any:
+        return value
+
+    def _dtype(self, name: str) -> Any:
+        if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+            import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
+
+            return getattr(ml_dtypes, name)
+        return getattr(self.module, name if name != "bool" else "bool_")
+
+
+class _Borrowed:
+    """NumPy's array interface over memory of `owner`, which the array keeps."""
+
+    def __init__(
+        self, address: int, read_only: bool, kind: str, shape: tuple[int, ...], steps: tuple[int, ...], owner: object
+    ) -> None:
+        place = (address, read_only)
+        self.__array_interface__ = {"version": 3, "data": place, "typestr": kind, "shape": shape, "strides": steps}
+        self.owner = owner

@@ -1,0 +1,104 @@
+"""torch.Tensor, on the CPU or a GPU, without importing torch.
+
+Private of torch: `torch._C._cuda_getCurrentRawStream` (2.11, 2.13), with a public way beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import CallError
+from ..format.schema import DTYPES
+from .library import Descriptor, Wrapper, array_type, kind_of, span_bytes
+from .tensor import Tensor, count
+
+
+class Torch:
+    name = "torch"
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.names: dict[Any, str] = {}
+        self._tensor, self._strided = module.Tensor, module.strided
+        # what torch's own generated code calls: the public way makes a Stream object, 3 us a call
+        self._raw_stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream
+
+    def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
+        if not isinstance(value, self._tensor):
+            raise CallError("input-kind", f"input {name!r}: expected a torch tensor like the first input, got {kind_of(value)}")
+        if value.layout is not self._strided:
+            raise CallError("input-kind", f"input {name!r}: expected a dense tensor, got layout {value.layout}")
+        if value.is_neg() or value.is_conj():
+            value = value.resolve_conj().resolve_neg()  # lazy: the memory holds other numbers
+        if value.requires_grad:
+            value = value.detach()
+        return value, self.describe(value)
+
+    def describe(self, value: Any) -> Descriptor:
+        dtype = value.dtype
+        name = self.names.get(dtype)
+        if name is None:
+            name = self.names[dtype] = str(dtype).removeprefix("torch.")
+        device = value.get_device() if value.is_cuda else None if value.is_cpu else -1
+        return value.data_ptr(), value.shape, name, None if value.is_contiguous() else value.stride(), device
+
+    def strides(self, value: Any) -> Sequence[int]:
+        return tuple(value.stride())
+
+    def byte_strides(self, value: Any) -> Sequence[int]:
+        size = value.element_size()
+        return [stride * size for stride in value.stride()]
+
+    def ordered(self, value: Any, order: Sequence[int]) -> Any:
+        back = sorted(range(len(order)), key=lambda axis: order[axis])
+        return value.permute(*order).contiguous().permute(*back)
+
+    def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper:
+        if not count(shape):
+            return lambda address, owner: self.empty(dtype, shape)
+        memory, kind = array_type(span_bytes(shape, strides, DTYPES[dtype])), getattr(self.module, dtype)
+        frombuffer, size, steps = self.module.frombuffer, tuple(shape), tuple(strides)
+
+        def alias(address: int, owner: object) -> Any:
+            made = memory.from_address(address)
+            made.owner = owner
+            return frombuffer(made, dtype=kind).as_strided(size, steps)
+
+        return alias
+
+    def wrap(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Any:
+        if device is None or not count(shape):
+            return self.wrapper(dtype, shape, strides)(address, owner) if device is None else self.empty(dtype, shape, device)
+        return self.module.from_dlpack(Tensor(address, dtype, shape, strides, owner, device))
+
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
+        return self.module.zeros(
+            tuple(shape), dtype=getattr(self.module, dtype), device="cpu" if device is None else f"cuda:{device}"
+        )
+
+    def as_strided(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
+        kind, value = getattr(self.module, dtype), value.detach()
+        if kind is value.dtype:
+            return value.as_strided(tuple(shape), tuple(strides), value.storage_offset() + offset // value.element_size())
+        begin = value.storage_offset() * value.element_size() + offset
+        fresh = self.module.empty(0, dtype=kind, device=value.device)
+        return fresh.set_(value.untyped_storage(), begin // fresh.element_size(), tuple(shape), tuple(strides))
+
+    def stream(self, device: int) -> int | None:
+        handle: int = self._raw_stream(device)  # without a call more: this is on the path of every call
+        return handle
+
+    def _public_stream(self, device: int) -> int:
+        return int(self.module.cuda.current_stream(device).cuda_stream)
+
+    def copy(self, value: Any) -> Any:
+        return value.clone(memory_format=self.module.contiguous_format)
+
+    def writable(self, value: Any, name: str) -> Any:
+        return value.detach()
+
+    def converted(self, value: Any, like: Any) -> Any:
+        return value

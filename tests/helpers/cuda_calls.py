@@ -1,0 +1,82 @@
+"""Calls of the CUDA backend from tests and benchmarks: inputs from either side, outputs read, without a program around it."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cgbundle.cuda import driver, memory
+from cgbundle.cuda.backend import CudaBackend
+from cgbundle.format.schema import KERNEL_CODE, Manifest
+from cgbundle.format.spans import span
+
+Given = tuple[int, bool, int]
+"""Where an input lies: address, whether that is on the GPU, bytes."""
+
+GRANULARITY = 2 << 20
+"""Bytes in which the driver takes memory from the GPU."""
+
+
+def opened(manifest: Manifest, folder: str | os.PathLike[str], device: int = 0, mode: str = "graph", **options: Any) -> CudaBackend:
+    """The bundle in `folder` on a GPU; options as for `CudaBackend`."""
+    return CudaBackend(os.fspath(folder), manifest, device, mode, **options)
+
+
+def run(backend: CudaBackend, program: int, inputs: Sequence[Given | None], stream: int | None = None) -> list[int]:
+    """Replays in the order of the stream; the addresses of the outputs on the GPU.  None leaves a static buffer as it is."""
+    with backend.locked(stream) as handle:
+        return replay(backend, program, inputs, handle)
+
+
+def replay(backend: CudaBackend, program: int, inputs: Sequence[Given | None], handle: Any) -> list[int]:
+    """`run` inside of `locked`, whose handle is given."""
+    places = static_buffers(backend, program)
+    addresses = []
+    for given, (target, size) in zip(inputs, places, strict=True):
+        if given is not None and not given[1]:
+            memory.copy(target, given[0], size, handle, source_on_device=False)
+        addresses.append(given[0] if given is not None and given[1] else target)
+    return list(backend.run(program, addresses, backend.device, handle).addresses)
+
+
+def static_buffers(backend: CudaBackend, program: int) -> list[tuple[int, int]]:
+    """(address, bytes) of the inputs' static buffers."""
+    row = backend._manifest.programs[program]
+    values = [row.values[index] for index in row.inputs]
+    return [(backend._memories.address(value.memory, value.offset), span(value)) for value in values]
+
+
+def call(backend: CudaBackend, program: int, given: array[float], stream: int | None = None) -> array[float]:
+    """One replay of a program of one input and one output of as many bytes, from host to host."""
+    start, count = given.buffer_info()
+    (output,) = run(backend, program, [(start, False, 4 * count)], stream)
+    result = array("f", bytes(4 * count))
+    to_host(backend, result.buffer_info()[0], output, 4 * count, stream)
+    return result
+
+
+def to_host(backend: CudaBackend, target: int, source: int, size: int, stream: int | None = None) -> None:
+    """Copies GPU memory to the host address `target` and waits for it."""
+    with backend.locked(stream) as handle:
+        memory.copy(target, source, size, handle, target_on_device=False)
+        driver.check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(handle))
+
+
+def synchronize(backend: CudaBackend, stream: int | None = None) -> None:
+    """Waits for all work on the stream."""
+    with backend.locked(stream) as handle:
+        driver.check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(handle))
+
+
+def allocate(backend: CudaBackend, size: int, stream: int | None = None) -> memory.Output:
+    """Fresh GPU memory that outlives the backend, ready in the order of the stream."""
+    with backend.locked(stream) as handle:
+        return memory.Output(backend._context, size, handle)
+
+
+def planned(sizes: Mapping[str, int]) -> int:
+    """Bytes that allocations for memories of these sizes take from the GPU."""
+    on_gpu = [size for name, size in sizes.items() if name not in (memory.HOST, KERNEL_CODE)]
+    return sum(-(-max(size, memory.SMALLEST) // GRANULARITY) * GRANULARITY for size in on_gpu)
