@@ -26,9 +26,9 @@ from cgcompile.offline.build import cache_folder
 from cgcompile.offline.compile.kernels import compile_variants
 from cgcompile.offline.decompose.retrace import Retraced, retrace
 from cgcompile.offline.lower import inductor as lowering
-from cgcompile.offline.lower.fake_device import offline
+from cgcompile.offline.lower.fake_device import fake_device
 from cgcompile.offline.lower.variants import load
-from cgcompile.offline.traced import Launch, Place, Traced
+from cgcompile.offline.lowered import Launch, Lowered, Pointer
 from cgcompile.offline.tuning import cost_model as choosing
 from cgcompile.offline.tuning.cost_model import Candidate, Problem
 from cgcompile.targets.architectures import Arch, arch
@@ -57,7 +57,7 @@ def main(name: str, out: str, *models: str) -> None:
     """Writes the pieces."""
     target = arch(name)
     graphs: dict[str, Retraced] = {}
-    with offline(target):
+    with fake_device(target):
         for model in models or tuple(tune_models.MODELS):
             for program, tensors in tune_models.calls(model):
                 for text, graph in operations(retrace(program, tensors)):
@@ -128,7 +128,7 @@ def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
         yield f"split {pieces} {m} {n} {k} {a.stride()} {b.stride()} {a.dtype}", alone(graph, [left, right], retraced)
 
 
-def candidates(graph: Retraced, target: Arch) -> list[tuple[Problem, Candidate, Traced]]:
+def candidates(graph: Retraced, target: Arch) -> list[tuple[Problem, Candidate, Lowered]]:
     """The operation lowered with each configuration."""
     offered: dict[Problem, Sequence[Candidate]] = {}
 
@@ -155,7 +155,7 @@ def always(candidate: Candidate, problem: Problem, listed: Sequence[Candidate], 
     return list(listed).index(candidate), "measured"
 
 
-def lowered(graph: Retraced, target: Arch, choose: Any) -> Traced:
+def lowered(graph: Retraced, target: Arch, choose: Any) -> Lowered:
     """`lowering.lower_key` from the graph on."""
     chosen: dict[Any, str] = {}
     known = torch._inductor.config.get_config_copy()
@@ -163,7 +163,7 @@ def lowered(graph: Retraced, target: Arch, choose: Any) -> Traced:
     handler = lowering._Choices(target, choose, chosen)
     with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad():
         followed = lowering._follow(graph, (), lambda source: load(source, chosen, "tf32x3"))
-    return Traced(
+    return Lowered(
         key=(), buffers=followed.buffers, variants=followed.variants, events=followed.events, inputs=followed.inputs,
         outputs=followed.outputs,
     )  # fmt: skip
@@ -188,14 +188,14 @@ def compile_all(variants: list[Any], target: Arch) -> dict[Any, Any]:
     return made
 
 
-def piece(problem: Problem, candidate: Candidate, traced: Traced, made: dict[Any, Any]) -> Piece:
+def piece(problem: Problem, candidate: Candidate, traced: Lowered, made: dict[Any, Any]) -> Piece:
     """What the measuring program needs of it."""
     launches = []
     for event in traced.events:
         if not isinstance(event, Launch):
             continue
         compiled = made[traced.variants[event.variant]]
-        arguments = [("ptr", traced.buffers[each.buffer].nbytes) if isinstance(each, Place) else each for each in event.arguments]
+        arguments = [("ptr", traced.buffers[each.buffer].nbytes) if isinstance(each, Pointer) else each for each in event.arguments]
         how = (event.grid, compiled.threads, compiled.shared, compiled.layout, compiled.params, arguments)
         launches.append((compiled.image, compiled.symbol, *how))
     return Piece(

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from ...errors import BuildError
 from ...targets.cuda.memory_layout import PAD, align
-from ..traced import TEMPORARY, Allocate, Copy, Fill, Launch, Place, Read, Release, Traced
+from ..lowered import TEMPORARY, Allocate, Copy, Fill, HostRead, Launch, Lowered, Pointer, Release
 
 WORK = 3_000_000
 """Comparisons of two buffers that planning may make before it stops to look for a smaller arena: about a second."""
@@ -25,7 +25,7 @@ ROUNDS = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """`offsets`: position in `Traced.buffers` -> offset in memory `arena`, of every temporary, multiples of 256.  `arena`: bytes
+    """`offsets`: position in `Lowered.buffers` -> offset in memory `arena`, of every temporary, multiples of 256.  `arena`: bytes
     that the program needs of it, PAD included.  `bound`: the largest sum of aligned sizes that are live at one moment."""
 
     offsets: Mapping[int, int]
@@ -35,7 +35,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Life:
-    """A buffer's aligned `size`, and the positions in `Traced.events` of its first and last use, both included."""
+    """A buffer's aligned `size`, and the positions in `Lowered.events` of its first and last use, both included."""
 
     buffer: int
     size: int
@@ -43,7 +43,7 @@ class Life:
     last: int
 
 
-def plan(traced: Traced) -> Plan:
+def plan(traced: Lowered) -> Plan:
     """Place every temporary.  A buffer lives from its first use to its last, an output to the end.
 
     Empty and unused temporaries lie at offset 0.  Raises lifetime-broken when a buffer is used before Allocate or after Release.
@@ -56,7 +56,7 @@ def plan(traced: Traced) -> Plan:
     return Plan(offsets=offsets, arena=height + PAD, bound=bound)
 
 
-def lifetimes(traced: Traced) -> tuple[Life, ...]:
+def lifetimes(traced: Lowered) -> tuple[Life, ...]:
     """The lives of all temporaries that are used and not empty, by first use.  Raises lifetime-broken."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -82,8 +82,8 @@ def lifetimes(traced: Traced) -> tuple[Life, ...]:
                 first.setdefault(buffer, moment)
                 last[buffer] = moment
     for output in traced.outputs:
-        first.setdefault(output.place.buffer, len(traced.events))
-        last[output.place.buffer] = len(traced.events)
+        first.setdefault(output.pointer.buffer, len(traced.events))
+        last[output.pointer.buffer] = len(traced.events)
     lives = [
         Life(buffer=i, size=align(traced.buffers[i].nbytes), first=first[i], last=last[i])
         for i in first
@@ -92,10 +92,10 @@ def lifetimes(traced: Traced) -> tuple[Life, ...]:
     return tuple(sorted(lives, key=lambda life: (life.first, life.buffer)))
 
 
-def uses(event: Launch | Copy | Fill | Read) -> Iterator[int]:
+def uses(event: Launch | Copy | Fill | HostRead) -> Iterator[int]:
     """The buffers that an event reads or writes, by position."""
     if isinstance(event, Launch):
-        yield from (argument.buffer for argument in event.arguments if isinstance(argument, Place))
+        yield from (argument.buffer for argument in event.arguments if isinstance(argument, Pointer))
     elif isinstance(event, Copy):
         yield from (event.source.buffer, event.target.buffer)
     elif isinstance(event, Fill):
@@ -121,7 +121,7 @@ def _sums(lives: Sequence[Life]) -> Iterator[int]:
         yield total
 
 
-def _name(traced: Traced, buffer: int) -> str:
+def _name(traced: Lowered, buffer: int) -> str:
     return f"buffer {buffer} ({traced.buffers[buffer].kind} {traced.buffers[buffer].name})"
 
 

@@ -8,7 +8,7 @@ import struct
 from cgbundle.tables.recording import Address, Function, KernelNode, Recording
 
 from ...errors import BuildError
-from ..traced import Variant
+from ..lowered import KernelVariant
 
 FORMATS = {
     "i1": "?", "u1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
@@ -20,7 +20,7 @@ SCRATCH = 2
 """Pointers that Triton 3.6 and 3.7 may add behind a kernel's own parameters (global and profile scratch memory)."""
 
 DIVISOR = 16
-"""What the arguments in `Variant.divisible` are multiples of."""
+"""What the arguments in `KernelVariant.divisible` are multiples of."""
 
 CLUSTER_DIMENSION = 4
 """CUlaunchAttributeID: blocks per cluster along each axis.  A Triton program is a cluster, a launch's grid counts blocks."""
@@ -32,7 +32,7 @@ Argument = Address | int | float | None
 """A place, a number, or a null pointer."""
 
 
-def arguments(variant: Variant, function: Function, node: KernelNode) -> dict[str, Argument]:
+def arguments(variant: KernelVariant, function: Function, node: KernelNode) -> dict[str, Argument]:
     """The value of every argument of the variant that is no constexpr, as this launch passes it.
 
     Raises parameter-mismatch when block, parameters, relocations and signature do not fit each other: another number of parameters,

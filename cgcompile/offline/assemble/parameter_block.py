@@ -11,8 +11,8 @@ from ctypes import c_float
 from typing import NamedTuple
 
 from ...errors import BuildError
-from ..compile.kernels import Compiled
-from ..traced import Launch, Place
+from ..compile.kernels import CompiledKernel
+from ..lowered import Launch, Pointer
 
 INTEGERS = {
     "i1": (1, 0, 1), "i8": (1, -(1 << 7), (1 << 7) - 1), "i16": (2, -(1 << 15), (1 << 15) - 1),
@@ -28,14 +28,14 @@ FLOATS = {"fp16": 2, "bf16": 2, "fp32": 4, "f32": 4, "fp64": 8}
 POINTER = 8
 
 
-class Block(NamedTuple):
+class ParameterBlock(NamedTuple):
     """A parameter block with zeros where `places` (offset in the block, what its address stands there) lie."""
 
     data: bytes
-    places: tuple[tuple[int, Place], ...]
+    places: tuple[tuple[int, Pointer], ...]
 
 
-def pack(compiled: Compiled, launch: Launch, where: str) -> Block:
+def pack_arguments(compiled: CompiledKernel, launch: Launch, where: str) -> ParameterBlock:
     """The parameter block of a launch, up to the end of the last parameter; scratch pointers and padding are zero.
 
     Raises parameter-mismatch when an argument is missing, is too large for its type, or its type for its place in the block.
@@ -45,22 +45,22 @@ def pack(compiled: Compiled, launch: Launch, where: str) -> Block:
             "parameter-mismatch", f"{where} has {len(launch.arguments)} arguments for {len(compiled.params)} parameters"
         )
     data = bytearray(max((offset + size for offset, size in compiled.layout), default=0))
-    places: list[tuple[int, Place]] = []
+    places: list[tuple[int, Pointer]] = []
     for (type_, name), (offset, size), value in zip(compiled.params, compiled.layout, launch.arguments, strict=False):
         what = f"{where}, parameter {name} ({type_})"
         if type_.startswith("*"):
-            if not isinstance(value, Place):
+            if not isinstance(value, Pointer):
                 raise BuildError("parameter-mismatch", f"{what}: {value!r} is no buffer")
             places.append((offset, value))
             packed = bytes(POINTER)
-        elif isinstance(value, Place):
+        elif isinstance(value, Pointer):
             raise BuildError("parameter-mismatch", f"{what}: buffer {value.buffer} is no number")
         else:
             packed = scalar(type_, value, what)
         if len(packed) != size:
             raise BuildError("parameter-mismatch", f"{what}: {len(packed)} bytes, the image has {size} for it")
         data[offset : offset + size] = packed
-    return Block(data=bytes(data), places=tuple(places))
+    return ParameterBlock(data=bytes(data), places=tuple(places))
 
 
 def scalar(type_: str, value: int | float, what: str) -> bytes:

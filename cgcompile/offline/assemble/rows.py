@@ -14,10 +14,10 @@ from cgbundle.format.schema import MEMORIES, Value
 from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
 
 from ...errors import BuildError
-from ..compile.kernels import Compiled
-from ..traced import INPUT, TEMPORARY, WEIGHT, Chain, Copy, Fill, Launch, Place, Section, Tensor, Traced
+from ..compile.kernels import CompiledKernel
+from ..lowered import INPUT, TEMPORARY, WEIGHT, BufferView, Copy, Fill, Launch, Lowered, LoweredProgram, Pointer, RegionEvents
 from .arena import Plan
-from .parameter_block import pack
+from .parameter_block import pack_arguments
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14
 """CUfunction_attribute: dynamic shared memory beyond DEFAULT_SHARED, and clusters beyond PORTABLE_CLUSTER, have to be asked for."""
@@ -50,10 +50,10 @@ class Graph:
 class _Where:
     """Where each buffer of a traced program begins."""
 
-    traced: Traced
+    traced: Lowered
     bases: tuple[Address | None, ...]
 
-    def address(self, place: Place, nbytes: int, where: str) -> Address:
+    def address(self, place: Pointer, nbytes: int, where: str) -> Address:
         """The address of `nbytes` bytes.  Raises place-invalid when they do not lie in the buffer."""
         buffer, base = self.traced.buffers[place.buffer], self.bases[place.buffer]
         if base is None:
@@ -68,27 +68,29 @@ class _Where:
         return Address(memory=base.memory, offset=base.offset + place.offset)
 
 
-def assemble(traced: Traced, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> Graph:
+def assemble(
+    traced: Lowered, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+) -> Graph:
     """The rows of one key whose program is one graph.  Arguments and errors as those of `assemble_chain`."""
-    whole = Section(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
-    (graph,) = assemble_chain(Chain(traced=traced, sections=(whole,)), compiled, plan, weights, inputs)
+    whole = RegionEvents(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
+    (graph,) = assemble_chain(LoweredProgram(lowered=traced, regions=(whole,)), compiled, plan, weights, inputs)
     return graph
 
 
 def assemble_chain(
-    chain: Chain, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+    chain: LoweredProgram, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
 ) -> tuple[Graph, ...]:
     """The rows of one key, a graph per section.
 
-    `compiled`: one per variant of `chain.traced`.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`;
+    `compiled`: one per variant of `chain.lowered`.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`;
     `inputs`: the offset of each INPUT buffer, by number, in memory `inputs`.  Launches, copies and fills of nothing are left out.
     Raises parameter-mismatch, and place-invalid for a buffer without a place or bytes outside their buffer.
     """
-    where = _Where(traced=chain.traced, bases=tuple(_bases(chain.traced, plan, weights, inputs)))
-    return tuple([_assemble(section, compiled, plan.arena, where) for section in chain.sections])
+    where = _Where(traced=chain.lowered, bases=tuple(_bases(chain.lowered, plan, weights, inputs)))
+    return tuple([_assemble(section, compiled, plan.arena, where) for section in chain.regions])
 
 
-def _assemble(section: Section, compiled: Sequence[Compiled], arena: int, where: _Where) -> Graph:
+def _assemble(section: RegionEvents, compiled: Sequence[CompiledKernel], arena: int, where: _Where) -> Graph:
     traced = where.traced
     functions: dict[Function, int] = {}
     nodes: list[Node] = []
@@ -110,7 +112,7 @@ def _assemble(section: Section, compiled: Sequence[Compiled], arena: int, where:
     )
 
 
-def _bases(traced: Traced, plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> list[Address | None]:
+def _bases(traced: Lowered, plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> list[Address | None]:
     places = {
         WEIGHT: (MEMORIES.index("weights"), weights),
         INPUT: (MEMORIES.index("inputs"), {str(i): offset for i, offset in enumerate(inputs)}),
@@ -126,7 +128,7 @@ def _bases(traced: Traced, plan: Plan, weights: Mapping[str, int], inputs: Seque
     return bases
 
 
-def _function(compiled: Compiled) -> Function:
+def _function(compiled: CompiledKernel) -> Function:
     attributes: list[tuple[int, int]] = []
     if compiled.shared > DEFAULT_SHARED:
         attributes.append((MAX_DYNAMIC_SHARED, compiled.shared))
@@ -135,14 +137,14 @@ def _function(compiled: Compiled) -> Function:
     return Function(image=compiled.sha256, symbol=compiled.symbol, params=compiled.layout, attributes=tuple(attributes))
 
 
-def _kernel(launch: Launch, function: int, compiled: Compiled, where: _Where, spot: str) -> KernelNode:
+def _kernel(launch: Launch, function: int, compiled: CompiledKernel, where: _Where, spot: str) -> KernelNode:
     variant = where.traced.variants[launch.variant]
     spot = f"{spot} ({variant.name})"
-    block = pack(compiled, launch, spot)
+    block = pack_arguments(compiled, launch, spot)
     relocations = tuple(Relocation(at=at, target=where.address(place, 0, spot)) for at, place in block.places)
     # code that was compiled for multiples of 16 reads and writes elsewhere when they are none
     for (_, name), value in zip(compiled.params, launch.arguments, strict=True):
-        number = where.address(value, 0, spot).offset if isinstance(value, Place) else value
+        number = where.address(value, 0, spot).offset if isinstance(value, Pointer) else value
         if name in variant.divisible and number % DIVISOR:
             raise BuildError(
                 "parameter-mismatch", f"{spot}, parameter {name}: {number} is no multiple of {DIVISOR}, which the kernel relies on"
@@ -191,8 +193,8 @@ def _fill(fill: Fill, where: _Where, spot: str) -> MemsetNode:
     return MemsetNode(target=target, value=value, element=fill.element, width=fill.count, height=1, pitch=0)
 
 
-def _value(tensor: Tensor, where: _Where, spot: str) -> Value:
-    address = where.address(tensor.place, 0, spot)
+def _value(tensor: BufferView, where: _Where, spot: str) -> Value:
+    address = where.address(tensor.pointer, 0, spot)
     return Value(
         dtype=tensor.dtype,
         shape=tensor.shape,

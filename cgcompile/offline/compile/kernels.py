@@ -23,13 +23,13 @@ from queue import Empty, SimpleQueue
 
 from ...errors import BuildError
 from ...util.content_cache import recall, remember, versions
-from ..traced import Variant
-from .parameters import read_entry
+from ..lowered import KernelVariant
+from .cubin_info import read_kernel_info
 
 Tell = Callable[[str], None]
 
 FORMAT = 1
-"""Version of `Kernel` and of how it is made: part of every name in the cache."""
+"""Version of `KernelImage` and of how it is made: part of every name in the cache."""
 
 LARGEST_TENSOR_MEMORY = 512
 """Columns of tensor memory of a multiprocessor (sm_100, sm_103); triton's CompiledKernel holds a kernel to the same."""
@@ -42,7 +42,7 @@ SETTINGS = re.compile(r"(TRITON|MLIR|LLVM|NVPTX|PTXAS|DISABLE_PTXAS|AMDGCN|USE_I
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
+class KernelImage:
     """What Triton made of a variant, from the image and its metadata: dynamic `shared` memory in bytes, `warps` of a block, thread
     blocks of a cluster (`blocks`), scratch memory in bytes per block."""
 
@@ -58,10 +58,10 @@ class Kernel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compiled:
+class CompiledKernel:
     """A kernel image and how it is launched.
 
-    `params`: (type, name) of the parameters that arguments go to, in order, types as in `Variant.signature`.  `layout`: (offset,
+    `params`: (type, name) of the parameters that arguments go to, in order, types as in `KernelVariant.signature`.  `layout`: (offset,
     size) in bytes of all parameters as the image says, those of `params` first; `scratch_pointers` (2 or 0) more follow, all null.
     `shared`: dynamic shared memory in bytes.  `threads` of a block.  `cluster`: blocks per axis; a grid counts clusters.
     """
@@ -79,8 +79,8 @@ class Compiled:
 
 
 def compile_variants(
-    variants: Sequence[Variant], arch: str, *, shared_limit: int, cache: Path, workers: int | None = None, tell: Tell
-) -> tuple[Compiled, ...]:
+    variants: Sequence[KernelVariant], arch: str, *, shared_limit: int, cache: Path, workers: int | None = None, tell: Tell
+) -> tuple[CompiledKernel, ...]:
     """Compile every variant for `arch` ("sm_90"), those that stand in folder `cache` excepted.
 
     `shared_limit`: bytes of shared memory that a block may have there when it asks for more than 48 KiB.  `workers`: processes, by
@@ -91,7 +91,7 @@ def compile_variants(
     made_with = versions()
     names = [_name(variant, arch, made_with) for variant in variants]
     wanted = dict(zip(names, variants, strict=True))
-    known: dict[str, Kernel | None] = {name: recall(folder / name) for name in wanted}
+    known: dict[str, KernelImage | None] = {name: recall(folder / name) for name in wanted}
     missing = {name: variant for name, variant in wanted.items() if known[name] is None}
     if missing:
         tell(f"{len(missing)} of {len(wanted)} kernels to compile")
@@ -108,7 +108,7 @@ def compile_variants(
     return tuple(found)
 
 
-def finish(variant: Variant, kernel: Kernel, shared_limit: int) -> Compiled:
+def finish(variant: KernelVariant, kernel: KernelImage, shared_limit: int) -> CompiledKernel:
     """Check what Triton says about a kernel against its image and the target's limits.
 
     Raises kernel-too-large, kernel-unsupported, kernel-failed when image and metadata disagree, and image-format.
@@ -137,7 +137,7 @@ def finish(variant: Variant, kernel: Kernel, shared_limit: int) -> Compiled:
             raise BuildError(
                 "kernel-unsupported", f"{what}: parameter {name} is a tensor descriptor, which has to be made on the device"
             )
-    entry = read_entry(kernel.image, kernel.symbol, what)
+    entry = read_kernel_info(kernel.image, kernel.symbol, what)
     threads, extra = kernel.warps * 32, entry.params[len(params) :]
     if len(entry.params) < len(params) or len(extra) not in (0, 2) or any(size != 8 for _, size in extra):
         raise BuildError(
@@ -149,7 +149,7 @@ def finish(variant: Variant, kernel: Kernel, shared_limit: int) -> Compiled:
         raise BuildError(
             "kernel-failed", f"{what}: its image wants clusters of {entry.cluster} blocks, Triton says {kernel.blocks}"
         )
-    return Compiled(
+    return CompiledKernel(
         image=kernel.image,
         sha256=hashlib.sha256(kernel.image).hexdigest(),
         symbol=kernel.symbol,
@@ -183,15 +183,15 @@ def first_line(kind: str, text: str) -> str:
 # --- the cache ------------------------------------------------------------------------------------------------
 
 
-def _name(variant: Variant, arch: str, made_with: tuple[str, str]) -> str:
+def _name(variant: KernelVariant, arch: str, made_with: tuple[str, str]) -> str:
     """The hash of all that an image depends on.  Who chose a configuration, and why, does not matter to it."""
-    return hashlib.sha256(repr((FORMAT, arch, made_with, replace(variant, chosen=""))).encode()).hexdigest()
+    return hashlib.sha256(repr((FORMAT, arch, made_with, replace(variant, selected_by=""))).encode()).hexdigest()
 
 
 # --- the processes --------------------------------------------------------------------------------------------
 
 
-def _compile(missing: Mapping[str, Variant], arch: str, folder: Path, workers: int, tell: Tell) -> None:
+def _compile(missing: Mapping[str, KernelVariant], arch: str, folder: Path, workers: int, tell: Tell) -> None:
     """Compile into the cache, in processes that take the next variant when they are done with one.  The first failure ends them."""
     waiting: SimpleQueue[str] = SimpleQueue()
     for name in missing:
@@ -233,7 +233,7 @@ def _start(folder: Path, arch: str, number: int) -> subprocess.Popen[str]:
 def _feed(
     child: subprocess.Popen[str],
     waiting: SimpleQueue[str],
-    variants: Mapping[str, Variant],
+    variants: Mapping[str, KernelVariant],
     scratch: Path,
     log: Path,
     folder: Path,

@@ -1,6 +1,6 @@
 """A process that compiles kernels: `python -m cgcompile.offline.compile.worker FOLDER ARCH`, one variant after another.
 
-Each line on its standard input is the name of a file in FOLDER that holds a pickled `Variant`; it answers with one line: "done"
+Each line on its standard input is the name of a file in FOLDER that holds a pickled `KernelVariant`; it answers with one line: "done"
 when NAME.kernel beside it holds what was made (`compiling.Kernel`, pickled), or "failed REASON", and then it ends.  What Triton
 prints goes to standard error.
 
@@ -24,8 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.compiler import ASTSource
 
-from ..traced import Variant
-from .kernels import Kernel, capability, first_line
+from ..lowered import KernelVariant
+from .kernels import KernelImage, capability, first_line
 
 FILE = "<kernel>"
 """Where every kernel's source stands, as far as Triton can see: no path of this machine that could get into an image."""
@@ -40,11 +40,11 @@ def main(folder: str, arch: str) -> None:
     os.dup2(2, 1)  # triton prints what ptxas says
     for line in sys.stdin:
         name = line.strip()
-        variant: Variant = pickle.loads((Path(folder) / name).read_bytes())
+        variant: KernelVariant = pickle.loads((Path(folder) / name).read_bytes())
         _answer(variant, Path(folder) / f"{name}.kernel", arch, answers)
 
 
-def _answer(variant: Variant, result: Path, arch: str, answers: TextIO) -> None:
+def _answer(variant: KernelVariant, result: Path, arch: str, answers: TextIO) -> None:
     try:
         kernel = compile_variant(variant, arch)
     except Exception as error:
@@ -54,7 +54,7 @@ def _answer(variant: Variant, result: Path, arch: str, answers: TextIO) -> None:
     answers.write("done\n")
 
 
-def compile_variant(variant: Variant, arch: str) -> Kernel:
+def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
     """Compile one variant for `arch` ("sm_90").  Raises what Triton raises, and ValueError for an option that it would not heed."""
     options: dict[str, Any] = {"num_warps": variant.warps, "num_stages": variant.stages, **dict(variant.options)}
     if unknown := sorted(set(options) - set(CUDAOptions.__dataclass_fields__)):
@@ -71,7 +71,7 @@ def compile_variant(variant: Variant, arch: str) -> Kernel:
     return _kernel(made)
 
 
-def define(variant: Variant) -> Any:
+def define(variant: KernelVariant) -> Any:
     """The variant's function as a triton.JITFunction; its source is where `inspect` looks, though in no file."""
     scope: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "cgcompile_kernel"}
     if any(name in variant.source for name in INDUCTOR):
@@ -90,9 +90,9 @@ def define(variant: Variant) -> Any:
     return triton.jit(scope[variant.name])
 
 
-def _kernel(made: Any) -> Kernel:
+def _kernel(made: Any) -> KernelImage:
     found = made.metadata
-    return Kernel(
+    return KernelImage(
         image=made.asm["cubin"],
         symbol=found.name,
         shared=found.shared,

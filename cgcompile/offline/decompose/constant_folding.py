@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from ...targets.cuda.tensors import contents, dtype_name
-from ..traced import WEIGHT, Constant
+from ..lowered import WEIGHT, FoldedConstant
 from .retrace import Retraced
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ GROWTH = 1.25
 """A larger result may have so many times the bytes of the weights that it comes from."""
 
 
-def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retraced, tuple[Constant, ...]]:
+def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
     """`retraced`, its graph changed in place, with what is computed now as further weights; these follow, by their contents' hash.
 
     `values`: the program's tensors by name, on the CPU.  Weights that the program changes are left alone.
@@ -43,7 +43,7 @@ def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retrac
     graph = retraced.graph.graph
     known = _weights(retraced, values)
     derived = _derived(graph, known)
-    constants: dict[str, Constant] = {}
+    constants: dict[str, FoldedConstant] = {}
     tensors, names = list(retraced.tensors), list(retraced.names)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     # all of them first: one may be computed from another, which is a placeholder once it is replaced
@@ -162,7 +162,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return math.prod(tensor.shape) > 0
 
 
-def _constant(value: torch.Tensor) -> Constant:
+def _constant(value: torch.Tensor) -> FoldedConstant:
     dtype, shape, strides, data = dtype_name(value), tuple(value.shape), value.stride(), contents(value, value.stride())
     name = hashlib.sha256(repr((dtype, shape, strides)).encode() + data).hexdigest()[:16]
-    return Constant(name=f"cgcompile.folded.{name}", contents=data)
+    return FoldedConstant(name=f"cgcompile.folded.{name}", contents=data)

@@ -23,8 +23,8 @@ from ...errors import CATALOGUE, BuildError, ModelError
 from ...export.exported import memory_order
 from ...model.user_code import first_line, is_user_file
 from ...targets.cuda.lowering import repair
-from ..traced import INPUT, WEIGHT
-from .operators import REPLACED, decompositions
+from ..lowered import INPUT, WEIGHT
+from .decompositions import REPLACED, decompositions
 
 DEVICE = torch.device("cuda", 0)
 

@@ -16,11 +16,11 @@ from .retrace import Retraced
 
 aten = torch.ops.aten
 
-Pieces = Callable[[Problem], int]
+SplitFactor = Callable[[Problem], int]
 """How many pieces a product is cut into; 1 leaves it whole."""
 
 
-def split_products(retraced: Retraced, arch: str, pieces: Pieces) -> Retraced:
+def split_k(retraced: Retraced, arch: str, pieces: SplitFactor) -> Retraced:
     """`retraced`, its graph changed in place: every product that `pieces` cuts is a batched product and a sum."""
     graph = retraced.graph.graph
     for node in list(graph.nodes):

@@ -25,7 +25,7 @@ from ...targets.cuda.fills import memset_of
 from ...util.content_cache import digest, recall, remember, sources, versions
 from ...util.workers import ask
 from ..assemble.block_reader import arguments, check_order
-from ..traced import Variant
+from ..lowered import KernelVariant
 
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -64,7 +64,7 @@ class Task:
 
     key: IntKey
     stages: tuple[Stage, ...]
-    variants: tuple[tuple[tuple[str, str], Variant], ...]
+    variants: tuple[tuple[tuple[str, str], KernelVariant], ...]
     sizes: tuple[tuple[str, int], ...]
     weights: Path
     placed: tuple[Weight, ...]
@@ -185,7 +185,7 @@ def _interpret(
     return tuple(outcomes[i] for i in sorted(outcomes))
 
 
-def _work(variant: Variant, function: Function, node: KernelNode) -> float:
+def _work(variant: KernelVariant, function: Function, node: KernelNode) -> float:
     """Elements times lines of one program instance, as far as the names tell that Inductor gives to sizes."""
     known = {name: int(number) for name, number in _CONSTANT.findall(variant.source)}
     known |= {name: value for name, value in variant.constants if type(value) is int}

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import BuildError
 from .builder import Builder
-from .language import Diverged
+from .front_end import Diverged
 from .values import Array
 
 ELEMENTS = 1 << 20

@@ -67,15 +67,15 @@ class _Kernels:
     """Launches by row; every kernel's source is read once."""
 
     def __init__(self, memory: Memory, task: Task) -> None:
-        from . import language
+        from . import front_end
         from . import libdevice as standins  # here, with the two below: they import Triton and change it
 
-        self.language = language
+        self.language = front_end
         self.memory = memory
         self.task = task
         self.variants = dict(task.variants)
         self.functions: dict[tuple[str, str], Callable[..., Any]] = {}
-        self.builder, self.steps = language.install(memory)
+        self.builder, self.steps = front_end.install(memory)
         standins.install(self.builder, self.steps.semantic)
 
     def launch(self, row: int, function: Function, node: KernelNode) -> None:

@@ -37,7 +37,7 @@ CUDA_TYPE = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replaced:
+class Replacement:
     """A name of torch or Triton and what stands for it in the room.  `absent`: builds of torch without CUDA lack it."""
 
     owner: str
@@ -56,7 +56,7 @@ class KernelSource:
 
 
 @contextlib.contextmanager
-def offline(arch: Arch) -> Iterator[None]:
+def fake_device(arch: Arch) -> Iterator[None]:
     """Inside, torch has one GPU "cuda:0", of architecture `arch`; tensors there can only be fake, and kernels are not compiled:
     `async_compile.triton` of a wrapper gives a `KernelSource`.
 
@@ -85,7 +85,7 @@ def offline(arch: Arch) -> Iterator[None]:
 # --- what stands for what -------------------------------------------------------------------------------------
 
 
-def _replacements(arch: Arch) -> list[Replaced]:
+def _replacements(arch: Arch) -> list[Replacement]:
     properties = device_properties(arch)
     state = torch.zeros(16, dtype=torch.uint8)
     cuda, c, fake = "torch.cuda", "torch._C", "torch._subclasses.fake_tensor"
@@ -124,8 +124,8 @@ def _replacements(arch: Arch) -> list[Replaced]:
         ("torch._inductor.runtime.triton_helpers", "set_driver_to_gpu", lambda: None, "a kernel's module would load it when read"),
         ("triton.runtime.driver.driver", "_active", _Driver(arch), "Triton would load the CUDA driver"),
     ]
-    made = [Replaced(owner=owner, name=name, value=value, why=why) for owner, name, value, why in rows]
-    stream = Replaced(
+    made = [Replacement(owner=owner, name=name, value=value, why=why) for owner, name, value, why in rows]
+    stream = Replacement(
         owner=c, name="_cuda_getCurrentRawStream", value=lambda index: 0, why="generated code imports it", absent=True
     )
     return [*made, stream]

@@ -1,5 +1,5 @@
-"""program + key -> Traced: retrace for cuda at the key's sizes, lower with Inductor, follow what its wrapper does.  No kernel is
-compiled, nothing is measured, and no GPU is needed: everything here runs inside `offline`.
+"""program + key -> Lowered: retrace for cuda at the key's sizes, lower with Inductor, record the launches of its wrapper.  No kernel is
+compiled, nothing is measured, and no GPU is needed: everything here runs inside `fake_device`.
 
 Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the `source_code` of its result, `user_visible_output_idxs` in the
 metadata of a graph's output, `V.set_choices_handler` with a subclass of `InductorChoices`, and the options below.
@@ -29,12 +29,12 @@ from ...model.user_code import first_line
 from ...targets.architectures import Arch
 from ..decompose.constant_folding import fold
 from ..decompose.retrace import Retraced, host_hint, operator, place, retrace, same_layout
-from ..decompose.split_k import Pieces, split_products
-from ..traced import Tensor, Traced
+from ..decompose.split_k import SplitFactor, split_k
+from ..lowered import BufferView, Lowered
 from ..tuning import cost_model as choosing
 from ..tuning.cost_model import Candidate, Problem
-from .fake_device import offline
-from .launches import Followed, direct, follow
+from .fake_device import fake_device
+from .launches import RecordedCalls, record_calls, record_passthrough
 from .variants import Configuration, load
 
 Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
@@ -97,9 +97,9 @@ def lower_key(
     *,
     layouts: Sequence[tuple[int, ...] | None] = (),
     choose: Choose = choosing.choose,
-    pieces: Pieces = lambda problem: 1,
+    pieces: SplitFactor = lambda problem: 1,
     float32: str = "tf32x3",
-) -> Traced:
+) -> Lowered:
     """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.
 
     `layouts`: of each output the strides, dense ones, that it must have, None for any; () for any of all.
@@ -109,12 +109,12 @@ def lower_key(
     Raises operation-needs-gpu, randomness-refused, input-changed, state-shared, constant-unknown, sizes-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
     """
-    with offline(arch):
+    with fake_device(arch):
         held = {
             name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
         }
         retraced, constants = fold(retrace(program, tensors, layouts), held)
-        retraced = split_products(retraced, arch.name, pieces)
+        retraced = split_k(retraced, arch.name, pieces)
         chosen: dict[Configuration, str] = {}
         handler = _Choices(arch, choose, chosen)
         known = torch._inductor.config.get_config_copy()
@@ -130,7 +130,7 @@ def lower_key(
             host_hint([each for _, operators in origins for each in operators]),
         )
     by_name = {int(name): tensor for (kind, name), tensor in zip(retraced.names, followed.inputs, strict=True) if kind == "input"}
-    return Traced(
+    return Lowered(
         key=key,
         buffers=followed.buffers,
         variants=followed.variants,
@@ -141,7 +141,7 @@ def lower_key(
     )
 
 
-def _as_wanted(outputs: tuple[Tensor, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey) -> tuple[Tensor, ...]:
+def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey) -> tuple[BufferView, ...]:
     """The outputs with the strides of `layouts`, which may differ where an axis has one element.  Raises lowering-broken."""
     if not layouts:
         return outputs
@@ -159,11 +159,11 @@ def _as_wanted(outputs: tuple[Tensor, ...], layouts: Sequence[tuple[int, ...] | 
 
 def _follow(
     retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] | None], load_kernel: Callable[..., Any]
-) -> Followed:
+) -> RecordedCalls:
     placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
     (output,) = [node for node in retraced.graph.graph.nodes if node.op == "output"]
     if not any(node.op == "call_function" for node in retraced.graph.graph.nodes):
-        return direct(retraced.tensors, retraced.names, [placeholders.index(node) for node in output.args[0]])
+        return record_passthrough(retraced.tensors, retraced.names, [placeholders.index(node) for node in output.args[0]])
     fixed = [index for index, strides in enumerate(layouts) if strides is not None]
     output.meta["user_visible_output_idxs"] = fixed  # Inductor pads others, and lays images out by its own taste
     try:
@@ -172,7 +172,7 @@ def _follow(
         )
     except InductorError as error:
         raise _explain(error, key, retraced) from error
-    return follow(compiled.source_code, retraced.tensors, retraced.names, load_kernel)
+    return record_calls(compiled.source_code, retraced.tensors, retraced.names, load_kernel)
 
 
 def _explain(error: InductorError, key: IntKey, retraced: Retraced) -> BuildError:

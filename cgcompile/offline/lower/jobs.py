@@ -18,9 +18,9 @@ from cgbundle.format.schema import IntKey
 from ...targets.cuda.tensors import contents, program_tensors, settings
 from ...util.content_cache import digest, recall, remember, sources, versions
 from ...util.workers import ask
-from ..traced import Traced
+from ..lowered import Lowered
 
-Name = tuple[str, IntKey]
+RegionKey = tuple[str, IntKey]
 """A region and an int_key."""
 
 Layouts = tuple[tuple[int, ...] | None, ...]
@@ -32,7 +32,7 @@ SHARE = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class LoweringJob:
     """A program to lower at the sizes of `tensors`, which are like those that it takes, on the CPU."""
 
     program: ExportedProgram = field(repr=False)
@@ -65,7 +65,7 @@ class Request:
 
 
 def lower_all(
-    works: Mapping[Name, Work],
+    works: Mapping[RegionKey, LoweringJob],
     arch: str,
     folder: Path,
     *,
@@ -73,7 +73,7 @@ def lower_all(
     table: Path | None = None,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
-) -> dict[Name, Traced]:
+) -> dict[RegionKey, Lowered]:
     """Every work lowered for `arch`, in the order of `works`.
 
     `folder` takes working files and logs; `cache` keeps what was lowered, by content.  `workers`: processes at a time, by default
@@ -85,18 +85,20 @@ def lower_all(
         name: cache / "lowered" / digest(about[id(work.program)], rest, name[1], _metas(work.tensors), work.layouts)
         for name, work in works.items()
     }
-    known: dict[Name, Traced] = {name: found for name, path in kept.items() if (found := recall(path)) is not None}
+    known: dict[RegionKey, Lowered] = {name: found for name, path in kept.items() if (found := recall(path)) is not None}
     if len(known) == len(works):
         tell(f"all {len(known)} were lowered before")
     left = [name for name in works if name not in known]
     files = _saved([works[name].program for name in left], folder)
     at_once = workers or os.cpu_count() or 1
 
-    def several(number: int, names: Sequence[Name]) -> list[Traced]:
+    def several(number: int, names: Sequence[RegionKey]) -> list[Lowered]:
         items = [_item(works[name], name, files, folder / f"tensors{number}-{place}") for place, name in enumerate(names)]
         request = Request(items=tuple(items), arch=arch, settings=settings(), table=table)
         what = f"lowering {', '.join([f'{region} for int_key {key}' for region, key in names])}"
-        found: list[Traced] = ask("cgcompile.offline.lower.worker", request, folder / f"lower{number}", {}, "lowering-broken", what)
+        found: list[Lowered] = ask(
+            "cgcompile.offline.lower.worker", request, folder / f"lower{number}", {}, "lowering-broken", what
+        )
         for name, traced in zip(names, found, strict=True):
             remember(kept[name], traced)
             tell(f"lowered {name[0]} for int_key {name[1]}: {len(traced.variants)} kernels")
@@ -112,13 +114,13 @@ def lower_all(
     return {name: known[name] for name in works}
 
 
-def _shared(names: Sequence[Name], workers: int) -> list[Sequence[Name]]:
+def _shared(names: Sequence[RegionKey], workers: int) -> list[Sequence[RegionKey]]:
     """The works of each process: as many processes as can run at a time, and more where each had more than SHARE."""
     count = min(len(names), max(workers, -(-len(names) // SHARE)))
     return [names[start::count] for start in range(count)]
 
 
-def _item(work: Work, name: Name, files: Mapping[int, Path], tensors: Path) -> Item:
+def _item(work: LoweringJob, name: RegionKey, files: Mapping[int, Path], tensors: Path) -> Item:
     torch.save(work.tensors, tensors)
     return Item(program=files[id(work.program)], tensors=tensors, layouts=work.layouts, key=name[1])
 

@@ -1,4 +1,4 @@
-"""A kernel as Inductor wrote it -> the Variant that Triton compiles, its launch grid and the order of its arguments.
+"""A kernel as Inductor wrote it -> the KernelVariant that Triton compiles, its launch grid and the order of its arguments.
 
 Inductor itself says what it would give to `triton.compile`: the methods of its `CachingAutotuner` are called, short of compiling.
 Private interfaces (torch 2.11, 2.13): `_load_triton_kernel_from_source`, `CachingAutotuner._create_compile_meta` and
@@ -17,7 +17,7 @@ from torch._inductor.async_compile import _load_triton_kernel_from_source
 from torch._inductor.runtime.triton_heuristics import CompileResult, GridExpr, get_constexprs
 
 from ...errors import BuildError
-from ..traced import Variant
+from ..lowered import KernelVariant
 from .fake_device import KernelSource
 
 FLOAT32 = ("tf32x3", "tf32", "ieee")
@@ -30,16 +30,16 @@ Configuration = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
+class WrapperKernel:
     """`variant`, and how the wrapper calls it: `parameters` names the arguments of the call in order, `grid` gives the launch grid
     from those that are numbers."""
 
-    variant: Variant
+    variant: KernelVariant
     parameters: tuple[str, ...]
     grid: Callable[[Mapping[str, int]], tuple[int, int, int]]
 
 
-def load(source: KernelSource, chosen: Mapping[Configuration, str], float32: str) -> Kernel:
+def load(source: KernelSource, chosen: Mapping[Configuration, str], float32: str) -> WrapperKernel:
     """Read a kernel of the wrapper.  `chosen` says how the configurations of templates were found.  Raises lowering-broken.
 
     Where Inductor offers several configurations it would measure them; the first is the one that it takes when it may not.
@@ -56,7 +56,7 @@ def load(source: KernelSource, chosen: Mapping[Configuration, str], float32: str
             "lowering-broken", f"kernel {source.name}: its signature {list(meta['signature'])} does not name its arguments {names}"
         )
     text = exact_products(constant_factors(_functions(source.text, source.name)), float32)
-    variant = Variant(
+    variant = KernelVariant(
         name=source.name,
         source=text,
         signature=signature,
@@ -65,14 +65,14 @@ def load(source: KernelSource, chosen: Mapping[Configuration, str], float32: str
         warps=options.pop("num_warps"),
         stages=options.pop("num_stages"),
         options=tuple(sorted(options.items())),
-        chosen=_how(text, config, chosen, len(tuner.configs)),
+        selected_by=_how(text, config, chosen, len(tuner.configs)),
     )
     inductor_meta = tuner.inductor_meta
 
     def grid(numbers: Mapping[str, int]) -> tuple[int, int, int]:
         return GridExpr.from_meta(inductor_meta, config).eval_slow(dict(numbers))
 
-    return Kernel(variant=variant, parameters=tuple(call), grid=grid)
+    return WrapperKernel(variant=variant, parameters=tuple(call), grid=grid)
 
 
 def exact_products(source: str, float32: str) -> str:

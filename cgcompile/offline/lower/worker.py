@@ -7,22 +7,22 @@ import warnings
 
 from ...targets.architectures import arch
 from ...util.workers import answer
-from ..traced import Traced
+from ..lowered import Lowered
 from .jobs import Request
 
 
-def lower(request: Request) -> list[Traced]:
+def lower(request: Request) -> list[Lowered]:
     """What is asked for."""
     import torch
 
     from ...targets.cuda.tensors import apply_settings
-    from ..tuning.measured import choose_with, pieces_with
+    from ..tuning.measurements import choose_with, split_factor_with
     from .inductor import lower_key
 
     warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
     apply_settings(request.settings)
     target, table = arch(request.arch), request.table
-    choose, pieces = choose_with(table), pieces_with(table, target)
+    choose, pieces = choose_with(table), split_factor_with(table, target)
     made = []
     for item in request.items:
         program, tensors = torch.export.load(item.program), torch.load(item.tensors)

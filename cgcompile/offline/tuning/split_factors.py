@@ -1,8 +1,8 @@
-"""Into how many pieces the inner axis of a matrix product is cut.  Pure Python.
+"""Into how many split_factor the inner axis of a matrix product is cut.  Pure Python.
 
-A product of few rows has too few blocks to fill a GPU, and each of them walks the whole inner axis.  Cut into pieces, which are a
+A product of few rows has too few blocks to fill a GPU, and each of them walks the whole inner axis.  Cut into split_factor, which are a
 batched product with partial sums in float32, it has as many times the blocks, each with a fraction of the steps; the sum over the
-pieces is fused into whatever reads the product.
+split_factor is fused into whatever reads the product.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import replace
 from ...targets.architectures import Arch
 from .cost_model import Candidate, Problem, Table, cost, fits, nearest
 
-PIECES = (2, 4, 8)
+SPLIT_FACTORS = (2, 4, 8)
 
 SHORTEST = 64
 """Elements of the inner axis that a piece has at least."""
 
 LAUNCH = 2.0
-"""Microseconds of one more kernel in a graph, which the sum over the pieces is where nothing else reads the product."""
+"""Microseconds of one more kernel in a graph, which the sum over the split_factor is where nothing else reads the product."""
 
 READ = 2.0e12
 """Bytes per second at which partial sums, fresh in the cache, are read again; a launch overlaps little of it."""
@@ -39,10 +39,10 @@ TILES = tuple(
 """What the model of cost tries for a product whose candidates are not known yet."""
 
 
-def pieces(problem: Problem, arch: Arch, table: Table | None = None) -> int:
-    """1, or the number of pieces that `problem` ("mm" or "addmm") is best cut into: by the measurements of this problem or of one
+def split_factor(problem: Problem, arch: Arch, table: Table | None = None) -> int:
+    """1, or the number of split_factor that `problem` ("mm" or "addmm") is best cut into: by the measurements of this problem or of one
     close to it, else by the model of cost."""
-    cuts = [cut for cut in PIECES if problem.k % (16 * cut) == 0 and problem.k // cut >= SHORTEST]
+    cuts = [cut for cut in SPLIT_FACTORS if problem.k % (16 * cut) == 0 and problem.k // cut >= SHORTEST]
     for known in nearest(problem, table or {}):
         measured = {cut: _measured(known, cut, table or {}) for cut in (1, *cuts)}
         times = {cut: time + _reading(known, cut) for cut, time in measured.items() if time is not None}
@@ -52,8 +52,8 @@ def pieces(problem: Problem, arch: Arch, table: Table | None = None) -> int:
     return _best(times)
 
 
-def cut_problem(problem: Problem, cut: int) -> Problem:
-    """The batched product that the pieces are."""
+def split_problem(problem: Problem, cut: int) -> Problem:
+    """The batched product that the split_factor are."""
     return problem if cut == 1 else replace(problem, kind="bmm", batch=cut, k=problem.k // cut)
 
 
@@ -63,17 +63,17 @@ def _best(times: dict[int, float]) -> int:
 
 
 def _reading(problem: Problem, cut: int) -> float:
-    """Microseconds that the sum over the pieces takes."""
+    """Microseconds that the sum over the split_factor takes."""
     return 0.0 if cut == 1 else LAUNCH + 1e6 * cut * problem.m * problem.n * 4 / READ
 
 
 def _measured(problem: Problem, cut: int, table: Table) -> float | None:
-    rows = table.get(cut_problem(problem, cut))
+    rows = table.get(split_problem(problem, cut))
     return min(time for _, time in rows) if rows else None
 
 
 def _estimated(problem: Problem, cut: int, arch: Arch) -> float:
-    wanted = cut_problem(problem, cut)
+    wanted = split_problem(problem, cut)
     return min(1e6 * cost(wanted, tile, arch) / CLOCK for tile in _fitting(wanted, arch))
 
 

@@ -20,13 +20,13 @@ from cgbundle.format import safetensors
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.block_reader import FORMATS
 from cgcompile.offline.assemble.rows import assemble
-from cgcompile.offline.compile.kernels import Compiled, finish
+from cgcompile.offline.compile.kernels import CompiledKernel, finish
 from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import attention
 from cgcompile.offline.decompose.attention import choose
 from cgcompile.offline.interpret.interpret import Stage, Task, interpret
 from cgcompile.offline.lower.inductor import lower_key
-from cgcompile.offline.traced import Launch, Traced, Variant
+from cgcompile.offline.lowered import KernelVariant, Launch, Lowered
 from cgcompile.targets.architectures import ARCHES, Arch, arch
 from cgcompile.targets.cuda.memory_layout import PAD, align
 from cgcompile.targets.cuda.tensors import row_major
@@ -64,17 +64,17 @@ class Layer(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
 
-def lowered(model: nn.Module | Callable[..., Any], *tensors: torch.Tensor, target: str = "sm_90") -> Traced:
+def lowered(model: nn.Module | Callable[..., Any], *tensors: torch.Tensor, target: str = "sm_90") -> Lowered:
     module = model if isinstance(model, nn.Module) else Of(model)
     return lower_key(torch.export.export(module.eval(), tensors), (1,), tensors, arch(target))
 
 
-def names(traced: Traced) -> list[str]:
+def names(traced: Lowered) -> list[str]:
     """The kernels of all launches, in order."""
     return [traced.variants[event.variant].name for event in traced.events if isinstance(event, Launch)]
 
 
-def kernels(traced: Traced) -> list[Variant]:
+def kernels(traced: Lowered) -> list[KernelVariant]:
     return [variant for variant in traced.variants if variant.name == "fused_attention"]
 
 
@@ -111,7 +111,7 @@ def test_repeated_keys_are_read_where_they_are() -> None:
     assert [constants[f"mask_stride_{axis}"] for axis in range(4)] == [1920, 16, 0, 0]
 
 
-def attended(*shapes: tuple[int, ...], dtype: torch.dtype = FLOAT) -> Traced:
+def attended(*shapes: tuple[int, ...], dtype: torch.dtype = FLOAT) -> Lowered:
     query, key = [torch.randn(*shape).to(dtype) for shape in shapes]
     return lowered(lambda q, k: F.scaled_dot_product_attention(q, k, k), query, key)
 
@@ -271,7 +271,7 @@ def test_computes_what_eager_does(tmp_path: Path) -> None:
         assert error <= bound * wanted.nan_to_num().abs().max(), (name, float(error))
 
 
-def interpreted(traced: Traced, tensors: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
+def interpreted(traced: Lowered, tensors: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
     compiled = [_laid_out(variant) for variant in traced.variants]
     starts, end = [], 0
     for tensor in tensors:
@@ -293,14 +293,14 @@ def interpreted(traced: Traced, tensors: Sequence[torch.Tensor], folder: Path) -
     return [tensor_of(contents, value) for contents, value in zip(outcome.read, graph.outputs, strict=True)]
 
 
-def _laid_out(variant: Variant) -> Compiled:
+def _laid_out(variant: KernelVariant) -> CompiledKernel:
     """A kernel without an image: each parameter aligned to its size, two scratch pointers behind them."""
     params = tuple((kind, name) for name, kind in variant.signature if kind != "constexpr")
     layout, end = [], 0
     for size in [*(8 if kind.startswith("*") else struct.calcsize(FORMATS[kind]) for kind, _ in params), 8, 8]:
         layout.append((-(-end // size) * size, size))
         end = sum(layout[-1])
-    return Compiled(
+    return CompiledKernel(
         image=b"",
         sha256=hashlib.sha256(repr(variant).encode()).hexdigest(),
         symbol=variant.name,

@@ -23,13 +23,13 @@ from cgcompile.model.source import sample
 from cgcompile.offline.assemble.arena import lifetimes
 from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import convolutions
-from cgcompile.offline.decompose import operators as decomposing
+from cgcompile.offline.decompose import decompositions as decomposing
 from cgcompile.offline.decompose import sort as ordering
 from cgcompile.offline.lower import fake_device as offline
 from cgcompile.offline.lower.inductor import lower_key
-from cgcompile.offline.lower.launches import follow
+from cgcompile.offline.lower.launches import record_calls
 from cgcompile.offline.lower.variants import BLOCKS
-from cgcompile.offline.traced import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Place, Release, Traced
+from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Lowered, Pointer, Release
 from cgcompile.offline.tuning import cost_model as choosing
 from cgcompile.targets.architectures import arch
 from tests.helpers.raising import raises
@@ -85,7 +85,7 @@ def exported(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]]
     return export(source, {"batch": tuple(sorted({2, batch}))}).program, sample(source, {"batch": batch}).tensors
 
 
-def lowered(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]], batch: int = 4, **options: object) -> Traced:
+def lowered(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]], batch: int = 4, **options: object) -> Lowered:
     torch.manual_seed(0)
     program, tensors = exported(model, inputs, batch)
     traced = lower_key(program, (batch,), tensors, H200, **options)  # type: ignore[arg-type]
@@ -93,20 +93,20 @@ def lowered(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]],
     return traced
 
 
-def of(function: Callable[[Of, torch.Tensor], object], **options: object) -> Traced:
+def of(function: Callable[[Of, torch.Tensor], object], **options: object) -> Lowered:
     return lowered(Of(function), floats(8), **options)
 
 
-def launches(traced: Traced) -> list[Launch]:
+def launches(traced: Lowered) -> list[Launch]:
     return [event for event in traced.events if isinstance(event, Launch)]
 
 
-def consistent(traced: Traced, weights: set[str]) -> None:
-    """What holds for every Traced: typed arguments inside their buffers, lives without gaps, complete kernels."""
+def consistent(traced: Lowered, weights: set[str]) -> None:
+    """What holds for every Lowered: typed arguments inside their buffers, lives without gaps, complete kernels."""
     assert {b.name for b in traced.buffers if b.kind == WEIGHT} <= weights | {each.name for each in traced.constants}
     assert [b.name for b in traced.buffers if b.kind == INPUT] == [str(i) for i in range(len(traced.inputs))]
     alive: set[int] = set()
-    kept = {tensor.place.buffer for tensor in traced.outputs}
+    kept = {tensor.pointer.buffer for tensor in traced.outputs}
     for event in traced.events:
         match event:
             case Allocate(buffer=buffer):
@@ -120,10 +120,10 @@ def consistent(traced: Traced, weights: set[str]) -> None:
                 kinds = [(name, kind) for name, kind in variant.signature if kind != "constexpr"]
                 assert len(kinds) == len(arguments) and min(grid) > 0
                 for (name, kind), value in zip(kinds, arguments, strict=True):
-                    assert isinstance(value, Place) == kind.startswith("*")
-                    number = value.offset if isinstance(value, Place) else value
+                    assert isinstance(value, Pointer) == kind.startswith("*")
+                    number = value.offset if isinstance(value, Pointer) else value
                     assert name not in variant.divisible or number % 16 == 0
-                    if isinstance(value, Place):
+                    if isinstance(value, Pointer):
                         buffer = traced.buffers[value.buffer]
                         assert 0 <= value.offset < max(1, buffer.nbytes)
                         assert buffer.kind != TEMPORARY or value.buffer in alive
@@ -150,13 +150,13 @@ def test_perceptron() -> None:
     assert "tl.dot(" in relu.source and "maximum" in relu.source  # the activation is part of the product
     assert "tl.dot(" in last.source and "maximum" not in last.source
     assert 'input_precision="tf32x3"' in relu.source and "allow_tf32" not in relu.source
-    assert relu.chosen == "heuristic"
-    names = {traced.buffers[place.buffer].name for place in (*first.arguments, *second.arguments) if isinstance(place, Place)}
+    assert relu.selected_by == "heuristic"
+    names = {traced.buffers[place.buffer].name for place in (*first.arguments, *second.arguments) if isinstance(place, Pointer)}
     assert {"0", "model.0.weight", "model.0.bias", "model.2.weight", "model.2.bias"} <= names
     (tensor,), (output,) = traced.inputs, traced.outputs
     assert (tensor.dtype, tensor.shape, tensor.strides) == ("float32", (4, 32), (32, 1))
     assert (output.dtype, output.shape, output.strides) == ("float32", (4, 10), (10, 1))
-    assert traced.buffers[output.place.buffer].nbytes == 4 * 10 * 4
+    assert traced.buffers[output.pointer.buffer].nbytes == 4 * 10 * 4
 
 
 def test_variants_are_complete() -> None:
@@ -202,7 +202,7 @@ def test_choose_decides() -> None:
     sizes = {name: int(size) for name, size in BLOCKS.findall(variant.source)}
     assert sizes["BLOCK_M"] * sizes["BLOCK_N"] >= 128 * 128
     assert launch.grid == (math.ceil(400 / sizes["BLOCK_M"]) * math.ceil(96 / sizes["BLOCK_N"]), 1, 1)
-    assert variant.chosen == "table"
+    assert variant.selected_by == "table"
 
 
 def test_convolution() -> None:
@@ -235,7 +235,7 @@ def test_changed_buffer_is_written_in_place() -> None:
         name
         for launch in launches(traced)
         for (name, kind), value in zip(traced.variants[launch.variant].signature, launch.arguments, strict=False)
-        if isinstance(value, Place) and value.buffer == calls
+        if isinstance(value, Pointer) and value.buffer == calls
     ]
     assert any(name.startswith(("out_ptr", "in_out_ptr")) for name in written)
 
@@ -245,15 +245,15 @@ def test_outputs_may_be_inputs_views_and_weights() -> None:
     given, view, weight, made = traced.outputs
     (position,) = [i for i, buffer in enumerate(traced.buffers) if buffer.kind == INPUT]
     assert given == traced.inputs[0]
-    assert view == replace(given, place=Place(buffer=position, offset=8), shape=(4, 3), strides=(8, 2))
-    assert traced.buffers[weight.place.buffer].name == "model.weight"
-    assert traced.buffers[made.place.buffer].kind == TEMPORARY
+    assert view == replace(given, pointer=Pointer(buffer=position, offset=8), shape=(4, 3), strides=(8, 2))
+    assert traced.buffers[weight.pointer.buffer].name == "model.weight"
+    assert traced.buffers[made.pointer.buffer].kind == TEMPORARY
 
 
 def test_no_operation_at_all() -> None:
     traced = of(lambda m, x: (x, m.weight))
     assert traced.events == () and traced.variants == ()
-    assert [traced.buffers[tensor.place.buffer].name for tensor in traced.outputs] == ["0", "model.weight"]
+    assert [traced.buffers[tensor.pointer.buffer].name for tensor in traced.outputs] == ["0", "model.weight"]
 
 
 SUBPROCESS = """
@@ -392,15 +392,15 @@ import torch
 def test_wrapper_without_kernels() -> None:
     """A view keeps its buffer alive; clearing and copying become events of their own."""
     with offline.offline(H200):
-        followed = follow(WRAPPER, [torch.empty(1)], [(INPUT, "0")], lambda source: pytest.fail("no kernel"))
+        followed = record_calls(WRAPPER, [torch.empty(1)], [(INPUT, "0")], lambda source: pytest.fail("no kernel"))
     assert followed.events == (
         Allocate(buffer=1),
-        Fill(target=Place(buffer=1, offset=0), value=0, element=1, count=32),
+        Fill(target=Pointer(buffer=1, offset=0), value=0, element=1, count=32),
         Allocate(buffer=2),
-        Copy(source=Place(buffer=1, offset=16), target=Place(buffer=2, offset=0), nbytes=16),
+        Copy(source=Pointer(buffer=1, offset=16), target=Pointer(buffer=2, offset=0), nbytes=16),
         Release(buffer=1),
     )
-    assert followed.outputs[0].place == Place(buffer=2, offset=0)
+    assert followed.outputs[0].pointer == Pointer(buffer=2, offset=0)
 
 
 # --- what has no kernel in Inductor, in terms of what has ------------------------------------------------------

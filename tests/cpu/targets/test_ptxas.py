@@ -12,7 +12,7 @@ from tests.helpers.raising import raises
 
 pytest.importorskip("triton")
 
-from cgcompile.offline.compile.parameters import read_parameters
+from cgcompile.offline.compile.cubin_info import read_parameters
 from cgcompile.targets.architectures import ARCHES, Arch
 from cgcompile.targets.cuda.fills import PARAMS, PIECES, fill_image
 from cgcompile.targets.cuda.ptxas import assemble, lowest_driver

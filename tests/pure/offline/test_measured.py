@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.offline.tuning import measured as tuned
+from cgcompile.offline.tuning import measurements as tuned
 from cgcompile.offline.tuning.cost_model import Candidate, Problem, Table, choose, fits
-from cgcompile.offline.tuning.split_factors import cut_problem, pieces
+from cgcompile.offline.tuning.split_factors import split_factor, split_problem
 from cgcompile.targets.architectures import ARCHES, arch
 from tests.helpers.raising import raises
 
@@ -54,7 +54,7 @@ def text(table: Table) -> str:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "sm_90.json"
-    path.write_text(text({PRODUCT: [(LARGE, 4.5), (SMALL, 9.0)], cut_problem(PRODUCT, 4): [(SMALL, 1.0)]}))
+    path.write_text(text({PRODUCT: [(LARGE, 4.5), (SMALL, 9.0)], split_problem(PRODUCT, 4): [(SMALL, 1.0)]}))
     return path
 
 
@@ -74,7 +74,7 @@ def test_the_measured_configuration_is_chosen(file: Path) -> None:
 
 def test_measured_pieces_are_used(file: Path) -> None:
     assert tuned.pieces_with(file, H200)(PRODUCT) == 4
-    assert tuned.pieces_with(None, H200)(PRODUCT) == pieces(PRODUCT, H200)
+    assert tuned.pieces_with(None, H200)(PRODUCT) == split_factor(PRODUCT, H200)
 
 
 def test_a_target_without_measurements_has_no_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,26 +21,26 @@ from cgcompile.errors import BuildError
 from cgcompile.offline.assemble.arena import Plan, plan
 from cgcompile.offline.assemble.parameter_block import scalar
 from cgcompile.offline.assemble.rows import Graph, assemble, assemble_chain
-from cgcompile.offline.compile.kernels import Compiled
-from cgcompile.offline.compile.parameters import Entry, read_entry, read_parameters
-from cgcompile.offline.traced import (
+from cgcompile.offline.compile.cubin_info import KernelInfo, read_kernel_info, read_parameters
+from cgcompile.offline.compile.kernels import CompiledKernel
+from cgcompile.offline.lowered import (
     INPUT,
     TEMPORARY,
     WEIGHT,
     Allocate,
     Buffer,
-    Chain,
+    BufferView,
     Copy,
     Event,
     Fill,
+    HostRead,
+    KernelVariant,
     Launch,
-    Place,
-    Read,
+    Lowered,
+    LoweredProgram,
+    Pointer,
+    RegionEvents,
     Release,
-    Section,
-    Tensor,
-    Traced,
-    Variant,
 )
 from cgcompile.targets.cuda.elf import EM_CUDA
 from tests.helpers.raising import raises
@@ -53,8 +53,8 @@ LAYOUT = ((0, 8), (8, 1), (12, 4), (16, 8), (24, 4), (32, 8), (40, 8))
 """What ptxas makes of it: padding behind the flag and the scale, and two scratch pointers."""
 
 
-def variant(signature: Sequence[tuple[str, str]] = SIGNATURE, divisible: tuple[str, ...] = ()) -> Variant:
-    return Variant(
+def variant(signature: Sequence[tuple[str, str]] = SIGNATURE, divisible: tuple[str, ...] = ()) -> KernelVariant:
+    return KernelVariant(
         name="triton_poi_0",
         source="",
         signature=tuple(signature),
@@ -63,15 +63,15 @@ def variant(signature: Sequence[tuple[str, str]] = SIGNATURE, divisible: tuple[s
         warps=4,
         stages=1,
         options=(),
-        chosen="only",
+        selected_by="only",
     )
 
 
 def compiled(
     signature: Sequence[tuple[str, str]] = SIGNATURE, layout: tuple[tuple[int, int], ...] = LAYOUT, **changes: Any
-) -> Compiled:
+) -> CompiledKernel:
     params = tuple((type_, name) for name, type_ in signature if type_ != "constexpr")
-    plain = Compiled(
+    plain = CompiledKernel(
         image=b"image",
         sha256=sha256(b"image").hexdigest(),
         symbol="triton_poi_0",
@@ -95,20 +95,20 @@ BUFFERS = (
 WEIGHT_BUFFER, INPUT_BUFFER, FIRST, SECOND = range(4)
 
 
-def place(buffer: int, offset: int = 0) -> Place:
-    return Place(buffer=buffer, offset=offset)
+def place(buffer: int, offset: int = 0) -> Pointer:
+    return Pointer(buffer=buffer, offset=offset)
 
 
-def launch(x: Place, out: Place, grid: tuple[int, int, int] = (3, 2, 1), n: int = 240) -> Launch:
+def launch(x: Pointer, out: Pointer, grid: tuple[int, int, int] = (3, 2, 1), n: int = 240) -> Launch:
     return Launch(variant=0, grid=grid, arguments=(x, 1, n, out, 0.5))
 
 
-def tensor(at: Place, size: int) -> Tensor:
-    return Tensor(place=at, dtype="float32", shape=(size,), strides=(1,))
+def tensor(at: Pointer, size: int) -> BufferView:
+    return BufferView(pointer=at, dtype="float32", shape=(size,), strides=(1,))
 
 
-def traced(*events: Event, variants: tuple[Variant, ...] = (variant(),), output: Place | None = None) -> Traced:
-    return Traced(
+def traced(*events: Event, variants: tuple[KernelVariant, ...] = (variant(),), output: Pointer | None = None) -> Lowered:
+    return Lowered(
         key=(8,),
         buffers=BUFFERS,
         variants=variants,
@@ -118,11 +118,11 @@ def traced(*events: Event, variants: tuple[Variant, ...] = (variant(),), output:
     )
 
 
-def rows(program: Traced, *kernels: Compiled, weights: dict[str, int] | None = None) -> Graph:
+def rows(program: Lowered, *kernels: CompiledKernel, weights: dict[str, int] | None = None) -> Graph:
     return assemble(program, kernels or (compiled(),), plan(program), weights or {"layer.weight": 4096}, (0, 256))
 
 
-def verify(graph: Graph, kernels: Sequence[Compiled]) -> None:
+def verify(graph: Graph, kernels: Sequence[CompiledKernel]) -> None:
     """What the builder and the loader check of a table, and that nothing is lost on the way to bytes."""
     data = tables.encode(graph.recording)
     tables.check(tables.Table(data, "t"), "t", SIZES | {"arena": graph.arena}, {kernel.sha256 for kernel in kernels})
@@ -167,17 +167,19 @@ def test_every_section_of_a_chain_is_a_recording_over_the_same_memory() -> None:
     """What one region leaves for the next has one address in both; the host's read between them is no node."""
     program = traced(
         launch(place(INPUT_BUFFER), place(FIRST)),
-        Read(buffer=FIRST),
+        HostRead(buffer=FIRST),
         launch(place(FIRST, 64), place(SECOND)),
         launch(place(WEIGHT_BUFFER), place(SECOND)),
         output=place(SECOND),
     )
     sections = (
-        Section(name="graph-1", start=0, stop=1, inputs=program.inputs[1:], outputs=(tensor(place(FIRST, 64), 128),)),
-        Section(name="graph-2", start=2, stop=4, inputs=(tensor(place(FIRST, 64), 128),), outputs=program.outputs),
+        RegionEvents(name="graph-1", start=0, stop=1, inputs=program.inputs[1:], outputs=(tensor(place(FIRST, 64), 128),)),
+        RegionEvents(name="graph-2", start=2, stop=4, inputs=(tensor(place(FIRST, 64), 128),), outputs=program.outputs),
     )
     found = plan(program)
-    first, second = assemble_chain(Chain(traced=program, sections=sections), [compiled()], found, {"layer.weight": 4096}, (0, 256))
+    first, second = assemble_chain(
+        LoweredProgram(lowered=program, regions=sections), [compiled()], found, {"layer.weight": 4096}, (0, 256)
+    )
     assert [len(graph.recording.nodes) for graph in (first, second)] == [1, 2]
     assert [len(graph.recording.edges) for graph in (first, second)] == [0, 1]
     value = Value(dtype="float32", shape=(128,), strides=(1,), memory="arena", offset=found.offsets[FIRST] + 64)
@@ -421,12 +423,14 @@ def cubin(info: bytes, section: str = ".nv.info.kernel") -> bytes:
 
 
 def test_a_layout_is_read_in_the_parameters_order() -> None:
-    assert read_entry(cubin(GOOD), "kernel") == Entry(params=((0, 8), (8, 2), (16, 8)), threads=(256, 1, 1), cluster=(2, 1, 1))
+    assert read_kernel_info(cubin(GOOD), "kernel") == KernelInfo(
+        params=((0, 8), (8, 2), (16, 8)), threads=(256, 1, 1), cluster=(2, 1, 1)
+    )
     assert read_parameters(cubin(large_parameter(1, 8, 5000) + large_parameter(0, 0, 8) + total(5008)), "kernel") == (
         (0, 8),
         (8, 5000),
     )
-    assert read_entry(cubin(b""), "kernel") == Entry(params=(), threads=None, cluster=None)
+    assert read_kernel_info(cubin(b""), "kernel") == KernelInfo(params=(), threads=None, cluster=None)
 
 
 @pytest.mark.parametrize(
@@ -446,12 +450,12 @@ def test_a_layout_is_read_in_the_parameters_order() -> None:
 )
 def test_layouts_that_make_no_sense_are_refused(info: bytes, message: str) -> None:
     with raises("image-format", match=message):
-        read_entry(cubin(info), "kernel")
+        read_kernel_info(cubin(info), "kernel")
 
 
 def test_an_image_without_the_kernel_is_refused() -> None:
     with raises("image-format", match=r"kernel add: 0 sections \.nv\.info\.add"):
-        read_entry(cubin(GOOD), "add", "kernel add")
+        read_kernel_info(cubin(GOOD), "add", "kernel add")
 
 
 @given(st.integers(0, len(cubin(GOOD)) - 1), st.integers(0, 255))
@@ -459,10 +463,10 @@ def test_a_damaged_image_is_read_or_refused(at: int, value: int) -> None:
     data = bytearray(cubin(GOOD))
     data[at] = value
     with contextlib.suppress(BuildError):
-        read_entry(bytes(data), "kernel")
+        read_kernel_info(bytes(data), "kernel")
 
 
 @given(st.integers(0, len(cubin(GOOD)) - 1))
 def test_a_cut_image_is_refused(length: int) -> None:
     with raises("image-format"):
-        read_entry(cubin(GOOD)[:length], "kernel")
+        read_kernel_info(cubin(GOOD)[:length], "kernel")

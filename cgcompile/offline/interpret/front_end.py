@@ -35,8 +35,8 @@ PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
 TURNS = 1 << 16
 """A kernel's `while` loops end sooner; one that waits for an instance of another batch never does."""
 
-_HELPER = "_lockstep"
-"""The name under which rewritten functions find `Steps`."""
+_CONTROL_FLOW = "_lockstep"
+"""The name under which rewritten functions find `ControlFlow`."""
 
 
 class Diverged(Exception):
@@ -47,7 +47,7 @@ class Diverged(Exception):
         self.values = values
 
 
-class Steps:
+class ControlFlow:
     """What rewritten kernels call where Python itself would decide: the rules are those of Triton's compiler
     (triton.compiler.code_generator), in which a tensor is no Python truth."""
 
@@ -105,7 +105,7 @@ class Steps:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Truth, `not`, `and`, `or` and assignments go through `Steps`."""
+    """Truth, `not`, `and`, `or` and assignments go through `ControlFlow`."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.decorator_list = []
@@ -140,16 +140,16 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _call(name: str, *arguments: ast.expr) -> ast.Call:
-    function = ast.Attribute(value=ast.Name(id=_HELPER, ctx=ast.Load()), attr=name, ctx=ast.Load())
+    function = ast.Attribute(value=ast.Name(id=_CONTROL_FLOW, ctx=ast.Load()), attr=name, ctx=ast.Load())
     return ast.Call(func=function, args=list(arguments), keywords=[])
 
 
-def rewritten(function: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
-    """A function of a kernel whose decisions go through `steps`; its globals gain `Steps`, and min and max if they lack them."""
+def rewritten(function: Callable[..., Any], steps: ControlFlow) -> Callable[..., Any]:
+    """A function of a kernel whose decisions go through `steps`; its globals gain `ControlFlow`, and min and max if they lack them."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     code = compile(ast.fix_missing_locations(_Rewriter().visit(tree)), f"<{function.__qualname__} in step>", "exec")
     names = function.__globals__
-    names[_HELPER] = steps
+    names[_CONTROL_FLOW] = steps
     names.setdefault("min", _either(builtins.min, "minimum"))
     names.setdefault("max", _either(builtins.max, "maximum"))
     local: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def _either(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
     return smaller_or_larger
 
 
-def install(memory: Memory) -> tuple[Builder, Steps]:
+def install(memory: Memory) -> tuple[Builder, ControlFlow]:
     """Make Triton run kernels over `memory`.  Once in a process; nothing can be taken back."""
     assert isinstance(tl.zeros, interpreter.InterpretedFunction), "TRITON_INTERPRET=1 must be set before Triton is imported"
     options = dataclasses.replace(
@@ -180,7 +180,7 @@ def install(memory: Memory) -> tuple[Builder, Steps]:
     )
     builder = Builder(memory, options)
     semantic: Any = TritonSemantic(builder)
-    steps = Steps(builder, semantic)
+    steps = ControlFlow(builder, semantic)
     interpreter.interpreter_builder = builder
     interpreter.interpreter_semantic = semantic
     interpreter._patch_lang(_sees_all_of_triton)
@@ -216,7 +216,7 @@ def install(memory: Memory) -> tuple[Builder, Steps]:
     return builder, steps
 
 
-def function_of(source: str, name: str, steps: Steps) -> Callable[..., Any]:
+def function_of(source: str, name: str, steps: ControlFlow) -> Callable[..., Any]:
     """The function that a variant's source defines, rewritten.  Raises kernel-unreadable."""
     from torch._inductor.runtime import triton_helpers  # here: torch takes seconds to import, and looks at Triton's switch
 

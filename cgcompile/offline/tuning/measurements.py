@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import BuildError
 from ...targets.architectures import Arch
 from .cost_model import Candidate, Problem, Table, choose
-from .split_factors import pieces
+from .split_factors import split_factor
 
 FOLDER = Path(__file__).parent
 
@@ -37,10 +37,10 @@ def _measured(row: dict[str, Any]) -> tuple[Candidate, float]:
     return Candidate(**row["candidate"]), float(row["microseconds"])
 
 
-def pieces_with(path: Path | None, arch: Arch) -> Callable[[Problem], int]:
-    """`pieces.pieces` for a target, with the measurements of a file."""
+def split_factor_with(path: Path | None, arch: Arch) -> Callable[[Problem], int]:
+    """`split_factor.pieces` for a target, with the measurements of a file."""
     table = read_table(path) if path else None
-    return lambda problem: pieces(problem, arch, table)
+    return lambda problem: split_factor(problem, arch, table)
 
 
 def choose_with(path: Path | None) -> Choose:

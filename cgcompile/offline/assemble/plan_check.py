@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from heapq import heappop, heappush
 
 from ...errors import BuildError
-from ..traced import TEMPORARY, Copy, Fill, Launch, Place, Read, Traced
+from ..lowered import TEMPORARY, Copy, Fill, HostRead, Launch, Lowered, Pointer
 from .arena import Plan
 
 ALIGNMENT = 256
@@ -22,7 +22,7 @@ TAIL = 256
 """Bytes at the arena's end that belong to nobody: an address one past the end of the last buffer stays inside."""
 
 
-def check_plan(traced: Traced, plan: Plan) -> None:
+def check_plan(traced: Lowered, plan: Plan) -> None:
     """Raises arena-overlap when two temporaries share bytes while both are needed, place-invalid when one has no aligned place inside
     the arena."""
     _check_places(traced, plan)
@@ -46,7 +46,7 @@ def check_plan(traced: Traced, plan: Plan) -> None:
         heappush(leaving, (end, buffer))
 
 
-def _check_places(traced: Traced, plan: Plan) -> None:
+def _check_places(traced: Lowered, plan: Plan) -> None:
     for i, buffer in enumerate(traced.buffers):
         if buffer.kind != TEMPORARY:
             if i in plan.offsets:
@@ -68,32 +68,32 @@ def _check_places(traced: Traced, plan: Plan) -> None:
             )
 
 
-def _needed(traced: Traced) -> dict[int, tuple[int, int]]:
+def _needed(traced: Lowered) -> dict[int, tuple[int, int]]:
     """Temporary -> (first event that names it, last one)."""
     found: dict[int, tuple[int, int]] = {}
 
-    def name(place: Place, moment: int) -> None:
+    def name(place: Pointer, moment: int) -> None:
         if traced.buffers[place.buffer].kind == TEMPORARY:
             found[place.buffer] = (found.get(place.buffer, (moment, moment))[0], moment)
 
     for moment, event in enumerate(traced.events):
         if isinstance(event, Launch):
             for argument in event.arguments:
-                if isinstance(argument, Place):
+                if isinstance(argument, Pointer):
                     name(argument, moment)
         elif isinstance(event, Copy):
             name(event.source, moment)
             name(event.target, moment)
         elif isinstance(event, Fill):
             name(event.target, moment)
-        elif isinstance(event, Read):
-            name(Place(buffer=event.buffer, offset=0), moment)
+        elif isinstance(event, HostRead):
+            name(Pointer(buffer=event.buffer, offset=0), moment)
     for output in traced.outputs:
-        name(output.place, len(traced.events))
+        name(output.pointer, len(traced.events))
     return found
 
 
-def _overlap(traced: Traced, plan: Plan, old: int, new: int, moment: int, needed: dict[int, tuple[int, int]]) -> str:
+def _overlap(traced: Lowered, plan: Plan, old: int, new: int, moment: int, needed: dict[int, tuple[int, int]]) -> str:
     event = traced.events[moment] if moment < len(traced.events) else None
     what = (
         traced.variants[event.variant].name if isinstance(event, Launch) else type(event).__name__.lower() if event else "the end"

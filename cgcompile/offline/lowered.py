@@ -15,14 +15,14 @@ WEIGHT, INPUT, TEMPORARY = "weight", "input", "temporary"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
+class KernelVariant:
     """One configuration of one Triton kernel: what Triton needs to compile it, and the interpreter to run it.
 
     `source`: Python that defines the function `name` and nothing else, decorators left out; it may use `triton`, `tl`,
     `triton_helpers`, `libdevice`, `tl_math`, `tl_extra`.  `signature`: (argument, type) in the function's order, types as Triton
     writes them ("*bf16", "i32", "fp32", "constexpr").  `constants`: (argument, value) of every constexpr.  `divisible`: arguments
     that are multiples of 16 (addresses aligned to 16 bytes).  `options`: further options of `triton.compile`, e.g. ("num_ctas", 1).
-    `chosen` says how this configuration was found: "only" (there was no other), "table", "nearest", "heuristic", "measured".
+    `selected_by` says how this configuration was found: "only" (there was no other), "table", "nearest", "heuristic", "measured".
     """
 
     name: str
@@ -33,7 +33,7 @@ class Variant:
     warps: int
     stages: int
     options: tuple[tuple[str, int | float | bool | str], ...]
-    chosen: str
+    selected_by: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +46,8 @@ class Buffer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """A byte of a buffer: its position in `Traced.buffers`, and bytes into it."""
+class Pointer:
+    """A byte of a buffer: its position in `Lowered.buffers`, and bytes into it."""
 
     buffer: int
     offset: int
@@ -69,19 +69,19 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A launch of `Traced.variants[variant]`: the values of its arguments that are no constexpr, in the order of the signature."""
+    """A launch of `Lowered.variants[variant]`: the values of its arguments that are no constexpr, in the order of the signature."""
 
     variant: int
     grid: tuple[int, int, int]
-    arguments: tuple[Place | int | float, ...]
+    arguments: tuple[Pointer | int | float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
     """`nbytes` bytes from one place to another, which do not overlap."""
 
-    source: Place
-    target: Place
+    source: Pointer
+    target: Pointer
     nbytes: int
 
 
@@ -89,34 +89,34 @@ class Copy:
 class Fill:
     """`count` elements of `element` bytes (1, 2, 4) set to the low bytes of `value`."""
 
-    target: Place
+    target: Pointer
     value: int
     element: int
     count: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Read:
+class HostRead:
     """Between two regions: the host reads the buffer here."""
 
     buffer: int
 
 
-Event = Allocate | Release | Launch | Copy | Fill | Read
+Event = Allocate | Release | Launch | Copy | Fill | HostRead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
+class BufferView:
     """A tensor of the call: strides in elements."""
 
-    place: Place
+    pointer: Pointer
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Constant:
+class FoldedConstant:
     """A weight that the program does not have: its bytes in the order of memory, under a name that follows from them."""
 
     name: str
@@ -124,34 +124,34 @@ class Constant:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traced:
+class Lowered:
     """A program lowered at one int_key.  `inputs` and `outputs` are the call's tensors; outputs live to the end.  `constants` are
     the weights among `buffers` that were computed when it was lowered."""
 
     key: IntKey
     buffers: tuple[Buffer, ...]
-    variants: tuple[Variant, ...]
+    variants: tuple[KernelVariant, ...]
     events: tuple[Event, ...]
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    constants: tuple[Constant, ...] = ()
+    inputs: tuple[BufferView, ...]
+    outputs: tuple[BufferView, ...]
+    constants: tuple[FoldedConstant, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """A graph region of a traced program that has several: its events are `Traced.events[start:stop]`.  `inputs` and `outputs` are
+class RegionEvents:
+    """A graph region of a traced program that has several: its events are `Lowered.events[start:stop]`.  `inputs` and `outputs` are
     the tensors that it takes and makes."""
 
     name: str
     start: int
     stop: int
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[BufferView, ...]
+    outputs: tuple[BufferView, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chain:
+class LoweredProgram:
     """The graph regions of a program at one int_key, in order, over the buffers of `traced`.  One that is whole has one section."""
 
-    traced: Traced
-    sections: tuple[Section, ...]
+    lowered: Lowered
+    regions: tuple[RegionEvents, ...]

@@ -30,7 +30,7 @@ _AXES = struct.Struct("<III")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class KernelInfo:
     """A kernel's launch: (offset, size) of each parameter in order, and the threads of a block and blocks of a cluster that it was
     compiled for (None: any)."""
 
@@ -39,7 +39,7 @@ class Entry:
     cluster: tuple[int, int, int] | None
 
 
-def read_entry(image: bytes, symbol: str, what: str = "image") -> Entry:
+def read_kernel_info(image: bytes, symbol: str, what: str = "image") -> KernelInfo:
     """Read the launch of kernel `symbol` of a cubin.  `what` stands for the image in messages.
 
     Raises image-format when the image is no cubin, has no such kernel, is damaged, or describes its parameters in another way.
@@ -76,12 +76,12 @@ def read_entry(image: bytes, symbol: str, what: str = "image") -> Entry:
         end = offset + size
     if end != total:
         raise BuildError("image-format", f"{where}: the parameters end at byte {end}, the kernel says {total}")
-    return Entry(params=params, threads=axes.get(EIATTR_REQNTID), cluster=axes.get(EIATTR_CTA_PER_CLUSTER))
+    return KernelInfo(params=params, threads=axes.get(EIATTR_REQNTID), cluster=axes.get(EIATTR_CTA_PER_CLUSTER))
 
 
 def read_parameters(image: bytes, symbol: str, what: str = "image") -> tuple[tuple[int, int], ...]:
-    """(offset, size) in bytes of each parameter of kernel `symbol`, in order.  Raises image-format as `read_entry` does."""
-    return read_entry(image, symbol, what).params
+    """(offset, size) in bytes of each parameter of kernel `symbol`, in order.  Raises image-format as `read_kernel_info` does."""
+    return read_kernel_info(image, symbol, what).params
 
 
 def _records(info: bytes, where: str) -> Iterator[tuple[int, int, bytes]]:
