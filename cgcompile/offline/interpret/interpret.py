@@ -13,8 +13,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from cgbundle.format.schema import IntKey, Value, Weight
 from cgbundle.tables.recording import Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
 from ...targets.cuda.fills import memset_of
-from ...util.content_cache import digest, recall, remember, sources, versions
-from ...util.workers import ask
+from ...util.content_cache import cache_path, recall, remember
+from ...util.workers import Kind, Request, ask
 from ..assemble.block_reader import arguments, check_order
 from ..lowered import KernelVariant
 
@@ -126,25 +125,25 @@ def interpret(
     """
     for recording in [recording for task in tasks for recording in task.recordings]:
         check_order(recording)
-    files = {path: _hash(path) for path in {task.weights for task in tasks}} if cache else {}  # mostly one, and large
-    kept = [cache / "interpreted" / _name(task, files[task.weights]) if cache else None for task in tasks]
-    known = {task.key: outcome for task, path in zip(tasks, kept, strict=True) if path and (outcome := recall(path))}
-    left = [task for task in tasks if task.key not in known]
+    kept = _kept(tasks, cache) if cache else {}
+    known = {key: outcome for key, path in kept.items() if (outcome := recall(path))}
     if known:
         tell(f"{len(known)} of {len(tasks)} int_keys were interpreted before, with the same rows, kernels, weights and inputs")
-    for outcome in _interpret(left, folder, budget, workers, tell) if left else ():
+    for outcome in _interpret([task for task in tasks if task.key not in known], folder, budget, workers, tell):
         known[outcome.key] = outcome
-    for task, path in zip(tasks, kept, strict=True):
-        if path and task in left and task.key in known:
-            remember(path, known[task.key])
+        if cache:
+            remember(kept[outcome.key], outcome)
     return tuple([known[task.key] for task in tasks if task.key in known])
 
 
-def _name(task: Task, weights: str) -> str:
-    """The hash of all that an outcome depends on; `weights` is that of the file."""
-    stages = [(stage.given, stage.recording, stage.read) for stage in task.stages]  # `repr` of a stage leaves the bytes out
-    rest = (task.key, stages, task.variants, task.sizes, task.placed)
-    return digest(weights, rest, versions(), sources())
+def _kept(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
+    """The file of each outcome in the cache."""
+    found, hashes = {}, {path: _hash(path) for path in {task.weights for task in tasks}}  # mostly one, and large
+    for task in tasks:
+        stages = [(stage.given, stage.recording, stage.read) for stage in task.stages]  # `repr` of a stage leaves the bytes out
+        rest = (task.key, stages, task.variants, task.sizes, task.placed)
+        found[task.key] = cache_path(cache, "interpreted", hashes[task.weights], rest)
+    return found
 
 
 def _hash(path: Path) -> str:
@@ -154,35 +153,43 @@ def _hash(path: Path) -> str:
 
 def _interpret(
     tasks: Sequence[Task], folder: Path, budget: float, workers: int | None, tell: Callable[[str], None]
-) -> tuple[Outcome, ...]:
+) -> Iterator[Outcome]:
+    if not tasks:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    at_once = workers or os.cpu_count() or 1
-    work = [estimate(task) for task in tasks]
-    smallest, *others = sorted(range(len(tasks)), key=lambda i: (work[i], i))
-    tell(f"interpreting int_key {tasks[smallest].key}, the smallest of {len(tasks)}; {budget:.0f} s for all")
+    work = {task.key: estimate(task) for task in tasks}
+    smallest, *others = sorted(tasks, key=lambda task: work[task.key])
+    tell(f"interpreting int_key {smallest.key}, the smallest of {len(tasks)}; {budget:.0f} s for all")
     began = time.monotonic()
-    outcomes = {smallest: _run(tasks[smallest], folder, smallest)}
+    ((_, first),) = _run([smallest], folder, 1)
     spent = time.monotonic() - began
-    rate = outcomes[smallest].seconds / work[smallest]
-    tell(f"int_key {tasks[smallest].key} took {spent:.1f} s")
-    chosen: list[int] = []
-    for i in others:
-        seconds = START + rate * work[i]
-        if spent + seconds / min(at_once, len(chosen) + 1) > budget:
-            left = ", ".join(str(tasks[j].key) for j in others[len(chosen) :])
+    rate = first.seconds / work[smallest.key]
+    tell(f"int_key {smallest.key} took {spent:.1f} s")
+    yield first
+    at_once = workers or os.cpu_count() or 1
+    fitting: list[Task] = []
+    for task in others:
+        seconds = START + rate * work[task.key]
+        if spent + seconds / min(at_once, len(fitting) + 1) > budget:
+            left = ", ".join(str(each.key) for each in others[len(fitting) :])
             tell(f"not interpreted, over the budget of {budget:.0f} s: {left} (the next would take about {seconds:.0f} s)")
             break
         spent += seconds / at_once
-        chosen.append(i)
-    with ThreadPoolExecutor(at_once) as pool:
-        futures = {i: pool.submit(_run, tasks[i], folder, i) for i in reversed(chosen)}  # the longest first
-        try:
-            for i, future in futures.items():
-                outcomes[i] = future.result()
-                tell(f"int_key {tasks[i].key} took {outcomes[i].seconds:.1f} s")
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return tuple(outcomes[i] for i in sorted(outcomes))
+        fitting.append(task)
+    for key, outcome in _run(fitting[::-1], folder, at_once):  # the longest first
+        tell(f"int_key {key} took {outcome.seconds:.1f} s")
+        yield outcome
+
+
+def _run(tasks: Sequence[Task], folder: Path, workers: int) -> Iterator[tuple[IntKey, Outcome]]:
+    kind = Kind(
+        module="cgcompile.offline.interpret.worker",
+        folder=folder,
+        died="interpreter-died",
+        environment={"TRITON_INTERPRET": "1", **QUIET},
+        reused=False,
+    )
+    return ask(kind, {task.key: Request(content=task, what=f"interpreting int_key {task.key}") for task in tasks}, workers)
 
 
 def _work(variant: KernelVariant, function: Function, node: KernelNode) -> float:
@@ -201,12 +208,3 @@ def _work(variant: KernelVariant, function: Function, node: KernelNode) -> float
 
 _CONSTANT = re.compile(r"^ +(\w+)(?: *: *tl\.constexpr)? = (\d+)$", re.MULTILINE)
 """An assignment of a number in a kernel's source."""
-
-
-def _run(task: Task, folder: Path, number: int) -> Outcome:
-    place = folder / f"interpret{number}-{'x'.join(map(str, task.key)) or 'call'}"
-    environment = {"TRITON_INTERPRET": "1", **QUIET}
-    outcome: Outcome = ask(
-        "cgcompile.offline.interpret.worker", task, place, environment, "interpreter-died", f"interpreting int_key {task.key}"
-    )
-    return outcome

@@ -25,7 +25,7 @@ from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import convolutions
 from cgcompile.offline.decompose import decompositions as decomposing
 from cgcompile.offline.decompose import sort as ordering
-from cgcompile.offline.lower import fake_device as offline
+from cgcompile.offline.lower import fake_device
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lower.launches import record_calls
 from cgcompile.offline.lower.variants import BLOCKS
@@ -283,11 +283,11 @@ def test_library_operations_are_named_with_their_lines() -> None:
     with raises("operation-needs-gpu") as caught:
         of(function := lambda m, x: (torch.fft.rfft(x).abs(), torch.linalg.inv(x.T @ x)))
     assert "_fft_r2c" in str(caught.value) and "linalg_inv" in str(caught.value)
-    assert f"test_trace_lowering.py:{function.__code__.co_firstlineno}" in str(caught.value)
+    assert f"test_lowering.py:{function.__code__.co_firstlineno}" in str(caught.value)
 
 
 def test_shape_that_depends_on_data() -> None:
-    with raises("operation-needs-gpu", match=r"nonzero.*test_trace_lowering.py:\d+.*depends on data"):
+    with raises("operation-needs-gpu", match=r"nonzero.*test_lowering.py:\d+.*depends on data"):
         of(lambda m, x: torch.nonzero(x > 0).sum() + x)
 
 
@@ -334,13 +334,13 @@ def test_tensors_that_do_not_fit() -> None:
 
 
 def replaced() -> dict[str, object]:
-    return {f"{r.owner}.{r.name}": offline._find(r.owner).__dict__.get(r.name) for r in offline._replacements(H200)}
+    return {f"{r.owner}.{r.name}": fake_device._find(r.owner).__dict__.get(r.name) for r in fake_device._replacements(H200)}
 
 
 def test_everything_is_put_back() -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     before = replaced()
-    with pytest.raises(ZeroDivisionError), offline.offline(H200):
+    with pytest.raises(ZeroDivisionError), fake_device.fake_device(H200):
         assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
         assert torch.cuda.get_device_properties(0).multi_processor_count == 132
         assert all(value is not before[name] for name, value in replaced().items())
@@ -356,7 +356,7 @@ def test_rooms_of_different_targets() -> None:
 
     seen = []
     for name in ("sm_80", "sm_90", "sm_80"):
-        with offline.offline(arch(name)):
+        with fake_device.fake_device(arch(name)):
             seen.append(DeviceProperties.create(torch.device("cuda", 0)).cc)
     assert seen == [80, 90, 80]
 
@@ -366,7 +366,7 @@ def test_a_torch_without_a_name() -> None:
 
     with mock.patch.object(module, "init_gpu_context", create=True):
         del module.init_gpu_context
-        with raises("torch-unsupported", match="init_gpu_context.*2.13"), offline.offline(H200):
+        with raises("torch-unsupported", match="init_gpu_context.*2.13"), fake_device.fake_device(H200):
             pass
         module.init_gpu_context = None  # for the patch to take away
     assert not torch.cuda.is_available()
@@ -391,7 +391,7 @@ import torch
 
 def test_wrapper_without_kernels() -> None:
     """A view keeps its buffer alive; clearing and copying become events of their own."""
-    with offline.offline(H200):
+    with fake_device.fake_device(H200):
         followed = record_calls(WRAPPER, [torch.empty(1)], [(INPUT, "0")], lambda source: pytest.fail("no kernel"))
     assert followed.events == (
         Allocate(buffer=1),

@@ -176,7 +176,7 @@ def test_the_users_line_stays_with_the_pieces() -> None:
         made, _ = traced(mm, torch.float32)
         split_k(made, "sm_90", lambda problem: 2)
     made_of = [node for node in made.graph.graph.nodes if node.target in (aten.bmm.default, aten.sum.dim_IntList)]
-    assert len(made_of) == 2 and all("test_splitting.py" in node.meta["stack_trace"] for node in made_of)
+    assert len(made_of) == 2 and all("test_split_k.py" in node.meta["stack_trace"] for node in made_of)
 
 
 def test_the_default_choice_cuts_a_narrow_product() -> None:
