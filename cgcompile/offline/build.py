@@ -35,7 +35,7 @@ from ..util.scratch import scratch_folder
 from .assemble.arena import plan
 from .assemble.merge import Piece, merge, whole
 from .assemble.plan_check import check_plan
-from .assemble.rows import Graph, assemble_chain
+from .assemble.rows import Graph, assemble
 from .compile.kernels import CompiledKernel, compile_variants
 from .interpret.interpret import interpret
 from .lower.jobs import RegionKey, lower_all
@@ -232,7 +232,7 @@ def _assemble(
             starts.append(end)
             end = align(end + tensor_bytes(dtype_name(tensor), tensor.shape))
         starts += [row[1] for row in mixed.landing[key]] if mixed else []
-        made = assemble_chain(chain, [compiled[variant] for variant in chain.lowered.variants], planned, offsets, starts)
+        made = assemble(chain, [compiled[variant] for variant in chain.lowered.variants], planned, offsets, starts)
         graphs.update({(section.name, key): graph for section, graph in zip(chain.regions, made, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound

@@ -1,7 +1,7 @@
-"""What tracing one int_key gives: the launches of a lowered program in order, every argument typed, and the buffers between them.
+"""What lowering one int_key gives: the launches in order, every argument typed, and the buffers between them.
 
-Values only: `lowering` makes them, `compiling` turns variants into kernel images, `planning` places buffers in the arena, and
-`assembling` makes the rows of a bundle of all three.  Imports neither torch nor Triton.
+Values only.  `lower` makes them, `compile` turns kernel variants into images, and `assemble` plans the arena and makes the rows of
+a bundle.  Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from cgbundle.format.schema import IntKey
 
 WEIGHT, INPUT, TEMPORARY = "weight", "input", "temporary"
-"""Kinds of buffers: a tensor of the program under its name there, input number `name` of the call, and what the program makes."""
+"""Kinds of buffers: the program's tensor `name`, input number `name` of the call, and what the program makes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelVariant:
     """One configuration of one Triton kernel: what Triton needs to compile it, and the interpreter to run it.
 
-    `source`: Python that defines the function `name` and nothing else, decorators left out; it may use `triton`, `tl`,
+    `source`: Python that defines the function `name`, without decorators, and its helpers.  It may use `triton`, `tl`,
     `triton_helpers`, `libdevice`, `tl_math`, `tl_extra`.  `signature`: (argument, type) in the function's order, types as Triton
     writes them ("*bf16", "i32", "fp32", "constexpr").  `constants`: (argument, value) of every constexpr.  `divisible`: arguments
-    that are multiples of 16 (addresses aligned to 16 bytes).  `options`: further options of `triton.compile`, e.g. ("num_ctas", 1).
-    `selected_by` says how this configuration was found: "only" (there was no other), "table", "nearest", "heuristic", "measured".
+    that are multiples of 16.  `options`: further options of `triton.compile`, e.g. ("num_ctas", 1).  `selected_by`: how the
+    configuration was found, as `tuning.cost_model.choose` says it.
     """
 
     name: str
@@ -38,7 +38,7 @@ class KernelVariant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer:
-    """Memory that launches refer to.  `nbytes` from its first byte to its last; `name` as its kind says."""
+    """Memory that launches refer to."""
 
     kind: str
     name: str
@@ -47,7 +47,7 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pointer:
-    """A byte of a buffer: its position in `Lowered.buffers`, and bytes into it."""
+    """A byte of a buffer: position in `Lowered.buffers`, bytes into it."""
 
     buffer: int
     offset: int
@@ -69,7 +69,7 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A launch of `Lowered.variants[variant]`: the values of its arguments that are no constexpr, in the order of the signature."""
+    """A launch of `Lowered.variants[variant]`; `arguments` without constexprs, in the order of the signature."""
 
     variant: int
     grid: tuple[int, int, int]
@@ -78,7 +78,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """`nbytes` bytes from one place to another, which do not overlap."""
+    """`nbytes` bytes from one place to another; the two do not overlap."""
 
     source: Pointer
     target: Pointer
@@ -97,7 +97,7 @@ class Fill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRead:
-    """Between two regions: the host reads the buffer here."""
+    """The host reads the buffer here, between two regions."""
 
     buffer: int
 
@@ -107,7 +107,7 @@ Event = Allocate | Release | Launch | Copy | Fill | HostRead
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferView:
-    """A tensor of the call: strides in elements."""
+    """A tensor in a buffer; strides in elements."""
 
     pointer: Pointer
     dtype: str
@@ -117,7 +117,7 @@ class BufferView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldedConstant:
-    """A weight that the program does not have: its bytes in the order of memory, under a name that follows from them."""
+    """A weight that was computed when the program was lowered: its bytes, and a name that follows from them."""
 
     name: str
     contents: bytes
@@ -125,8 +125,7 @@ class FoldedConstant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowered:
-    """A program lowered at one int_key.  `inputs` and `outputs` are the call's tensors; outputs live to the end.  `constants` are
-    the weights among `buffers` that were computed when it was lowered."""
+    """A program, or a region of one, lowered at one int_key; its outputs live to the end."""
 
     key: IntKey
     buffers: tuple[Buffer, ...]
@@ -139,8 +138,7 @@ class Lowered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionEvents:
-    """A graph region of a traced program that has several: its events are `Lowered.events[start:stop]`.  `inputs` and `outputs` are
-    the tensors that it takes and makes."""
+    """A graph region of a lowered program: its events are `Lowered.events[start:stop]`."""
 
     name: str
     start: int
@@ -151,7 +149,7 @@ class RegionEvents:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweredProgram:
-    """The graph regions of a program at one int_key, in order, over the buffers of `traced`.  One that is whole has one section."""
+    """A program at one int_key, and its graph regions in order, over the same buffers."""
 
     lowered: Lowered
     regions: tuple[RegionEvents, ...]

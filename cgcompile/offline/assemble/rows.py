@@ -1,7 +1,7 @@
-"""A traced program, its kernel images and its arena plan -> the rows of a bundle.  Pure.
+"""A lowered program, its kernel images and its arena plan -> the rows of a bundle.  Pure.
 
-Every address is known by its kind, so nothing is searched for: a buffer is a weight, an input or a temporary, and its place in that
-memory plus the offset into it is what the relocation says.  The nodes run one after the other, as Inductor's wrapper launches them.
+A relocation is where a buffer begins in its memory, plus the offset into it.  The nodes run one after the other, as Inductor's
+wrapper launches them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .arena import Plan
 from .parameter_block import pack_arguments
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14
-"""CUfunction_attribute: dynamic shared memory beyond DEFAULT_SHARED, and clusters beyond PORTABLE_CLUSTER, have to be asked for."""
+"""CUfunction_attribute: for dynamic shared memory beyond DEFAULT_SHARED, and clusters beyond PORTABLE_CLUSTER."""
 
 DEFAULT_SHARED = 48 << 10
 PORTABLE_CLUSTER = 8
@@ -37,8 +37,7 @@ DIVISOR = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graph:
-    """What one key needs of a graph region: its recording, the tensors that it takes and makes, and the bytes of the key's
-    arena."""
+    """A graph region at one key; `arena` counts the bytes of the key's arena."""
 
     recording: Recording
     inputs: tuple[Value, ...]
@@ -48,54 +47,43 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Where:
-    """Where each buffer of a traced program begins."""
+    """Where each buffer of a lowered program begins."""
 
-    traced: Lowered
+    lowered: Lowered
     bases: tuple[Address | None, ...]
 
     def address(self, place: Pointer, nbytes: int, where: str) -> Address:
         """The address of `nbytes` bytes.  Raises place-invalid when they do not lie in the buffer."""
-        buffer, base = self.traced.buffers[place.buffer], self.bases[place.buffer]
+        buffer, base = self.lowered.buffers[place.buffer], self.bases[place.buffer]
         if base is None:
-            raise BuildError(
-                "place-invalid", f"{where}: buffer {place.buffer} ({buffer.kind} {buffer.name}) has no place in any memory"
-            )
+            text = f"buffer {place.buffer} ({buffer.kind} {buffer.name}) has no place in any memory"
+            raise BuildError("place-invalid", f"{where}: {text}")
         if place.offset < 0 or place.offset + nbytes > buffer.nbytes:
-            raise BuildError(
-                "place-invalid",
-                f"{where}: {nbytes} bytes at {place.offset} of buffer {place.buffer} ({buffer.name}), which has {buffer.nbytes}",
-            )
+            text = f"{nbytes} bytes at {place.offset} of buffer {place.buffer} ({buffer.name}), which has {buffer.nbytes}"
+            raise BuildError("place-invalid", f"{where}: {text}")
         return Address(memory=base.memory, offset=base.offset + place.offset)
 
 
 def assemble(
-    traced: Lowered, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
-) -> Graph:
-    """The rows of one key whose program is one graph.  Arguments and errors as those of `assemble_chain`."""
-    whole = RegionEvents(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
-    (graph,) = assemble_chain(LoweredProgram(lowered=traced, regions=(whole,)), compiled, plan, weights, inputs)
-    return graph
-
-
-def assemble_chain(
-    chain: LoweredProgram, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+    program: LoweredProgram, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
 ) -> tuple[Graph, ...]:
-    """The rows of one key, a graph per section.
+    """The rows of one key, a graph per region.
 
-    `compiled`: one per variant of `chain.lowered`.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`;
-    `inputs`: the offset of each INPUT buffer, by number, in memory `inputs`.  Launches, copies and fills of nothing are left out.
-    Raises parameter-mismatch, and place-invalid for a buffer without a place or bytes outside their buffer.
+    `compiled`: one per variant.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`.  `inputs`: the offset of
+    each INPUT buffer, by number, in memory `inputs`.  Launches, copies and fills of nothing are left out.  Raises
+    parameter-mismatch, and place-invalid for a buffer without a place or bytes outside their buffer.
     """
-    where = _Where(traced=chain.lowered, bases=tuple(_bases(chain.lowered, plan, weights, inputs)))
-    return tuple([_assemble(section, compiled, plan.arena, where) for section in chain.regions])
+    lowered = program.lowered
+    where = _Where(lowered=lowered, bases=tuple(_bases(lowered, plan, weights, inputs)))
+    return tuple([_assemble(region, compiled, plan.arena, where) for region in program.regions])
 
 
-def _assemble(section: RegionEvents, compiled: Sequence[CompiledKernel], arena: int, where: _Where) -> Graph:
-    traced = where.traced
+def _assemble(region: RegionEvents, compiled: Sequence[CompiledKernel], arena: int, where: _Where) -> Graph:
+    lowered = where.lowered
     functions: dict[Function, int] = {}
     nodes: list[Node] = []
-    for moment, event in enumerate(traced.events[section.start : section.stop], section.start):
-        spot = f"int_key {traced.key}, event {moment}"
+    for moment, event in enumerate(lowered.events[region.start : region.stop], region.start):
+        spot = f"int_key {lowered.key}, event {moment}"
         if isinstance(event, Launch) and all(event.grid):
             function = functions.setdefault(_function(compiled[event.variant]), len(functions))
             nodes.append(_kernel(event, function, compiled[event.variant], where, spot))
@@ -105,20 +93,20 @@ def _assemble(section: RegionEvents, compiled: Sequence[CompiledKernel], arena: 
             nodes.append(_fill(event, where, spot))
     edges = tuple(Edge(source=a, target=b, from_port=0, to_port=0, type=0) for a, b in pairwise(range(len(nodes))))
     return Graph(
-        recording=Recording(key=traced.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges),
-        inputs=tuple(_value(tensor, where, f"int_key {traced.key}, input {i}") for i, tensor in enumerate(section.inputs)),
-        outputs=tuple(_value(tensor, where, f"int_key {traced.key}, output {i}") for i, tensor in enumerate(section.outputs)),
+        recording=Recording(key=lowered.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges),
+        inputs=tuple(_value(tensor, where, f"int_key {lowered.key}, input {i}") for i, tensor in enumerate(region.inputs)),
+        outputs=tuple(_value(tensor, where, f"int_key {lowered.key}, output {i}") for i, tensor in enumerate(region.outputs)),
         arena=arena,
     )
 
 
-def _bases(traced: Lowered, plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> list[Address | None]:
+def _bases(lowered: Lowered, plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> list[Address | None]:
     places = {
         WEIGHT: (MEMORIES.index("weights"), weights),
         INPUT: (MEMORIES.index("inputs"), {str(i): offset for i, offset in enumerate(inputs)}),
     }
     bases: list[Address | None] = []
-    for i, buffer in enumerate(traced.buffers):
+    for i, buffer in enumerate(lowered.buffers):
         if buffer.kind == TEMPORARY:
             memory, offset = MEMORIES.index("arena"), plan.offsets.get(i)
         else:
@@ -138,7 +126,7 @@ def _function(compiled: CompiledKernel) -> Function:
 
 
 def _kernel(launch: Launch, function: int, compiled: CompiledKernel, where: _Where, spot: str) -> KernelNode:
-    variant = where.traced.variants[launch.variant]
+    variant = where.lowered.variants[launch.variant]
     spot = f"{spot} ({variant.name})"
     block = pack_arguments(compiled, launch, spot)
     relocations = tuple(Relocation(at=at, target=where.address(place, 0, spot)) for at, place in block.places)
@@ -146,9 +134,8 @@ def _kernel(launch: Launch, function: int, compiled: CompiledKernel, where: _Whe
     for (_, name), value in zip(compiled.params, launch.arguments, strict=True):
         number = where.address(value, 0, spot).offset if isinstance(value, Pointer) else value
         if name in variant.divisible and number % DIVISOR:
-            raise BuildError(
-                "parameter-mismatch", f"{spot}, parameter {name}: {number} is no multiple of {DIVISOR}, which the kernel relies on"
-            )
+            text = f"parameter {name}: {number} is no multiple of {DIVISOR}, which the kernel relies on"
+            raise BuildError("parameter-mismatch", f"{spot}, {text}")
     attributes: list[tuple[int, tuple[int, int, int]]] = []
     if compiled.cooperative:
         attributes.append((COOPERATIVE, (1, 0, 0)))
@@ -168,7 +155,7 @@ def _kernel(launch: Launch, function: int, compiled: CompiledKernel, where: _Whe
 
 
 def _copies(copy: Copy, where: _Where, spot: str) -> Iterator[MemcpyNode]:
-    """The copy as rows of one line each, in pieces that a driver takes: a row may have 2 GiB at most (MAX_PITCH)."""
+    """The copy as rows of one line each, of at most LARGEST_ROW bytes: a driver takes up to 2 GiB (MAX_PITCH)."""
     source, target = where.address(copy.source, copy.nbytes, spot), where.address(copy.target, copy.nbytes, spot)
     for start in range(0, copy.nbytes, LARGEST_ROW):
         width = min(LARGEST_ROW, copy.nbytes - start)

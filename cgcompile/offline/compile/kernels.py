@@ -38,8 +38,7 @@ SETTINGS = re.compile(r"(TRITON|MLIR|LLVM|NVPTX|PTXAS|DISABLE_PTXAS|AMDGCN|USE_I
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelImage:
-    """What Triton made of a variant, from the image and its metadata: dynamic `shared` memory in bytes, `warps` of a block, thread
-    blocks of a cluster (`blocks`), scratch memory in bytes per block."""
+    """What Triton made of a variant.  `shared` (dynamic) and scratch memory in bytes per block, `blocks` of a cluster."""
 
     image: bytes
     symbol: str
@@ -56,8 +55,8 @@ class KernelImage:
 class CompiledKernel:
     """A kernel image and how it is launched.
 
-    `params`: (type, name) of the parameters that arguments go to, in order, types as in `KernelVariant.signature`.  `layout`: (offset,
-    size) in bytes of all parameters as the image says, those of `params` first; `scratch_pointers` (2 or 0) more follow, all null.
+    `params`: (type, name) of the parameters that arguments go to, in order, types as in `KernelVariant.signature`.  `layout`:
+    (offset, size) in bytes of all parameters, those of `params` first; `scratch_pointers` (2 or 0) more follow, all null.
     `shared`: dynamic shared memory in bytes.  `threads` of a block.  `cluster`: blocks per axis; a grid counts clusters.
     """
 
@@ -115,47 +114,44 @@ def finish(variant: KernelVariant, kernel: KernelImage, shared_limit: int) -> Co
     Raises kernel-too-large, kernel-unsupported, kernel-failed when image and metadata disagree, and image-format.
     """
     what = f"kernel {variant.name}"
-    if kernel.shared > shared_limit:
-        raise BuildError(
-            "kernel-too-large", f"{what} needs {kernel.shared} bytes of shared memory per block, the target has {shared_limit}"
-        )
-    if kernel.warps * 32 > LARGEST_BLOCK:
-        raise BuildError(
-            "kernel-too-large",
-            f"{what} needs blocks of {kernel.warps} warps, {kernel.warps * 32} threads of at most {LARGEST_BLOCK}",
-        )
-    if kernel.tensor_columns > LARGEST_TENSOR_MEMORY:
-        raise BuildError(
-            "kernel-too-large",
-            f"{what} needs {kernel.tensor_columns} columns of tensor memory, a block has {LARGEST_TENSOR_MEMORY}",
-        )
+    threads = kernel.warps * 32
+    large = [
+        (kernel.shared, shared_limit, f"{kernel.shared} bytes of shared memory per block, the target has {shared_limit}"),
+        (threads, LARGEST_BLOCK, f"blocks of {kernel.warps} warps, {threads} threads of at most {LARGEST_BLOCK}"),
+        (
+            kernel.tensor_columns,
+            LARGEST_TENSOR_MEMORY,
+            f"{kernel.tensor_columns} columns of tensor memory, a block has {LARGEST_TENSOR_MEMORY}",
+        ),
+    ]
+    for needed, limit, text in large:
+        if needed > limit:
+            raise BuildError("kernel-too-large", f"{what} needs {text}")
     for kind, size in (("global", kernel.global_scratch), ("profile", kernel.profile_scratch)):
         if size:
             raise BuildError("kernel-unsupported", f"{what} needs {size} bytes of {kind} scratch memory per block")
     params = tuple((type_, name) for name, type_ in variant.signature if type_ != "constexpr")
     for type_, name in params:
         if type_.startswith(("tensordesc", "nvTmaDesc")):
-            raise BuildError(
-                "kernel-unsupported", f"{what}: parameter {name} is a tensor descriptor, which has to be made on the device"
-            )
-    entry = read_kernel_info(kernel.image, kernel.symbol, what)
-    threads, extra = kernel.warps * 32, entry.params[len(params) :]
-    if len(entry.params) < len(params) or len(extra) not in (0, 2) or any(size != 8 for _, size in extra):
-        raise BuildError(
-            "kernel-failed", f"{what}: its image takes {len(entry.params)} parameters, its signature has {len(params)} and scratch"
-        )
-    if entry.threads not in (None, (threads, 1, 1)):
-        raise BuildError("kernel-failed", f"{what}: its image wants blocks of {entry.threads} threads, Triton says {threads}")
-    if (entry.cluster or (1, 1, 1)) != (kernel.blocks, 1, 1):
-        raise BuildError(
-            "kernel-failed", f"{what}: its image wants clusters of {entry.cluster} blocks, Triton says {kernel.blocks}"
-        )
+            text = f"parameter {name} is a tensor descriptor, which has to be made on the device"
+            raise BuildError("kernel-unsupported", f"{what}: {text}")
+    info = read_kernel_info(kernel.image, kernel.symbol, what)
+    extra = info.params[len(params) :]
+    told = ""
+    if len(info.params) < len(params) or len(extra) not in (0, 2) or any(size != 8 for _, size in extra):
+        told = f"takes {len(info.params)} parameters, its signature has {len(params)} and scratch"
+    elif info.threads not in (None, (threads, 1, 1)):
+        told = f"wants blocks of {info.threads} threads, Triton says {threads}"
+    elif (info.cluster or (1, 1, 1)) != (kernel.blocks, 1, 1):
+        told = f"wants clusters of {info.cluster} blocks, Triton says {kernel.blocks}"
+    if told:
+        raise BuildError("kernel-failed", f"{what}: its image {told}")
     return CompiledKernel(
         image=kernel.image,
         sha256=hashlib.sha256(kernel.image).hexdigest(),
         symbol=kernel.symbol,
         params=params,
-        layout=entry.params,
+        layout=info.params,
         scratch_pointers=len(extra),
         shared=kernel.shared,
         threads=threads,

@@ -1,8 +1,8 @@
 """A process that compiles kernels, one request after another (see `util.workers`): a KernelVariant and an architecture.
 
 Triton, 3.6 and 3.7: `triton.compile`, `ASTSource(fn, signature, constexprs, attrs)`, `GPUTarget`, `JITFunction`, `CUDAOptions`, and
-the fields of a kernel's metadata that `_kernel` reads.  Without a GPU they work as long as the target is given and no driver is
-asked for.  torch 2.11 to 2.13: `torch._inductor.runtime.triton_helpers`, for the kernels that Inductor writes.
+the fields of a kernel's metadata that `compile_variant` reads.  They need no GPU when the target is given.  torch 2.11 to 2.13:
+`torch._inductor.runtime.triton_helpers`, for the kernels that Inductor writes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,18 @@ def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
         {(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible},
     )
     made = triton.compile(source, target=GPUTarget("cuda", architectures.arch(arch).capability, 32), options=options)
-    return _kernel(made)
+    found = made.metadata
+    return KernelImage(
+        image=made.asm["cubin"],
+        symbol=found.name,
+        shared=found.shared,
+        tensor_columns=getattr(found, "tmem_size", None) or 0,
+        warps=found.num_warps,
+        blocks=found.num_ctas,
+        global_scratch=found.global_scratch_size,
+        profile_scratch=found.profile_scratch_size,
+        cooperative=found.launch_cooperative_grid,
+    )
 
 
 def define(variant: KernelVariant) -> Any:
@@ -83,21 +94,6 @@ def define(variant: KernelVariant) -> Any:
     linecache.cache[FILE] = (len(variant.source), None, variant.source.splitlines(keepends=True), FILE)
     exec(compile(variant.source, FILE, "exec"), scope)
     return triton.jit(scope[variant.name])
-
-
-def _kernel(made: Any) -> KernelImage:
-    found = made.metadata
-    return KernelImage(
-        image=made.asm["cubin"],
-        symbol=found.name,
-        shared=found.shared,
-        tensor_columns=getattr(found, "tmem_size", None) or 0,
-        warps=found.num_warps,
-        blocks=found.num_ctas,
-        global_scratch=found.global_scratch_size,
-        profile_scratch=found.profile_scratch_size,
-        cooperative=found.launch_cooperative_grid,
-    )
 
 
 if __name__ == "__main__":

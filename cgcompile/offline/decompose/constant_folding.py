@@ -1,7 +1,7 @@
-"""What depends on weights alone is computed when the bundle is built: the scale of a batch normalization, a weight laid out anew.
+"""Constant folding: what depends on weights alone is computed at build time, such as the scale of a batch normalization.
 
-A view of a weight costs nothing and stays.  A result is kept when it is small, or not much larger than the weights it comes from: a
-copy in a wider type would be read from memory at every call.
+A view of a weight costs nothing and stays.  A result is folded when it is small, or not much larger than the weights it comes from:
+a copy in a wider type would be read from memory at every call.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ VIEWS = frozenset({
 """Operations whose result is another view of the same memory."""
 
 SMALL = 64 << 10
-"""Bytes of a result that is always kept."""
+"""Bytes of a result that is always folded."""
 
 GROWTH = 1.25
 """A larger result may have so many times the bytes of the weights that it comes from."""
 
 
 def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
-    """`retraced`, its graph changed in place, with what is computed now as further weights; these follow, by their contents' hash.
+    """`retraced`, its graph changed in place, with folded constants as further weights; and these constants.
 
     `values`: the program's tensors by name, on the CPU.  Weights that the program changes are left alone.
     """
@@ -47,7 +47,7 @@ def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retrac
     tensors, names = list(retraced.tensors), list(retraced.names)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     # all of them first: one may be computed from another, which is a placeholder once it is replaced
-    computed = [(node, _computed(node, derived, known)) for node in _wanted(graph, derived, known)]
+    computed = [(node, _computed(node, known)) for node in _wanted(graph, derived, known)]
     for node, made in computed:
         if made is None:
             continue
@@ -98,7 +98,7 @@ def _is_pure(node: Node) -> bool:
 
 
 def _wanted(graph: torch.fx.Graph, derived: Mapping[Node, None], known: Mapping[Node, torch.Tensor]) -> Iterator[Node]:
-    """Derived nodes that the rest of the graph reads, those below their views, each once and in order."""
+    """Derived nodes that the rest of the graph reads, without their views, each once and in order."""
     wanted: dict[Node, None] = {}
     for node in graph.nodes:
         if node in derived or node in known:
@@ -107,16 +107,16 @@ def _wanted(graph: torch.fx.Graph, derived: Mapping[Node, None], known: Mapping[
             below = each
             while below in derived and below.target in VIEWS and below.all_input_nodes:
                 below = below.all_input_nodes[0]
-            if below in derived and _from_weights(below, derived, known):
+            if below in derived and _from_weights(below, known):
                 wanted[below] = None
     yield from wanted
 
 
-def _from_weights(node: Node, derived: Mapping[Node, None], known: Mapping[Node, torch.Tensor]) -> frozenset[Node]:
+def _from_weights(node: Node, known: Mapping[Node, torch.Tensor]) -> set[Node]:
     """The weights that a node depends on."""
     found: set[Node] = set()
-    waiting = [node]
     seen: set[Node] = set()
+    waiting = [node]
     while waiting:
         each = waiting.pop()
         if each in known:
@@ -124,14 +124,14 @@ def _from_weights(node: Node, derived: Mapping[Node, None], known: Mapping[Node,
         elif each not in seen:
             seen.add(each)
             waiting += each.all_input_nodes
-    return frozenset(found)
+    return found
 
 
-def _computed(node: Node, derived: Mapping[Node, None], known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
+def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
     """The value of a node, laid out as the graph has it; None when it is not worth keeping."""
     seen = node.meta["val"]
     size = seen.numel() * seen.element_size()
-    sources = sum(value.numel() * value.element_size() for value in (known[each] for each in _from_weights(node, derived, known)))
+    sources = sum(value.numel() * value.element_size() for value in (known[each] for each in _from_weights(node, known)))
     if size > max(SMALL, GROWTH * sources) or not _is_dense(seen):
         return None
     with torch.no_grad():

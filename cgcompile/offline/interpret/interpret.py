@@ -1,9 +1,8 @@
 """The proof without a GPU: the rows of recordings run on the CPU, kernels in Triton's interpreter, over poisoned memory.
 
-What runs is what a bundle holds: grids, parameter blocks and relocations, decoded on their own (`blocks`), over one arena planned
-as in the bundle.  Where the host works between two graphs, what it takes is read, and what it makes is written, as the program's
-copies would.  What it does not show is that ptxas compiled the kernels rightly.  Each int_key has a process of its own, because
-Triton is told to interpret before it is imported.  Imports neither torch nor Triton.
+What runs is what a bundle holds: grids, parameter blocks and relocations (decoded by `assemble.block_reader`), over the bundle's
+arena plan.  Values that cross to and from the host are read and written as the program's copies would.  That ptxas compiled the
+kernels rightly is not shown.  Each int_key has a process of its own.  Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ QUIET = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""One thread per process: threads that wait for each other made a busy machine ten times slower.  And memory that is freed is kept:
-without that, every large array costs page faults (a third of the time)."""
+"""One thread per process: threads that wait for each other made a busy machine ten times slower.  Freed memory is kept: page
+faults took a third of the time."""
 
 TEMPLATE_LINES = 20
 """Lines of the loop of a matrix product's kernel."""
@@ -45,8 +44,7 @@ START = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A recording, None where nothing runs; tensors that come from outside before it, with their bytes, row-major; and the places
-    that are read when all its rows have run."""
+    """A recording (None where nothing runs), tensors that are written before it, row-major, and those that are read after it."""
 
     given: tuple[tuple[Value, bytes], ...] = field(repr=False)
     recording: Recording | None
@@ -84,11 +82,7 @@ class Outcome:
 
 
 def estimate(task: Task) -> float:
-    """How much work a key is, to compare keys of one program with each other: elements of blocks times lines of the kernel that
-    work on them, over all program instances.
-
-    The unit means nothing by itself: `interpret` measures the smallest key in seconds.
-    """
+    """How much work a key is, to compare keys of one program: elements of blocks times lines of the kernel, over all instances."""
     variants = dict(task.variants)
     total = 0.0
     for recording, node in [(each, node) for each in task.recordings for node in each.nodes]:
@@ -115,13 +109,13 @@ def interpret(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Outcome, ...]:
-    """Run recordings, those excepted whose outcome stands in `cache`, the smallest first; its time tells which others fit into
-    `budget` seconds.  These run, the others have no Outcome, and `tell` says which.  The smallest always runs.  Outcomes stand
-    in the order of `tasks`.
+    """Run recordings, those in `cache` excepted; the outcomes stand in the order of `tasks`.
 
-    `workers` processes run at a time (default: one for each processor); `folder` takes their files and logs.
+    The smallest always runs first.  Its time tells which others fit into `budget` seconds; the rest have no Outcome, and `tell`
+    says which.  `workers` processes run at a time (default: one for each processor); `folder` takes their logs.
 
-    Raises order-broken, parameter-mismatch, function-not-interpretable, read-outside, wrote-outside, kernel-asserted, kernel-unreadable, interpreter-died.
+    Raises order-broken, parameter-mismatch, function-not-interpretable, read-outside, wrote-outside, kernel-asserted,
+    kernel-unreadable, interpreter-died.
     """
     for recording in [recording for task in tasks for recording in task.recordings]:
         check_order(recording)

@@ -36,14 +36,14 @@ class LoweringJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerJob:
-    """A job as a worker is asked for it: files of the exported program and of the tensors that it takes.
+    """A job as a worker is asked for it, with a file of the exported program.
 
     `settings`: torch's switches that choose kernels; `table`: the file of measured configurations, or None for Inductor's offers
     ranked by the model of cost.
     """
 
     program: Path
-    tensors: Path
+    tensors: tuple[torch.Tensor, ...]
     layouts: Layouts
     key: IntKey
     arch: str
@@ -79,10 +79,9 @@ def lower_all(
     left = {name: job for name, job in jobs.items() if name not in known}
     files = _saved([job.program for job in left.values()], folder)
     requests = {}
-    for number, (name, job) in enumerate(left.items()):
-        torch.save(job.tensors, tensors := folder / f"tensors{number}")
+    for name, job in left.items():
         content = WorkerJob(
-            program=files[id(job.program)], tensors=tensors, layouts=job.layouts,
+            program=files[id(job.program)], tensors=job.tensors, layouts=job.layouts,
             key=name[1], arch=arch, settings=settings(), table=table,
         )  # fmt: skip
         requests[name] = Request(content=content, what=f"lowering {name[0]} for int_key {name[1]}")

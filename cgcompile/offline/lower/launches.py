@@ -1,6 +1,6 @@
-"""Runs the wrapper that Inductor wrote with stand-ins for its tensors and kernels, and writes down what it does.
+"""Runs the wrapper that Inductor wrote with objects in place of its tensors and kernels, and records what it does.
 
-The stand-ins of one buffer share a handle; when the wrapper drops the last of them, Python drops the handle, and that is the
+The tensors of one buffer share a handle.  When the wrapper drops the last of them, Python drops the handle, and that is the
 buffer's release.  So reuse, views and in-place kernels need no rules of their own.
 
 What Inductor's wrapper uses (torch 2.11, 2.13): the names in `_namespace`.
@@ -38,10 +38,7 @@ class RecordedCalls:
 
 
 def record_calls(wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load) -> RecordedCalls:
-    """Run the wrapper's `call` on stand-ins for `tensors`, whose kinds and names are `names`.
-
-    Raises constant-unknown, lowering-broken.
-    """
+    """Run the wrapper's `call` for `tensors`, whose kinds and names are `names`.  Raises constant-unknown, lowering-broken."""
     log = _Log(load=load)
     given = [log.given(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
     inputs = tuple([value.tensor() for value in given])
@@ -51,31 +48,17 @@ def record_calls(wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[
     if len(outputs) != len(results) and not log.unknown:
         raise BuildError("lowering-broken", f"the wrapper returned {[type(value).__name__ for value in results]}, expected tensors")
     events = tuple(log.events)  # before `results` are dropped: outputs live to the end
-    return RecordedCalls(
-        buffers=tuple(log.buffers),
-        variants=tuple(log.variants),
-        events=events,
-        inputs=inputs,
-        outputs=outputs,
-        unknown=tuple(dict.fromkeys(log.unknown)),
-    )
+    return log.recorded(events, inputs, outputs)
 
 
 def record_passthrough(tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], outputs: Sequence[int]) -> RecordedCalls:
-    """A program without operations: outputs are tensors that it was given, by position."""
-    log = _Log(load=lambda source: _impossible(source.name))
+    """A program without operations: its outputs are inputs, by position."""
+    log = _Log()
     given = [log.given(kind, name, tensor).tensor() for (kind, name), tensor in zip(names, tensors, strict=True)]
-    return RecordedCalls(
-        buffers=tuple(log.buffers),
-        variants=(),
-        events=(),
-        inputs=tuple(given),
-        outputs=tuple([given[index] for index in outputs]),
-        unknown=(),
-    )
+    return log.recorded((), tuple(given), tuple([given[index] for index in outputs]))
 
 
-# --- stand-ins ------------------------------------------------------------------------------------------------
+# --- tensors ------------------------------------------------------------------------------------------------
 
 
 class _Handle:
@@ -122,34 +105,31 @@ class WrapperTensor:
         return span(self.shape, self.strides) * self.dtype.itemsize
 
     def zero_(self) -> WrapperTensor:
-        """Inductor clears workspaces so, which are dense."""
-        if span(self.shape, self.strides) != math.prod(self.shape):
-            raise BuildError("lowering-broken", f"the wrapper clears a tensor with gaps: {self.shape}, strides {self.strides}")
+        """Inductor clears workspaces so."""
+        self._dense("clears")
         self.log.events.append(Fill(target=self.pointer(), value=0, element=1, count=self.span()))
         return self
 
     def copy_(self, source: Any, non_blocking: bool = False) -> WrapperTensor:
         """A copy between equal layouts."""
-        dense = span(self.shape, self.strides) == math.prod(self.shape)
-        if not isinstance(source, WrapperTensor) or (source.shape, source.strides, source.dtype) != (
-            self.shape,
-            self.strides,
-            self.dtype,
-        ):
-            raise BuildError(
-                "lowering-broken", f"the wrapper copies between different layouts: {source} to {self.shape}, {self.strides}"
-            )
-        if not dense:
-            raise BuildError("lowering-broken", f"the wrapper copies a tensor with gaps: {self.shape}, strides {self.strides}")
+        layout = self.shape, self.strides, self.dtype
+        if not isinstance(source, WrapperTensor) or (source.shape, source.strides, source.dtype) != layout:
+            text = f"the wrapper copies between different layouts: {source} to {self.shape}, {self.strides}"
+            raise BuildError("lowering-broken", text)
+        self._dense("copies")
         self.log.events.append(Copy(source=source.pointer(), target=self.pointer(), nbytes=self.span()))
         return self
+
+    def _dense(self, verb: str) -> None:
+        if span(self.shape, self.strides) != math.prod(self.shape):
+            raise BuildError("lowering-broken", f"the wrapper {verb} a tensor with gaps: {self.shape}, strides {self.strides}")
 
     def __getattr__(self, name: str) -> Any:
         raise BuildError("lowering-broken", f"the wrapper uses a tensor's {name!r}")
 
 
 class UnknownCall:
-    """The result of something that is no Triton kernel: goes wherever a tensor goes, so that all such calls are found."""
+    """The result of what is no Triton kernel.  It goes wherever a tensor goes, so that all such calls are found."""
 
     def __init__(self, log: _Log, name: str) -> None:
         self._log = log
@@ -172,12 +152,22 @@ class UnknownCall:
 class _Log:
     """What has been seen so far."""
 
-    load: Load
+    load: Load | None = None
     buffers: list[Buffer] = field(default_factory=list)
     variants: list[KernelVariant] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     kernels: dict[tuple[str, str], WrapperKernel] = field(default_factory=dict)
+
+    def recorded(self, events: tuple[Event, ...], inputs: tuple[BufferView, ...], outputs: tuple[BufferView, ...]) -> RecordedCalls:
+        return RecordedCalls(
+            buffers=tuple(self.buffers),
+            variants=tuple(self.variants),
+            events=events,
+            inputs=inputs,
+            outputs=outputs,
+            unknown=tuple(dict.fromkeys(self.unknown)),
+        )
 
     def given(self, kind: str, name: str, tensor: torch.Tensor) -> WrapperTensor:
         """An input or a weight, which is never released."""
@@ -198,21 +188,20 @@ class _Log:
     def launch(self, source: KernelSource, arguments: Sequence[Any]) -> None:
         if any(isinstance(value, UnknownCall) for value in arguments):
             return  # the program is refused in any case
+        assert self.load is not None
         key = (source.name, source.text)
         if key not in self.kernels:
             self.kernels[key] = self.load(source)
         kernel = self.kernels[key]
         if len(arguments) != len(kernel.parameters):
-            raise BuildError(
-                "lowering-broken", f"kernel {source.name}: called with {len(arguments)} arguments, takes {kernel.parameters}"
-            )
+            text = f"called with {len(arguments)} arguments, takes {kernel.parameters}"
+            raise BuildError("lowering-broken", f"kernel {source.name}: {text}")
         values = dict(zip(kernel.parameters, arguments, strict=True))
         _check_strides(kernel.variant, values)
         grid = kernel.grid({name: value for name, value in values.items() if not isinstance(value, WrapperTensor)})
-        passed: list[Pointer | int | float] = []
-        for name, kind in kernel.variant.signature:
-            if kind != "constexpr":
-                passed.append(_argument(source.name, name, kind, values[name]))
+        passed = [
+            _argument(source.name, name, kind, values[name]) for name, kind in kernel.variant.signature if kind != "constexpr"
+        ]
         if kernel.variant not in self.variants:
             self.variants.append(kernel.variant)
         variant = self.variants.index(kernel.variant)
@@ -226,39 +215,31 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _argument(kernel: str, name: str, kind: str, value: Any) -> Pointer | int | float:
+    what = f"kernel {kernel}: argument {name}"
     if kind.startswith("*"):
         if not isinstance(value, WrapperTensor):
-            raise ModelError(
-                "constant-unknown",
-                f"kernel {kernel}: argument {name} is {type(value).__name__}, a tensor that Inductor made itself",
-            )
+            raise ModelError("constant-unknown", f"{what} is {type(value).__name__}, a tensor that Inductor made itself")
         return value.pointer()
     if not isinstance(value, int | float):
-        raise BuildError("lowering-broken", f"kernel {kernel}: argument {name} of type {kind} is {type(value).__name__}")
+        raise BuildError("lowering-broken", f"{what} of type {kind} is {type(value).__name__}")
     return value
 
 
 def _check_strides(variant: KernelVariant, values: Mapping[str, Any]) -> None:
-    """A kernel of ours has its tensors' strides as constants, TENSOR_stride_AXIS: Inductor must not have laid them out anew."""
+    """Inductor must not have changed the strides that a kernel of ours has as constants, TENSOR_stride_AXIS."""
     for name, wanted in variant.constants:
         tensor, found, axis = name.rpartition("_stride_")
         given = values.get(tensor)
         if found and isinstance(given, WrapperTensor) and given.shape[int(axis)] > 1 and given.strides[int(axis)] != wanted:
-            raise BuildError(
-                "lowering-broken",
-                f"kernel {variant.name}: {tensor} has strides {given.strides}, {wanted} was expected for axis {axis}",
-            )
-
-
-def _impossible(name: str) -> WrapperKernel:
-    raise BuildError("lowering-broken", f"a program without operations launches {name}")
+            text = f"{tensor} has strides {given.strides}, {wanted} was expected for axis {axis}"
+            raise BuildError("lowering-broken", f"kernel {variant.name}: {text}")
 
 
 # --- the wrapper's names --------------------------------------------------------------------------------------
 
 
-class _Kernels:
-    """Stands for a kernel of the wrapper."""
+class _CalledKernel:
+    """A kernel of the wrapper."""
 
     def __init__(self, log: _Log, source: KernelSource) -> None:
         self._log = log
@@ -272,12 +253,12 @@ class _Kernels:
 
 
 def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
-    """The wrapper's module, executed, with stand-ins in the place of what it imports."""
+    """The wrapper's module, executed, with what it imports replaced."""
     scope: dict[str, Any] = {"__name__": "wrapper"}
     exec(compile(wrapper, "<wrapper>", "exec"), scope)
     for name, value in list(scope.items()):
         if isinstance(value, KernelSource):
-            scope[name] = _Kernels(log, value)
+            scope[name] = _CalledKernel(log, value)
     cuda = SimpleNamespace(_DeviceGuard=lambda index: contextlib.nullcontext(), set_device=lambda index: None)
     scope |= {
         "empty_strided_cuda": log.empty,
@@ -298,7 +279,7 @@ def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
 
 
 class _Torch:
-    """Stands for `torch`: types and devices are real, the device guard does nothing, the rest is unknown."""
+    """`torch` for the wrapper: types and devices are real, the device guard does nothing, the rest is unknown."""
 
     def __init__(self, log: _Log, cuda: Any) -> None:
         self._log = log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import torch
 
@@ -10,7 +11,9 @@ from ...targets.architectures import arch
 from ...targets.cuda.tensors import apply_settings
 from ...util.workers import serve
 from ..lowered import Lowered
-from ..tuning.measurements import choose_with, split_factor_with
+from ..tuning.cost_model import choose
+from ..tuning.measurements import read_table
+from ..tuning.split_factors import split_factor
 from .inductor import lower_key
 from .jobs import WorkerJob
 
@@ -19,15 +22,15 @@ def work(job: WorkerJob) -> Lowered:
     """What the job's program was lowered to."""
     warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
     apply_settings(job.settings)
-    target = arch(job.arch)
+    target, table = arch(job.arch), read_table(job.table) if job.table else {}
     return lower_key(
         torch.export.load(job.program),
         job.key,
-        torch.load(job.tensors),
+        job.tensors,
         target,
         layouts=job.layouts,
-        choose=choose_with(job.table),
-        pieces=split_factor_with(job.table, target),
+        choose=partial(choose, table=table),
+        split_factor=partial(split_factor, arch=target, table=table),
     )
 
 

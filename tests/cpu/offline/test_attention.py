@@ -19,11 +19,10 @@ from torch import nn
 from cgbundle.format import safetensors
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.block_reader import FORMATS
-from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.compile.kernels import CompiledKernel, finish
 from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import attention
-from cgcompile.offline.decompose.attention import choose
+from cgcompile.offline.decompose.attention import choose_blocks
 from cgcompile.offline.interpret.interpret import Stage, Task, interpret
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lowered import KernelVariant, Launch, Lowered
@@ -31,6 +30,7 @@ from cgcompile.targets.architectures import ARCHES, Arch, arch
 from cgcompile.targets.cuda.memory_layout import PAD, align
 from cgcompile.targets.cuda.tensors import row_major
 from tests.cpu.offline.written_rows import tensor_of
+from tests.helpers.lowered_programs import assembled
 from tests.helpers.raising import raises
 
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -141,18 +141,17 @@ def test_long_ones_that_do_not_fit_are_refused() -> None:
 
 
 def test_other_strides_than_traced_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = attention._step
-    monkeypatch.setattr(attention, "_step", lambda tensor, axis: honest(tensor, axis) + (axis == 2))
+    honest = attention._stride
+    monkeypatch.setattr(attention, "_stride", lambda tensor, axis: honest(tensor, axis) + (axis == 2))
     with raises("lowering-broken", match=r"query has strides \(640, 320, 16, 1\), 17 was expected for axis 2"):
         attended((1, 2, 20, 16), (1, 2, 20, 16))
 
 
-def test_float32_is_switchable() -> None:
+def test_float32_is_multiplied_as_three_products_of_tf32() -> None:
     tensors = (torch.randn(1, 2, 20, 16),)
     program = torch.export.export(Of(lambda x: F.scaled_dot_product_attention(x, x, x)), tensors)
-    for how in ("tf32x3", "ieee"):
-        (variant,) = lower_key(program, (1,), tensors, arch("sm_90"), float32=how).variants
-        assert variant.source.count(f'input_precision="{how}"') == 2 and "allow_tf32" not in variant.source
+    (variant,) = lower_key(program, (1,), tensors, arch("sm_90")).variants
+    assert variant.source.count('input_precision="tf32x3"') == 2 and "allow_tf32" not in variant.source
 
 
 def test_equal_each_time() -> None:
@@ -182,7 +181,7 @@ def test_fits_into_the_smallest_and_the_newest(width: int, dtype: torch.dtype) -
 )
 def test_blocks_fit_and_keep_processors_busy(problem: tuple[int, ...], item: int, target: Arch) -> None:
     heads, rows, columns, width, depth = problem
-    blocks = choose(problem, item, target.multiprocessors, target.shared_optin)
+    blocks = choose_blocks(problem, item, target.multiprocessors, target.shared_optin)
     least = item * (blocks.rows * width + blocks.stages * blocks.columns * (width + depth))
     assert least <= target.shared_optin
     assert blocks.rows == 16 or heads * math.ceil(rows / blocks.rows) >= target.multiprocessors
@@ -277,7 +276,7 @@ def interpreted(traced: Lowered, tensors: Sequence[torch.Tensor], folder: Path) 
     for tensor in tensors:
         starts.append(end)
         end = align(end + tensor.numel() * tensor.element_size())
-    graph = assemble(traced, compiled, plan(traced), {}, starts)
+    graph = assembled(traced, compiled, plan(traced), {}, starts)
     with open(folder / "weights.safetensors", "wb") as file:
         safetensors.write(file, {})
     given = tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, tensors, strict=True))

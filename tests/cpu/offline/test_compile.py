@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.lowered_programs import assembled
 from tests.helpers.raising import raises
 
 pytest.importorskip("triton")
@@ -20,7 +21,6 @@ pytest.importorskip("triton")
 from cgbundle.tables import codec as tables
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.plan_check import check_plan
-from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.compile.cubin_info import read_kernel_info
 from cgcompile.offline.compile.kernels import CompiledKernel, KernelImage, compile_variants, finish
 from cgcompile.offline.compile.worker import first_line
@@ -379,7 +379,7 @@ def test_a_program_of_real_kernels_becomes_rows(cache: Path) -> None:
     placed = plan(program)
     check_plan(program, placed)
     assert placed.bound == 3 * 4 * 128 * 128
-    graph = assemble(program, made, placed, {"w": 0}, (0,))
+    graph = assembled(program, made, placed, {"w": 0}, (0,))
     data = tables.encode(graph.recording)
     memories = {"weights": 1 << 20, "inputs": 1 << 20, "arena": graph.arena}
     tables.check(tables.Table(data, "t"), "t", memories, {kernel.sha256 for kernel in made})

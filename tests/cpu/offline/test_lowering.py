@@ -22,15 +22,13 @@ from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
 from cgcompile.offline.assemble.arena import lifetimes
 from cgcompile.offline.compile.worker import compile_variant
-from cgcompile.offline.decompose import convolutions
-from cgcompile.offline.decompose import decompositions as decomposing
-from cgcompile.offline.decompose import sort as ordering
+from cgcompile.offline.decompose import convolutions, decompositions, sort
 from cgcompile.offline.lower import fake_device
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lower.launches import record_calls
 from cgcompile.offline.lower.variants import BLOCKS
 from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Lowered, Pointer, Release
-from cgcompile.offline.tuning import cost_model as choosing
+from cgcompile.offline.tuning import cost_model
 from cgcompile.targets.architectures import arch
 from tests.helpers.raising import raises
 
@@ -183,15 +181,15 @@ def test_attention(dtype: torch.dtype) -> None:
     assert ("*bf16" in kinds) == (dtype == torch.bfloat16) and "*i64" in kinds
 
 
-def test_float32_is_switchable() -> None:
-    variants = of(lambda m, x: x @ m.weight, float32="ieee").variants
-    assert 'input_precision="ieee"' in variants[0].source
+def test_float32_is_multiplied_as_three_products_of_tf32() -> None:
+    variants = of(lambda m, x: x @ m.weight).variants
+    assert 'input_precision="tf32x3"' in variants[0].source
 
 
 def test_choose_decides() -> None:
-    asked: list[choosing.Problem] = []
+    asked: list[cost_model.Problem] = []
 
-    def largest(problem: choosing.Problem, candidates: object, target: object) -> tuple[int, str]:
+    def largest(problem: cost_model.Problem, candidates: object, target: object) -> tuple[int, str]:
         asked.append(problem)
         blocks = [one.block_m * one.block_n for one in candidates]  # type: ignore[attr-defined]
         return blocks.index(max(blocks)), "table"
@@ -208,11 +206,11 @@ def test_choose_decides() -> None:
 def test_convolution() -> None:
     model = nn.Sequential(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU()).half()
     model = model.to(memory_format=torch.channels_last)
-    asked: list[choosing.Problem] = []
+    asked: list[cost_model.Problem] = []
 
-    def choose(problem: choosing.Problem, *rest: object) -> tuple[int, str]:
+    def choose(problem: cost_model.Problem, *rest: object) -> tuple[int, str]:
         asked.append(problem)
-        return choosing.choose(problem, *rest)  # type: ignore[arg-type]
+        return cost_model.choose(problem, *rest)  # type: ignore[arg-type]
 
     def pictures(batch: int) -> tuple[torch.Tensor, ...]:
         return (torch.randn(batch, 16, 16, 16, dtype=torch.float16).to(memory_format=torch.channels_last),)
@@ -455,9 +453,11 @@ def test_products_as_sums(dtype: torch.dtype, shape: tuple[int, int, int]) -> No
     m, n, k = shape
     a, b = (torch.randn(m, k) * 9).to(dtype), (torch.randn(k, n) * 9).to(dtype)
     added = torch.ones(n, dtype=dtype)
-    torch.testing.assert_close(decomposing.product(a, b), a @ b)
-    torch.testing.assert_close(decomposing.product(a.expand(2, m, k), b.expand(2, k, n)), (a @ b).expand(2, m, n))
-    torch.testing.assert_close(decomposing.added_product(added, a, b, beta=2, alpha=3), torch.addmm(added, a, b, beta=2, alpha=3))
+    torch.testing.assert_close(decompositions.product(a, b), a @ b)
+    torch.testing.assert_close(decompositions.product(a.expand(2, m, k), b.expand(2, k, n)), (a @ b).expand(2, m, n))
+    torch.testing.assert_close(
+        decompositions.added_product(added, a, b, beta=2, alpha=3), torch.addmm(added, a, b, beta=2, alpha=3)
+    )
 
 
 @pytest.mark.parametrize(("causal", "mask"), [(False, ""), (True, ""), (False, "bool"), (False, "float")])
@@ -469,7 +469,7 @@ def test_attentions(causal: bool, mask: str) -> None:
         masks["bool"][1] = False  # a row that sees nothing gives zeros
     options = {"attn_mask": masks[mask], "is_causal": causal, "scale": 0.3, "enable_gqa": True}
     expected = F.scaled_dot_product_attention(query, key, value, **options)
-    torch.testing.assert_close(decomposing.attention(query, key, value, **options), expected)
+    torch.testing.assert_close(decompositions.attention(query, key, value, **options), expected)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -479,7 +479,7 @@ def test_bags(mode: str, last: bool) -> None:
     offsets = torch.tensor([0, 3, 3, 7, 9] if last else [0, 3, 3, 7])
     number = ("sum", "mean", "max").index(mode)
     expected = F.embedding_bag(indices, weight, offsets, mode=mode, include_last_offset=last, padding_idx=2)
-    made = decomposing.embedding_bag(weight, indices, offsets, mode=number, include_last_offset=last, padding_idx=2)[0]
+    made = decompositions.embedding_bag(weight, indices, offsets, mode=number, include_last_offset=last, padding_idx=2)[0]
     torch.testing.assert_close(made, expected)
 
 
@@ -488,18 +488,18 @@ HARD = torch.tensor([[math.inf, 1.0, 1.0, math.nan, -math.inf, 0.0], [2.0, -math
 
 @pytest.mark.parametrize("descending", [False, True])
 def test_sort_counts(descending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordering, "SORTED", 4)
+    monkeypatch.setattr(sort, "SORTED", 4)
     for x in (HARD, torch.randint(-3, 3, (5, 40)), torch.randn(3, 7, 5)):
-        made = ordering.sort(x, dim=1, descending=descending, stable=True)
+        made = sort.sort(x, dim=1, descending=descending, stable=True)
         torch.testing.assert_close(made, tuple(torch.sort(x, dim=1, descending=descending, stable=True)), equal_nan=True)
-    assert ordering.sort(torch.randn(4), dim=0) is NotImplemented
+    assert sort.sort(torch.randn(4), dim=0) is NotImplemented
 
 
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("k", [1, 5, 20])
 def test_topk_looks(k: int, largest: bool) -> None:
     for x in (HARD[:, : max(k, 6)] if k <= 6 else torch.randn(2, 30), torch.randint(-3, 3, (5, 40))):
-        values, where = ordering.topk(x, k, 1, largest)
+        values, where = sort.topk(x, k, 1, largest)
         torch.testing.assert_close(values, torch.topk(x, k, 1, largest)[0], equal_nan=True)
         torch.testing.assert_close(x.gather(1, where), values, equal_nan=True)
         assert all(len(set(row)) == k for row in where.tolist())
@@ -508,7 +508,7 @@ def test_topk_looks(k: int, largest: bool) -> None:
 def test_distances_and_trilinear() -> None:
     a, b = torch.randn(2, 5, 3), torch.randn(2, 4, 3)
     for p in (1.0, 2.0, math.inf):
-        torch.testing.assert_close(decomposing.distances(a, b, p, None), torch.cdist(a, b, p))
+        torch.testing.assert_close(decompositions.distances(a, b, p, None), torch.cdist(a, b, p))
     x, y = torch.randn(5, 3), torch.randn(5, 4)
     weight = torch.randn(6, 3, 4)
-    torch.testing.assert_close(decomposing.trilinear(x, weight, y, [1, 3], [0], [1, 2], [2, 3]), F.bilinear(x, y, weight))
+    torch.testing.assert_close(decompositions.trilinear(x, weight, y, [1, 3], [0], [1, 2], [2, 3]), F.bilinear(x, y, weight))

@@ -68,13 +68,11 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, table
 def test_the_measured_configuration_is_chosen(file: Path) -> None:
     by_model, how = choose(PRODUCT, [LARGE, SMALL], H200)
     assert ([LARGE, SMALL][by_model], how) == (SMALL, "heuristic"), "the model of cost would have it otherwise"
-    assert tuned.choose_with(file)(PRODUCT, [SMALL, LARGE], H200) == (1, "table")
-    assert tuned.choose_with(None)(PRODUCT, [LARGE, SMALL], H200) == (by_model, how)
+    assert choose(PRODUCT, [SMALL, LARGE], H200, tuned.read_table(file)) == (1, "table")
 
 
-def test_measured_pieces_are_used(file: Path) -> None:
-    assert tuned.pieces_with(file, H200)(PRODUCT) == 4
-    assert tuned.pieces_with(None, H200)(PRODUCT) == split_factor(PRODUCT, H200)
+def test_measured_split_factors_are_used(file: Path) -> None:
+    assert split_factor(PRODUCT, H200, tuned.read_table(file)) == 4
 
 
 def test_a_target_without_measurements_has_no_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,10 +101,9 @@ def test_a_broken_file_is_named(file: Path, broken) -> None:
     changed = broken(file.read_text())
     assert changed != file.read_text()
     file.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
-    for use in (tuned.read_table, tuned.choose_with, lambda path: tuned.pieces_with(path, H200)):
-        with raises("measurements-broken") as caught:
-            use(file)
-        assert str(caught.value).startswith(f"{file}: ") and "\n" not in str(caught.value) and caught.value.hint
+    with raises("measurements-broken") as caught:
+        tuned.read_table(file)
+    assert str(caught.value).startswith(f"{file}: ") and "\n" not in str(caught.value) and caught.value.hint
 
 
 @pytest.mark.parametrize("target", [row.name for row in ARCHES if tuned.table_file(row.name)])

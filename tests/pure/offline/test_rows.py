@@ -20,8 +20,8 @@ from cgbundle.tables.recording import Address, Edge, KernelNode, MemcpyNode, Mem
 from cgcompile.errors import BuildError
 from cgcompile.offline.assemble.arena import Plan, plan
 from cgcompile.offline.assemble.parameter_block import scalar
-from cgcompile.offline.assemble.rows import Graph, assemble, assemble_chain
-from cgcompile.offline.compile.cubin_info import KernelInfo, read_kernel_info, read_parameters
+from cgcompile.offline.assemble.rows import Graph, assemble
+from cgcompile.offline.compile.cubin_info import KernelInfo, read_kernel_info
 from cgcompile.offline.compile.kernels import CompiledKernel
 from cgcompile.offline.lowered import (
     INPUT,
@@ -43,6 +43,7 @@ from cgcompile.offline.lowered import (
     Release,
 )
 from cgcompile.targets.cuda.elf import EM_CUDA
+from tests.helpers.lowered_programs import assembled
 from tests.helpers.raising import raises
 
 WEIGHTS_AT, INPUTS_AT, ARENA_AT = map(MEMORIES.index, ("weights", "inputs", "arena"))
@@ -119,7 +120,7 @@ def traced(*events: Event, variants: tuple[KernelVariant, ...] = (variant(),), o
 
 
 def rows(program: Lowered, *kernels: CompiledKernel, weights: dict[str, int] | None = None) -> Graph:
-    return assemble(program, kernels or (compiled(),), plan(program), weights or {"layer.weight": 4096}, (0, 256))
+    return assembled(program, kernels or (compiled(),), plan(program), weights or {"layer.weight": 4096}, (0, 256))
 
 
 def verify(graph: Graph, kernels: Sequence[CompiledKernel]) -> None:
@@ -177,7 +178,7 @@ def test_every_section_of_a_chain_is_a_recording_over_the_same_memory() -> None:
         RegionEvents(name="graph-2", start=2, stop=4, inputs=(tensor(place(FIRST, 64), 128),), outputs=program.outputs),
     )
     found = plan(program)
-    first, second = assemble_chain(
+    first, second = assemble(
         LoweredProgram(lowered=program, regions=sections), [compiled()], found, {"layer.weight": 4096}, (0, 256)
     )
     assert [len(graph.recording.nodes) for graph in (first, second)] == [1, 2]
@@ -343,9 +344,9 @@ def test_fills_that_no_driver_takes_and_buffers_without_a_place_are_refused() ->
     with raises("place-invalid", match=r"buffer 0 \(weight layer.weight\) has no place"):
         rows(program, weights={"other": 0})
     with raises("place-invalid", match=r"buffer 2 \(temporary buf0\) has no place"):
-        assemble(program, [compiled()], Plan(offsets={}, arena=256, bound=0), {"layer.weight": 0}, (0, 256))
+        assembled(program, [compiled()], Plan(offsets={}, arena=256, bound=0), {"layer.weight": 0}, (0, 256))
     with raises("place-invalid", match=r"buffer 1 \(input 1\) has no place"):
-        assemble(program, [compiled()], plan(program), {"layer.weight": 0}, (0,))
+        assembled(program, [compiled()], plan(program), {"layer.weight": 0}, (0,))
 
 
 # --- numbers --------------------------------------------------------------------------------------------------
@@ -426,10 +427,8 @@ def test_a_layout_is_read_in_the_parameters_order() -> None:
     assert read_kernel_info(cubin(GOOD), "kernel") == KernelInfo(
         params=((0, 8), (8, 2), (16, 8)), threads=(256, 1, 1), cluster=(2, 1, 1)
     )
-    assert read_parameters(cubin(large_parameter(1, 8, 5000) + large_parameter(0, 0, 8) + total(5008)), "kernel") == (
-        (0, 8),
-        (8, 5000),
-    )
+    large = cubin(large_parameter(1, 8, 5000) + large_parameter(0, 0, 8) + total(5008))
+    assert read_kernel_info(large, "kernel").params == ((0, 8), (8, 5000))
     assert read_kernel_info(cubin(b""), "kernel") == KernelInfo(params=(), threads=None, cluster=None)
 
 

@@ -118,7 +118,7 @@ def test_a_value_is_the_same_buffer_in_every_region() -> None:
 
 
 def test_inputs_and_weights_stand_once_and_what_the_host_makes_behind_the_calls() -> None:
-    buffers = chain_of_three().traced.buffers
+    buffers = chain_of_three().lowered.buffers
     assert [(buffer.kind, buffer.name) for buffer in buffers if buffer.kind != TEMPORARY] == [
         (INPUT, "0"), (WEIGHT, "w"), (INPUT, "1"),
     ]  # fmt: skip
