@@ -19,17 +19,15 @@ from typing import Any
 import torch
 import torch._inductor.config
 import tune_models
-from torch._inductor.virtualized import V
 
 from cgcompile.errors import BuildError
 from cgcompile.offline.build import cache_folder
 from cgcompile.offline.compile.kernels import compile_variants
 from cgcompile.offline.decompose.retrace import Retraced, retrace
-from cgcompile.offline.lower import inductor as lowering
 from cgcompile.offline.lower.fake_device import fake_device
-from cgcompile.offline.lower.variants import load
+from cgcompile.offline.lower.inductor import lower_graph
 from cgcompile.offline.lowered import Launch, Lowered, Pointer
-from cgcompile.offline.tuning import cost_model as choosing
+from cgcompile.offline.tuning import cost_model
 from cgcompile.offline.tuning.cost_model import Candidate, Problem
 from cgcompile.targets.architectures import Arch, arch
 
@@ -134,7 +132,7 @@ def candidates(graph: Retraced, target: Arch) -> list[tuple[Problem, Candidate, 
 
     def first(problem: Problem, given: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:
         offered.setdefault(problem, tuple(given))
-        return choosing.choose(problem, given, arch)
+        return cost_model.choose(problem, given, arch)
 
     try:
         lowered(graph, target, first)
@@ -143,30 +141,21 @@ def candidates(graph: Retraced, target: Arch) -> list[tuple[Problem, Candidate, 
         return []
     found = []
     for problem, given in offered.items():
-        fitting = [index for index, each in enumerate(given) if choosing.fits(problem, each, target)]
-        fitting.sort(key=lambda index: choosing.cost(problem, given[index], target))
+        fitting = [index for index, each in enumerate(given) if cost_model.fits(problem, each, target)]
+        fitting.sort(key=lambda index: cost_model.cost(problem, given[index], target))
         for index in fitting[:MOST]:
             found.append((problem, given[index], lowered(graph, target, partial(always, given[index]))))
     return found
 
 
 def always(candidate: Candidate, problem: Problem, listed: Sequence[Candidate], arch: Arch) -> tuple[int, str]:
-    """`choosing.choose` that has no choice."""
+    """`cost_model.choose` that has no choice."""
     return list(listed).index(candidate), "measured"
 
 
 def lowered(graph: Retraced, target: Arch, choose: Any) -> Lowered:
-    """`lowering.lower_key` from the graph on."""
-    chosen: dict[Any, str] = {}
-    known = torch._inductor.config.get_config_copy()
-    options = {name: value for name, value in lowering.OPTIONS.items() if name in known}
-    handler = lowering._Choices(target, choose, chosen)
-    with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad():
-        followed = lowering._follow(graph, (), lambda source: load(source, chosen, "tf32x3"))
-    return Lowered(
-        key=(), buffers=followed.buffers, variants=followed.variants, events=followed.events, inputs=followed.inputs,
-        outputs=followed.outputs,
-    )  # fmt: skip
+    """`inductor.lower_key` from the graph on."""
+    return lower_graph(graph, (), target, (), choose)[0]
 
 
 def compile_all(variants: list[Any], target: Arch) -> dict[Any, Any]:

@@ -75,29 +75,21 @@ def _weights(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> dict[Nod
     return found
 
 
-def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> dict[Node, None]:
-    """Nodes that compute one tensor from weights, from other such nodes, and from nothing (a range, a constant)."""
-    free: set[Node] = set()
-    derived: dict[Node, None] = {}
+def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[Node]:
+    """Nodes that compute one tensor from weights, from other such nodes, or from nothing (a range, a constant)."""
+    derived: set[Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor) or not _is_pure(node):
-            continue
-        given = node.all_input_nodes
-        if not given:
-            free.add(node)
-        elif all(each in known or each in derived or each in free for each in given):
-            if any(each not in free for each in given):
-                derived[node] = None
-            else:
-                free.add(node)
-    return derived | dict.fromkeys(free)
+        computes = node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and _is_pure(node)
+        if computes and all(each in known or each in derived for each in node.all_input_nodes):
+            derived.add(node)
+    return derived
 
 
 def _is_pure(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not node.is_impure()
 
 
-def _wanted(graph: torch.fx.Graph, derived: Mapping[Node, None], known: Mapping[Node, torch.Tensor]) -> Iterator[Node]:
+def _wanted(graph: torch.fx.Graph, derived: set[Node], known: Mapping[Node, torch.Tensor]) -> Iterator[Node]:
     """Derived nodes that the rest of the graph reads, without their views, each once and in order."""
     wanted: dict[Node, None] = {}
     for node in graph.nodes:

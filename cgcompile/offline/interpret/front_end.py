@@ -197,18 +197,19 @@ def install(memory: Memory) -> tuple[Builder, ControlFlow]:
     interpreter.InterpretedFunction.rewrite = rewrite
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
-    def reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: Any) -> Any:
-        items = input if isinstance(input, tuple) else (input,)
-        result = reductions.reduce(builder, items, _plain(axis), combine_fn, bool(_plain(keep_dims)))
-        return result if isinstance(input, tuple) else result[0]
+    def over_tuples(work: Callable[..., Any], flag: str) -> Callable[..., Any]:
+        """`work`, which takes tuples of tensors, for one tensor as well; `flag` names its last argument."""
 
-    def scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> Any:
-        items = input if isinstance(input, tuple) else (input,)
-        result = reductions.scan(builder, items, _plain(axis), combine_fn, bool(_plain(reverse)))
-        return result if isinstance(input, tuple) else result[0]
+        def call(input: Any, axis: Any, combine_fn: Any, last: Any = False, **named: Any) -> Any:
+            items = input if isinstance(input, tuple) else (input,)
+            result = work(builder, items, _plain(axis), combine_fn, bool(_plain(named.get(flag, last))))
+            return result if isinstance(input, tuple) else result[0]
+
+        return call
 
     for module in (tl, tl.core):
-        module.reduce, module.associative_scan = reduce, scan
+        module.reduce = over_tuples(reductions.reduce, "keep_dims")
+        module.associative_scan = over_tuples(reductions.scan, "reverse")
         module.static_print = lambda *args, **kwargs: None
     tl.tensor.__bool__ = lambda self: True  # Triton's own code asks for `if mask`: a tensor is there
     tl.tensor.__index__ = lambda self: int(control_flow.number(self))

@@ -35,7 +35,7 @@ from ..lowered import BufferView, Lowered
 from ..tuning.cost_model import Candidate, Problem
 from ..tuning.cost_model import choose as choose_candidate
 from .fake_device import fake_device
-from .launches import RecordedCalls, record_calls, record_passthrough
+from .launches import record_calls
 from .variants import Configuration, load
 
 Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
@@ -114,29 +114,43 @@ def lower_key(
         }
         retraced, constants = fold(retrace(program, tensors, layouts), held)
         retraced = split_k(retraced, arch.name, split_factor)
-        handler = _Choices(arch, choose)
-        known = torch._inductor.config.get_config_copy()
-        options = {name: value for name, value in OPTIONS.items() if name in known}
-        with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `exact_products` says how float32 is multiplied
-            calls = _record(retraced, key, layouts, lambda source: load(source, handler.selected))
-    if calls.unknown:
-        origins = [_origin(name, retraced) for name in calls.unknown]
+        lowered, unknown = lower_graph(retraced, key, arch, layouts, choose)
+    if unknown:
+        origins = [_origin(name, retraced) for name in unknown]
         raise ModelError(
             "operation-needs-gpu",
             f"int_key {key}: no Triton kernel for {', '.join([text for text, _ in origins])}",
             host_hint([each for _, operators in origins for each in operators]),
         )
-    by_name = {int(name): tensor for (kind, name), tensor in zip(retraced.names, calls.inputs, strict=True) if kind == "input"}
-    return Lowered(
-        key=key,
-        buffers=calls.buffers,
-        variants=calls.variants,
-        events=calls.events,
-        inputs=tuple([by_name[index] for index in range(len(by_name))]),
-        outputs=_as_wanted(calls.outputs, layouts, key),
-        constants=constants,
-    )
+    return replace(lowered, outputs=_as_wanted(lowered.outputs, layouts, key), constants=constants)
+
+
+def lower_graph(
+    retraced: Retraced, key: IntKey, arch: Arch, layouts: Sequence[tuple[int, ...] | None], choose: Choose
+) -> tuple[Lowered, tuple[str, ...]]:
+    """A retraced graph lowered inside `fake_device`, and what it calls that is no Triton kernel."""
+    handler = _Choices(arch, choose)
+    known = torch._inductor.config.get_config_copy()
+    options = {name: value for name, value in OPTIONS.items() if name in known}
+    with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `exact_products` says how float32 is multiplied
+        wrapper = _wrapper(retraced, key, layouts)
+        return record_calls(key, wrapper, retraced.tensors, retraced.names, lambda source: load(source, handler.selected))
+
+
+def _wrapper(retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] | None]) -> str:
+    """The Python code that launches a graph's kernels."""
+    placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
+    (output,) = [node for node in retraced.graph.graph.nodes if node.op == "output"]
+    if not any(node.op == "call_function" for node in retraced.graph.graph.nodes):
+        return f"def call(args): return [args[i] for i in {[placeholders.index(node) for node in output.args[0]]}]"
+    fixed = [index for index, strides in enumerate(layouts) if strides is not None]
+    output.meta["user_visible_output_idxs"] = fixed  # Inductor may pad others, or make images channels-last
+    inputs = list(retraced.tensors)
+    try:
+        return compile_fx_inner(retraced.graph, inputs, static_input_idxs=range(len(inputs)), is_inference=True).source_code
+    except InductorError as error:
+        raise _explain(error, key, retraced) from error
 
 
 def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey) -> tuple[BufferView, ...]:
@@ -153,24 +167,6 @@ def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...
             )
         made.append(replace(tensor, strides=strides))
     return tuple(made)
-
-
-def _record(
-    retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] | None], load_kernel: Callable[..., Any]
-) -> RecordedCalls:
-    placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
-    (output,) = [node for node in retraced.graph.graph.nodes if node.op == "output"]
-    if not any(node.op == "call_function" for node in retraced.graph.graph.nodes):
-        return record_passthrough(retraced.tensors, retraced.names, [placeholders.index(node) for node in output.args[0]])
-    fixed = [index for index, strides in enumerate(layouts) if strides is not None]
-    output.meta["user_visible_output_idxs"] = fixed  # Inductor may pad others, or make images channels-last
-    try:
-        compiled = compile_fx_inner(
-            retraced.graph, list(retraced.tensors), static_input_idxs=range(len(retraced.tensors)), is_inference=True
-        )
-    except InductorError as error:
-        raise _explain(error, key, retraced) from error
-    return record_calls(compiled.source_code, retraced.tensors, retraced.names, load_kernel)
 
 
 def _explain(error: InductorError, key: IntKey, retraced: Retraced) -> BuildError:

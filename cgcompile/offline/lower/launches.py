@@ -12,82 +12,84 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from cgbundle.format.schema import IntKey
+
 from ...errors import BuildError, ModelError
-from ..lowered import TEMPORARY, Allocate, Buffer, BufferView, Copy, Event, Fill, KernelVariant, Launch, Pointer, Release
+from ..lowered import (
+    INPUT,
+    TEMPORARY,
+    Allocate,
+    Buffer,
+    BufferView,
+    Copy,
+    Event,
+    Fill,
+    KernelVariant,
+    Launch,
+    Lowered,
+    Pointer,
+    Release,
+)  # fmt: skip
 from .fake_device import KernelSource
 from .variants import WrapperKernel
 
 Load = Callable[[KernelSource], WrapperKernel]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordedCalls:
-    """What a wrapper did.  `unknown`: what it called that is no Triton kernel, in order."""
-
-    buffers: tuple[Buffer, ...]
-    variants: tuple[KernelVariant, ...]
-    events: tuple[Event, ...]
-    inputs: tuple[BufferView, ...]
-    outputs: tuple[BufferView, ...]
-    unknown: tuple[str, ...]
-
-
-def record_calls(wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load) -> RecordedCalls:
-    """Run the wrapper's `call` for `tensors`, whose kinds and names are `names`.  Raises constant-unknown, lowering-broken."""
+def record_calls(
+    key: IntKey, wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load
+) -> tuple[Lowered, tuple[str, ...]]:
+    """Run the wrapper's `call` for `tensors`, whose kinds and names are `names`; what it does, and what it calls that is no
+    Triton kernel, in order.  Raises constant-unknown, lowering-broken.
+    """
     log = _Log(load=load)
     given = [log.given(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
-    inputs = tuple([value.tensor() for value in given])
-    scope = _namespace(wrapper, log)
-    results = scope["call"](list(given))
+    inputs = {int(name): value.tensor() for (kind, name), value in zip(names, given, strict=True) if kind == INPUT}
+    results = _namespace(wrapper, log)["call"](list(given))
     outputs = tuple([value.tensor() for value in results if isinstance(value, WrapperTensor)])
     if len(outputs) != len(results) and not log.unknown:
         raise BuildError("lowering-broken", f"the wrapper returned {[type(value).__name__ for value in results]}, expected tensors")
-    events = tuple(log.events)  # before `results` are dropped: outputs live to the end
-    return log.recorded(events, inputs, outputs)
-
-
-def record_passthrough(tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], outputs: Sequence[int]) -> RecordedCalls:
-    """A program without operations: its outputs are inputs, by position."""
-    log = _Log()
-    given = [log.given(kind, name, tensor).tensor() for (kind, name), tensor in zip(names, tensors, strict=True)]
-    return log.recorded((), tuple(given), tuple([given[index] for index in outputs]))
+    lowered = Lowered(
+        key=key,
+        buffers=tuple(log.buffers),
+        variants=tuple(log.variants),
+        events=tuple(log.events),  # before `results` are dropped: outputs live to the end
+        inputs=tuple([inputs[number] for number in range(len(inputs))]),
+        outputs=outputs,
+    )
+    return lowered, tuple(dict.fromkeys(log.unknown))
 
 
 # --- tensors ------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class _Handle:
-    """A buffer in use: its position, and a release when nothing refers to it any more."""
+    """A buffer in use: its position, and what is called when nothing refers to it any more."""
 
-    __slots__ = ("buffer", "dropped")
-
-    def __init__(self, buffer: int, dropped: Callable[[int], None]) -> None:
-        self.buffer = buffer
-        self.dropped = dropped
+    buffer: int
+    dropped: Callable[[int], None]
 
     def __del__(self) -> None:
         self.dropped(self.buffer)
 
 
+@dataclass(eq=False, slots=True)
 class WrapperTensor:
     """A tensor of the wrapper: where it lies, and its layout in elements."""
 
-    __slots__ = ("dtype", "handle", "log", "offset", "shape", "strides")
-
-    def __init__(
-        self, log: _Log, handle: _Handle, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-    ) -> None:
-        self.log = log
-        self.handle = handle
-        self.offset = offset
-        self.shape = tuple(shape)
-        self.strides = tuple(strides)
-        self.dtype = dtype
+    log: _Log
+    handle: _Handle
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
     def tensor(self) -> BufferView:
         name = str(self.dtype).removeprefix("torch.")
@@ -98,7 +100,9 @@ class WrapperTensor:
 
     def view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> WrapperTensor:
         """The same memory in another layout, `offset` elements further on."""
-        return WrapperTensor(self.log, self.handle, self.offset + offset * self.dtype.itemsize, shape, strides, self.dtype)
+        return WrapperTensor(
+            self.log, self.handle, self.offset + offset * self.dtype.itemsize, tuple(shape), tuple(strides), self.dtype
+        )
 
     def span(self) -> int:
         """Bytes from the first element to behind the last."""
@@ -152,29 +156,19 @@ class UnknownCall:
 class _Log:
     """What has been seen so far."""
 
-    load: Load | None = None
+    load: Load
     buffers: list[Buffer] = field(default_factory=list)
     variants: list[KernelVariant] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     kernels: dict[tuple[str, str], WrapperKernel] = field(default_factory=dict)
 
-    def recorded(self, events: tuple[Event, ...], inputs: tuple[BufferView, ...], outputs: tuple[BufferView, ...]) -> RecordedCalls:
-        return RecordedCalls(
-            buffers=tuple(self.buffers),
-            variants=tuple(self.variants),
-            events=events,
-            inputs=inputs,
-            outputs=outputs,
-            unknown=tuple(dict.fromkeys(self.unknown)),
-        )
-
     def given(self, kind: str, name: str, tensor: torch.Tensor) -> WrapperTensor:
         """An input or a weight, which is never released."""
         nbytes = span(tensor.shape, tensor.stride()) * tensor.dtype.itemsize
         self.buffers.append(Buffer(kind=kind, name=name, nbytes=nbytes))
         handle = _Handle(len(self.buffers) - 1, lambda buffer: None)
-        return WrapperTensor(self, handle, 0, tensor.shape, tensor.stride(), tensor.dtype)
+        return WrapperTensor(self, handle, 0, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> WrapperTensor:
         """A new temporary."""
@@ -183,12 +177,14 @@ class _Log:
         self.buffers.append(Buffer(kind=TEMPORARY, name=f"t{buffer}", nbytes=nbytes))
         self.events.append(Allocate(buffer=buffer))
         handle = _Handle(buffer, lambda gone: self.events.append(Release(buffer=gone)))
-        return WrapperTensor(self, handle, 0, shape, strides, dtype)
+        return WrapperTensor(self, handle, 0, tuple(shape), tuple(strides), dtype)
 
-    def launch(self, source: KernelSource, arguments: Sequence[Any]) -> None:
+    def launch(self, source: KernelSource, *arguments: Any, stream: Any = 0, **others: Any) -> None:
+        """As the wrapper runs a kernel."""
+        if others:
+            raise BuildError("lowering-broken", f"kernel {source.name}: called with {sorted(others)}")
         if any(isinstance(value, UnknownCall) for value in arguments):
             return  # the program is refused in any case
-        assert self.load is not None
         key = (source.name, source.text)
         if key not in self.kernels:
             self.kernels[key] = self.load(source)
@@ -238,27 +234,13 @@ def _check_strides(variant: KernelVariant, values: Mapping[str, Any]) -> None:
 # --- the wrapper's names --------------------------------------------------------------------------------------
 
 
-class _CalledKernel:
-    """A kernel of the wrapper."""
-
-    def __init__(self, log: _Log, source: KernelSource) -> None:
-        self._log = log
-        self._source = source
-
-    def run(self, *arguments: Any, stream: Any = 0, **others: Any) -> None:
-        """As the wrapper calls it."""
-        if others:
-            raise BuildError("lowering-broken", f"kernel {self._source.name}: called with {sorted(others)}")
-        self._log.launch(self._source, arguments)
-
-
 def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
     """The wrapper's module, executed, with what it imports replaced."""
     scope: dict[str, Any] = {"__name__": "wrapper"}
     exec(compile(wrapper, "<wrapper>", "exec"), scope)
     for name, value in list(scope.items()):
         if isinstance(value, KernelSource):
-            scope[name] = _CalledKernel(log, value)
+            scope[name] = SimpleNamespace(run=partial(log.launch, value))
     cuda = SimpleNamespace(_DeviceGuard=lambda index: contextlib.nullcontext(), set_device=lambda index: None)
     scope |= {
         "empty_strided_cuda": log.empty,

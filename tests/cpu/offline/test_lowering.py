@@ -390,15 +390,15 @@ import torch
 def test_wrapper_without_kernels() -> None:
     """A view keeps its buffer alive; clearing and copying become events of their own."""
     with fake_device.fake_device(H200):
-        followed = record_calls(WRAPPER, [torch.empty(1)], [(INPUT, "0")], lambda source: pytest.fail("no kernel"))
-    assert followed.events == (
+        lowered, _ = record_calls((), WRAPPER, [torch.empty(1)], [(INPUT, "0")], lambda source: pytest.fail("no kernel"))
+    assert lowered.events == (
         Allocate(buffer=1),
         Fill(target=Pointer(buffer=1, offset=0), value=0, element=1, count=32),
         Allocate(buffer=2),
         Copy(source=Pointer(buffer=1, offset=16), target=Pointer(buffer=2, offset=0), nbytes=16),
         Release(buffer=1),
     )
-    assert followed.outputs[0].pointer == Pointer(buffer=2, offset=0)
+    assert lowered.outputs[0].pointer == Pointer(buffer=2, offset=0)
 
 
 # --- what has no kernel in Inductor, in terms of what has ------------------------------------------------------
