@@ -2,8 +2,8 @@
 
 Nodes of a graph run one after the other, so two temporaries may share bytes when one's last use comes before the other's first.
 The largest sum of sizes that are live at one moment is a lower bound of any arena.  Finding the smallest arena is NP-hard (dynamic
-storage allocation).  Here a few orders are placed greedily, which meets the bound on real programs; above it, buffers that ended up
-on top are moved to the front of the order.  The same program always gets the same plan.
+storage allocation).  Here a few orders are placed greedily, which meets the bound on real programs.  Above it, buffers that ended
+up on top are moved to the front of the order.  The same program always gets the same plan.
 """
 
 from __future__ import annotations

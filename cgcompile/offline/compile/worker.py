@@ -1,18 +1,15 @@
 """A process that compiles kernels, one request after another (see `util.workers`): a KernelVariant and an architecture.
 
 Triton, 3.6 and 3.7: `triton.compile`, `ASTSource(fn, signature, constexprs, attrs)`, `GPUTarget`, `JITFunction`, `CUDAOptions`, and
-the fields of a kernel's metadata that `compile_variant` reads.  They need no GPU when the target is given.  torch 2.11 to 2.13:
-`torch._inductor.runtime.triton_helpers`, for the kernels that Inductor writes.
+the fields of a kernel's metadata that `compile_variant` reads.  They need no GPU when the target is given.
 """
 
 from __future__ import annotations
 
-import linecache
 import re
 from typing import Any
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.compiler import ASTSource
@@ -21,13 +18,11 @@ from ...errors import BuildError
 from ...targets import architectures
 from ...util.workers import serve
 from ..lowered import KernelVariant
+from .kernel_source import define
 from .kernels import KernelImage
 
 FILE = "<kernel>"
 """Where every kernel's source stands, as far as Triton can see: no path of this machine that could get into an image."""
-
-INDUCTOR = ("triton_helpers", "libdevice", "tl_math", "tl_extra")
-"""Names that Inductor's kernels use; importing torch for them takes seconds, so it is not done for a kernel without."""
 
 
 def work(request: tuple[KernelVariant, str]) -> KernelImage:
@@ -54,7 +49,7 @@ def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
     options: dict[str, Any] = {"num_warps": variant.warps, "num_stages": variant.stages, **dict(variant.options)}
     if unknown := sorted(set(options) - set(CUDAOptions.__dataclass_fields__)):
         raise ValueError(f"triton {triton.__version__} has no option {unknown[0]}")
-    function = define(variant)
+    function = triton.jit(define(variant.source, variant.name, FILE))
     names = [name for name, _ in variant.signature]
     source = ASTSource(
         function,
@@ -75,25 +70,6 @@ def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
         profile_scratch=found.profile_scratch_size,
         cooperative=found.launch_cooperative_grid,
     )
-
-
-def define(variant: KernelVariant) -> Any:
-    """The variant's function as a triton.JITFunction; its source is where `inspect` looks, though in no file."""
-    scope: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "cgcompile_kernel"}
-    if any(name in variant.source for name in INDUCTOR):
-        from torch._inductor.runtime import triton_helpers  # here: imports torch
-        from triton.language import extra
-
-        scope |= {
-            "triton_helpers": triton_helpers,
-            "libdevice": triton_helpers.libdevice,
-            "tl_math": triton_helpers.math,
-            "tl_extra": extra,
-        }
-    # without a time stamp, linecache keeps an entry that is no file
-    linecache.cache[FILE] = (len(variant.source), None, variant.source.splitlines(keepends=True), FILE)
-    exec(compile(variant.source, FILE, "exec"), scope)
-    return triton.jit(scope[variant.name])
 
 
 if __name__ == "__main__":

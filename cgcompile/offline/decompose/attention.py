@@ -1,8 +1,8 @@
 """Attention in one Triton kernel of our own, without the matrix of scores in memory; Inductor launches it as it is.
 
 A program instance takes a block of rows of one head, and goes through the columns with a running maximum and sum (FlashAttention,
-arXiv 2205.14135, section 3.1).  Tensors are read with the strides that they have, and the result's axes lie in memory in the
-query's order, as torch's own do: there are no copies before or after.
+arXiv 2205.14135, section 3.1).  Tensors are read with the strides that they have.  The result's axes lie in memory in the query's
+order, as torch's own do.  So there are no copies.
 
 What it relies on (torch 2.11, 2.13): Inductor gives a kernel of ours tensors with the strides that it was traced with.  `launches`
 checks that: it compares them with the constants TENSOR_stride_AXIS.
@@ -124,11 +124,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
 
 
 def choose_blocks(problem: Sequence[int], item: int, processors: int, shared: int) -> Blocks:
-    """Blocks for (heads of all batches, rows, columns, width, depth), elements of `item` bytes, on a GPU with so many processors
-    and `shared` bytes of shared memory for a block.
+    """Blocks for (heads of all batches, rows, columns, width, depth) and elements of `item` bytes.
 
-    Large blocks read keys and values less often; small ones keep all processors busy, which counts for more while there are few.
-    With these limits no kernel of a half precision keeps values outside registers, for any target, and one of float32 at most 384
+    `shared`: bytes of shared memory of a block.  Large blocks read keys and values less often; small ones keep all processors busy,
+    which matters more.  So limited, kernels of a half precision spill no registers on any target, those of float32 at most 384
     bytes per thread (at width 128; triton 3.7).
     """
     heads, rows, columns, width, depth = problem
@@ -138,7 +137,7 @@ def choose_blocks(problem: Sequence[int], item: int, processors: int, shared: in
     heights = [
         size for size in (128, 64, 32) if size <= min(most, _block_size(rows)) and heads * _ceil_divide(rows, size) >= processors
     ]
-    deep = min(3, _ceil_divide(columns, length))  # loads of a loop that turns once overlap with nothing
+    deep = min(3, _ceil_divide(columns, length))  # with one iteration, loads overlap with nothing
     for height in [*heights, 16]:
         warps = 8 if height == 128 or (height > 16 and height * wide * item * item > 1 << 15) else 4
         for stages in range(deep, min(deep, 2) - 1, -1):

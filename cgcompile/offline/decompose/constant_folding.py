@@ -1,7 +1,9 @@
 """Constant folding: what depends on weights alone is computed at build time, such as the scale of a batch normalization.
 
-A view of a weight costs nothing and stays.  A result is folded when it is small, or not much larger than the weights it comes from:
-a copy in a wider type would be read from memory at every call.
+A view of a weight costs nothing and stays.  A result is folded when it is small, or not much larger than its weights.  A
+copy in a wider type would be read from memory at every call.
+
+Private interfaces (torch 2.11, 2.13): `torch._ops.OpOverload` and its `_schema`.
 """
 
 from __future__ import annotations
@@ -135,8 +137,8 @@ def _run(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
     if node not in values:
         for each in node.all_input_nodes:
             _run(each, values)
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: values[each])
-        args, kwargs = torch.utils._pytree.tree_map(_on_cpu, (args, kwargs))
+        given = torch.fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+        args, kwargs = torch.fx.node.map_aggregate(given, _on_cpu)
         values[node] = node.target(*args, **kwargs)
     return values[node]
 

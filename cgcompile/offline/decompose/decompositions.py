@@ -3,7 +3,7 @@
 Two tables: `REPLACED` by operation of the exported program, before torch decomposes it, and `decompositions()` by the smaller
 operations that it is retraced to.  Functions there return NotImplemented for what Inductor lowers well itself.
 
-Private interfaces (torch 2.11, 2.13): `torch._inductor.decomposition.select_decomp_table`.
+Private interfaces (torch 2.11, 2.13): `torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`.
 """
 
 from __future__ import annotations

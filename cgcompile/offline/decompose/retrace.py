@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
+from torch.fx.node import map_aggregate
 
 from ...errors import CATALOGUE, BuildError, ModelError
 from ...export.exported import memory_order
@@ -180,8 +180,8 @@ def _on_device(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             if node.target in ASSERTIONS and not node.users:
                 part.graph.erase_node(node)
                 continue
-            node.args = tree_map(_move, node.args)
-            node.kwargs = tree_map(_move, node.kwargs)
+            node.args = map_aggregate(node.args, _move)
+            node.kwargs = map_aggregate(node.kwargs, _move)
         repair(part)
     return made
 

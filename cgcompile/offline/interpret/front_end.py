@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import triton
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from ...errors import BuildError
+from ..compile.kernel_source import define
 from . import reductions
 from .builder import Builder
 from .memory import Memory
@@ -221,19 +221,10 @@ def install(memory: Memory) -> tuple[Builder, ControlFlow]:
 
 def function_of(source: str, name: str, control_flow: ControlFlow) -> Callable[..., Any]:
     """The function that a variant's source defines, rewritten.  Raises kernel-unreadable."""
-    from torch._inductor.runtime import triton_helpers  # here: torch takes seconds to import, and looks at Triton's switch
-
-    where = f"<kernel {name} {len(linecache.cache)}>"
-    linecache.cache[where] = (len(source), None, source.splitlines(keepends=True), where)
-    names: dict[str, Any] = {
-        "triton": triton, "tl": tl, "triton_helpers": triton_helpers, "libdevice": triton_helpers.libdevice,
-        "tl_math": triton_helpers.math, "tl_extra": tl.extra, "__name__": where,
-    }  # fmt: skip
     try:
-        exec(compile(source, where, "exec"), names)
+        found = define(source, name, f"<kernel {name} {len(linecache.cache)}>")
     except (SyntaxError, NameError, AttributeError) as error:
         raise BuildError("kernel-unreadable", f"kernel {name}: its source cannot be run: {error}") from error
-    found = names.get(name)
     if found is None:
         raise BuildError("kernel-unreadable", f"kernel {name}: its source does not define it")
     return rewritten(getattr(found, "fn", found), control_flow)

@@ -117,8 +117,8 @@ def _set(memory: Memory, node: MemsetNode, where: str) -> None:
     pattern = np.frombuffer(node.value.to_bytes(8, "little")[: node.element], np.uint8)
     for line in range(node.height):
         at = node.target.offset + line * node.pitch
-        piece = memory.span(node.target.memory, at, node.width * node.element, "writes")
-        piece.reshape(node.width, node.element)[...] = pattern
+        content = memory.span(node.target.memory, at, node.width * node.element, "writes")
+        content.reshape(node.width, node.element)[...] = pattern
 
 
 def _copy(memory: Memory, node: MemcpyNode, where: str) -> None:
@@ -127,8 +127,8 @@ def _copy(memory: Memory, node: MemcpyNode, where: str) -> None:
         for line in range(node.height):
             source = node.source.offset + (layer * node.source_height + line) * node.source_pitch
             target = node.target.offset + (layer * node.target_height + line) * node.target_pitch
-            piece = memory.span(node.source.memory, source, node.width, "reads").copy()
-            memory.span(node.target.memory, target, node.width, "writes")[...] = piece
+            content = memory.span(node.source.memory, source, node.width, "reads").copy()
+            memory.span(node.target.memory, target, node.width, "writes")[...] = content
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lowering for a GPU that is not here: what `lower_key` writes down, what it refuses, and that the room is left as it was found."""
+"""Lowering for a GPU that is not here: what `lower_key` writes down, what it refuses, and that torch is left as it was found."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_tensors_that_do_not_fit() -> None:
         lower_key(program, (4,), (*tensors, *tensors), H200)
 
 
-# --- the room -------------------------------------------------------------------------------------------------
+# --- the fake device ----------------------------------------------------------------------------------------
 
 
 def replaced() -> dict[str, object]:
@@ -348,7 +348,7 @@ def test_everything_is_put_back() -> None:
     assert not torch.cuda.is_available()
 
 
-def test_rooms_of_different_targets() -> None:
+def test_fake_devices_of_different_targets() -> None:
     """Nothing that torch remembers of one target is left in the next."""
     from torch._inductor.runtime.hints import DeviceProperties
 

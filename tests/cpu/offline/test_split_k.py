@@ -127,7 +127,7 @@ def test_a_cut_product_is_the_same_product(function: Callable[[Of, Tensor], Tens
 
 
 def test_partial_sums_are_float32() -> None:
-    """Adding half precision split_factor in half precision would lose what a whole product keeps."""
+    """Adding half precision parts in half precision would lose what a whole product keeps."""
     with fake_device(H200):
         made, _ = traced(linear, torch.bfloat16)
         split_k(made, "sm_90", lambda problem: 4)
@@ -171,7 +171,7 @@ def test_what_new_nodes_say_of_their_results_is_what_they_compute() -> None:
     assert "aten.bmm.dtype" in seen
 
 
-def test_the_users_line_stays_with_the_pieces() -> None:
+def test_the_users_line_stays_with_the_parts() -> None:
     with fake_device(H200):
         made, _ = traced(mm, torch.float32)
         split_k(made, "sm_90", lambda problem: 2)
@@ -180,7 +180,7 @@ def test_the_users_line_stays_with_the_pieces() -> None:
 
 
 def test_the_default_choice_cuts_a_narrow_product() -> None:
-    """The two halves fit together: `split_factor.pieces` is what lowering hands to `split_k`."""
+    """The two halves fit together: `split_factor` is what lowering hands to `split_k`."""
     narrow = Problem(kind="mm", batch=1, m=8, n=64, k=8192, dtype="bfloat16", arch="sm_90")
     assert split_factor(narrow, H200) > 1
     with fake_device(H200):

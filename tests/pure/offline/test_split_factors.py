@@ -1,4 +1,4 @@
-"""Into how many split_factor a product is cut: only where it divides evenly, and only where its own measure says that it pays."""
+"""Into how many parts a product is split: only where it divides evenly, and only where its own measure says that it pays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def table(times: dict[Problem, float]) -> Table:
 
 
 def measured(whole: Problem, times: dict[int, float]) -> Table:
-    """`times`: split_factor -> microseconds."""
+    """`times`: split factor -> microseconds."""
     return table({split_problem(whole, cut): time for cut, time in times.items()})
 
 
@@ -54,7 +54,7 @@ def estimated(whole: Problem, cut: int, target: Arch) -> float:
 
 
 def allowed(whole: Problem, cut: int) -> bool:
-    """Every piece is the same number of whole blocks of 16 elements, and not too short."""
+    """Every part is the same number of whole blocks of 16 elements, and not too short."""
     return cut in SPLIT_FACTORS and whole.k % cut == 0 and (whole.k // cut) % 16 == 0 and whole.k // cut >= SHORTEST
 
 
@@ -97,7 +97,7 @@ def test_a_narrow_product_is_cut_and_a_wide_one_is_not() -> None:
 
 @pytest.mark.parametrize(("k", "most"), [(64, 1), (127, 1), (128, 2), (144, 1), (160, 2), (256, 4), (512, 8), (1040, 1)])
 def test_pieces_are_whole_blocks_and_not_too_short(k: int, most: int) -> None:
-    """Where every cut is measured to be better than fewer split_factor, the most that k allows is taken."""
+    """Where every cut is measured to be better than fewer parts, the most that k allows is taken."""
     whole = problem(16, 16, k)
     assert split_factor(whole, H200, measured(whole, {1: 1000.0, 2: 500.0, 4: 250.0, 8: 125.0})) == most
 
@@ -128,7 +128,7 @@ def test_a_cut_must_be_worth_it() -> None:
 
 
 def test_reading_the_sums_counts() -> None:
-    """Two split_factor of 4096 x 4096 float32 are 134 MB more to read."""
+    """Two parts of 4096 x 4096 float32 are 134 MB more to read."""
     whole = problem(4096, 4096, 4096)
     assert reading(whole, 2) > 60
     assert split_factor(whole, H200, measured(whole, {1: 100.0, 2: 60.0})) == 1
@@ -154,7 +154,7 @@ def test_a_like_problem_serves_after_the_problem_itself() -> None:
         slow, fast = measured(like, {1: 100.0, 2: 4.9}), measured(asked, {1: 5.0, 2: 4.9})
         assert split_factor(asked, H200, slow) == 2
         for both in ({**slow, **fast}, {**fast, **slow}):
-            assert split_factor(asked, H200, both) == 1, "one more kernel costs more than the piece saves"
+            assert split_factor(asked, H200, both) == 1, "one more kernel costs more than the part saves"
 
 
 @pytest.mark.parametrize("other", [{"kind": "conv"}, {"dtype": "float32"}, {"arch": "sm_80"}, {"m": 32 * 8}])
