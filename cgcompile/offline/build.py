@@ -33,16 +33,16 @@ from ..transforms.output_aliases import with_aliases
 from ..util.progress import Stages
 from ..util.scratch import scratch_folder
 from .assemble.arena import plan
-from .assemble.lifetimes import check_plan
 from .assemble.merge import Piece, merge, whole
-from .assemble.rows import Graph, assemble_chain
-from .compile.kernels import Compiled, compile_variants
+from .assemble.plan_check import check_plan
+from .assemble.rows import Graph, assemble
+from .compile.kernels import CompiledKernel, compile_variants
 from .interpret.interpret import interpret
-from .lower.jobs import Name, lower_all
+from .lower.jobs import RegionKey, lower_all
+from .lowered import KernelVariant, Lowered, LoweredProgram
 from .proof import kernel_sources, make_task, make_trial, proved
 from .regions import WHOLE, region_works, whole_works
-from .traced import Chain, Traced, Variant
-from .tuning.measured import table_file
+from .tuning.measurements import table_file
 
 KERNELS = "kernels.json"
 """The file of a bundle that says which configuration each kernel has, and why; for people, the runtime never reads it."""
@@ -78,7 +78,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             works = region_works(mixed) if mixed else whole_works(program, calls)
             lowered = lower_all(works, target.name, scratch, cache=cache_folder(), table=table_file(target.name), tell=tell)
             chains = _chains(lowered, mixed)
-            traced = {key: chain.traced for key, chain in chains.items()}
+            traced = {key: chain.lowered for key, chain in chains.items()}
             tell(_summary(traced))
         with stages("compile") as tell:
             compiled = _compile(traced, target, tell)
@@ -153,7 +153,7 @@ def _hosts(mixed: Mixed, layout: _Layout, scratch: Path, stage: Path, stages: St
     return hosts
 
 
-def _chains(lowered: Mapping[Name, Traced], mixed: Mixed | None) -> dict[IntKey, Chain]:
+def _chains(lowered: Mapping[RegionKey, Lowered], mixed: Mixed | None) -> dict[IntKey, LoweredProgram]:
     """What was lowered, as one program per key."""
     if mixed is None:
         return {key: whole(traced) for (_, key), traced in lowered.items()}
@@ -168,21 +168,21 @@ def _chains(lowered: Mapping[Name, Traced], mixed: Mixed | None) -> dict[IntKey,
     return chains
 
 
-def _lay_out(tensors: Mapping[str, torch.Tensor], mixed: Mixed | None, traced: Mapping[IntKey, Traced]) -> _Layout:
+def _lay_out(tensors: Mapping[str, torch.Tensor], mixed: Mixed | None, traced: Mapping[IntKey, Lowered]) -> _Layout:
     placed = weight_rows(tensors, mixed.elsewhere if mixed else frozenset())
     ends = [align(row.offset + tensor_bytes(row.dtype, row.shape)) for row in placed if row.offset != HOST_ONLY]
     folded, end = folded_tables(traced, max(ends, default=0))
     return _Layout(placed=placed, folded=folded, end=end)
 
 
-def _summary(traced: Mapping[IntKey, Traced]) -> str:
-    chosen = [variant.chosen for each in traced.values() for variant in each.variants]
+def _summary(traced: Mapping[IntKey, Lowered]) -> str:
+    chosen = [variant.selected_by for each in traced.values() for variant in each.variants]
     counts = {how: chosen.count(how) for how in ("table", "nearest", "heuristic") if how in chosen}
     found = ", ".join(f"{count} by {how}" for how, count in counts.items())
     return f"{len(chosen)} kernels" + (f"; configurations: {found}" if found else "")
 
 
-def _compile(traced: Mapping[IntKey, Traced], target: Arch, tell: object) -> dict[Variant, Compiled]:
+def _compile(traced: Mapping[IntKey, Lowered], target: Arch, tell: object) -> dict[KernelVariant, CompiledKernel]:
     variants = list(dict.fromkeys(variant for each in traced.values() for variant in each.variants))
     made = compile_variants(variants, target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=tell)  # type: ignore[arg-type]
     return dict(zip(variants, made, strict=True))
@@ -200,7 +200,7 @@ def cache_folder() -> Path:
     return folder
 
 
-def folded_tables(traced: Mapping[IntKey, Traced], end: int) -> tuple[dict[str, Table], int]:
+def folded_tables(traced: Mapping[IntKey, Lowered], end: int) -> tuple[dict[str, Table], int]:
     """What was computed when lowering, behind the program's own tensors, each once; and the new end of memory `weights`."""
     found: dict[str, Table] = {}
     for constant in [constant for each in traced.values() for constant in each.constants]:
@@ -216,24 +216,24 @@ def weight_offsets(placed: Sequence[Weight], folded: Mapping[str, Table]) -> dic
 
 
 def _assemble(
-    chains: Mapping[IntKey, Chain],
-    compiled: Mapping[Variant, Compiled],
+    chains: Mapping[IntKey, LoweredProgram],
+    compiled: Mapping[KernelVariant, CompiledKernel],
     offsets: Mapping[str, int],
     calls: Mapping[IntKey, Sequence[torch.Tensor]],
     mixed: Mixed | None,
-) -> tuple[dict[Name, Graph], int]:
+) -> tuple[dict[RegionKey, Graph], int]:
     """The rows of every region and key, and the largest lower bound of their arenas."""
     graphs, bound = {}, 0
     for key, chain in chains.items():
-        planned = plan(chain.traced)
-        check_plan(chain.traced, planned)
+        planned = plan(chain.lowered)
+        check_plan(chain.lowered, planned)
         starts, end = [], 0
         for tensor in calls[key]:
             starts.append(end)
             end = align(end + tensor_bytes(dtype_name(tensor), tensor.shape))
         starts += [row[1] for row in mixed.landing[key]] if mixed else []
-        made = assemble_chain(chain, [compiled[variant] for variant in chain.traced.variants], planned, offsets, starts)
-        graphs.update({(section.name, key): graph for section, graph in zip(chain.sections, made, strict=True)})
+        made = assemble(chain, [compiled[variant] for variant in chain.lowered.variants], planned, offsets, starts)
+        graphs.update({(section.name, key): graph for section, graph in zip(chain.regions, made, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound
 
@@ -247,8 +247,8 @@ def _static(tensors: Sequence[torch.Tensor], mixed: Mixed | None, key: IntKey) -
 
 
 def _rows(
-    graphs: Mapping[Name, Graph],
-    files: Mapping[Name, str],
+    graphs: Mapping[RegionKey, Graph],
+    files: Mapping[RegionKey, str],
     arena: Mapping[IntKey, int],
     static: Mapping[IntKey, int],
     mixed: Mixed | None,
@@ -265,7 +265,7 @@ def _rows(
     return rows_of(mixed, hosts, made, files, arena, static)
 
 
-def _without_memsets(graphs: Mapping[Name, Graph], target: Arch) -> tuple[dict[Name, Recording], dict[str, bytes]]:
+def _without_memsets(graphs: Mapping[RegionKey, Graph], target: Arch) -> tuple[dict[RegionKey, Recording], dict[str, bytes]]:
     """The recordings as they are written (see fills.py), and the images that come with that."""
     recordings = {name: graph.recording for name, graph in graphs.items()}
     if not has_memsets(recordings.values()):
@@ -275,7 +275,7 @@ def _without_memsets(graphs: Mapping[Name, Graph], target: Arch) -> tuple[dict[N
     return changed, {hashlib.sha256(image).hexdigest(): image}
 
 
-def _choices(compiled: Mapping[Variant, Compiled]) -> str:
+def _choices(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:
     """The configuration of every kernel and what chose it, as JSON."""
     rows = {}
     for variant, kernel in compiled.items():
@@ -283,7 +283,7 @@ def _choices(compiled: Mapping[Variant, Compiled]) -> str:
         sizes |= {name: int(value) for name, value in BLOCKS.findall(variant.source)}
         words = [f"{name}={value}" for name, value in sorted(sizes.items()) if name.isupper() or "BLOCK" in name]
         words += [f"warps={variant.warps}", f"stages={variant.stages}"]
-        rows[kernel.sha256, kernel.symbol] = " ".join(words), variant.chosen
+        rows[kernel.sha256, kernel.symbol] = " ".join(words), variant.selected_by
     listed = [
         {"image": image, "symbol": symbol, "configuration": words, "chosen": how} for (image, symbol), (words, how) in rows.items()
     ]

@@ -21,11 +21,11 @@ from ..partition.regions import run
 from ..targets.cuda.host_regions import Mixed
 from ..targets.cuda.tensors import row_major
 from ..util.tolerance import largest_error
-from .compile.kernels import Compiled
+from .compile.kernels import CompiledKernel
 from .interpret.interpret import Outcome, Stage, Task
-from .traced import Variant
+from .lowered import KernelVariant
 
-Sources = tuple[tuple[tuple[str, str], Variant], ...]
+Sources = tuple[tuple[tuple[str, str], KernelVariant], ...]
 """(image's sha256, symbol) of a kernel, and what it was compiled from."""
 
 
@@ -76,7 +76,7 @@ def _contents(program: Program, exam: KeyExam, mixed: Mixed | None) -> dict[int,
     return found
 
 
-def kernel_sources(compiled: Mapping[Variant, Compiled]) -> Sources:
+def kernel_sources(compiled: Mapping[KernelVariant, CompiledKernel]) -> Sources:
     """What the kernels of a build were compiled from."""
     return tuple({(kernel.sha256, kernel.symbol): variant for variant, kernel in compiled.items()}.items())
 

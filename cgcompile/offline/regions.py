@@ -14,18 +14,18 @@ from ..model.user_code import first_line
 from ..partition.regions import Link
 from ..targets.cuda.host_regions import Mixed
 from ..targets.cuda.memory_layout import dense_strides
-from .lower.jobs import Name, Work
+from .lower.jobs import LoweringJob, RegionKey
 
 WHOLE = "model"
 """The name of the one region of a program that is one graph."""
 
 
-def whole_works(program: ExportedProgram, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> dict[Name, Work]:
+def whole_works(program: ExportedProgram, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> dict[RegionKey, LoweringJob]:
     """A program that is one graph, at every key."""
-    return {(WHOLE, key): Work(program=program, tensors=tuple(tensors), layouts=()) for key, tensors in calls.items()}
+    return {(WHOLE, key): LoweringJob(program=program, tensors=tuple(tensors), layouts=()) for key, tensors in calls.items()}
 
 
-def region_works(mixed: Mixed) -> dict[Name, Work]:
+def region_works(mixed: Mixed) -> dict[RegionKey, LoweringJob]:
     """Every graph region at every key.  What another region reads has the strides that eager PyTorch gives it, dense ones where
     these leave gaps: the regions are lowered apart and must agree.  Raises lowering-broken."""
     read = {name for part in mixed.parts.regions for name in part.inputs}
@@ -36,7 +36,7 @@ def region_works(mixed: Mixed) -> dict[Name, Work]:
             if link.part.kind == "graph":
                 given = tuple([values[name] for name in link.part.inputs])
                 layouts = tuple([values[name].stride() if name in read else None for name in link.part.outputs])
-                works[link.part.name, key] = Work(program=_exported(link, key, given), tensors=given, layouts=layouts)
+                works[link.part.name, key] = LoweringJob(program=_exported(link, key, given), tensors=given, layouts=layouts)
     return works
 
 

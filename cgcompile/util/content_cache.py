@@ -1,7 +1,6 @@
 """Results kept by content between builds: a folder of files named by the hash of all that a result depends on.
 
-A file is the SHA-256 of a pickle and the pickle.  The folder is the user's own (`build_trace.cache_folder`); nothing of it becomes
-part of a bundle but what is checked again there.
+A file is the SHA-256 of a pickle and the pickle.  The folder is the user's own (`offline.build.cache_folder`).
 """
 
 from __future__ import annotations
@@ -10,14 +9,20 @@ import hashlib
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import cgbundle
 
-HOMES = (Path(__file__).parents[1], Path(cgbundle.__file__).parent)
+PACKAGES = (Path(__file__).parents[1], Path(cgbundle.__file__).parent)
+
+
+def cache_path(folder: Path, stage: str, *parts: object, code: bool = True) -> Path:
+    """The file for what a stage makes of `parts`, by torch, Triton, and (with `code`) this code of the compiler and the runtime."""
+    return folder / stage / digest(*parts, _version("triton"), _version("torch"), _sources() if code else "")
 
 
 def digest(*parts: object) -> str:
@@ -31,14 +36,14 @@ def digest(*parts: object) -> str:
     return whole.hexdigest()
 
 
-def versions() -> tuple[str, str]:
-    """Of triton and torch; "none" for what is not installed."""
-    return _version("triton"), _version("torch")
+def sources(folders: Iterable[Path]) -> str:
+    """The hash of the code in folders."""
+    return digest(*(path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py"))))
 
 
-def sources(homes: Sequence[Path] = HOMES) -> str:
-    """The hash of the code of the compiler and the runtime: what another version of them made is made again."""
-    return digest(*(path.read_bytes() for home in homes for path in sorted(home.rglob("*.py"))))
+@cache
+def _sources() -> str:
+    return sources(PACKAGES)
 
 
 def recall(path: Path) -> Any:

@@ -1,6 +1,7 @@
-"""A process of its own for one piece of work, because torch or Triton has to be told something before it is imported.
+"""Processes for work that cannot be done in this one, because torch or Triton has to be told something before it is imported.
 
-Request and answer are pickles between two processes of one build, in its working folder; they never become part of a bundle.
+A worker is `python -m MODULE`.  It takes pickled requests from standard input, one after the other, and answers each on standard
+output.  The pickles stay between two processes of one build and never become part of a bundle.
 """
 
 from __future__ import annotations
@@ -9,54 +10,139 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import BuildError, named
 
-REFUSED = 3
-"""Exit status of a process whose answer is a refusal: (code, message, hint)."""
+Key = TypeVar("Key", bound=Hashable)
 
 
-def ask(module: str, request: object, place: Path, environment: Mapping[str, str], died: str, what: str) -> Any:
-    """The answer of `python -m MODULE` to a request; `place` with the suffixes .request, .answer and .log are its files.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """How workers are started.  `module` calls `serve`; `folder` takes logs and caches.
 
-    Raises what the process refused, and an error of code `died`, naming `what` was asked for, when it ended without an answer.
+    `environment` is added to this process's, without the variables that `hidden` is true of.  A `reused` worker takes several
+    requests, any other one.  `died`: the code of the error when one ends without an answer, in which `title` stands for it.
     """
-    path, log = place.with_name(f"{place.name}.request"), place.with_name(f"{place.name}.log")
-    path.write_bytes(pickle.dumps(request))
-    with open(log, "w") as out:
-        status = subprocess.run(
-            [sys.executable, "-m", module, os.fspath(place)],
-            env={
-                **os.environ,
-                "CUDA_VISIBLE_DEVICES": "",
-                "TORCHINDUCTOR_CACHE_DIR": os.fspath(place.with_name(f"{place.name}.cache")),
-                "PYTHONFAULTHANDLER": "1",
-                "PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path),
-                **environment,
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-        ).returncode
-    if status not in (0, REFUSED):
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else "it wrote nothing"
-        raise BuildError(died, f"{what}: the process ended with status {status}: {last}")
-    found = pickle.loads(place.with_name(f"{place.name}.answer").read_bytes())
-    if status == REFUSED:
-        raise named(*found)
-    return found
+
+    module: str
+    folder: Path
+    died: str
+    title: str = "the process"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    hidden: Callable[[str], object] = lambda name: None
+    reused: bool = True
 
 
-def answer(place: str, work: Callable[[Any], object]) -> int:
-    """In the process: does the work that is asked for at `place`, and returns the exit status."""
-    request = pickle.loads(Path(f"{place}.request").read_bytes())
-    try:
-        found, status = work(request), 0
-    except BuildError as error:
-        found, status = (error.code, str(error), error.hint), REFUSED
-    Path(f"{place}.answer").write_bytes(pickle.dumps(found))
-    return status
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """`content` is pickled; `what` names it in messages."""
+
+    content: object
+    what: str
+
+
+def ask(kind: Kind, requests: Mapping[Key, Request], workers: int | None = None) -> Iterator[tuple[Key, Any]]:
+    """The answers as they come, of `workers` processes at a time (default: one for each processor).
+
+    Raises what a worker refused, and an error of code `kind.died` when one ended without an answer.  The first error ends all.
+    """
+    started: list[_Worker] = []
+    idle: list[_Worker] = []
+
+    def answer(request: Request) -> Any:
+        if idle:
+            worker = idle.pop()
+        else:
+            started.append(worker := _Worker(kind, len(started)))
+        found = worker.ask(request)
+        (idle.append if kind.reused else _Worker.close)(worker)
+        return found
+
+    def kill() -> None:
+        for worker in started:
+            worker.process.kill()
+
+    def close() -> None:
+        for worker in started:
+            worker.close()
+
+    if not requests:
+        return
+    with ExitStack() as stack:
+        stack.callback(close)
+        threads = stack.enter_context(ThreadPoolExecutor(min(workers or os.cpu_count() or 1, len(requests))))
+        stack.callback(kill)  # before the threads are waited for: then none waits for an answer any more
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+        futures = {threads.submit(answer, request): key for key, request in requests.items()}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+class _Worker:
+    """A process that was started."""
+
+    def __init__(self, kind: Kind, number: int) -> None:
+        self.kind = kind
+        name = f"{kind.module.split('.')[-2:][0]}{number}"
+        self.log = kind.folder / f"{name}.log"
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", kind.module],
+                env={
+                    **{name: value for name, value in os.environ.items() if not kind.hidden(name)},
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "TORCHINDUCTOR_CACHE_DIR": os.fspath(kind.folder / f"{name}.cache"),
+                    "PYTHONFAULTHANDLER": "1",
+                    "PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path),
+                    **kind.environment,
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+
+    def ask(self, request: Request) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            pickle.dump(request.content, self.process.stdin)
+            self.process.stdin.flush()
+            found, refusal = pickle.load(self.process.stdout)
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError) as error:
+            status = self.process.wait()
+            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+            last = lines[-1] if lines else "it wrote nothing"
+            raise BuildError(self.kind.died, f"{request.what}: {self.kind.title} ended with status {status}: {last}") from error
+        if refusal:
+            raise named(*refusal)
+        return found
+
+    def close(self) -> None:
+        self.process.kill()
+        with suppress(BrokenPipeError), self.process:
+            pass  # closes the pipes, and waits
+
+
+def serve(work: Callable[[Any], object]) -> None:
+    """In a worker: `work` makes the answer to each request.  An error of ours is a refusal; any other ends the process."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what torch, Triton and ptxas print goes to the log
+    while True:
+        try:
+            request = pickle.load(requests)
+        except EOFError:
+            return
+        found, refusal = None, None
+        try:
+            found = work(request)
+        except BuildError as error:
+            refusal = error.code, str(error), error.hint
+        pickle.dump((found, refusal), answers)
+        answers.flush()

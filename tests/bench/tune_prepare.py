@@ -19,17 +19,15 @@ from typing import Any
 import torch
 import torch._inductor.config
 import tune_models
-from torch._inductor.virtualized import V
 
 from cgcompile.errors import BuildError
 from cgcompile.offline.build import cache_folder
 from cgcompile.offline.compile.kernels import compile_variants
 from cgcompile.offline.decompose.retrace import Retraced, retrace
-from cgcompile.offline.lower import inductor as lowering
-from cgcompile.offline.lower.fake_device import offline
-from cgcompile.offline.lower.variants import load
-from cgcompile.offline.traced import Launch, Place, Traced
-from cgcompile.offline.tuning import cost_model as choosing
+from cgcompile.offline.lower.fake_device import fake_device
+from cgcompile.offline.lower.inductor import lower_graph
+from cgcompile.offline.lowered import Launch, Lowered, Pointer
+from cgcompile.offline.tuning import cost_model
 from cgcompile.offline.tuning.cost_model import Candidate, Problem
 from cgcompile.targets.architectures import Arch, arch
 
@@ -57,7 +55,7 @@ def main(name: str, out: str, *models: str) -> None:
     """Writes the pieces."""
     target = arch(name)
     graphs: dict[str, Retraced] = {}
-    with offline(target):
+    with fake_device(target):
         for model in models or tuple(tune_models.MODELS):
             for program, tensors in tune_models.calls(model):
                 for text, graph in operations(retrace(program, tensors)):
@@ -128,13 +126,13 @@ def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
         yield f"split {pieces} {m} {n} {k} {a.stride()} {b.stride()} {a.dtype}", alone(graph, [left, right], retraced)
 
 
-def candidates(graph: Retraced, target: Arch) -> list[tuple[Problem, Candidate, Traced]]:
+def candidates(graph: Retraced, target: Arch) -> list[tuple[Problem, Candidate, Lowered]]:
     """The operation lowered with each configuration."""
     offered: dict[Problem, Sequence[Candidate]] = {}
 
     def first(problem: Problem, given: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:
         offered.setdefault(problem, tuple(given))
-        return choosing.choose(problem, given, arch)
+        return cost_model.choose(problem, given, arch)
 
     try:
         lowered(graph, target, first)
@@ -143,30 +141,21 @@ def candidates(graph: Retraced, target: Arch) -> list[tuple[Problem, Candidate, 
         return []
     found = []
     for problem, given in offered.items():
-        fitting = [index for index, each in enumerate(given) if choosing.fits(problem, each, target)]
-        fitting.sort(key=lambda index: choosing.cost(problem, given[index], target))
+        fitting = [index for index, each in enumerate(given) if cost_model.fits(problem, each, target)]
+        fitting.sort(key=lambda index: cost_model.cost(problem, given[index], target))
         for index in fitting[:MOST]:
             found.append((problem, given[index], lowered(graph, target, partial(always, given[index]))))
     return found
 
 
 def always(candidate: Candidate, problem: Problem, listed: Sequence[Candidate], arch: Arch) -> tuple[int, str]:
-    """`choosing.choose` that has no choice."""
+    """`cost_model.choose` that has no choice."""
     return list(listed).index(candidate), "measured"
 
 
-def lowered(graph: Retraced, target: Arch, choose: Any) -> Traced:
-    """`lowering.lower_key` from the graph on."""
-    chosen: dict[Any, str] = {}
-    known = torch._inductor.config.get_config_copy()
-    options = {name: value for name, value in lowering.OPTIONS.items() if name in known}
-    handler = lowering._Choices(target, choose, chosen)
-    with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad():
-        followed = lowering._follow(graph, (), lambda source: load(source, chosen, "tf32x3"))
-    return Traced(
-        key=(), buffers=followed.buffers, variants=followed.variants, events=followed.events, inputs=followed.inputs,
-        outputs=followed.outputs,
-    )  # fmt: skip
+def lowered(graph: Retraced, target: Arch, choose: Any) -> Lowered:
+    """`inductor.lower_key` from the graph on."""
+    return lower_graph(graph, (), target, (), choose)[0]
 
 
 def compile_all(variants: list[Any], target: Arch) -> dict[Any, Any]:
@@ -188,14 +177,14 @@ def compile_all(variants: list[Any], target: Arch) -> dict[Any, Any]:
     return made
 
 
-def piece(problem: Problem, candidate: Candidate, traced: Traced, made: dict[Any, Any]) -> Piece:
+def piece(problem: Problem, candidate: Candidate, traced: Lowered, made: dict[Any, Any]) -> Piece:
     """What the measuring program needs of it."""
     launches = []
     for event in traced.events:
         if not isinstance(event, Launch):
             continue
         compiled = made[traced.variants[event.variant]]
-        arguments = [("ptr", traced.buffers[each.buffer].nbytes) if isinstance(each, Place) else each for each in event.arguments]
+        arguments = [("ptr", traced.buffers[each.buffer].nbytes) if isinstance(each, Pointer) else each for each in event.arguments]
         how = (event.grid, compiled.threads, compiled.shared, compiled.layout, compiled.params, arguments)
         launches.append((compiled.image, compiled.symbol, *how))
     return Piece(

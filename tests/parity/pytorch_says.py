@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_map_only
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
 from cgcompile.model.user_code import first_line, is_user_file
-from cgcompile.offline.lower.fake_device import offline
+from cgcompile.offline.lower.fake_device import fake_device
 from cgcompile.targets.architectures import arch
 
 from .case import SIZES, Case
@@ -91,7 +91,7 @@ class Flag:
 
 def pytorch_says(case: Case) -> tuple[Flag, ...]:
     """All flags for `case`, none when PyTorch would record the whole model as one CUDA graph."""
-    with settings(case.deterministic), offline(arch("sm_90")):
+    with settings(case.deterministic), fake_device(arch("sm_90")):
         try:
             program = _traced(case, "cuda")
         except NotImplementedError as error:

@@ -1,9 +1,9 @@
-"""Where the temporaries of a traced program lie in memory `arena`: the offsets of an interval packing.  Pure; sizes in bytes.
+"""The arena plan: offsets in memory `arena` of the temporaries of a lowered program.  Pure; sizes in bytes.
 
 Nodes of a graph run one after the other, so two temporaries may share bytes when one's last use comes before the other's first.
 The largest sum of sizes that are live at one moment is a lower bound of any arena.  Finding the smallest arena is NP-hard (dynamic
-storage allocation); here a few orders are placed greedily, which on real programs meets the bound, and what is left above it is
-lowered by moving those buffers to the front that ended up on top.  No clock and no chance: the same program gets the same plan.
+storage allocation).  Here a few orders are placed greedily, which meets the bound on real programs.  Above it, buffers that ended
+up on top are moved to the front of the order.  The same program always gets the same plan.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from heapq import heappop, heappush
 
 from ...errors import BuildError
 from ...targets.cuda.memory_layout import PAD, align
-from ..traced import TEMPORARY, Allocate, Copy, Fill, Launch, Place, Read, Release, Traced
+from ..lowered import TEMPORARY, Allocate, Copy, Fill, HostRead, Launch, Lowered, Pointer, Release
 
 WORK = 3_000_000
-"""Comparisons of two buffers that planning may make before it stops to look for a smaller arena: about a second."""
+"""Comparisons of two buffers after which planning looks no further for a smaller arena: about a second."""
 
 ROUNDS = 200
 """Times that the best order is changed, at most."""
@@ -25,8 +25,10 @@ ROUNDS = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """`offsets`: position in `Traced.buffers` -> offset in memory `arena`, of every temporary, multiples of 256.  `arena`: bytes
-    that the program needs of it, PAD included.  `bound`: the largest sum of aligned sizes that are live at one moment."""
+    """`offsets`: position in `Lowered.buffers` -> offset in memory `arena`, of every temporary, multiples of 256.
+
+    `arena`: bytes of it that the program needs, PAD included.  `bound`: the largest sum of aligned sizes live at one moment.
+    """
 
     offsets: Mapping[int, int]
     arena: int
@@ -34,8 +36,8 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Life:
-    """A buffer's aligned `size`, and the positions in `Traced.events` of its first and last use, both included."""
+class Lifetime:
+    """A buffer's aligned `size`; positions in `Lowered.events` of its first and last use, both included."""
 
     buffer: int
     size: int
@@ -43,59 +45,54 @@ class Life:
     last: int
 
 
-def plan(traced: Traced) -> Plan:
+def plan(lowered: Lowered) -> Plan:
     """Place every temporary.  A buffer lives from its first use to its last, an output to the end.
 
     Empty and unused temporaries lie at offset 0.  Raises lifetime-broken when a buffer is used before Allocate or after Release.
     """
-    offsets = {i: 0 for i, buffer in enumerate(traced.buffers) if buffer.kind == TEMPORARY}
-    lives = lifetimes(traced)
+    offsets = {i: 0 for i, buffer in enumerate(lowered.buffers) if buffer.kind == TEMPORARY}
+    lives = lifetimes(lowered)
     bound = largest_sum(lives)
     found, height = _pack(lives, bound)
     offsets.update(zip((life.buffer for life in lives), found, strict=True))
     return Plan(offsets=offsets, arena=height + PAD, bound=bound)
 
 
-def lifetimes(traced: Traced) -> tuple[Life, ...]:
+def lifetimes(lowered: Lowered) -> tuple[Lifetime, ...]:
     """The lives of all temporaries that are used and not empty, by first use.  Raises lifetime-broken."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     allocated: set[int] = set()
     released: set[int] = set()
-    for moment, event in enumerate(traced.events):
+    for moment, event in enumerate(lowered.events):
         if isinstance(event, Allocate):
             if event.buffer in allocated or event.buffer in first:
                 why = "a second time" if event.buffer in allocated else "after its first use"
-                raise BuildError(
-                    "lifetime-broken", f"int_key {traced.key}, event {moment}: {_name(traced, event.buffer)} is allocated {why}"
-                )
+                raise _broken(lowered, moment, event.buffer, f"allocated {why}")
             allocated.add(event.buffer)
         elif isinstance(event, Release):
             released.add(event.buffer)
         else:
             for buffer in uses(event):
                 if buffer in released:
-                    raise BuildError(
-                        "lifetime-broken",
-                        f"int_key {traced.key}, event {moment}: {_name(traced, buffer)} is used after its release",
-                    )
+                    raise _broken(lowered, moment, buffer, "used after its release")
                 first.setdefault(buffer, moment)
                 last[buffer] = moment
-    for output in traced.outputs:
-        first.setdefault(output.place.buffer, len(traced.events))
-        last[output.place.buffer] = len(traced.events)
+    for output in lowered.outputs:
+        first.setdefault(output.pointer.buffer, len(lowered.events))
+        last[output.pointer.buffer] = len(lowered.events)
     lives = [
-        Life(buffer=i, size=align(traced.buffers[i].nbytes), first=first[i], last=last[i])
+        Lifetime(buffer=i, size=align(lowered.buffers[i].nbytes), first=first[i], last=last[i])
         for i in first
-        if traced.buffers[i].kind == TEMPORARY and traced.buffers[i].nbytes
+        if lowered.buffers[i].kind == TEMPORARY and lowered.buffers[i].nbytes
     ]
     return tuple(sorted(lives, key=lambda life: (life.first, life.buffer)))
 
 
-def uses(event: Launch | Copy | Fill | Read) -> Iterator[int]:
+def uses(event: Launch | Copy | Fill | HostRead) -> Iterator[int]:
     """The buffers that an event reads or writes, by position."""
     if isinstance(event, Launch):
-        yield from (argument.buffer for argument in event.arguments if isinstance(argument, Place))
+        yield from (argument.buffer for argument in event.arguments if isinstance(argument, Pointer))
     elif isinstance(event, Copy):
         yield from (event.source.buffer, event.target.buffer)
     elif isinstance(event, Fill):
@@ -104,12 +101,12 @@ def uses(event: Launch | Copy | Fill | Read) -> Iterator[int]:
         yield event.buffer
 
 
-def largest_sum(lives: Iterable[Life]) -> int:
+def largest_sum(lives: Iterable[Lifetime]) -> int:
     """The largest sum of sizes that are live at one moment."""
     return max(_sums(sorted(lives, key=lambda life: life.first)), default=0)
 
 
-def _sums(lives: Sequence[Life]) -> Iterator[int]:
+def _sums(lives: Sequence[Lifetime]) -> Iterator[int]:
     """What is live at the first use of each buffer; `lives` by first use."""
     ends: list[tuple[int, int]] = []
     total = 0
@@ -121,8 +118,10 @@ def _sums(lives: Sequence[Life]) -> Iterator[int]:
         yield total
 
 
-def _name(traced: Traced, buffer: int) -> str:
-    return f"buffer {buffer} ({traced.buffers[buffer].kind} {traced.buffers[buffer].name})"
+def _broken(lowered: Lowered, moment: int, buffer: int, what: str) -> BuildError:
+    row = lowered.buffers[buffer]
+    text = f"int_key {lowered.key}, event {moment}: buffer {buffer} ({row.kind} {row.name}) is {what}"
+    return BuildError("lifetime-broken", text)
 
 
 # --- packing --------------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ Gap = Callable[[Sequence[tuple[int, int]], int], int]
 """(taken ranges by offset, size) -> the offset of a range of that size."""
 
 
-def _pack(lives: Sequence[Life], bound: int) -> tuple[list[int], int]:
+def _pack(lives: Sequence[Lifetime], bound: int) -> tuple[list[int], int]:
     """Offsets in the order of `lives`, and the end of the highest."""
     meets = _meetings(lives)
     cost = sum(map(len, meets)) + len(lives)
@@ -155,9 +154,9 @@ def _pack(lives: Sequence[Life], bound: int) -> tuple[list[int], int]:
 
 
 def _improve(
-    lives: Sequence[Life], meets: Sequence[Sequence[int]], bound: int, best: tuple[int, list[int], Order, Gap], rounds: int
+    lives: Sequence[Lifetime], meets: Sequence[Sequence[int]], bound: int, best: tuple[int, list[int], Order, Gap], rounds: int
 ) -> tuple[list[int], int]:
-    """Move those who ended up on top to the front of the order, again and again; keep the lowest."""
+    """Move the buffers on top to the front of the order, again and again; keep the lowest plan."""
     height, offsets, order, gap = best
     current, seen = order, {tuple(order)}
     at, top = offsets, height
@@ -166,7 +165,7 @@ def _improve(
             break
         high = [i for i in range(len(lives)) if at[i] + lives[i].size == top]
         current = high + [i for i in current if at[i] + lives[i].size != top]
-        if tuple(current) in seen:  # it would go round: start again, with who lies below the top as well
+        if tuple(current) in seen:  # a cycle: start again, with those below the top as well
             under = {j for i in high for j in meets[i] if at[j] + lives[j].size == at[i]}
             current = sorted(under) + [i for i in current if i not in under]
             if tuple(current) in seen:
@@ -178,7 +177,7 @@ def _improve(
     return offsets, height
 
 
-def _meetings(lives: Sequence[Life]) -> list[list[int]]:
+def _meetings(lives: Sequence[Lifetime]) -> list[list[int]]:
     """Of each life, the others that are live at one moment with it; `lives` by first use."""
     meets: list[list[int]] = [[] for _ in lives]
     live: list[int] = []
@@ -191,11 +190,11 @@ def _meetings(lives: Sequence[Life]) -> list[list[int]]:
     return meets
 
 
-def _orders(lives: Sequence[Life]) -> Iterator[Order]:
+def _orders(lives: Sequence[Lifetime]) -> Iterator[Order]:
     """The orders to try, those that were best on real programs first.  Ties go by first use."""
     count = range(len(lives))
 
-    def by(rank: Callable[[Life], tuple[int, ...]]) -> Order:
+    def by(rank: Callable[[Lifetime], tuple[int, ...]]) -> Order:
         return sorted(count, key=lambda i: (*rank(lives[i]), i))
 
     yield by(lambda x: (-x.size, x.first - x.last))
@@ -208,7 +207,7 @@ def _orders(lives: Sequence[Life]) -> Iterator[Order]:
     yield sorted(count, key=lambda i: (-pressure[i], lives[i].first - lives[i].last, i))
 
 
-def _pressure(lives: Sequence[Life]) -> list[int]:
+def _pressure(lives: Sequence[Lifetime]) -> list[int]:
     """Of each life, the largest sum of sizes that it is part of (at first uses, which is where sums grow)."""
     sums = list(_sums(lives))
     result = []
@@ -222,8 +221,8 @@ def _pressure(lives: Sequence[Life]) -> list[int]:
     return result
 
 
-def _place(lives: Sequence[Life], meets: Sequence[Sequence[int]], order: Order, gap: Gap) -> tuple[list[int], int]:
-    """Give each life in turn a range that no earlier one holds at any of its moments."""
+def _place(lives: Sequence[Lifetime], meets: Sequence[Sequence[int]], order: Order, gap: Gap) -> tuple[list[int], int]:
+    """Give each buffer in order a range that none before it holds during its lifetime."""
     offsets = [-1] * len(lives)
     height = 0
     for i in order:
@@ -243,9 +242,9 @@ def _lowest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
 
 
 def _tightest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
-    free, best, room = 0, -1, 0
+    free, best, size_of_best = 0, -1, 0
     for start, end in taken:
-        if start - free >= size and (best < 0 or start - free < room):
-            best, room = free, start - free
+        if start - free >= size and (best < 0 or start - free < size_of_best):
+            best, size_of_best = free, start - free
         free = max(free, end)
     return best if best >= 0 else free

@@ -1,5 +1,7 @@
-"""A launch's parameter block -> its arguments: the reverse of what the assembler does, written on its own so that one checks the
-other.  Imports neither torch nor Triton."""
+"""A launch's parameter block -> its arguments: the reverse of `parameter_block`, written apart so that one checks the other.
+
+Imports neither torch nor Triton.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import struct
 from cgbundle.tables.recording import Address, Function, KernelNode, Recording
 
 from ...errors import BuildError
-from ..traced import Variant
+from ..lowered import KernelVariant
 
 FORMATS = {
     "i1": "?", "u1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
@@ -20,7 +22,7 @@ SCRATCH = 2
 """Pointers that Triton 3.6 and 3.7 may add behind a kernel's own parameters (global and profile scratch memory)."""
 
 DIVISOR = 16
-"""What the arguments in `Variant.divisible` are multiples of."""
+"""What the arguments in `KernelVariant.divisible` are multiples of."""
 
 CLUSTER_DIMENSION = 4
 """CUlaunchAttributeID: blocks per cluster along each axis.  A Triton program is a cluster, a launch's grid counts blocks."""
@@ -32,7 +34,7 @@ Argument = Address | int | float | None
 """A place, a number, or a null pointer."""
 
 
-def arguments(variant: Variant, function: Function, node: KernelNode) -> dict[str, Argument]:
+def arguments(variant: KernelVariant, function: Function, node: KernelNode) -> dict[str, Argument]:
     """The value of every argument of the variant that is no constexpr, as this launch passes it.
 
     Raises parameter-mismatch when block, parameters, relocations and signature do not fit each other: another number of parameters,
@@ -41,10 +43,8 @@ def arguments(variant: Variant, function: Function, node: KernelNode) -> dict[st
     where = f"kernel {variant.name}"
     names = [(name, kind) for name, kind in variant.signature if kind != "constexpr"]
     if not 0 <= len(function.params) - len(names) <= SCRATCH:
-        raise BuildError(
-            "parameter-mismatch",
-            f"{where}: the image has {len(function.params)} parameters, the signature {len(names)} (and at most {SCRATCH} more)",
-        )
+        text = f"the image has {len(function.params)} parameters, the signature {len(names)} (and at most {SCRATCH} more)"
+        raise BuildError("parameter-mismatch", f"{where}: {text}")
     block = bytearray(node.block)
     for offset, size in node.undefined:
         block[offset : offset + size] = bytes([POISON]) * size
@@ -53,17 +53,18 @@ def arguments(variant: Variant, function: Function, node: KernelNode) -> dict[st
         raise BuildError("parameter-mismatch", f"{where}: two relocations write the same word")
     values: dict[str, Argument] = {}
     for (name, kind), (offset, size) in zip(names, function.params[: len(names)], strict=True):
+        what = f"{where}: argument {name}"
         if offset + size > len(block):
-            raise BuildError(
-                "parameter-mismatch", f"{where}: argument {name} ends at byte {offset + size} of a block of {len(block)}"
-            )
-        piece = bytes(block[offset : offset + size])
+            raise BuildError("parameter-mismatch", f"{what} ends at byte {offset + size} of a block of {len(block)}")
+        content = bytes(block[offset : offset + size])
         if kind.startswith("*"):
-            values[name] = _pointer(where, name, piece, targets.pop(offset, None))
+            values[name] = _pointer(where, name, content, targets.pop(offset, None))
         elif kind not in FORMATS or struct.calcsize(FORMATS[kind]) != size:
-            raise BuildError("parameter-mismatch", f"{where}: argument {name} is {kind!r}, its parameter has {size} bytes")
+            raise BuildError("parameter-mismatch", f"{what} is {kind!r}, its parameter has {size} bytes")
+        elif kind == "bf16":
+            (values[name],) = struct.unpack("<f", b"\0\0" + content)
         else:
-            (values[name],) = struct.unpack("<f", b"\0\0" + piece) if kind == "bf16" else struct.unpack(f"<{FORMATS[kind]}", piece)
+            (values[name],) = struct.unpack(f"<{FORMATS[kind]}", content)
     for offset, _ in function.params[len(names) :]:
         targets.pop(offset, None)  # scratch memory: the interpreter needs none
     if targets:
@@ -72,9 +73,8 @@ def arguments(variant: Variant, function: Function, node: KernelNode) -> dict[st
         value = values.get(name)
         number = value.offset if isinstance(value, Address) else value
         if number is not None and number % DIVISOR:
-            raise BuildError(
-                "parameter-mismatch", f"{where}: argument {name} is {number}, no multiple of {DIVISOR} as the kernel was promised"
-            )
+            text = f"argument {name} is {number}, no multiple of {DIVISOR} as the kernel was promised"
+            raise BuildError("parameter-mismatch", f"{where}: {text}")
     return values
 
 
@@ -93,9 +93,9 @@ def check_order(recording: Recording) -> None:
             raise BuildError("order-broken", f"int_key {recording.key}: an edge goes from row {edge.source} to row {edge.target}")
 
 
-def _pointer(where: str, name: str, piece: bytes, target: Address | None) -> Address | None:
-    if len(piece) != 8:
-        raise BuildError("parameter-mismatch", f"{where}: pointer {name} has {len(piece)} bytes")
-    if any(piece):
+def _pointer(where: str, name: str, content: bytes, target: Address | None) -> Address | None:
+    if len(content) != 8:
+        raise BuildError("parameter-mismatch", f"{where}: pointer {name} has {len(content)} bytes")
+    if any(content):
         raise BuildError("parameter-mismatch", f"{where}: pointer {name} holds an address of its own")
     return target

@@ -12,22 +12,22 @@ from dataclasses import dataclass, replace
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError
-from ..traced import (
+from ..lowered import (
     TEMPORARY,
     WEIGHT,
     Buffer,
-    Chain,
-    Constant,
+    BufferView,
     Copy,
     Event,
     Fill,
+    FoldedConstant,
+    HostRead,
+    KernelVariant,
     Launch,
-    Place,
-    Read,
-    Section,
-    Tensor,
-    Traced,
-    Variant,
+    Lowered,
+    LoweredProgram,
+    Pointer,
+    RegionEvents,
 )
 
 
@@ -38,16 +38,16 @@ class Piece:
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    traced: Traced | None
+    traced: Lowered | None
 
 
-def whole(traced: Traced) -> Chain:
+def whole(traced: Lowered) -> LoweredProgram:
     """A program that is one graph."""
-    section = Section(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
-    return Chain(traced=traced, sections=(section,))
+    section = RegionEvents(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
+    return LoweredProgram(lowered=traced, regions=(section,))
 
 
-def merge(key: IntKey, pieces: Sequence[Piece], given: Sequence[str], outputs: Sequence[str]) -> Chain:
+def merge(key: IntKey, pieces: Sequence[Piece], given: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
     """The regions as one program.
 
     `pieces` in the order in which they run.  `given`: the values that lie in memory `inputs`, in the order of INPUT buffers: the
@@ -71,11 +71,11 @@ class _Merged:
         self.key = key
         self.given = given
         self.buffers: list[Buffer] = []
-        self.variants: dict[Variant, int] = {}
+        self.variants: dict[KernelVariant, int] = {}
         self.events: list[Event] = []
-        self.sections: list[Section] = []
-        self.constants: dict[str, Constant] = {}
-        self.made: dict[str, Tensor] = {}
+        self.regions: list[RegionEvents] = []
+        self.constants: dict[str, FoldedConstant] = {}
+        self.made: dict[str, BufferView] = {}
         self.shared: dict[tuple[str, str], int] = {}
         self.on_host: set[str] = set()
 
@@ -84,24 +84,24 @@ class _Merged:
         for name in names:
             if name in self.made and name not in self.on_host:
                 self.on_host.add(name)
-                self.events.append(Read(buffer=self.made[name].place.buffer))
+                self.events.append(HostRead(buffer=self.made[name].pointer.buffer))
 
-    def add(self, piece: Piece, traced: Traced) -> None:
+    def add(self, piece: Piece, traced: Lowered) -> None:
         """A graph region."""
         start = len(self.events)
         places = [self._place(piece, traced, buffer) for buffer in traced.buffers]
         variants = [self.variants.setdefault(variant, len(self.variants)) for variant in traced.variants]
         self.events += [_moved(event, places, variants) for event in traced.events]
         inputs, outputs = [[_tensor(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
-        self.sections.append(
-            Section(name=piece.name, start=start, stop=len(self.events), inputs=tuple(inputs), outputs=tuple(outputs))
+        self.regions.append(
+            RegionEvents(name=piece.name, start=start, stop=len(self.events), inputs=tuple(inputs), outputs=tuple(outputs))
         )
         self.made.update(zip(piece.outputs, outputs, strict=True))
         self.constants.update({constant.name: constant for constant in traced.constants})
 
-    def chain(self, outputs: Sequence[str]) -> Chain:
+    def chain(self, outputs: Sequence[str]) -> LoweredProgram:
         """All of it; `outputs` of the call."""
-        traced = Traced(
+        traced = Lowered(
             key=self.key,
             buffers=tuple(self.buffers),
             variants=tuple(self.variants),
@@ -110,9 +110,9 @@ class _Merged:
             outputs=tuple([self.made[name] for name in outputs if name in self.made]),
             constants=tuple(self.constants.values()),
         )
-        return Chain(traced=traced, sections=tuple(self.sections))
+        return LoweredProgram(lowered=traced, regions=tuple(self.regions))
 
-    def _place(self, piece: Piece, traced: Traced, buffer: Buffer) -> Place:
+    def _place(self, piece: Piece, traced: Lowered, buffer: Buffer) -> Pointer:
         """Where a buffer of a region begins among all buffers."""
         if buffer.kind == TEMPORARY:
             return self._new(replace(buffer, name=f"{piece.name}.{buffer.name}"))
@@ -124,45 +124,45 @@ class _Merged:
         made, where = self.made[name], f"int_key {self.key}, {piece.name}"
         if _layout(made) != _layout(tensor):
             raise BuildError("sizes-unlike", f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(made)}")
-        if made.place.offset + buffer.nbytes > self.buffers[made.place.buffer].nbytes:
+        if made.pointer.offset + buffer.nbytes > self.buffers[made.pointer.buffer].nbytes:
             raise BuildError(
                 "place-invalid", f"{where}: {name}, {buffer.nbytes} bytes, does not lie inside the buffer that it was made in"
             )
-        return made.place
+        return made.pointer
 
-    def _new(self, buffer: Buffer) -> Place:
+    def _new(self, buffer: Buffer) -> Pointer:
         self.buffers.append(buffer)
-        return Place(buffer=len(self.buffers) - 1, offset=0)
+        return Pointer(buffer=len(self.buffers) - 1, offset=0)
 
-    def _shared(self, buffer: Buffer) -> Place:
+    def _shared(self, buffer: Buffer) -> Pointer:
         known = self.shared.get((buffer.kind, buffer.name))
         if known is None:
             known = self.shared[buffer.kind, buffer.name] = self._new(buffer).buffer
         elif self.buffers[known].nbytes < buffer.nbytes:
             self.buffers[known] = buffer
-        return Place(buffer=known, offset=0)
+        return Pointer(buffer=known, offset=0)
 
 
-def _layout(tensor: Tensor) -> tuple[str, tuple[tuple[int, int], ...]]:
+def _layout(tensor: BufferView) -> tuple[str, tuple[tuple[int, int], ...]]:
     """The dtype, and (size, stride) of every axis that has more than one element."""
     axes = zip(tensor.shape, tensor.strides, strict=True)
     return tensor.dtype, tuple([(size, stride if size > 1 else 0) for size, stride in axes])
 
 
-def _tensor(tensor: Tensor, places: Sequence[Place]) -> Tensor:
-    return replace(tensor, place=_at(tensor.place, places))
+def _tensor(tensor: BufferView, places: Sequence[Pointer]) -> BufferView:
+    return replace(tensor, pointer=_at(tensor.pointer, places))
 
 
-def _at(place: Place, places: Sequence[Place]) -> Place:
+def _at(place: Pointer, places: Sequence[Pointer]) -> Pointer:
     begin = places[place.buffer]
-    return Place(buffer=begin.buffer, offset=begin.offset + place.offset)
+    return Pointer(buffer=begin.buffer, offset=begin.offset + place.offset)
 
 
-def _moved(event: Event, places: Sequence[Place], variants: Sequence[int]) -> Event:
+def _moved(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> Event:
     """An event of a region, over all buffers and variants."""
     match event:
         case Launch():
-            arguments = tuple([_at(each, places) if isinstance(each, Place) else each for each in event.arguments])
+            arguments = tuple([_at(each, places) if isinstance(each, Pointer) else each for each in event.arguments])
             return replace(event, variant=variants[event.variant], arguments=arguments)
         case Copy():
             return replace(event, source=_at(event.source, places), target=_at(event.target, places))

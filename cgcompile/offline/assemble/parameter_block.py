@@ -1,7 +1,7 @@
 """Arguments of a launch -> the parameter block that the driver copies to the device.  Pure.
 
-Values are laid out as triton's launcher does it (backends/nvidia/driver.c, 3.6 and 3.7), at the places that the image names.  It
-converts what does not fit; here that is refused.
+Values are laid out as triton's launcher does it (backends/nvidia/driver.c, 3.6 and 3.7), at the offsets that the image names.  The
+launcher converts what does not fit; here that is refused.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from ctypes import c_float
 from typing import NamedTuple
 
 from ...errors import BuildError
-from ..compile.kernels import Compiled
-from ..traced import Launch, Place
+from ..compile.kernels import CompiledKernel
+from ..lowered import Launch, Pointer
 
 INTEGERS = {
-    "i1": (1, 0, 1), "i8": (1, -(1 << 7), (1 << 7) - 1), "i16": (2, -(1 << 15), (1 << 15) - 1),
-    "i32": (4, -(1 << 31), (1 << 31) - 1), "i64": (8, -(1 << 63), (1 << 63) - 1),
-    "u1": (1, 0, 1), "u8": (1, 0, (1 << 8) - 1), "u16": (2, 0, (1 << 16) - 1),
-    "u32": (4, 0, (1 << 32) - 1), "u64": (8, 0, (1 << 64) - 1),
+    "i1": (1, 0, 1), "u1": (1, 0, 1),
+    **{f"i{8 * size}": (size, -(1 << (8 * size - 1)), (1 << (8 * size - 1)) - 1) for size in (1, 2, 4, 8)},
+    **{f"u{8 * size}": (size, 0, (1 << (8 * size)) - 1) for size in (1, 2, 4, 8)},
 }  # fmt: skip
 """Type -> bytes, lowest and highest value."""
 
@@ -28,39 +27,38 @@ FLOATS = {"fp16": 2, "bf16": 2, "fp32": 4, "f32": 4, "fp64": 8}
 POINTER = 8
 
 
-class Block(NamedTuple):
-    """A parameter block with zeros where `places` (offset in the block, what its address stands there) lie."""
+class ParameterBlock(NamedTuple):
+    """A parameter block; addresses are zeros, and `places` lists them: (offset in the block, what is at the address)."""
 
     data: bytes
-    places: tuple[tuple[int, Place], ...]
+    places: tuple[tuple[int, Pointer], ...]
 
 
-def pack(compiled: Compiled, launch: Launch, where: str) -> Block:
+def pack_arguments(compiled: CompiledKernel, launch: Launch, where: str) -> ParameterBlock:
     """The parameter block of a launch, up to the end of the last parameter; scratch pointers and padding are zero.
 
     Raises parameter-mismatch when an argument is missing, is too large for its type, or its type for its place in the block.
     """
     if len(launch.arguments) != len(compiled.params):
-        raise BuildError(
-            "parameter-mismatch", f"{where} has {len(launch.arguments)} arguments for {len(compiled.params)} parameters"
-        )
+        text = f"{where} has {len(launch.arguments)} arguments for {len(compiled.params)} parameters"
+        raise BuildError("parameter-mismatch", text)
     data = bytearray(max((offset + size for offset, size in compiled.layout), default=0))
-    places: list[tuple[int, Place]] = []
+    places: list[tuple[int, Pointer]] = []
     for (type_, name), (offset, size), value in zip(compiled.params, compiled.layout, launch.arguments, strict=False):
         what = f"{where}, parameter {name} ({type_})"
         if type_.startswith("*"):
-            if not isinstance(value, Place):
+            if not isinstance(value, Pointer):
                 raise BuildError("parameter-mismatch", f"{what}: {value!r} is no buffer")
             places.append((offset, value))
             packed = bytes(POINTER)
-        elif isinstance(value, Place):
+        elif isinstance(value, Pointer):
             raise BuildError("parameter-mismatch", f"{what}: buffer {value.buffer} is no number")
         else:
             packed = scalar(type_, value, what)
         if len(packed) != size:
             raise BuildError("parameter-mismatch", f"{what}: {len(packed)} bytes, the image has {size} for it")
         data[offset : offset + size] = packed
-    return Block(data=bytes(data), places=tuple(places))
+    return ParameterBlock(data=bytes(data), places=tuple(places))
 
 
 def scalar(type_: str, value: int | float, what: str) -> bytes:

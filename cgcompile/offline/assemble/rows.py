@@ -1,7 +1,7 @@
-"""A traced program, its kernel images and its arena plan -> the rows of a bundle.  Pure.
+"""A lowered program, its kernel images and its arena plan -> the rows of a bundle.  Pure.
 
-Every address is known by its kind, so nothing is searched for: a buffer is a weight, an input or a temporary, and its place in that
-memory plus the offset into it is what the relocation says.  The nodes run one after the other, as Inductor's wrapper launches them.
+A relocation is where a buffer begins in its memory, plus the offset into it.  The nodes run one after the other, as Inductor's
+wrapper launches them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from cgbundle.format.schema import MEMORIES, Value
 from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
 
 from ...errors import BuildError
-from ..compile.kernels import Compiled
-from ..traced import INPUT, TEMPORARY, WEIGHT, Chain, Copy, Fill, Launch, Place, Section, Tensor, Traced
+from ..compile.kernels import CompiledKernel
+from ..lowered import INPUT, TEMPORARY, WEIGHT, BufferView, Copy, Fill, Launch, Lowered, LoweredProgram, Pointer, RegionEvents
 from .arena import Plan
-from .parameter_block import pack
+from .parameter_block import pack_arguments
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14
-"""CUfunction_attribute: dynamic shared memory beyond DEFAULT_SHARED, and clusters beyond PORTABLE_CLUSTER, have to be asked for."""
+"""CUfunction_attribute: for dynamic shared memory beyond DEFAULT_SHARED, and clusters beyond PORTABLE_CLUSTER."""
 
 DEFAULT_SHARED = 48 << 10
 PORTABLE_CLUSTER = 8
@@ -37,8 +37,7 @@ DIVISOR = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graph:
-    """What one key needs of a graph region: its recording, the tensors that it takes and makes, and the bytes of the key's
-    arena."""
+    """A graph region at one key; `arena` counts the bytes of the key's arena."""
 
     recording: Recording
     inputs: tuple[Value, ...]
@@ -48,52 +47,43 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Where:
-    """Where each buffer of a traced program begins."""
+    """Where each buffer of a lowered program begins."""
 
-    traced: Traced
+    lowered: Lowered
     bases: tuple[Address | None, ...]
 
-    def address(self, place: Place, nbytes: int, where: str) -> Address:
+    def address(self, place: Pointer, nbytes: int, where: str) -> Address:
         """The address of `nbytes` bytes.  Raises place-invalid when they do not lie in the buffer."""
-        buffer, base = self.traced.buffers[place.buffer], self.bases[place.buffer]
+        buffer, base = self.lowered.buffers[place.buffer], self.bases[place.buffer]
         if base is None:
-            raise BuildError(
-                "place-invalid", f"{where}: buffer {place.buffer} ({buffer.kind} {buffer.name}) has no place in any memory"
-            )
+            text = f"buffer {place.buffer} ({buffer.kind} {buffer.name}) has no place in any memory"
+            raise BuildError("place-invalid", f"{where}: {text}")
         if place.offset < 0 or place.offset + nbytes > buffer.nbytes:
-            raise BuildError(
-                "place-invalid",
-                f"{where}: {nbytes} bytes at {place.offset} of buffer {place.buffer} ({buffer.name}), which has {buffer.nbytes}",
-            )
+            text = f"{nbytes} bytes at {place.offset} of buffer {place.buffer} ({buffer.name}), which has {buffer.nbytes}"
+            raise BuildError("place-invalid", f"{where}: {text}")
         return Address(memory=base.memory, offset=base.offset + place.offset)
 
 
-def assemble(traced: Traced, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> Graph:
-    """The rows of one key whose program is one graph.  Arguments and errors as those of `assemble_chain`."""
-    whole = Section(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
-    (graph,) = assemble_chain(Chain(traced=traced, sections=(whole,)), compiled, plan, weights, inputs)
-    return graph
-
-
-def assemble_chain(
-    chain: Chain, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+def assemble(
+    program: LoweredProgram, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
 ) -> tuple[Graph, ...]:
-    """The rows of one key, a graph per section.
+    """The rows of one key, a graph per region.
 
-    `compiled`: one per variant of `chain.traced`.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`;
-    `inputs`: the offset of each INPUT buffer, by number, in memory `inputs`.  Launches, copies and fills of nothing are left out.
-    Raises parameter-mismatch, and place-invalid for a buffer without a place or bytes outside their buffer.
+    `compiled`: one per variant.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`.  `inputs`: the offset of
+    each INPUT buffer, by number, in memory `inputs`.  Launches, copies and fills of nothing are left out.  Raises
+    parameter-mismatch, and place-invalid for a buffer without a place or bytes outside their buffer.
     """
-    where = _Where(traced=chain.traced, bases=tuple(_bases(chain.traced, plan, weights, inputs)))
-    return tuple([_assemble(section, compiled, plan.arena, where) for section in chain.sections])
+    lowered = program.lowered
+    where = _Where(lowered=lowered, bases=tuple(_bases(lowered, plan, weights, inputs)))
+    return tuple([_assemble(region, compiled, plan.arena, where) for region in program.regions])
 
 
-def _assemble(section: Section, compiled: Sequence[Compiled], arena: int, where: _Where) -> Graph:
-    traced = where.traced
+def _assemble(region: RegionEvents, compiled: Sequence[CompiledKernel], arena: int, where: _Where) -> Graph:
+    lowered = where.lowered
     functions: dict[Function, int] = {}
     nodes: list[Node] = []
-    for moment, event in enumerate(traced.events[section.start : section.stop], section.start):
-        spot = f"int_key {traced.key}, event {moment}"
+    for moment, event in enumerate(lowered.events[region.start : region.stop], region.start):
+        spot = f"int_key {lowered.key}, event {moment}"
         if isinstance(event, Launch) and all(event.grid):
             function = functions.setdefault(_function(compiled[event.variant]), len(functions))
             nodes.append(_kernel(event, function, compiled[event.variant], where, spot))
@@ -103,20 +93,20 @@ def _assemble(section: Section, compiled: Sequence[Compiled], arena: int, where:
             nodes.append(_fill(event, where, spot))
     edges = tuple(Edge(source=a, target=b, from_port=0, to_port=0, type=0) for a, b in pairwise(range(len(nodes))))
     return Graph(
-        recording=Recording(key=traced.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges),
-        inputs=tuple(_value(tensor, where, f"int_key {traced.key}, input {i}") for i, tensor in enumerate(section.inputs)),
-        outputs=tuple(_value(tensor, where, f"int_key {traced.key}, output {i}") for i, tensor in enumerate(section.outputs)),
+        recording=Recording(key=lowered.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges),
+        inputs=tuple(_value(tensor, where, f"int_key {lowered.key}, input {i}") for i, tensor in enumerate(region.inputs)),
+        outputs=tuple(_value(tensor, where, f"int_key {lowered.key}, output {i}") for i, tensor in enumerate(region.outputs)),
         arena=arena,
     )
 
 
-def _bases(traced: Traced, plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> list[Address | None]:
+def _bases(lowered: Lowered, plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> list[Address | None]:
     places = {
         WEIGHT: (MEMORIES.index("weights"), weights),
         INPUT: (MEMORIES.index("inputs"), {str(i): offset for i, offset in enumerate(inputs)}),
     }
     bases: list[Address | None] = []
-    for i, buffer in enumerate(traced.buffers):
+    for i, buffer in enumerate(lowered.buffers):
         if buffer.kind == TEMPORARY:
             memory, offset = MEMORIES.index("arena"), plan.offsets.get(i)
         else:
@@ -126,7 +116,7 @@ def _bases(traced: Traced, plan: Plan, weights: Mapping[str, int], inputs: Seque
     return bases
 
 
-def _function(compiled: Compiled) -> Function:
+def _function(compiled: CompiledKernel) -> Function:
     attributes: list[tuple[int, int]] = []
     if compiled.shared > DEFAULT_SHARED:
         attributes.append((MAX_DYNAMIC_SHARED, compiled.shared))
@@ -135,18 +125,17 @@ def _function(compiled: Compiled) -> Function:
     return Function(image=compiled.sha256, symbol=compiled.symbol, params=compiled.layout, attributes=tuple(attributes))
 
 
-def _kernel(launch: Launch, function: int, compiled: Compiled, where: _Where, spot: str) -> KernelNode:
-    variant = where.traced.variants[launch.variant]
+def _kernel(launch: Launch, function: int, compiled: CompiledKernel, where: _Where, spot: str) -> KernelNode:
+    variant = where.lowered.variants[launch.variant]
     spot = f"{spot} ({variant.name})"
-    block = pack(compiled, launch, spot)
+    block = pack_arguments(compiled, launch, spot)
     relocations = tuple(Relocation(at=at, target=where.address(place, 0, spot)) for at, place in block.places)
     # code that was compiled for multiples of 16 reads and writes elsewhere when they are none
     for (_, name), value in zip(compiled.params, launch.arguments, strict=True):
-        number = where.address(value, 0, spot).offset if isinstance(value, Place) else value
+        number = where.address(value, 0, spot).offset if isinstance(value, Pointer) else value
         if name in variant.divisible and number % DIVISOR:
-            raise BuildError(
-                "parameter-mismatch", f"{spot}, parameter {name}: {number} is no multiple of {DIVISOR}, which the kernel relies on"
-            )
+            text = f"parameter {name}: {number} is no multiple of {DIVISOR}, which the kernel relies on"
+            raise BuildError("parameter-mismatch", f"{spot}, {text}")
     attributes: list[tuple[int, tuple[int, int, int]]] = []
     if compiled.cooperative:
         attributes.append((COOPERATIVE, (1, 0, 0)))
@@ -166,7 +155,7 @@ def _kernel(launch: Launch, function: int, compiled: Compiled, where: _Where, sp
 
 
 def _copies(copy: Copy, where: _Where, spot: str) -> Iterator[MemcpyNode]:
-    """The copy as rows of one line each, in pieces that a driver takes: a row may have 2 GiB at most (MAX_PITCH)."""
+    """The copy as rows of one line each, of at most LARGEST_ROW bytes: a driver takes up to 2 GiB (MAX_PITCH)."""
     source, target = where.address(copy.source, copy.nbytes, spot), where.address(copy.target, copy.nbytes, spot)
     for start in range(0, copy.nbytes, LARGEST_ROW):
         width = min(LARGEST_ROW, copy.nbytes - start)
@@ -191,8 +180,8 @@ def _fill(fill: Fill, where: _Where, spot: str) -> MemsetNode:
     return MemsetNode(target=target, value=value, element=fill.element, width=fill.count, height=1, pitch=0)
 
 
-def _value(tensor: Tensor, where: _Where, spot: str) -> Value:
-    address = where.address(tensor.place, 0, spot)
+def _value(tensor: BufferView, where: _Where, spot: str) -> Value:
+    address = where.address(tensor.pointer, 0, spot)
     return Value(
         dtype=tensor.dtype,
         shape=tensor.shape,

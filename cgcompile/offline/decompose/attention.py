@@ -1,8 +1,8 @@
-"""Attention in one kernel, without the matrix of scores in memory: a Triton kernel of our own that Inductor launches as it is.
+"""Attention in one Triton kernel of our own, without the matrix of scores in memory; Inductor launches it as it is.
 
-A program instance takes a block of rows of one head and goes through the columns with a running maximum and sum (FlashAttention,
-arXiv 2205.14135, section 3.1).  Tensors are read with the strides that they have, so no copy comes before; the result's axes lie
-in memory in the query's order, as those of torch's own do, so none comes behind.
+A program instance takes a block of rows of one head, and goes through the columns with a running maximum and sum (FlashAttention,
+arXiv 2205.14135, section 3.1).  Tensors are read with the strides that they have.  The result's axes lie in memory in the query's
+order, as torch's own do.  So there are no copies.
 
 What it relies on (torch 2.11, 2.13): Inductor gives a kernel of ours tensors with the strides that it was traced with.  `launches`
 checks that: it compares them with the constants TENSOR_stride_AXIS.
@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 SHORTEST = 16
-"""From so many rows or columns on, attention is this kernel: blocks are not smaller, so that below it would work on padding.  It
-pays off early: at 64 positions it stands for three kernels and the copies before and behind them."""
+"""From so many rows or columns on, attention is this kernel.  Blocks are not smaller: with fewer it would compute padding."""
 
 WIDEST = 256
 """Largest width of a head: the sums of wider ones do not fit into registers."""
@@ -33,15 +32,15 @@ NO_MASK, KEEP, ADD = 0, 1, 2
 """The kernel's MASK: none; True where a column counts; a number that is added to the score."""
 
 SLICE = 32 << 10
-"""Bytes of keys that a block loads at a time, times the bytes of an element: products of float32 need more registers."""
+"""Bytes of keys that a block loads at a time, times an element's bytes: products of float32 need more registers."""
 
-WALK = 512
-"""Columns up to which one instance by itself is as fast as Inductor's few small kernels that spread them over all processors."""
+FEW_COLUMNS = 512
+"""Columns up to which one instance is as fast as Inductor's few small kernels on all processors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """Rows and columns of a block, warps of an instance, and how many blocks of columns are on their way at a time."""
+    """Rows and columns of a block, warps of an instance, and stages of the pipeline over the columns."""
 
     rows: int
     columns: int
@@ -65,18 +64,18 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
     if 0 in (query.numel(), columns, depth) or max(width, depth) > WIDEST or max(rows, columns) < SHORTEST:
         return False
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    return rows >= SHORTEST or columns <= WALK or 2 * math.prod(query.shape[:-2]) >= processors
+    return rows >= SHORTEST or columns <= FEW_COLUMNS or 2 * math.prod(query.shape[:-2]) >= processors
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """softmax(query by key * scale + mask) by value, inside `offline`, for what `fits`.
+    """softmax(query by key * scale + mask) by value, inside `fake_device`, for what `fits`.
 
     query (..., heads, rows, width), key (..., groups, columns, width), value (..., groups, columns, depth), mask broadcast to (...,
     heads, rows, columns): bool (True counts) or a float (added).  `heads` is a multiple of `groups`; leading axes are broadcast.
     A row without a column that counts becomes zeros, as in torch.  Returns (..., heads, rows, depth) of the query's dtype.
     """
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    q, k, v, m = [None if tensor is None else _four(tensor, lead) for tensor in (query, key, value, mask)]
+    q, k, v, m = [None if tensor is None else _with_four_axes(tensor, lead) for tensor in (query, key, value, mask)]
     assert q is not None and k is not None and v is not None
     rows, columns, width, depth = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
     batch, heads, groups = math.prod(lead), max(q.shape[1], k.shape[1], v.shape[1]), max(k.shape[1], v.shape[1])
@@ -85,17 +84,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
     out = torch.empty([sizes[axis] for axis in order], dtype=query.dtype, device=query.device)
     result = out.permute([order.index(axis) for axis in range(4)])
     properties = torch.cuda.get_device_properties(query.device)
-    blocks = choose(
+    blocks = choose_blocks(
         (batch * heads, rows, columns, width, depth),
         query.dtype.itemsize,
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
     )
-    named = {"query": _once(q), "key": _once(k), "value": _once(v), "mask": None if m is None else _once(m)}
-    wrap_triton(fused_attention)[(batch * heads * _cut(rows, blocks.rows),)](
+    named = {
+        "query": _without_repetition(q),
+        "key": _without_repetition(k),
+        "value": _without_repetition(v),
+        "mask": None if m is None else _without_repetition(m),
+    }
+    wrap_triton(fused_attention)[(batch * heads * _ceil_divide(rows, blocks.rows),)](
         **named,
         out=out,
-        **{f"{name}_stride_{axis}": _step(tensor, axis) for name, tensor in named.items() for axis in range(4)},
+        **{f"{name}_stride_{axis}": _stride(tensor, axis) for name, tensor in named.items() for axis in range(4)},
         **{f"OUT_{axis}": result.stride(axis) for axis in range(4)},
         HEADS=heads,
         GROUP=heads // groups,
@@ -108,8 +112,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
         MASK=NO_MASK if mask is None else KEEP if mask.dtype == torch.bool else ADD,
         BLOCK_M=blocks.rows,
         BLOCK_N=blocks.columns,
-        BLOCK_K=_power(width),
-        BLOCK_V=_power(depth),
+        BLOCK_K=_block_size(width),
+        BLOCK_V=_block_size(depth),
         ALLOW_TF32=False,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
@@ -119,61 +123,64 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
     return result[(0,) * (4 - query.dim())]
 
 
-def choose(problem: Sequence[int], item: int, processors: int, shared: int) -> Blocks:
-    """Blocks for (heads of all batches, rows, columns, width, depth), elements of `item` bytes, on a GPU with so many processors
-    and `shared` bytes of shared memory for a block.
+def choose_blocks(problem: Sequence[int], item: int, processors: int, shared: int) -> Blocks:
+    """Blocks for (heads of all batches, rows, columns, width, depth) and elements of `item` bytes.
 
-    Large blocks read keys and values less often; small ones keep all processors busy, which counts for more while there are few.
-    With these limits no kernel of a half precision keeps values outside registers, for any target, and one of float32 at most 384
+    `shared`: bytes of shared memory of a block.  Large blocks read keys and values less often; small ones keep all processors busy,
+    which matters more.  So limited, kernels of a half precision spill no registers on any target, those of float32 at most 384
     bytes per thread (at width 128; triton 3.7).
     """
     heads, rows, columns, width, depth = problem
-    wide = max(_power(width), _power(depth))
-    length = min(_power(columns), 64, max(16, SLICE // (item * item * wide)))
+    wide = max(_block_size(width), _block_size(depth))
+    length = min(_block_size(columns), 64, max(16, SLICE // (item * item * wide)))
     most = 16 if item * wide > 512 else 64 if item * wide > 256 or item > 2 else 128
-    heights = [size for size in (128, 64, 32) if size <= min(most, _power(rows)) and heads * _cut(rows, size) >= processors]
-    deep = min(3, _cut(columns, length))  # loads of a loop that turns once overlap with nothing
+    heights = [
+        size for size in (128, 64, 32) if size <= min(most, _block_size(rows)) and heads * _ceil_divide(rows, size) >= processors
+    ]
+    deep = min(3, _ceil_divide(columns, length))  # with one iteration, loads overlap with nothing
     for height in [*heights, 16]:
         warps = 8 if height == 128 or (height > 16 and height * wide * item * item > 1 << 15) else 4
         for stages in range(deep, min(deep, 2) - 1, -1):
-            if _shared(height, length, width, depth, item, stages) <= shared:
+            if _shared_bytes(height, length, width, depth, item, stages) <= shared:
                 return Blocks(rows=height, columns=length, warps=warps, stages=stages)
     return Blocks(rows=16, columns=length, warps=4, stages=1)
 
 
-def _shared(height: int, length: int, width: int, depth: int, item: int, stages: int) -> int:
-    """Bytes of shared memory that a block needs, rather more: its queries, weights, and keys, values and mask of every stage; one
-    more of these for float32, whose factors are taken apart into several of tf32."""
-    stage = length * (_power(width) + _power(depth)) + height * length
-    return item * (height * (_power(width) + length) + (stages + (item == 4)) * stage)
+def _shared_bytes(height: int, length: int, width: int, depth: int, item: int, stages: int) -> int:
+    """Bytes of shared memory that a block needs at most: queries, weights, and keys, values and mask of every stage.
+
+    float32 needs one stage more: its factors become several of tf32.
+    """
+    stage = length * (_block_size(width) + _block_size(depth)) + height * length
+    return item * (height * (_block_size(width) + length) + (stages + (item == 4)) * stage)
 
 
-def _four(tensor: Tensor, lead: Sequence[int]) -> Tensor:
-    """With four axes: leading ones of size 1 put in, more than one leading axis made one."""
+def _with_four_axes(tensor: Tensor, lead: Sequence[int]) -> Tensor:
+    """With four axes: leading ones of size 1 are added, several leading axes become one."""
     while tensor.dim() < max(4, 3 + len(lead)):
         tensor = tensor.unsqueeze(0)
     return tensor if tensor.dim() == 4 else tensor.expand(*lead, -1, -1, -1).flatten(0, -4)
 
 
-def _once(tensor: Tensor) -> Tensor:
-    """Without repetition: an axis that steps by 0 gets size 1."""
+def _without_repetition(tensor: Tensor) -> Tensor:
+    """An axis of stride 0 gets size 1."""
     for axis in range(4):
         if tensor.stride(axis) == 0:
             tensor = tensor.narrow(axis, 0, 1)
     return tensor
 
 
-def _step(tensor: Tensor | None, axis: int) -> int:
-    """Elements from one index to the next; 0 where all indices mean the same element."""
+def _stride(tensor: Tensor | None, axis: int) -> int:
+    """The stride in elements; 0 where all indices mean the same element."""
     return 0 if tensor is None or tensor.shape[axis] == 1 else tensor.stride(axis)
 
 
-def _cut(length: int, size: int) -> int:
+def _ceil_divide(length: int, size: int) -> int:
     return -(-length // size)
 
 
-def _power(size: int) -> int:
-    """The smallest size of a block that holds `size`: a power of 2, and at least the 16 that products take."""
+def _block_size(size: int) -> int:
+    """The smallest block that holds `size`: a power of 2, and at least the 16 that tl.dot takes."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -182,46 +189,16 @@ def _power(size: int) -> int:
 # Inductor's templates: `variants.exact_products` puts in its place how float32 is multiplied.
 @triton.jit
 def fused_attention(
-    query,
-    key,
-    value,
-    mask,
-    out,
-    query_stride_0: tl.constexpr,
-    query_stride_1: tl.constexpr,
-    query_stride_2: tl.constexpr,
-    query_stride_3: tl.constexpr,
-    key_stride_0: tl.constexpr,
-    key_stride_1: tl.constexpr,
-    key_stride_2: tl.constexpr,
-    key_stride_3: tl.constexpr,
-    value_stride_0: tl.constexpr,
-    value_stride_1: tl.constexpr,
-    value_stride_2: tl.constexpr,
-    value_stride_3: tl.constexpr,
-    mask_stride_0: tl.constexpr,
-    mask_stride_1: tl.constexpr,
-    mask_stride_2: tl.constexpr,
-    mask_stride_3: tl.constexpr,
-    OUT_0: tl.constexpr,
-    OUT_1: tl.constexpr,
-    OUT_2: tl.constexpr,
-    OUT_3: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-):
+    query, key, value, mask, out,
+    query_stride_0: tl.constexpr, query_stride_1: tl.constexpr, query_stride_2: tl.constexpr, query_stride_3: tl.constexpr,
+    key_stride_0: tl.constexpr, key_stride_1: tl.constexpr, key_stride_2: tl.constexpr, key_stride_3: tl.constexpr,
+    value_stride_0: tl.constexpr, value_stride_1: tl.constexpr, value_stride_2: tl.constexpr, value_stride_3: tl.constexpr,
+    mask_stride_0: tl.constexpr, mask_stride_1: tl.constexpr, mask_stride_2: tl.constexpr, mask_stride_3: tl.constexpr,
+    OUT_0: tl.constexpr, OUT_1: tl.constexpr, OUT_2: tl.constexpr, OUT_3: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALLOW_TF32: tl.constexpr,
+):  # fmt: skip
     # with a mask that is added, scores stay as they are: its lowest number times log2(e) would be minus infinity
     unit: tl.constexpr = 1.4426950408889634 if MASK == 2 else 1.0
     factor: tl.constexpr = SCALE if MASK == 2 else SCALE * 1.4426950408889634

@@ -1,7 +1,9 @@
-"""What depends on weights alone is computed when the bundle is built: the scale of a batch normalization, a weight laid out anew.
+"""Constant folding: what depends on weights alone is computed at build time, such as the scale of a batch normalization.
 
-A view of a weight costs nothing and stays.  A result is kept when it is small, or not much larger than the weights it comes from: a
+A view of a weight costs nothing and stays.  A result is folded when it is small, or not much larger than its weights.  A
 copy in a wider type would be read from memory at every call.
+
+Private interfaces (torch 2.11, 2.13): `torch._ops.OpOverload` and its `_schema`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from ...targets.cuda.tensors import contents, dtype_name
-from ..traced import WEIGHT, Constant
+from ..lowered import WEIGHT, FoldedConstant
 from .retrace import Retraced
 
 aten = torch.ops.aten
@@ -29,25 +31,25 @@ VIEWS = frozenset({
 """Operations whose result is another view of the same memory."""
 
 SMALL = 64 << 10
-"""Bytes of a result that is always kept."""
+"""Bytes of a result that is always folded."""
 
 GROWTH = 1.25
 """A larger result may have so many times the bytes of the weights that it comes from."""
 
 
-def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retraced, tuple[Constant, ...]]:
-    """`retraced`, its graph changed in place, with what is computed now as further weights; these follow, by their contents' hash.
+def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
+    """`retraced`, its graph changed in place, with folded constants as further weights; and these constants.
 
     `values`: the program's tensors by name, on the CPU.  Weights that the program changes are left alone.
     """
     graph = retraced.graph.graph
     known = _weights(retraced, values)
     derived = _derived(graph, known)
-    constants: dict[str, Constant] = {}
+    constants: dict[str, FoldedConstant] = {}
     tensors, names = list(retraced.tensors), list(retraced.names)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     # all of them first: one may be computed from another, which is a placeholder once it is replaced
-    computed = [(node, _computed(node, derived, known)) for node in _wanted(graph, derived, known)]
+    computed = [(node, _computed(node, known)) for node in _wanted(graph, derived, known)]
     for node, made in computed:
         if made is None:
             continue
@@ -75,30 +77,22 @@ def _weights(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> dict[Nod
     return found
 
 
-def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> dict[Node, None]:
-    """Nodes that compute one tensor from weights, from other such nodes, and from nothing (a range, a constant)."""
-    free: set[Node] = set()
-    derived: dict[Node, None] = {}
+def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[Node]:
+    """Nodes that compute one tensor from weights, from other such nodes, or from nothing (a range, a constant)."""
+    derived: set[Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor) or not _is_pure(node):
-            continue
-        given = node.all_input_nodes
-        if not given:
-            free.add(node)
-        elif all(each in known or each in derived or each in free for each in given):
-            if any(each not in free for each in given):
-                derived[node] = None
-            else:
-                free.add(node)
-    return derived | dict.fromkeys(free)
+        computes = node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and _is_pure(node)
+        if computes and all(each in known or each in derived for each in node.all_input_nodes):
+            derived.add(node)
+    return derived
 
 
 def _is_pure(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not node.is_impure()
 
 
-def _wanted(graph: torch.fx.Graph, derived: Mapping[Node, None], known: Mapping[Node, torch.Tensor]) -> Iterator[Node]:
-    """Derived nodes that the rest of the graph reads, those below their views, each once and in order."""
+def _wanted(graph: torch.fx.Graph, derived: set[Node], known: Mapping[Node, torch.Tensor]) -> Iterator[Node]:
+    """Derived nodes that the rest of the graph reads, without their views, each once and in order."""
     wanted: dict[Node, None] = {}
     for node in graph.nodes:
         if node in derived or node in known:
@@ -107,16 +101,16 @@ def _wanted(graph: torch.fx.Graph, derived: Mapping[Node, None], known: Mapping[
             below = each
             while below in derived and below.target in VIEWS and below.all_input_nodes:
                 below = below.all_input_nodes[0]
-            if below in derived and _from_weights(below, derived, known):
+            if below in derived and _from_weights(below, known):
                 wanted[below] = None
     yield from wanted
 
 
-def _from_weights(node: Node, derived: Mapping[Node, None], known: Mapping[Node, torch.Tensor]) -> frozenset[Node]:
+def _from_weights(node: Node, known: Mapping[Node, torch.Tensor]) -> set[Node]:
     """The weights that a node depends on."""
     found: set[Node] = set()
-    waiting = [node]
     seen: set[Node] = set()
+    waiting = [node]
     while waiting:
         each = waiting.pop()
         if each in known:
@@ -124,14 +118,14 @@ def _from_weights(node: Node, derived: Mapping[Node, None], known: Mapping[Node,
         elif each not in seen:
             seen.add(each)
             waiting += each.all_input_nodes
-    return frozenset(found)
+    return found
 
 
-def _computed(node: Node, derived: Mapping[Node, None], known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
+def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
     """The value of a node, laid out as the graph has it; None when it is not worth keeping."""
     seen = node.meta["val"]
     size = seen.numel() * seen.element_size()
-    sources = sum(value.numel() * value.element_size() for value in (known[each] for each in _from_weights(node, derived, known)))
+    sources = sum(value.numel() * value.element_size() for value in (known[each] for each in _from_weights(node, known)))
     if size > max(SMALL, GROWTH * sources) or not _is_dense(seen):
         return None
     with torch.no_grad():
@@ -143,8 +137,8 @@ def _run(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
     if node not in values:
         for each in node.all_input_nodes:
             _run(each, values)
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: values[each])
-        args, kwargs = torch.utils._pytree.tree_map(_on_cpu, (args, kwargs))
+        given = torch.fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+        args, kwargs = torch.fx.node.map_aggregate(given, _on_cpu)
         values[node] = node.target(*args, **kwargs)
     return values[node]
 
@@ -162,7 +156,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return math.prod(tensor.shape) > 0
 
 
-def _constant(value: torch.Tensor) -> Constant:
+def _constant(value: torch.Tensor) -> FoldedConstant:
     dtype, shape, strides, data = dtype_name(value), tuple(value.shape), value.stride(), contents(value, value.stride())
     name = hashlib.sha256(repr((dtype, shape, strides)).encode() + data).hexdigest()[:16]
-    return Constant(name=f"cgcompile.folded.{name}", contents=data)
+    return FoldedConstant(name=f"cgcompile.folded.{name}", contents=data)

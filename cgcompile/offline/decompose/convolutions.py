@@ -98,17 +98,18 @@ def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int],
 
 
 def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
-    """A kernel of one position: a product of matrices over the channels, which may be cut into pieces.  Inductor makes a product of
-    it, too, but too late for that."""
+    """A kernel of one position: a product of matrices over the channels, so that `split_k` sees it.  Inductor would do so later."""
     batch, channels, height, width = x.shape
     flat = x.permute(0, 2, 3, 1).reshape(-1, channels)
     return torch.mm(flat, weight.view(-1, channels).t()).view(batch, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _underfilled(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
-    """Whether the template would have few blocks with many steps each: then a copy of the input, whose product can be cut into
-    pieces, is faster.  On an H200 (tests/bench/gpu_kernels.py) 49 by 512 by 4608 took 24 us by the template and about 7 so; 196 by
-    256 by 2304, 16 and 14; with more rows (56 and 100 blocks) it was no faster."""
+    """Whether the template would have few blocks with many steps each: then a product over a copy of the input can be split.
+
+    On an H200 (tests/bench/gpu_kernels.py), 49 by 512 by 4608 took 24 us by the template and 7 so.  196 by 256 by 2304 took 16 and
+    14.  With more rows (56 and 100 blocks) it was no faster.
+    """
     sizes = [(x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2)]
     blocks = math.ceil(x.shape[0] * math.prod(sizes) / 64) * math.ceil(weight.shape[0] / 64)
     return blocks < BLOCKS and math.prod(weight.shape[1:]) >= DEEP

@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
+from torch.fx.node import map_aggregate
 
 from ...errors import CATALOGUE, BuildError, ModelError
 from ...export.exported import memory_order
 from ...model.user_code import first_line, is_user_file
 from ...targets.cuda.lowering import repair
-from ..traced import INPUT, WEIGHT
-from .operators import REPLACED, decompositions
+from ..lowered import INPUT, WEIGHT
+from .decompositions import REPLACED, decompositions
 
 DEVICE = torch.device("cuda", 0)
 
@@ -36,7 +36,7 @@ ASSERTIONS = (
     torch.ops.aten.sym_constrain_range_for_size.default,
     torch.ops.aten.sym_constrain_range.default,
 )
-"""What export saw to be so holds by the signature, which the runtime checks before a call."""
+"""They hold by the signature, which the runtime checks before a call."""
 
 KINDS = {
     InputKind.PARAMETER: WEIGHT,
@@ -48,8 +48,7 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retraced:
-    """`graph` takes `tensors` (fake, on cuda) and returns the outputs of the call; `names` says of each tensor its kind and its
-    buffer's name.  `mode` made the fake tensors."""
+    """`graph` takes `tensors` (fake, on cuda, made by `mode`), whose kinds and names are `names`, and returns the outputs."""
 
     graph: torch.fx.GraphModule
     tensors: tuple[torch.Tensor, ...]
@@ -62,8 +61,8 @@ ALIGNED = 16
 
 
 def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[int, ...] | None] = ()) -> Retraced:
-    """The program at the sizes of `tensors`, inside `offline`.  `layouts`: of each output of the call the strides that it must
-    have, None for any; () for any of all.
+    """The program at the sizes of `tensors`, inside `fake_device`.  `layouts`: of each output the strides that it must have, None
+    for any; () for any of all.
 
     Raises sizes-unlike, input-changed, state-shared, constant-unknown, randomness-refused, operation-needs-gpu.
     """
@@ -85,7 +84,7 @@ def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor], layouts: 
             (old,) = [given for given, (_, row, _) in zip(arguments, rows, strict=True) if row == name and given is not None]
             old.copy_(results[position])
         kept = [result for result, keep in zip(results, wanted, strict=True) if keep]
-        return tuple([_settled(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)])
+        return tuple([_with_strides(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)])
 
     with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
         traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*fakes)
@@ -95,21 +94,21 @@ def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor], layouts: 
     )
 
 
-def place(node: torch.fx.Node) -> str:
+def source_line(node: torch.fx.Node) -> str:
     """ "model.py:12", the user's line that a node comes from, or ""."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     mine = [f"{file}:{line}" for file, line in found if is_user_file(file)]
     return mine[-1] if mine else ""
 
 
-def operator(node: torch.fx.Node) -> str:
-    """The operator of the exported program that a node of a retraced graph comes from, as --host-op takes it; "" if unknown."""
+def source_operator(node: torch.fx.Node) -> str:
+    """The program's operator that a node of a retraced graph comes from, as --host-op takes it; "" if unknown."""
     sources = node.meta.get("from_node") or []
     return str(sources[-1].target).removesuffix(".default") if sources else ""
 
 
 def host_hint(operators: Iterable[str]) -> str:
-    """What to do about operators that have no Triton kernel: the host has one of each, eager PyTorch ran the model there."""
+    """What to do about operators without a Triton kernel: eager PyTorch ran them on the host."""
     hint = CATALOGUE["operation-needs-gpu"].hint
     options = " ".join([f"--host-op {name}" for name in dict.fromkeys(operators) if name])
     return f"{hint}; or keep it on the host: cgcompile build ... {options}" if options else hint
@@ -181,8 +180,8 @@ def _on_device(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             if node.target in ASSERTIONS and not node.users:
                 part.graph.erase_node(node)
                 continue
-            node.args = tree_map(_move, node.args)
-            node.kwargs = tree_map(_move, node.kwargs)
+            node.args = map_aggregate(node.args, _move)
+            node.kwargs = map_aggregate(node.kwargs, _move)
         repair(part)
     return made
 
@@ -192,12 +191,12 @@ def _move(value: Any) -> Any:
 
 
 class _Replacing(torch.fx.Interpreter):
-    """Runs a program with the operations of REPLACED replaced; what fails is named with the user's line."""
+    """Runs a program with the operations of REPLACED replaced, and names what fails with the user's line."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         try:
             result = super().run_node(n)
-            return _laid_out(result, n.meta.get("val")) if n.target in REPLACED else result
+            return _in_order_of(result, n.meta.get("val")) if n.target in REPLACED else result
         except BuildError as error:
             if error.code != "operation-needs-gpu":
                 raise
@@ -219,8 +218,8 @@ class _Replacing(torch.fx.Interpreter):
         return super().call_function(REPLACED.get(target, target), args, kwargs)
 
 
-def _laid_out(result: Any, like: Any) -> Any:
-    """`result` with its axes in memory in the order of `like`: what follows was exported for that order, views above all."""
+def _in_order_of(result: Any, like: Any) -> Any:
+    """`result` with its axes in memory in the order of `like`: later operations, views above all, were exported for it."""
     if not isinstance(result, torch.Tensor) or not isinstance(like, torch.Tensor):
         return result
     strides = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in like.stride()]
@@ -228,8 +227,8 @@ def _laid_out(result: Any, like: Any) -> Any:
     return result.permute(order).contiguous().permute([order.index(axis) for axis in range(result.dim())])
 
 
-def _settled(result: Any, strides: tuple[int, ...] | None) -> Any:
-    """An output of the call with these strides, beginning where kernels may read it."""
+def _with_strides(result: Any, strides: tuple[int, ...] | None) -> Any:
+    """An output of the call with these strides, at an aligned address."""
     if strides is None:
         return result
     if same_layout(result.shape, result.stride(), strides) and not result.storage_offset() * result.element_size() % ALIGNED:
@@ -240,13 +239,13 @@ def _settled(result: Any, strides: tuple[int, ...] | None) -> Any:
 
 
 def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether strides mean the same: those of axes with one element, or of empty tensors, say nothing."""
+    """Whether strides mean the same: those of axes with one element, or of empty tensors, do not matter."""
     pairs = zip(shape, one, other, strict=True)
     return 0 in shape or all(size == 1 or mine == its for size, mine, its in pairs)
 
 
 def _check(traced: torch.fx.GraphModule, inputs: Sequence[str], rows: Sequence[Row]) -> None:
-    """Refuses what the graph must not hold: random numbers, tensors of its own, changed inputs or shared weights."""
+    """Refuses what the graph must not hold: random numbers, its own tensors, changed inputs, changed weights that share memory."""
     random: list[str] = []
     own: list[str] = []
     branches: list[str] = []
@@ -280,5 +279,5 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _named(node: torch.fx.Node) -> str:
-    where = place(node)
+    where = source_line(node)
     return f"{node.target}{f' at {where}' if where else ''}"

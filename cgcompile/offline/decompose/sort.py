@@ -12,14 +12,15 @@ from torch import Tensor
 
 from ...errors import ModelError
 
-SORTED, RANKED, LOOKED = 512, 1 << 14, 16
-"""Inductor sorts up to so many elements in one kernel; up to so many each counts those before it; up to so many are looked for one
-by one."""
+SORTED, RANKED, SEARCHED = 512, 1 << 14, 16
+"""Largest numbers of elements: that Inductor sorts in one kernel, that are ranked by counting, that are looked for one by one."""
 
 
 def sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Sorted values and where they were, equal ones in their order.  Every element counts those that come before it: the work grows
-    with the square of the length, so that there is a limit.  NaN is the largest."""
+    """Sorted values and where they were, equal ones in their order.
+
+    Every element counts those that come before it.  The work grows with the square of the length, so that there is a limit.
+    """
     if x.dim() == 0 or x.shape[dim] <= SORTED:
         return NotImplemented
     length = x.shape[dim]
@@ -40,7 +41,7 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
     """The k largest or smallest, best first, the first of equal ones: by looking k times, or by sorting."""
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-    if k > LOOKED:
+    if k > SEARCHED:
         values, where = torch.sort(x, dim=dim, descending=largest, stable=True)
         return values.narrow(dim, 0, k), where.narrow(dim, 0, k)
     rows = x.movedim(dim, -1)

@@ -1,4 +1,4 @@
-"""Cut the inner axis of matrix products in a retraced graph: a batched product of the pieces, and the sum of their float32 results.
+"""Split-K: split the inner axis of matrix products in a retraced graph, as a batched product and a sum of float32 results.
 
 Private interfaces (torch 2.11, 2.13): the overload `aten.bmm.dtype`, which gives float32 sums of half precision factors.
 """
@@ -16,12 +16,12 @@ from .retrace import Retraced
 
 aten = torch.ops.aten
 
-Pieces = Callable[[Problem], int]
-"""How many pieces a product is cut into; 1 leaves it whole."""
+SplitFactor = Callable[[Problem], int]
+"""How many parts the inner axis is split into; 1 leaves it whole."""
 
 
-def split_products(retraced: Retraced, arch: str, pieces: Pieces) -> Retraced:
-    """`retraced`, its graph changed in place: every product that `pieces` cuts is a batched product and a sum."""
+def split_k(retraced: Retraced, arch: str, split_factor: SplitFactor) -> Retraced:
+    """`retraced`, its graph changed in place: every product that `split_factor` splits is a batched product and a sum."""
     graph = retraced.graph.graph
     for node in list(graph.nodes):
         if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
@@ -30,16 +30,16 @@ def split_products(retraced: Retraced, arch: str, pieces: Pieces) -> Retraced:
         (m, k), n = a.meta["val"].shape, b.meta["val"].shape[1]
         kind = "mm" if node.target is aten.mm.default else "addmm"
         dtype = str(a.meta["val"].dtype).removeprefix("torch.")
-        cut = pieces(Problem(kind=kind, batch=1, m=m, n=n, k=k, dtype=dtype, arch=arch))
-        if cut > 1:
+        factor = split_factor(Problem(kind=kind, batch=1, m=m, n=n, k=k, dtype=dtype, arch=arch))
+        if factor > 1:
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_sum_of_pieces(retraced, node, cut))
+                node.replace_all_uses_with(_sum_of_parts(retraced, node, factor))
             graph.erase_node(node)
     retraced.graph.recompile()
     return retraced
 
 
-def _sum_of_pieces(retraced: Retraced, node: Node, cut: int) -> Node:
+def _sum_of_parts(retraced: Retraced, node: Node, factor: int) -> Node:
     """New nodes before `node` that compute the same; the last of them."""
     a, b = node.args[-2:]
     assert isinstance(a, Node) and isinstance(b, Node)
@@ -52,8 +52,8 @@ def _sum_of_pieces(retraced: Retraced, node: Node, cut: int) -> Node:
         made.meta.update({name: node.meta[name] for name in ("stack_trace", "original_aten", "from_node") if name in node.meta})
         return made
 
-    left = call(aten.permute.default, call(aten.view.default, a, [m, cut, k // cut]), [1, 0, 2])
-    right = call(aten.view.default, b, [cut, k // cut, n])
+    left = call(aten.permute.default, call(aten.view.default, a, [m, factor, k // factor]), [1, 0, 2])
+    right = call(aten.view.default, b, [factor, k // factor, n])
     product = call(aten.bmm.default, left, right) if dtype == torch.float32 else call(aten.bmm.dtype, left, right, torch.float32)
     total = call(aten.sum.dim_IntList, product, [0])
     if node.target is aten.addmm.default:

@@ -61,11 +61,6 @@ def _high_product(left: Array, right: Array) -> Array:
     return result
 
 
-def _unordered(ordered: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """A float comparison that also holds when a side is NaN, by the one that must not hold."""
-    return lambda left, right: np.logical_not(ordered(left, right))
-
-
 def _xor(left: Array, right: Array) -> Array:
     return np.bitwise_xor(left, right) if left.dtype == np.bool_ else left + right
 
@@ -155,8 +150,6 @@ class Arithmetic:
     create_icmpSGT = create_icmpUGT = create_fcmpOGT = _compare(np.greater)
     create_icmpEQ = create_fcmpOEQ = _compare(np.equal)
     create_icmpNE = create_fcmpUNE = _compare(np.not_equal)
-    create_fcmpULT, create_fcmpULE = _compare(_unordered(np.greater_equal)), _compare(_unordered(np.greater))
-    create_fcmpUGT, create_fcmpUGE = _compare(_unordered(np.less_equal)), _compare(_unordered(np.less))
 
     create_exp, create_exp2, create_log, create_log2 = map(_unary, (np.exp, np.exp2, np.log, np.log2))
     create_sin, create_cos, create_floor, create_ceil = map(_unary, (np.sin, np.cos, np.floor, np.ceil))

@@ -16,8 +16,10 @@ from .values import Array, Handle
 
 @dataclass(frozen=True, slots=True)
 class BlockPointer:
-    """`base` is the tensor's address; `shape`, `strides` (in elements) and `offsets` are scalars, one for each axis; `padding` is
-    what a descriptor puts outside the tensor."""
+    """`base`: the tensor's address; `shape`, `strides` (in elements), `offsets`: a scalar for each axis.
+
+    `padding` is what a descriptor reads outside the tensor.
+    """
 
     base: Handle
     shape: tuple[Handle, ...]

@@ -1,7 +1,6 @@
-"""What answers Triton's front end: values in, values out, for all instances of a batch at once.
+"""The builder that Triton's front end calls: every method computes, for all instances of a batch at once.
 
-Methods carry the names of `triton._C.libtriton.ir.builder`, which the front end calls; a method that is missing here is refused by
-name.  Public Triton interfaces only, but the set of methods and their arguments is Triton's own: 3.6 and 3.7.
+Methods have the names and arguments of `triton._C.libtriton.ir.builder`, Triton 3.6 and 3.7; a missing one is refused by name.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from .values import Array, Handle
 
 
 class Builder(Arithmetic):
-    """`instances`: the program ids of the batch, an int32 array for each axis; `grid` the whole launch's; `options` what the
-    front end asks a backend for; `turns` counts those of `while` loops."""
+    """`instances`: the program ids of the batch, an int32 array for each axis.  `grid`: of the whole launch.  `options`: what the
+    front end asks a backend for.  `iterations`: of `while` loops so far.
+    """
 
     def __init__(self, memory: Memory, options: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Builder(Arithmetic):
         self.options = options
         self.codegen_fns = {"min_dot_size": lambda left, right: (1, 1, 1)}
         self.grid = (1, 1, 1)
-        self.turns = 0
+        self.iterations = 0
         self.instances: tuple[Array, Array, Array] = (np.zeros(1, np.int32),) * 3
 
     # the launch
@@ -43,10 +43,10 @@ class Builder(Arithmetic):
         return Handle(np.array([self.grid[axis]], np.int32), tl.int32)
 
     def create_barrier(self) -> None:
-        """Instances of a batch go in step, and threads do not exist here."""
+        """Instances of a batch run together, and there are no threads here."""
 
     def create_print(self, *anything: Any) -> None:
-        """What a kernel prints is not wanted."""
+        """Output is dropped."""
 
     def create_assert(self, condition: Handle, message: str) -> None:
         if not condition.data.all():

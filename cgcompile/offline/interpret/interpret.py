@@ -1,9 +1,8 @@
 """The proof without a GPU: the rows of recordings run on the CPU, kernels in Triton's interpreter, over poisoned memory.
 
-What runs is what a bundle holds: grids, parameter blocks and relocations, decoded on their own (`blocks`), over one arena planned
-as in the bundle.  Where the host works between two graphs, what it takes is read, and what it makes is written, as the program's
-copies would.  What it does not show is that ptxas compiled the kernels rightly.  Each int_key has a process of its own, because
-Triton is told to interpret before it is imported.  Imports neither torch nor Triton.
+What runs is what a bundle holds: grids, parameter blocks and relocations (decoded by `assemble.block_reader`), over the bundle's
+arena plan.  Values that cross to and from the host are read and written as the program's copies would.  That ptxas compiled the
+kernels rightly is not shown.  Each int_key has a process of its own.  Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,10 +20,10 @@ from cgbundle.format.schema import IntKey, Value, Weight
 from cgbundle.tables.recording import Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
 from ...targets.cuda.fills import memset_of
-from ...util.content_cache import digest, recall, remember, sources, versions
-from ...util.workers import ask
+from ...util.content_cache import cache_path, recall, remember
+from ...util.workers import Kind, Request, ask
 from ..assemble.block_reader import arguments, check_order
-from ..traced import Variant
+from ..lowered import KernelVariant
 
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -34,8 +32,8 @@ QUIET = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""One thread per process: threads that wait for each other made a busy machine ten times slower.  And memory that is freed is kept:
-without that, every large array costs page faults (a third of the time)."""
+"""One thread per process: threads that wait for each other made a busy machine ten times slower.  Freed memory is kept: page
+faults took a third of the time."""
 
 TEMPLATE_LINES = 20
 """Lines of the loop of a matrix product's kernel."""
@@ -46,8 +44,7 @@ START = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A recording, None where nothing runs; tensors that come from outside before it, with their bytes, row-major; and the places
-    that are read when all its rows have run."""
+    """A recording (None where nothing runs), tensors that are written before it, row-major, and those that are read after it."""
 
     given: tuple[tuple[Value, bytes], ...] = field(repr=False)
     recording: Recording | None
@@ -64,7 +61,7 @@ class Task:
 
     key: IntKey
     stages: tuple[Stage, ...]
-    variants: tuple[tuple[tuple[str, str], Variant], ...]
+    variants: tuple[tuple[tuple[str, str], KernelVariant], ...]
     sizes: tuple[tuple[str, int], ...]
     weights: Path
     placed: tuple[Weight, ...]
@@ -85,11 +82,7 @@ class Outcome:
 
 
 def estimate(task: Task) -> float:
-    """How much work a key is, to compare keys of one program with each other: elements of blocks times lines of the kernel that
-    work on them, over all program instances.
-
-    The unit means nothing by itself: `interpret` measures the smallest key in seconds.
-    """
+    """How much work a key is, to compare keys of one program: elements of blocks times lines of the kernel, over all instances."""
     variants = dict(task.variants)
     total = 0.0
     for recording, node in [(each, node) for each in task.recordings for node in each.nodes]:
@@ -116,36 +109,35 @@ def interpret(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Outcome, ...]:
-    """Run recordings, those excepted whose outcome stands in `cache`, the smallest first; its time tells which others fit into
-    `budget` seconds.  These run, the others have no Outcome, and `tell` says which.  The smallest always runs.  Outcomes stand
-    in the order of `tasks`.
+    """Run recordings, those in `cache` excepted; the outcomes stand in the order of `tasks`.
 
-    `workers` processes run at a time (default: one for each processor); `folder` takes their files and logs.
+    The smallest always runs first.  Its time tells which others fit into `budget` seconds; the rest have no Outcome, and `tell`
+    says which.  `workers` processes run at a time (default: one for each processor); `folder` takes their logs.
 
-    Raises order-broken, parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable and
-    worker-died.
+    Raises order-broken, parameter-mismatch, function-not-interpretable, read-outside, wrote-outside, kernel-asserted,
+    kernel-unreadable, interpreter-died.
     """
     for recording in [recording for task in tasks for recording in task.recordings]:
         check_order(recording)
-    files = {path: _hash(path) for path in {task.weights for task in tasks}} if cache else {}  # mostly one, and large
-    kept = [cache / "interpreted" / _name(task, files[task.weights]) if cache else None for task in tasks]
-    known = {task.key: outcome for task, path in zip(tasks, kept, strict=True) if path and (outcome := recall(path))}
-    left = [task for task in tasks if task.key not in known]
+    kept = _kept(tasks, cache) if cache else {}
+    known = {key: outcome for key, path in kept.items() if (outcome := recall(path))}
     if known:
         tell(f"{len(known)} of {len(tasks)} int_keys were interpreted before, with the same rows, kernels, weights and inputs")
-    for outcome in _interpret(left, folder, budget, workers, tell) if left else ():
+    for outcome in _interpret([task for task in tasks if task.key not in known], folder, budget, workers, tell):
         known[outcome.key] = outcome
-    for task, path in zip(tasks, kept, strict=True):
-        if path and task in left and task.key in known:
-            remember(path, known[task.key])
+        if cache:
+            remember(kept[outcome.key], outcome)
     return tuple([known[task.key] for task in tasks if task.key in known])
 
 
-def _name(task: Task, weights: str) -> str:
-    """The hash of all that an outcome depends on; `weights` is that of the file."""
-    stages = [(stage.given, stage.recording, stage.read) for stage in task.stages]  # `repr` of a stage leaves the bytes out
-    rest = (task.key, stages, task.variants, task.sizes, task.placed)
-    return digest(weights, rest, versions(), sources())
+def _kept(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
+    """The file of each outcome in the cache."""
+    found, hashes = {}, {path: _hash(path) for path in {task.weights for task in tasks}}  # mostly one, and large
+    for task in tasks:
+        stages = [(stage.given, stage.recording, stage.read) for stage in task.stages]  # `repr` of a stage leaves the bytes out
+        rest = (task.key, stages, task.variants, task.sizes, task.placed)
+        found[task.key] = cache_path(cache, "interpreted", hashes[task.weights], rest)
+    return found
 
 
 def _hash(path: Path) -> str:
@@ -155,38 +147,46 @@ def _hash(path: Path) -> str:
 
 def _interpret(
     tasks: Sequence[Task], folder: Path, budget: float, workers: int | None, tell: Callable[[str], None]
-) -> tuple[Outcome, ...]:
+) -> Iterator[Outcome]:
+    if not tasks:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    at_once = workers or os.cpu_count() or 1
-    work = [estimate(task) for task in tasks]
-    smallest, *others = sorted(range(len(tasks)), key=lambda i: (work[i], i))
-    tell(f"interpreting int_key {tasks[smallest].key}, the smallest of {len(tasks)}; {budget:.0f} s for all")
+    work = {task.key: estimate(task) for task in tasks}
+    smallest, *others = sorted(tasks, key=lambda task: work[task.key])
+    tell(f"interpreting int_key {smallest.key}, the smallest of {len(tasks)}; {budget:.0f} s for all")
     began = time.monotonic()
-    outcomes = {smallest: _run(tasks[smallest], folder, smallest)}
+    ((_, first),) = _run([smallest], folder, 1)
     spent = time.monotonic() - began
-    rate = outcomes[smallest].seconds / work[smallest]
-    tell(f"int_key {tasks[smallest].key} took {spent:.1f} s")
-    chosen: list[int] = []
-    for i in others:
-        seconds = START + rate * work[i]
-        if spent + seconds / min(at_once, len(chosen) + 1) > budget:
-            left = ", ".join(str(tasks[j].key) for j in others[len(chosen) :])
+    rate = first.seconds / work[smallest.key]
+    tell(f"int_key {smallest.key} took {spent:.1f} s")
+    yield first
+    at_once = workers or os.cpu_count() or 1
+    fitting: list[Task] = []
+    for task in others:
+        seconds = START + rate * work[task.key]
+        if spent + seconds / min(at_once, len(fitting) + 1) > budget:
+            left = ", ".join(str(each.key) for each in others[len(fitting) :])
             tell(f"not interpreted, over the budget of {budget:.0f} s: {left} (the next would take about {seconds:.0f} s)")
             break
         spent += seconds / at_once
-        chosen.append(i)
-    with ThreadPoolExecutor(at_once) as pool:
-        futures = {i: pool.submit(_run, tasks[i], folder, i) for i in reversed(chosen)}  # the longest first
-        try:
-            for i, future in futures.items():
-                outcomes[i] = future.result()
-                tell(f"int_key {tasks[i].key} took {outcomes[i].seconds:.1f} s")
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return tuple(outcomes[i] for i in sorted(outcomes))
+        fitting.append(task)
+    for key, outcome in _run(fitting[::-1], folder, at_once):  # the longest first
+        tell(f"int_key {key} took {outcome.seconds:.1f} s")
+        yield outcome
 
 
-def _work(variant: Variant, function: Function, node: KernelNode) -> float:
+def _run(tasks: Sequence[Task], folder: Path, workers: int) -> Iterator[tuple[IntKey, Outcome]]:
+    kind = Kind(
+        module="cgcompile.offline.interpret.worker",
+        folder=folder,
+        died="interpreter-died",
+        environment={"TRITON_INTERPRET": "1", **QUIET},
+        reused=False,
+    )
+    return ask(kind, {task.key: Request(content=task, what=f"interpreting int_key {task.key}") for task in tasks}, workers)
+
+
+def _work(variant: KernelVariant, function: Function, node: KernelNode) -> float:
     """Elements times lines of one program instance, as far as the names tell that Inductor gives to sizes."""
     known = {name: int(number) for name, number in _CONSTANT.findall(variant.source)}
     known |= {name: value for name, value in variant.constants if type(value) is int}
@@ -202,12 +202,3 @@ def _work(variant: Variant, function: Function, node: KernelNode) -> float:
 
 _CONSTANT = re.compile(r"^ +(\w+)(?: *: *tl\.constexpr)? = (\d+)$", re.MULTILINE)
 """An assignment of a number in a kernel's source."""
-
-
-def _run(task: Task, folder: Path, number: int) -> Outcome:
-    place = folder / f"interpret{number}-{'x'.join(map(str, task.key)) or 'call'}"
-    environment = {"TRITON_INTERPRET": "1", **QUIET}
-    outcome: Outcome = ask(
-        "cgcompile.offline.interpret.worker", task, place, environment, "worker-died", f"interpreting int_key {task.key}"
-    )
-    return outcome

@@ -1,4 +1,4 @@
-"""One launch: all program instances of a grid, in batches that go in step."""
+"""One launch: all program instances of a grid, many at a time in batches."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from ...errors import BuildError
 from .builder import Builder
-from .language import Diverged
+from .front_end import Diverged
 from .values import Array
 
 ELEMENTS = 1 << 20
-"""A batch is as large as lets its widest value have so many elements: past the caches more instances at a time gain nothing."""
+"""Elements of a batch's widest value, at most: beyond the caches, larger batches are no faster."""
 
 
 def launch(
@@ -21,8 +21,9 @@ def launch(
 ) -> None:
     """Run every instance of `grid`.  `kernel` names it in messages.
 
-    The first instance runs alone and shows how wide the kernel's values are.  A batch whose instances take different ways is undone
-    and run again in groups.  Raises function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable.
+    The first instance runs alone and shows how large the kernel's values are.  A batch whose instances take different branches is
+    undone and run again in groups.  Raises function-not-interpretable, read-outside, wrote-outside, kernel-asserted,
+    kernel-unreadable.
     """
     builder.kernel = builder.memory.where = kernel
     builder.grid = grid
@@ -41,7 +42,7 @@ def _run(builder: Builder, function: Callable[..., Any], arguments: Mapping[str,
         batch = waiting.pop()
         builder.instances = (_ids(batch % x), _ids(batch // x % y), _ids(batch // (x * y)))
         builder.memory.journal = [] if len(batch) > 1 else None
-        builder.turns = 0
+        builder.iterations = 0
         try:
             with np.errstate(all="ignore"):
                 function(**arguments)

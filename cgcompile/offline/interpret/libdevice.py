@@ -1,7 +1,6 @@
-"""Stand-ins for what Triton's interpreter cannot do: libdevice, which it answers with None, and inline assembly.
+"""libdevice functions and inline assembly, which Triton's interpreter lacks, by NumPy and torch.
 
-Results are those of NumPy and torch on the CPU: within a few units in the last place of libdevice's, not equal to them.  A function
-without a stand-in raises function-not-interpretable.
+Results are within a few units in the last place of libdevice's.  Other functions raise function-not-interpretable.
 
 Private interfaces, Triton 3.6 and 3.7: `triton.language.extra.libdevice` and `triton.language.extra.cuda.libdevice` as modules
 whose functions can be replaced, the dtypes that the latter's functions accept, and the texts of assembly that Inductor
@@ -129,8 +128,10 @@ def _replace(module: ModuleType, name: str, member: Any, builder: Builder, seman
 
 
 def call(builder: Builder, semantic: Any, name: str, items: list[Any]) -> Any:
-    """libdevice.`name` of tensors, with libdevice's rules: arguments are float32 or float64 (or integers, for a few functions) and
-    all of one type; scalars are broadcast.  Raises function-not-interpretable."""
+    """libdevice.`name` of tensors of one type: float32, float64, or integers for a few functions.  Scalars are broadcast.
+
+    Raises function-not-interpretable.
+    """
     kinds = [item.dtype for item in items]
     floating = kinds[0] in (tl.float32, tl.float64)
     if floating and name in WITH_INTEGER and kinds[1:] == [tl.int32]:
@@ -154,7 +155,7 @@ def call(builder: Builder, semantic: Any, name: str, items: list[Any]) -> Any:
 def assembly(
     builder: Builder, text: str, constraints: str, items: list[Handle], types: list[Any], pure: bool, pack: int
 ) -> Assembly:
-    """A statement of inline assembly.  Raises function-not-interpretable for any that is not known word by word."""
+    """A statement of inline assembly that stands in ASSEMBLY or ORDERING.  Raises function-not-interpretable."""
     if text.startswith(ORDERING):
         return Assembly(tuple(builder.get_null_value(dtype) for dtype in types))
     if text not in ASSEMBLY or pack != 1 or [item.dtype for item in items] != [tl.float32] * len(items):

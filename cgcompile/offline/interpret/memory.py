@@ -1,7 +1,7 @@
 """The memories of a bundle in one buffer, filled with poison; every access is checked.
 
-Addresses are positions in that buffer.  Between memories, and before the first, lie gaps that belong to none, so that address 0 and
-whatever strays out of its memory is found.
+Addresses are positions in that buffer.  Gaps before and between the memories belong to none, so that address 0, and accesses just
+outside a memory, are errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POISON = 0xFF
 """Every byte that nothing has written: NaN in all float types, -1 in integers."""
 
 ROUNDS = 64
-"""So many times may one address stand in an atomic operation before its elements are taken one by one."""
+"""How often one address may occur in an atomic operation before its elements are taken one by one."""
 
 Journal = list[tuple[Array, Array, Array]]
 
@@ -54,7 +54,7 @@ class Memory:
         return self._starts[self._names.index(MEMORIES[memory])] + offset
 
     def span(self, memory: int, offset: int, nbytes: int, verb: str = "reads") -> Array:
-        """The bytes of a piece of a memory, to read and write.  Raises access-outside."""
+        """A range of bytes of a memory, to read and write.  Raises read-outside or wrote-outside."""
         start = self.address(memory, offset)
         if nbytes:
             self._check(np.array([start, start + nbytes - 1]), 1, verb)
@@ -100,8 +100,10 @@ class Memory:
         dtype: np.dtype[np.generic],
         combine: Callable[[Array, tuple[Array, ...]], Array],
     ) -> Array:
-        """Every element of `pointers` (all of one shape, instances first) in order: new = combine(old, operands).  Returns the old
-        values, poison where `mask` is false.  Values are in their stored type."""
+        """new = combine(old, operands) for every element of `pointers` (all of one shape, instances first), in order.
+
+        Returns the old values, poison where `mask` is false.  Values are in their stored type.
+        """
         result = np.full((*pointers.shape, dtype.itemsize), POISON, np.uint8).view(dtype)[..., 0]
         active = pointers[mask]
         if not active.size:
@@ -148,11 +150,11 @@ class Memory:
 
 
 def _rounds(places: Array) -> list[Array]:
-    """Positions of `places` in turns: no place stands twice in a turn, and each place's turns are in order."""
+    """Positions of `places` in rounds: no place occurs twice in a round, and each place's rounds are in order."""
     order = np.argsort(places, kind="stable")
     ordered = places[order]
     first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    turn = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
-    if turn.max() > ROUNDS:
+    number = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
+    if number.max() > ROUNDS:
         return [order[i : i + 1] for i in range(len(order))]
-    return [order[turn == i] for i in range(int(turn.max()) + 1)]
+    return [order[number == i] for i in range(int(number.max()) + 1)]

@@ -1,7 +1,7 @@
-"""tl.reduce and tl.associative_scan: the combine function runs on whole blocks, in a number of steps that grows with the logarithm.
+"""tl.reduce and tl.associative_scan: the combine function runs on whole blocks, in logarithmically many steps.
 
-A combine function is associative but need not be commutative, so neighbours are combined in order.  Rounding differs from a GPU's,
-whose order of combining is its own.
+A combine function need not be commutative, so neighbours are combined in order.  A GPU combines in another order and rounds
+otherwise.
 """
 
 from __future__ import annotations

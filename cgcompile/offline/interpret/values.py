@@ -1,7 +1,7 @@
-"""Arrays that stand for tensors of a kernel, and the conversions between dtypes.
+"""NumPy arrays as the tensors of a kernel, and the conversions between dtypes.
 
-NumPy has neither bfloat16 nor the 8-bit floats: such values are kept as float32 and rounded after every operation ("working" type);
-in memory they are the bits that the GPU would see ("stored" type).  Conversions that NumPy lacks go through torch.
+NumPy has neither bfloat16 nor the 8-bit floats.  Such values are float32, rounded after every operation ("working" type); in memory
+they are the GPU's bits ("stored" type).  Conversions that NumPy lacks go through torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _NARROW: dict[str, tuple[torch.dtype, Any, float]] = {
 
 
 class Handle:
-    """What `tl.tensor` carries: `data` has the instances of the batch as its first axis (length 1: the same for all), then the
-    block's axes; a scalar has none.  `dtype` is Triton's scalar type; addresses are int64."""
+    """What a `tl.tensor` holds.  `data`: instances of the batch (1: the same for all), then the block's axes; a scalar has none.
+
+    `dtype` is Triton's scalar type; addresses are int64.
+    """
 
     __slots__ = ("data", "dtype")
 

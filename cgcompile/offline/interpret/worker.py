@@ -1,11 +1,10 @@
-"""An interpreter process: `python -m cgcompile.offline.interpret.worker PLACE` (see `children`), asked for a `Task`.
+"""A process that interprets one int_key (see `util.workers`), asked for a `Task`.
 
 TRITON_INTERPRET=1 must be set from outside: `triton.jit` looks at it when Triton and Inductor's helpers are imported.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +18,11 @@ from cgbundle.tables.recording import Address, EmptyNode, Function, KernelNode, 
 
 from ...errors import BuildError
 from ...targets.cuda.fills import memset_of
-from ...util.workers import answer
+from ...util.workers import serve
 from ..assemble.block_reader import arguments, check_order, programs
+from . import front_end, libdevice
 from .interpret import Outcome, Task
+from .launch import launch
 from .memory import Memory
 from .values import Array
 
@@ -67,34 +68,28 @@ class _Kernels:
     """Launches by row; every kernel's source is read once."""
 
     def __init__(self, memory: Memory, task: Task) -> None:
-        from . import language
-        from . import libdevice as standins  # here, with the two below: they import Triton and change it
-
-        self.language = language
         self.memory = memory
         self.task = task
         self.variants = dict(task.variants)
         self.functions: dict[tuple[str, str], Callable[..., Any]] = {}
-        self.builder, self.steps = language.install(memory)
-        standins.install(self.builder, self.steps.semantic)
+        self.builder, self.control_flow = front_end.install(memory)
+        libdevice.install(self.builder, self.control_flow.semantic)
 
     def launch(self, row: int, function: Function, node: KernelNode) -> None:
-        from .launch import launch
-
         which = function.image, function.symbol
         where = f"kernel {function.symbol}, row {row} of int_key {self.task.key}"
         if which not in self.variants:
             raise BuildError("function-not-interpretable", f"{where}: the interpreter has no source of image {function.image[:12]}")
         variant = self.variants[which]
         if which not in self.functions:
-            self.functions[which] = self.language.function_of(variant.source, variant.name, self.steps)
+            self.functions[which] = front_end.function_of(variant.source, variant.name, self.control_flow)
         self.memory.where = where
         kinds = dict(variant.signature)
         given: dict[str, Any] = dict(variant.constants)
         for name, value in arguments(variant, function, node).items():
             if isinstance(value, Address):
                 value = self.memory.address(value.memory, value.offset)
-            given[name] = self.language.argument(value or 0, kinds[name])
+            given[name] = front_end.argument(value or 0, kinds[name])
         launch(self.builder, self.functions[which], given, programs(node), where)
 
 
@@ -122,8 +117,8 @@ def _set(memory: Memory, node: MemsetNode, where: str) -> None:
     pattern = np.frombuffer(node.value.to_bytes(8, "little")[: node.element], np.uint8)
     for line in range(node.height):
         at = node.target.offset + line * node.pitch
-        piece = memory.span(node.target.memory, at, node.width * node.element, "writes")
-        piece.reshape(node.width, node.element)[...] = pattern
+        content = memory.span(node.target.memory, at, node.width * node.element, "writes")
+        content.reshape(node.width, node.element)[...] = pattern
 
 
 def _copy(memory: Memory, node: MemcpyNode, where: str) -> None:
@@ -132,9 +127,9 @@ def _copy(memory: Memory, node: MemcpyNode, where: str) -> None:
         for line in range(node.height):
             source = node.source.offset + (layer * node.source_height + line) * node.source_pitch
             target = node.target.offset + (layer * node.target_height + line) * node.target_pitch
-            piece = memory.span(node.source.memory, source, node.width, "reads").copy()
-            memory.span(node.target.memory, target, node.width, "writes")[...] = piece
+            content = memory.span(node.source.memory, source, node.width, "reads").copy()
+            memory.span(node.target.memory, target, node.width, "writes")[...] = content
 
 
 if __name__ == "__main__":
-    sys.exit(answer(sys.argv[1], execute))
+    serve(execute)

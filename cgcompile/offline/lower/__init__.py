@@ -1,3 +1,1 @@
-"""Inductor for a GPU that is not here: a fake device, and the launches of the wrapper that Inductor writes.
-Runs in worker processes.
-"""
+"""Inductor on a fake device, and the launches of the wrapper that it writes.  Runs in worker processes."""

@@ -1,9 +1,9 @@
-"""The one room where torch and Triton believe in a GPU that is not there.
+"""A fake device: torch and Triton are told of a GPU that is not there.
 
-Everything of theirs that is replaced is listed here, with what it is for, and put back at the end.  No GPU is touched, also where
-there is one: it is hidden from the process, so torch must not have looked for GPUs before (a process of its own is best).
+Everything of theirs that is replaced is listed here, with what it is for, and put back at the end.  A GPU that is there is hidden
+from the process, so torch must not have looked for GPUs before.
 
-Private interfaces, tested with torch 2.11 (triton 3.6) and 2.13 (triton 3.7): the names in `_replacements`, `_forgotten`,
+Private interfaces, tested with torch 2.11 (triton 3.6) and 2.13 (triton 3.7): the names in `_replacements`, `_cached`,
 `_interfaces` and `_device_guard`.
 """
 
@@ -27,7 +27,7 @@ from ...targets.architectures import Arch
 
 TESTED = "torch 2.11 and 2.13, triton 3.6 and 3.7"
 CUDA = "13.0"
-"""The version of CUDA that torch says it was built with, in the room."""
+"""The version of CUDA that torch says it was built with."""
 
 METHODS = 64
 """More than a device guard of torch has."""
@@ -37,8 +37,8 @@ CUDA_TYPE = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replaced:
-    """A name of torch or Triton and what stands for it in the room.  `absent`: builds of torch without CUDA lack it."""
+class Replacement:
+    """A name of torch or Triton and what replaces it.  `absent`: builds of torch without CUDA lack it."""
 
     owner: str
     name: str
@@ -56,20 +56,19 @@ class KernelSource:
 
 
 @contextlib.contextmanager
-def offline(arch: Arch) -> Iterator[None]:
-    """Inside, torch has one GPU "cuda:0", of architecture `arch`; tensors there can only be fake, and kernels are not compiled:
+def fake_device(arch: Arch) -> Iterator[None]:
+    """Inside, torch has one GPU "cuda:0", of architecture `arch`.  Tensors there can only be fake, and kernels are not compiled:
     `async_compile.triton` of a wrapper gives a `KernelSource`.
 
-    Raises torch-unsupported when this torch or Triton lacks a name that has to be replaced, gpu-visible when the process sees a GPU.
+    Raises gpu-visible when the process sees a GPU, and torch-unsupported when a name that has to be replaced is missing.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
         if torch.cuda.is_initialized() or torch.cuda.device_count():
-            raise BuildError(
-                "gpu-visible", "this process has looked for GPUs already and sees one, so it cannot be hidden any more"
-            )
-        forget = [_find(owner, name) for owner, name in _forgotten()]
-        for cached in forget:
+            text = "this process has looked for GPUs already and sees one, so it cannot be hidden any more"
+            raise BuildError("gpu-visible", text)
+        caches = [_find(owner, name) for owner, name in _cached()]
+        for cached in caches:
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         for row in _replacements(arch):
@@ -85,10 +84,10 @@ def offline(arch: Arch) -> Iterator[None]:
 # --- what stands for what -------------------------------------------------------------------------------------
 
 
-def _replacements(arch: Arch) -> list[Replaced]:
+def _replacements(arch: Arch) -> list[Replacement]:
     properties = device_properties(arch)
     state = torch.zeros(16, dtype=torch.uint8)
-    cuda, c, fake = "torch.cuda", "torch._C", "torch._subclasses.fake_tensor"
+    cuda, fake = "torch.cuda", "torch._subclasses.fake_tensor"
     rows = [
         # what Inductor asks of the GPU
         (cuda, "is_available", lambda: True, "Inductor lowers for cuda"),
@@ -124,15 +123,13 @@ def _replacements(arch: Arch) -> list[Replaced]:
         ("torch._inductor.runtime.triton_helpers", "set_driver_to_gpu", lambda: None, "a kernel's module would load it when read"),
         ("triton.runtime.driver.driver", "_active", _Driver(arch), "Triton would load the CUDA driver"),
     ]
-    made = [Replaced(owner=owner, name=name, value=value, why=why) for owner, name, value, why in rows]
-    stream = Replaced(
-        owner=c, name="_cuda_getCurrentRawStream", value=lambda index: 0, why="generated code imports it", absent=True
-    )
-    return [*made, stream]
+    made = [Replacement(owner=owner, name=name, value=value, why=why) for owner, name, value, why in rows]
+    stream = "_cuda_getCurrentRawStream"
+    return [*made, Replacement(owner="torch._C", name=stream, value=lambda index: 0, why="generated code imports it", absent=True)]
 
 
-def _forgotten() -> list[tuple[str, str]]:
-    """Functions that remember what they were told of a device: they forget it before and after."""
+def _cached() -> list[tuple[str, str]]:
+    """Functions that cache what they were told of a device: their caches are cleared before and after."""
     utils = "torch._inductor.utils"
     return [
         ("torch._inductor.runtime.hints.DeviceProperties", "create"),
@@ -172,7 +169,7 @@ def device_properties(arch: Arch) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def _interfaces() -> Iterator[None]:
-    """Inductor's table of devices, with "cuda" for the calls above: rows made before hold the real functions."""
+    """Inductor's table of devices, with "cuda" for the replacements above: rows made before hold the real functions."""
     module = _find("torch._dynamo.device_interface")
     for name in ("CudaInterface", "device_interfaces", "init_device_reg", "register_interface_for_device"):
         if not hasattr(module, name):
@@ -186,38 +183,28 @@ def _interfaces() -> Iterator[None]:
 
 
 def _interface(base: type) -> type:
-    class Worker:
-        @staticmethod
-        def set_device(device: int) -> None:
-            return None
+    def taken(*names: str) -> dict[str, Any]:
+        return {name: staticmethod(getattr(torch.cuda, name)) for name in names}
 
-        @staticmethod
-        def current_device() -> int:
-            return 0
-
-        @staticmethod
-        def get_device_properties(device: Any = None) -> Any:
-            return torch.cuda.get_device_properties(device)
-
+    worker = type("Worker", (), taken("set_device", "current_device", "get_device_properties"))
     members: dict[str, Any] = {
-        name: staticmethod(getattr(torch.cuda, name))
-        for name in ("is_available", "device_count", "current_device", "set_device", "synchronize", "get_device_properties")
+        **taken("is_available", "device_count", "current_device", "set_device", "synchronize", "get_device_properties"),
+        "is_bf16_supported": staticmethod(lambda including_emulation=False: True),
+        "get_raw_stream": staticmethod(lambda index: 0),
+        "exchange_device": staticmethod(lambda device: 0),
+        "maybe_exchange_device": staticmethod(lambda device: 0),
+        "is_triton_capable": staticmethod(lambda device=None: True),
+        "raise_if_triton_unavailable": staticmethod(lambda device=None: None),
     }
-    members["is_bf16_supported"] = staticmethod(lambda including_emulation=False: True)
-    members["get_raw_stream"] = staticmethod(lambda index: 0)
-    members["exchange_device"] = members["maybe_exchange_device"] = staticmethod(lambda device: 0)
-    members["is_triton_capable"] = staticmethod(lambda device=None: True)
-    members["raise_if_triton_unavailable"] = staticmethod(lambda device=None: None)
-    return type("OfflineInterface", (base,), {"Worker": Worker, **members})
+    return type("FakeDeviceInterface", (base,), {"Worker": worker, **members})
 
 
 @contextlib.contextmanager
 def _device_guard() -> Iterator[None]:
-    """A guard for cuda devices that does nothing.
+    """A guard for cuda devices that does nothing: operations on fake cuda tensors ask for one.
 
-    Operations on fake cuda tensors ask for the guard of their device.  Without a GPU, a build of torch with CUDA puts in one that
-    does nothing (`FakeTensorMode` asks for it); a build without CUDA has none to replace, and operations fail.  So it gets one that
-    claims no devices, and torch then replaces that as usual.
+    Without a GPU, a build of torch with CUDA puts one in (`FakeTensorMode` asks for it).  A build without CUDA has none to replace,
+    so it gets one that claims no devices, which torch then replaces as usual.
     """
     if torch.backends.cuda.is_built():
         yield
@@ -243,7 +230,7 @@ def _device_guard() -> Iterator[None]:
 
 
 class _Driver:
-    """What stands for Triton's CUDA driver: it knows its target and nothing else."""
+    """In place of Triton's CUDA driver: it knows its target and nothing else."""
 
     def __init__(self, arch: Arch) -> None:
         self._arch = arch

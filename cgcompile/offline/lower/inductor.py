@@ -1,5 +1,6 @@
-"""program + key -> Traced: retrace for cuda at the key's sizes, lower with Inductor, follow what its wrapper does.  No kernel is
-compiled, nothing is measured, and no GPU is needed: everything here runs inside `offline`.
+"""program + key -> Lowered: retrace for cuda at the key's sizes, lower with Inductor, record the launches of its wrapper.
+
+No kernel is compiled, nothing is measured, and no GPU is needed: everything here runs inside `fake_device`.
 
 Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the `source_code` of its result, `user_visible_output_idxs` in the
 metadata of a graph's output, `V.set_choices_handler` with a subclass of `InductorChoices`, and the options below.
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,23 +29,23 @@ from ...errors import BuildError, ModelError
 from ...model.user_code import first_line
 from ...targets.architectures import Arch
 from ..decompose.constant_folding import fold
-from ..decompose.retrace import Retraced, host_hint, operator, place, retrace, same_layout
-from ..decompose.split_k import Pieces, split_products
-from ..traced import Tensor, Traced
-from ..tuning import cost_model as choosing
+from ..decompose.retrace import Retraced, host_hint, retrace, same_layout, source_line, source_operator
+from ..decompose.split_k import SplitFactor, split_k
+from ..lowered import BufferView, Lowered
 from ..tuning.cost_model import Candidate, Problem
-from .fake_device import offline
-from .launches import Followed, direct, follow
+from ..tuning.cost_model import choose as choose_candidate
+from .fake_device import fake_device
+from .launches import record_calls
 from .variants import Configuration, load
 
 Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
-"""As `choosing.choose`."""
+"""As `cost_model.choose`."""
 
 OPTIONS: dict[str, Any] = {
     # products and convolutions become Triton kernels, one candidate each
     "max_autotune_gemm": True,
     "max_autotune_gemm_backends": "TRITON",
-    "unroll_reductions_threshold": 9,  # the sum over at most 8 pieces of a product is part of the kernel that reads it
+    "unroll_reductions_threshold": 9,  # the sum over at most 8 parts of a product is fused into the kernel that reads it
     "max_autotune_conv_backends": "TRITON",
     "conv_1x1_as_mm": True,
     "triton.num_decompose_k_splits": 0,
@@ -76,7 +77,7 @@ OPTIONS: dict[str, Any] = {
     "graph_partition": False,
     "triton.cudagraphs": False,
     "memory_planning": False,
-    "allow_buffer_reuse": False,  # a buffer per value: shorter lives, and our own plan lays them over each other
+    "allow_buffer_reuse": False,  # a buffer per value: shorter lifetimes for our own arena plan
     "use_static_cuda_launcher": False,
     "use_static_triton_launcher": False,
     "size_asserts": False,
@@ -96,52 +97,63 @@ def lower_key(
     arch: Arch,
     *,
     layouts: Sequence[tuple[int, ...] | None] = (),
-    choose: Choose = choosing.choose,
-    pieces: Pieces = lambda problem: 1,
-    float32: str = "tf32x3",
-) -> Traced:
+    choose: Choose = choose_candidate,
+    split_factor: SplitFactor = lambda problem: 1,
+) -> Lowered:
     """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.
 
-    `layouts`: of each output the strides, dense ones, that it must have, None for any; () for any of all.
-    `choose` picks the configuration of products and convolutions, `pieces` says what products are cut into; `float32` says how
-    float32 is multiplied (`variants.FLOAT32`).  Equal arguments give equal results, in every process.
+    `layouts`: of each output the strides, dense ones, that it must have, None for any; () for any of all.  `choose` picks the
+    configuration of products and convolutions.  Equal arguments give equal results, in every process.
 
     Raises operation-needs-gpu, randomness-refused, input-changed, state-shared, constant-unknown, sizes-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
     """
-    with offline(arch):
+    with fake_device(arch):
         held = {
             name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
         }
         retraced, constants = fold(retrace(program, tensors, layouts), held)
-        retraced = split_products(retraced, arch.name, pieces)
-        chosen: dict[Configuration, str] = {}
-        handler = _Choices(arch, choose, chosen)
-        known = torch._inductor.config.get_config_copy()
-        options = {name: value for name, value in OPTIONS.items() if name in known}
-        with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `float32` says how float32 is multiplied
-            followed = _follow(retraced, key, layouts, lambda source: load(source, chosen, float32))
-    if followed.unknown:
-        origins = [_origin(name, retraced) for name in followed.unknown]
+        retraced = split_k(retraced, arch.name, split_factor)
+        lowered, unknown = lower_graph(retraced, key, arch, layouts, choose)
+    if unknown:
+        origins = [_origin(name, retraced) for name in unknown]
         raise ModelError(
             "operation-needs-gpu",
             f"int_key {key}: no Triton kernel for {', '.join([text for text, _ in origins])}",
             host_hint([each for _, operators in origins for each in operators]),
         )
-    by_name = {int(name): tensor for (kind, name), tensor in zip(retraced.names, followed.inputs, strict=True) if kind == "input"}
-    return Traced(
-        key=key,
-        buffers=followed.buffers,
-        variants=followed.variants,
-        events=followed.events,
-        inputs=tuple([by_name[index] for index in range(len(by_name))]),
-        outputs=_as_wanted(followed.outputs, layouts, key),
-        constants=constants,
-    )
+    return replace(lowered, outputs=_as_wanted(lowered.outputs, layouts, key), constants=constants)
 
 
-def _as_wanted(outputs: tuple[Tensor, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey) -> tuple[Tensor, ...]:
+def lower_graph(
+    retraced: Retraced, key: IntKey, arch: Arch, layouts: Sequence[tuple[int, ...] | None], choose: Choose
+) -> tuple[Lowered, tuple[str, ...]]:
+    """A retraced graph lowered inside `fake_device`, and what it calls that is no Triton kernel."""
+    handler = _Choices(arch, choose)
+    known = torch._inductor.config.get_config_copy()
+    options = {name: value for name, value in OPTIONS.items() if name in known}
+    with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `exact_products` says how float32 is multiplied
+        wrapper = _wrapper(retraced, key, layouts)
+        return record_calls(key, wrapper, retraced.tensors, retraced.names, lambda source: load(source, handler.selected))
+
+
+def _wrapper(retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] | None]) -> str:
+    """The Python code that launches a graph's kernels."""
+    placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
+    (output,) = [node for node in retraced.graph.graph.nodes if node.op == "output"]
+    if not any(node.op == "call_function" for node in retraced.graph.graph.nodes):
+        return f"def call(args): return [args[i] for i in {[placeholders.index(node) for node in output.args[0]]}]"
+    fixed = [index for index, strides in enumerate(layouts) if strides is not None]
+    output.meta["user_visible_output_idxs"] = fixed  # Inductor may pad others, or make images channels-last
+    inputs = list(retraced.tensors)
+    try:
+        return compile_fx_inner(retraced.graph, inputs, static_input_idxs=range(len(inputs)), is_inference=True).source_code
+    except InductorError as error:
+        raise _explain(error, key, retraced) from error
+
+
+def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey) -> tuple[BufferView, ...]:
     """The outputs with the strides of `layouts`, which may differ where an axis has one element.  Raises lowering-broken."""
     if not layouts:
         return outputs
@@ -157,26 +169,8 @@ def _as_wanted(outputs: tuple[Tensor, ...], layouts: Sequence[tuple[int, ...] | 
     return tuple(made)
 
 
-def _follow(
-    retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] | None], load_kernel: Callable[..., Any]
-) -> Followed:
-    placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
-    (output,) = [node for node in retraced.graph.graph.nodes if node.op == "output"]
-    if not any(node.op == "call_function" for node in retraced.graph.graph.nodes):
-        return direct(retraced.tensors, retraced.names, [placeholders.index(node) for node in output.args[0]])
-    fixed = [index for index, strides in enumerate(layouts) if strides is not None]
-    output.meta["user_visible_output_idxs"] = fixed  # Inductor pads others, and lays images out by its own taste
-    try:
-        compiled = compile_fx_inner(
-            retraced.graph, list(retraced.tensors), static_input_idxs=range(len(retraced.tensors)), is_inference=True
-        )
-    except InductorError as error:
-        raise _explain(error, key, retraced) from error
-    return follow(compiled.source_code, retraced.tensors, retraced.names, load_kernel)
-
-
 def _explain(error: InductorError, key: IntKey, retraced: Retraced) -> BuildError:
-    """Our own errors as they are; what Inductor has no lowering for by name; the rest as a failure of Inductor."""
+    """An error of ours as it is, an operation without a lowering by name, the rest as a failure of Inductor."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, BuildError):
@@ -192,26 +186,25 @@ def _explain(error: InductorError, key: IntKey, retraced: Retraced) -> BuildErro
 
 
 def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
-    """The name of a call with the user's line where an operation of that name came from, and the operators of the program that such
-    operations came from."""
+    """The name of a call with a user's line that it comes from, and the program's operators that such calls come from."""
     plain = re.sub(r"^(torch\.ops\.|extern_kernels\.)", "", name)
     stem = plain.removesuffix(".default").removeprefix("aten.")
     nodes = [n for n in retraced.graph.graph.nodes if n.op == "call_function" and stem in str(n.target)]
-    where = next((line for node in nodes if (line := place(node))), "")
-    return f"{plain}{f' ({where})' if where else ''}", [operator(node) for node in nodes]
+    where = next((line for node in nodes if (line := source_line(node))), "")
+    return f"{plain}{f' ({where})' if where else ''}", [source_operator(node) for node in nodes]
 
 
 # --- configurations -------------------------------------------------------------------------------------------
 
 
 class _Choices(InductorChoices):
-    """Inductor's choices, with one configuration for every template; how each was found is left in `found`."""
+    """Inductor's choices, with one configuration for every template; `selected` says how each was found."""
 
-    def __init__(self, arch: Arch, choose: Choose, found: dict[Configuration, str]) -> None:
+    def __init__(self, arch: Arch, choose: Choose) -> None:
         super().__init__()
         self._arch = arch
         self._choose = choose
-        self._found = found
+        self.selected: dict[Configuration, str] = {}
 
     def _finalize_template_configs(self, template_choices: Any, kernel_inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
         offered = [choice for choices in template_choices.values() for choice in choices]
@@ -238,8 +231,9 @@ class _Choices(InductorChoices):
 
         def one(m: Any, n: Any, k: Any, **kwargs: Any) -> list[Any]:
             offered = list(configs(m, n, k, **kwargs))
+            described = [{**each.kwargs, "num_stages": each.num_stages, "num_warps": each.num_warps} for each in offered]
             problem = _convolution(V.graph.current_node, self._arch)
-            return [offered[self._pick(problem, [_candidate(_settings(config)) for config in offered])]]
+            return [offered[self._pick(problem, [_candidate(each) for each in described])]]
 
         return one
 
@@ -249,15 +243,11 @@ class _Choices(InductorChoices):
         except ValueError as error:
             raise ModelError("operation-needs-gpu", str(error)) from error
         picked = candidates[index]
-        self._found[picked.block_m, picked.block_n, picked.block_k, picked.stages, picked.warps] = how
+        self.selected[picked.block_m, picked.block_n, picked.block_k, picked.stages, picked.warps] = how
         return index
 
 
-def _settings(config: Any) -> dict[str, Any]:
-    return {**config.kwargs, "num_stages": config.num_stages, "num_warps": config.num_warps}
-
-
-def _candidate(settings: dict[str, Any]) -> Candidate:
+def _candidate(settings: Mapping[str, Any]) -> Candidate:
     return Candidate(
         block_m=settings["BLOCK_M"],
         block_n=settings["BLOCK_N"],

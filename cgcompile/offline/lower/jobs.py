@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,23 +14,19 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import IntKey
 
 from ...targets.cuda.tensors import contents, program_tensors, settings
-from ...util.content_cache import digest, recall, remember, sources, versions
-from ...util.workers import ask
-from ..traced import Traced
+from ...util.content_cache import cache_path, digest, recall, remember
+from ...util.workers import Kind, Request, ask
+from ..lowered import Lowered
 
-Name = tuple[str, IntKey]
+RegionKey = tuple[str, IntKey]
 """A region and an int_key."""
 
 Layouts = tuple[tuple[int, ...] | None, ...]
-"""Of each output the strides that it must have, in elements; None for one that may lie anyhow.  () for none of them must."""
-
-
-SHARE = 4
-"""Works that one process does: to start one and import Inductor takes some 3 s, a small region 1 s."""
+"""Of each output the strides that it must have, in elements; None for any.  () for any of all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class LoweringJob:
     """A program to lower at the sizes of `tensors`, which are like those that it takes, on the CPU."""
 
     program: ExportedProgram = field(repr=False)
@@ -41,86 +35,61 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
-    """A work as a process is asked for it: files of the exported program and of the tensors that it takes."""
+class WorkerJob:
+    """A job as a worker is asked for it, with a file of the exported program.
 
-    program: Path
-    tensors: Path
-    layouts: Layouts
-    key: IntKey
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A process's works; the answer is what each was lowered to, in their order.
-
-    `settings`: torch's switches that choose kernels; `table`: the folder of measured configurations, or None for Inductor's offers
+    `settings`: torch's switches that choose kernels; `table`: the file of measured configurations, or None for Inductor's offers
     ranked by the model of cost.
     """
 
-    items: tuple[Item, ...]
+    program: Path
+    tensors: tuple[torch.Tensor, ...]
+    layouts: Layouts
+    key: IntKey
     arch: str
     settings: Mapping[str, Any]
     table: Path | None
 
 
 def lower_all(
-    works: Mapping[Name, Work],
+    jobs: Mapping[RegionKey, LoweringJob],
     arch: str,
     folder: Path,
     *,
     cache: Path,
-    table: Path | None = None,
-    workers: int | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-) -> dict[Name, Traced]:
-    """Every work lowered for `arch`, in the order of `works`.
+    table: Path | None,
+    tell: Callable[[str], None],
+) -> dict[RegionKey, Lowered]:
+    """Every job lowered for `arch`, in the order of `jobs`, in as many processes as there are processors.
 
-    `folder` takes working files and logs; `cache` keeps what was lowered, by content.  `workers`: processes at a time, by default
-    one for each processor.  Raises what `lowering.lower_key` raises, and lowering-broken when a process ends without an answer.
+    `folder` takes working files and logs; `cache` keeps what was lowered, by content.  Raises what `inductor.lower_key` raises,
+    and lowering-broken when a process ends without an answer.
     """
-    rest = arch, table.read_bytes() if table else b"", settings(), versions(), sources()
-    about = _contents([work.program for work in works.values()])
+    rest = arch, table.read_bytes() if table else b"", settings()
+    about = _contents([job.program for job in jobs.values()])
     kept = {
-        name: cache / "lowered" / digest(about[id(work.program)], rest, name[1], _metas(work.tensors), work.layouts)
-        for name, work in works.items()
+        name: cache_path(
+            cache, "lowered", about[id(job.program)], rest, name[1], [_meta(each) for each in job.tensors], job.layouts
+        )
+        for name, job in jobs.items()
     }
-    known: dict[Name, Traced] = {name: found for name, path in kept.items() if (found := recall(path)) is not None}
-    if len(known) == len(works):
+    known: dict[RegionKey, Lowered] = {name: found for name, path in kept.items() if (found := recall(path)) is not None}
+    if len(known) == len(jobs):
         tell(f"all {len(known)} were lowered before")
-    left = [name for name in works if name not in known]
-    files = _saved([works[name].program for name in left], folder)
-    at_once = workers or os.cpu_count() or 1
-
-    def several(number: int, names: Sequence[Name]) -> list[Traced]:
-        items = [_item(works[name], name, files, folder / f"tensors{number}-{place}") for place, name in enumerate(names)]
-        request = Request(items=tuple(items), arch=arch, settings=settings(), table=table)
-        what = f"lowering {', '.join([f'{region} for int_key {key}' for region, key in names])}"
-        found: list[Traced] = ask("cgcompile.offline.lower.worker", request, folder / f"lower{number}", {}, "lowering-broken", what)
-        for name, traced in zip(names, found, strict=True):
-            remember(kept[name], traced)
-            tell(f"lowered {name[0]} for int_key {name[1]}: {len(traced.variants)} kernels")
-        return found
-
-    with ThreadPoolExecutor(at_once) as pool:
-        futures = [(names, pool.submit(several, number, names)) for number, names in enumerate(_shared(left, at_once))]
-        try:
-            for names, future in futures:
-                known.update(zip(names, future.result(), strict=True))
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return {name: known[name] for name in works}
-
-
-def _shared(names: Sequence[Name], workers: int) -> list[Sequence[Name]]:
-    """The works of each process: as many processes as can run at a time, and more where each had more than SHARE."""
-    count = min(len(names), max(workers, -(-len(names) // SHARE)))
-    return [names[start::count] for start in range(count)]
-
-
-def _item(work: Work, name: Name, files: Mapping[int, Path], tensors: Path) -> Item:
-    torch.save(work.tensors, tensors)
-    return Item(program=files[id(work.program)], tensors=tensors, layouts=work.layouts, key=name[1])
+    left = {name: job for name, job in jobs.items() if name not in known}
+    files = _saved([job.program for job in left.values()], folder)
+    requests = {}
+    for name, job in left.items():
+        content = WorkerJob(
+            program=files[id(job.program)], tensors=job.tensors, layouts=job.layouts,
+            key=name[1], arch=arch, settings=settings(), table=table,
+        )  # fmt: skip
+        requests[name] = Request(content=content, what=f"lowering {name[0]} for int_key {name[1]}")
+    for name, lowered in ask(Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken"), requests):
+        remember(kept[name], lowered)
+        known[name] = lowered
+        tell(f"lowered {name[0]} for int_key {name[1]}: {len(lowered.variants)} kernels")
+    return {name: known[name] for name in jobs}
 
 
 def _saved(programs: Iterable[ExportedProgram], folder: Path) -> dict[int, Path]:
@@ -154,10 +123,6 @@ def _described(program: ExportedProgram, hashes: dict[object, bytes]) -> Iterato
         if same not in hashes:
             hashes[same] = hashlib.sha256(contents(value, value.stride())).digest()
         yield name, _meta(value), hashes[same]
-
-
-def _metas(tensors: Iterable[torch.Tensor]) -> list[tuple[object, ...]]:
-    return [_meta(tensor) for tensor in tensors]
 
 
 def _meta(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -1,6 +1,6 @@
-"""Runs the wrapper that Inductor wrote with stand-ins for its tensors and kernels, and writes down what it does.
+"""Runs the wrapper that Inductor wrote with objects in place of its tensors and kernels, and records what it does.
 
-The stand-ins of one buffer share a handle; when the wrapper drops the last of them, Python drops the handle, and that is the
+The tensors of one buffer share a handle.  When the wrapper drops the last of them, Python drops the handle, and that is the
 buffer's release.  So reuse, views and in-place kernels need no rules of their own.
 
 What Inductor's wrapper uses (torch 2.11, 2.13): the names in `_namespace`.
@@ -12,160 +12,144 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from cgbundle.format.schema import IntKey
+
 from ...errors import BuildError, ModelError
-from ..traced import TEMPORARY, Allocate, Buffer, Copy, Event, Fill, Launch, Place, Release, Tensor, Variant
+from ..lowered import (
+    INPUT,
+    TEMPORARY,
+    Allocate,
+    Buffer,
+    BufferView,
+    Copy,
+    Event,
+    Fill,
+    KernelVariant,
+    Launch,
+    Lowered,
+    Pointer,
+    Release,
+)  # fmt: skip
 from .fake_device import KernelSource
-from .variants import Kernel
+from .variants import WrapperKernel
 
-Load = Callable[[KernelSource], Kernel]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Followed:
-    """What a wrapper did.  `unknown`: what it called that is no Triton kernel, in order."""
-
-    buffers: tuple[Buffer, ...]
-    variants: tuple[Variant, ...]
-    events: tuple[Event, ...]
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    unknown: tuple[str, ...]
+Load = Callable[[KernelSource], WrapperKernel]
 
 
-def follow(wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load) -> Followed:
-    """Run the wrapper's `call` on stand-ins for `tensors`, whose kinds and names are `names`.
-
-    Raises constant-unknown, lowering-broken.
+def record_calls(
+    key: IntKey, wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load
+) -> tuple[Lowered, tuple[str, ...]]:
+    """Run the wrapper's `call` for `tensors`, whose kinds and names are `names`; what it does, and what it calls that is no
+    Triton kernel, in order.  Raises constant-unknown, lowering-broken.
     """
     log = _Log(load=load)
     given = [log.given(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
-    inputs = tuple([value.tensor() for value in given])
-    scope = _namespace(wrapper, log)
-    results = scope["call"](list(given))
-    outputs = tuple([value.tensor() for value in results if isinstance(value, StandIn)])
+    inputs = {int(name): value.tensor() for (kind, name), value in zip(names, given, strict=True) if kind == INPUT}
+    results = _namespace(wrapper, log)["call"](list(given))
+    outputs = tuple([value.tensor() for value in results if isinstance(value, WrapperTensor)])
     if len(outputs) != len(results) and not log.unknown:
         raise BuildError("lowering-broken", f"the wrapper returned {[type(value).__name__ for value in results]}, expected tensors")
-    events = tuple(log.events)  # before `results` are dropped: outputs live to the end
-    return Followed(
+    lowered = Lowered(
+        key=key,
         buffers=tuple(log.buffers),
         variants=tuple(log.variants),
-        events=events,
-        inputs=inputs,
+        events=tuple(log.events),  # before `results` are dropped: outputs live to the end
+        inputs=tuple([inputs[number] for number in range(len(inputs))]),
         outputs=outputs,
-        unknown=tuple(dict.fromkeys(log.unknown)),
     )
+    return lowered, tuple(dict.fromkeys(log.unknown))
 
 
-def direct(tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], outputs: Sequence[int]) -> Followed:
-    """A program without operations: outputs are tensors that it was given, by position."""
-    log = _Log(load=lambda source: _impossible(source.name))
-    given = [log.given(kind, name, tensor).tensor() for (kind, name), tensor in zip(names, tensors, strict=True)]
-    return Followed(
-        buffers=tuple(log.buffers),
-        variants=(),
-        events=(),
-        inputs=tuple(given),
-        outputs=tuple([given[index] for index in outputs]),
-        unknown=(),
-    )
+# --- tensors ------------------------------------------------------------------------------------------------
 
 
-# --- stand-ins ------------------------------------------------------------------------------------------------
-
-
+@dataclass(eq=False, slots=True)
 class _Handle:
-    """A buffer in use: its position, and a release when nothing refers to it any more."""
+    """A buffer in use: its position, and what is called when nothing refers to it any more."""
 
-    __slots__ = ("buffer", "dropped")
-
-    def __init__(self, buffer: int, dropped: Callable[[int], None]) -> None:
-        self.buffer = buffer
-        self.dropped = dropped
+    buffer: int
+    dropped: Callable[[int], None]
 
     def __del__(self) -> None:
         self.dropped(self.buffer)
 
 
-class StandIn:
+@dataclass(eq=False, slots=True)
+class WrapperTensor:
     """A tensor of the wrapper: where it lies, and its layout in elements."""
 
-    __slots__ = ("dtype", "handle", "log", "offset", "shape", "strides")
+    log: _Log
+    handle: _Handle
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
-    def __init__(
-        self, log: _Log, handle: _Handle, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-    ) -> None:
-        self.log = log
-        self.handle = handle
-        self.offset = offset
-        self.shape = tuple(shape)
-        self.strides = tuple(strides)
-        self.dtype = dtype
-
-    def tensor(self) -> Tensor:
+    def tensor(self) -> BufferView:
         name = str(self.dtype).removeprefix("torch.")
-        return Tensor(place=self.place(), dtype=name, shape=self.shape, strides=self.strides)
+        return BufferView(pointer=self.pointer(), dtype=name, shape=self.shape, strides=self.strides)
 
-    def place(self) -> Place:
-        return Place(buffer=self.handle.buffer, offset=self.offset)
+    def pointer(self) -> Pointer:
+        return Pointer(buffer=self.handle.buffer, offset=self.offset)
 
-    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> StandIn:
+    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> WrapperTensor:
         """The same memory in another layout, `offset` elements further on."""
-        return StandIn(self.log, self.handle, self.offset + offset * self.dtype.itemsize, shape, strides, self.dtype)
+        return WrapperTensor(
+            self.log, self.handle, self.offset + offset * self.dtype.itemsize, tuple(shape), tuple(strides), self.dtype
+        )
 
     def span(self) -> int:
         """Bytes from the first element to behind the last."""
         return span(self.shape, self.strides) * self.dtype.itemsize
 
-    def zero_(self) -> StandIn:
-        """Inductor clears workspaces so, which are dense."""
-        if span(self.shape, self.strides) != math.prod(self.shape):
-            raise BuildError("lowering-broken", f"the wrapper clears a tensor with gaps: {self.shape}, strides {self.strides}")
-        self.log.events.append(Fill(target=self.place(), value=0, element=1, count=self.span()))
+    def zero_(self) -> WrapperTensor:
+        """Inductor clears workspaces so."""
+        self._dense("clears")
+        self.log.events.append(Fill(target=self.pointer(), value=0, element=1, count=self.span()))
         return self
 
-    def copy_(self, source: Any, non_blocking: bool = False) -> StandIn:
+    def copy_(self, source: Any, non_blocking: bool = False) -> WrapperTensor:
         """A copy between equal layouts."""
-        dense = span(self.shape, self.strides) == math.prod(self.shape)
-        if not isinstance(source, StandIn) or (source.shape, source.strides, source.dtype) != (
-            self.shape,
-            self.strides,
-            self.dtype,
-        ):
-            raise BuildError(
-                "lowering-broken", f"the wrapper copies between different layouts: {source} to {self.shape}, {self.strides}"
-            )
-        if not dense:
-            raise BuildError("lowering-broken", f"the wrapper copies a tensor with gaps: {self.shape}, strides {self.strides}")
-        self.log.events.append(Copy(source=source.place(), target=self.place(), nbytes=self.span()))
+        layout = self.shape, self.strides, self.dtype
+        if not isinstance(source, WrapperTensor) or (source.shape, source.strides, source.dtype) != layout:
+            text = f"the wrapper copies between different layouts: {source} to {self.shape}, {self.strides}"
+            raise BuildError("lowering-broken", text)
+        self._dense("copies")
+        self.log.events.append(Copy(source=source.pointer(), target=self.pointer(), nbytes=self.span()))
         return self
+
+    def _dense(self, verb: str) -> None:
+        if span(self.shape, self.strides) != math.prod(self.shape):
+            raise BuildError("lowering-broken", f"the wrapper {verb} a tensor with gaps: {self.shape}, strides {self.strides}")
 
     def __getattr__(self, name: str) -> Any:
         raise BuildError("lowering-broken", f"the wrapper uses a tensor's {name!r}")
 
 
-class Unknown:
-    """The result of something that is no Triton kernel: goes wherever a tensor goes, so that all such calls are found."""
+class UnknownCall:
+    """The result of what is no Triton kernel.  It goes wherever a tensor goes, so that all such calls are found."""
 
     def __init__(self, log: _Log, name: str) -> None:
         self._log = log
         self._name = name
 
-    def __getattr__(self, name: str) -> Unknown:
+    def __getattr__(self, name: str) -> UnknownCall:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Unknown(self._log, f"{self._name}.{name}")
+        return UnknownCall(self._log, f"{self._name}.{name}")
 
-    def __getitem__(self, index: Any) -> Unknown:
+    def __getitem__(self, index: Any) -> UnknownCall:
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Unknown:
+    def __call__(self, *args: Any, **kwargs: Any) -> UnknownCall:
         self._log.unknown.append(self._name)
-        return Unknown(self._log, self._name)
+        return UnknownCall(self._log, self._name)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -174,45 +158,46 @@ class _Log:
 
     load: Load
     buffers: list[Buffer] = field(default_factory=list)
-    variants: list[Variant] = field(default_factory=list)
+    variants: list[KernelVariant] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    kernels: dict[tuple[str, str], Kernel] = field(default_factory=dict)
+    kernels: dict[tuple[str, str], WrapperKernel] = field(default_factory=dict)
 
-    def given(self, kind: str, name: str, tensor: torch.Tensor) -> StandIn:
+    def given(self, kind: str, name: str, tensor: torch.Tensor) -> WrapperTensor:
         """An input or a weight, which is never released."""
         nbytes = span(tensor.shape, tensor.stride()) * tensor.dtype.itemsize
         self.buffers.append(Buffer(kind=kind, name=name, nbytes=nbytes))
         handle = _Handle(len(self.buffers) - 1, lambda buffer: None)
-        return StandIn(self, handle, 0, tensor.shape, tensor.stride(), tensor.dtype)
+        return WrapperTensor(self, handle, 0, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
-    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> StandIn:
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> WrapperTensor:
         """A new temporary."""
         buffer = len(self.buffers)
         nbytes = span(shape, strides) * dtype.itemsize
         self.buffers.append(Buffer(kind=TEMPORARY, name=f"t{buffer}", nbytes=nbytes))
         self.events.append(Allocate(buffer=buffer))
         handle = _Handle(buffer, lambda gone: self.events.append(Release(buffer=gone)))
-        return StandIn(self, handle, 0, shape, strides, dtype)
+        return WrapperTensor(self, handle, 0, tuple(shape), tuple(strides), dtype)
 
-    def launch(self, source: KernelSource, arguments: Sequence[Any]) -> None:
-        if any(isinstance(value, Unknown) for value in arguments):
+    def launch(self, source: KernelSource, *arguments: Any, stream: Any = 0, **others: Any) -> None:
+        """As the wrapper runs a kernel."""
+        if others:
+            raise BuildError("lowering-broken", f"kernel {source.name}: called with {sorted(others)}")
+        if any(isinstance(value, UnknownCall) for value in arguments):
             return  # the program is refused in any case
         key = (source.name, source.text)
         if key not in self.kernels:
             self.kernels[key] = self.load(source)
         kernel = self.kernels[key]
         if len(arguments) != len(kernel.parameters):
-            raise BuildError(
-                "lowering-broken", f"kernel {source.name}: called with {len(arguments)} arguments, takes {kernel.parameters}"
-            )
+            text = f"called with {len(arguments)} arguments, takes {kernel.parameters}"
+            raise BuildError("lowering-broken", f"kernel {source.name}: {text}")
         values = dict(zip(kernel.parameters, arguments, strict=True))
         _check_strides(kernel.variant, values)
-        grid = kernel.grid({name: value for name, value in values.items() if not isinstance(value, StandIn)})
-        passed: list[Place | int | float] = []
-        for name, kind in kernel.variant.signature:
-            if kind != "constexpr":
-                passed.append(_argument(source.name, name, kind, values[name]))
+        grid = kernel.grid({name: value for name, value in values.items() if not isinstance(value, WrapperTensor)})
+        passed = [
+            _argument(source.name, name, kind, values[name]) for name, kind in kernel.variant.signature if kind != "constexpr"
+        ]
         if kernel.variant not in self.variants:
             self.variants.append(kernel.variant)
         variant = self.variants.index(kernel.variant)
@@ -225,80 +210,58 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if math.prod(shape) else 0
 
 
-def _argument(kernel: str, name: str, kind: str, value: Any) -> Place | int | float:
+def _argument(kernel: str, name: str, kind: str, value: Any) -> Pointer | int | float:
+    what = f"kernel {kernel}: argument {name}"
     if kind.startswith("*"):
-        if not isinstance(value, StandIn):
-            raise ModelError(
-                "constant-unknown",
-                f"kernel {kernel}: argument {name} is {type(value).__name__}, a tensor that Inductor made itself",
-            )
-        return value.place()
+        if not isinstance(value, WrapperTensor):
+            raise ModelError("constant-unknown", f"{what} is {type(value).__name__}, a tensor that Inductor made itself")
+        return value.pointer()
     if not isinstance(value, int | float):
-        raise BuildError("lowering-broken", f"kernel {kernel}: argument {name} of type {kind} is {type(value).__name__}")
+        raise BuildError("lowering-broken", f"{what} of type {kind} is {type(value).__name__}")
     return value
 
 
-def _check_strides(variant: Variant, values: Mapping[str, Any]) -> None:
-    """A kernel of ours has its tensors' strides as constants, TENSOR_stride_AXIS: Inductor must not have laid them out anew."""
+def _check_strides(variant: KernelVariant, values: Mapping[str, Any]) -> None:
+    """Inductor must not have changed the strides that a kernel of ours has as constants, TENSOR_stride_AXIS."""
     for name, wanted in variant.constants:
         tensor, found, axis = name.rpartition("_stride_")
         given = values.get(tensor)
-        if found and isinstance(given, StandIn) and given.shape[int(axis)] > 1 and given.strides[int(axis)] != wanted:
-            raise BuildError(
-                "lowering-broken",
-                f"kernel {variant.name}: {tensor} has strides {given.strides}, {wanted} was expected for axis {axis}",
-            )
-
-
-def _impossible(name: str) -> Kernel:
-    raise BuildError("lowering-broken", f"a program without operations launches {name}")
+        if found and isinstance(given, WrapperTensor) and given.shape[int(axis)] > 1 and given.strides[int(axis)] != wanted:
+            text = f"{tensor} has strides {given.strides}, {wanted} was expected for axis {axis}"
+            raise BuildError("lowering-broken", f"kernel {variant.name}: {text}")
 
 
 # --- the wrapper's names --------------------------------------------------------------------------------------
 
 
-class _Kernels:
-    """Stands for a kernel of the wrapper."""
-
-    def __init__(self, log: _Log, source: KernelSource) -> None:
-        self._log = log
-        self._source = source
-
-    def run(self, *arguments: Any, stream: Any = 0, **others: Any) -> None:
-        """As the wrapper calls it."""
-        if others:
-            raise BuildError("lowering-broken", f"kernel {self._source.name}: called with {sorted(others)}")
-        self._log.launch(self._source, arguments)
-
-
 def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
-    """The wrapper's module, executed, with stand-ins in the place of what it imports."""
+    """The wrapper's module, executed, with what it imports replaced."""
     scope: dict[str, Any] = {"__name__": "wrapper"}
     exec(compile(wrapper, "<wrapper>", "exec"), scope)
     for name, value in list(scope.items()):
         if isinstance(value, KernelSource):
-            scope[name] = _Kernels(log, value)
+            scope[name] = SimpleNamespace(run=partial(log.launch, value))
     cuda = SimpleNamespace(_DeviceGuard=lambda index: contextlib.nullcontext(), set_device=lambda index: None)
     scope |= {
         "empty_strided_cuda": log.empty,
-        "empty_strided_cpu": Unknown(log, "tensors on the CPU"),
+        "empty_strided_cpu": UnknownCall(log, "tensors on the CPU"),
         "reinterpret_tensor": lambda tensor, shape, strides, offset=0: (
-            tensor if isinstance(tensor, Unknown) else tensor.view(shape, strides, offset)
+            tensor if isinstance(tensor, UnknownCall) else tensor.view(shape, strides, offset)
         ),
         "assert_size_stride": lambda *_: None,
         "assert_alignment": lambda *_: None,
         "copy_if_misaligned": lambda tensor: tensor,
         "get_raw_stream": lambda index: 0,
-        "extern_kernels": Unknown(log, "extern_kernels"),
-        "aten": Unknown(log, "aten"),
-        "inductor_ops": Unknown(log, "inductor_ops"),
+        "extern_kernels": UnknownCall(log, "extern_kernels"),
+        "aten": UnknownCall(log, "aten"),
+        "inductor_ops": UnknownCall(log, "inductor_ops"),
         "torch": _Torch(log, cuda),
     }
     return scope
 
 
 class _Torch:
-    """Stands for `torch`: types and devices are real, the device guard does nothing, the rest is unknown."""
+    """`torch` for the wrapper: types and devices are real, the device guard does nothing, the rest is unknown."""
 
     def __init__(self, log: _Log, cuda: Any) -> None:
         self._log = log
@@ -306,4 +269,4 @@ class _Torch:
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(torch, name)
-        return real if isinstance(real, torch.dtype) or name == "device" else Unknown(self._log, f"torch.{name}")
+        return real if isinstance(real, torch.dtype) or name == "device" else UnknownCall(self._log, f"torch.{name}")

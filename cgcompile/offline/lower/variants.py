@@ -1,6 +1,6 @@
-"""A kernel as Inductor wrote it -> the Variant that Triton compiles, its launch grid and the order of its arguments.
+"""A kernel as Inductor wrote it -> the KernelVariant that Triton compiles, its launch grid and the order of its arguments.
 
-Inductor itself says what it would give to `triton.compile`: the methods of its `CachingAutotuner` are called, short of compiling.
+Inductor's `CachingAutotuner` says what it would give to `triton.compile`.
 Private interfaces (torch 2.11, 2.13): `_load_triton_kernel_from_source`, `CachingAutotuner._create_compile_meta` and
 `_create_compile_options`, `CompileResult._get_arg_lists`, `GridExpr`, `get_constexprs`.
 """
@@ -17,11 +17,8 @@ from torch._inductor.async_compile import _load_triton_kernel_from_source
 from torch._inductor.runtime.triton_heuristics import CompileResult, GridExpr, get_constexprs
 
 from ...errors import BuildError
-from ..traced import Variant
+from ..lowered import KernelVariant
 from .fake_device import KernelSource
-
-FLOAT32 = ("tf32x3", "tf32", "ieee")
-"""How float32 is multiplied: by three products of tf32 (about as exact as float32), by one (10 bits), or without tensor cores."""
 
 BLOCKS = re.compile(r"^    (BLOCK_M|BLOCK_N|BLOCK_K) : tl\.constexpr = (\d+)$", re.MULTILINE)
 
@@ -30,19 +27,18 @@ Configuration = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
-    """`variant`, and how the wrapper calls it: `parameters` names the arguments of the call in order, `grid` gives the launch grid
-    from those that are numbers."""
+class WrapperKernel:
+    """A variant and how the wrapper calls it: `parameters` names the arguments in order, `grid` takes those that are numbers."""
 
-    variant: Variant
+    variant: KernelVariant
     parameters: tuple[str, ...]
     grid: Callable[[Mapping[str, int]], tuple[int, int, int]]
 
 
-def load(source: KernelSource, chosen: Mapping[Configuration, str], float32: str) -> Kernel:
-    """Read a kernel of the wrapper.  `chosen` says how the configurations of templates were found.  Raises lowering-broken.
+def load(source: KernelSource, selected: Mapping[Configuration, str]) -> WrapperKernel:
+    """Read a kernel of the wrapper.  `selected` says how the configurations of templates were found.  Raises lowering-broken.
 
-    Where Inductor offers several configurations it would measure them; the first is the one that it takes when it may not.
+    Inductor would measure several configurations; the first is what it takes without measuring.
     """
     tuner = _load_triton_kernel_from_source(source.name, source.text)
     config = tuner.configs[0]
@@ -55,8 +51,8 @@ def load(source: KernelSource, chosen: Mapping[Configuration, str], float32: str
         raise BuildError(
             "lowering-broken", f"kernel {source.name}: its signature {list(meta['signature'])} does not name its arguments {names}"
         )
-    text = exact_products(constant_factors(_functions(source.text, source.name)), float32)
-    variant = Variant(
+    text = exact_products(constant_factors(_functions(source.text, source.name)))
+    variant = KernelVariant(
         name=source.name,
         source=text,
         signature=signature,
@@ -65,35 +61,36 @@ def load(source: KernelSource, chosen: Mapping[Configuration, str], float32: str
         warps=options.pop("num_warps"),
         stages=options.pop("num_stages"),
         options=tuple(sorted(options.items())),
-        chosen=_how(text, config, chosen, len(tuner.configs)),
+        selected_by=_selected_by(text, config, selected, len(tuner.configs)),
     )
     inductor_meta = tuner.inductor_meta
 
     def grid(numbers: Mapping[str, int]) -> tuple[int, int, int]:
         return GridExpr.from_meta(inductor_meta, config).eval_slow(dict(numbers))
 
-    return Kernel(variant=variant, parameters=tuple(call), grid=grid)
+    return WrapperKernel(variant=variant, parameters=tuple(call), grid=grid)
 
 
-def exact_products(source: str, float32: str) -> str:
-    """`source` with every product of a template told how to compute float32; other types are not affected.
+def exact_products(source: str) -> str:
+    """`source` with float32 factors multiplied as three products of tf32, which is about as exact as float32.
 
-    Templates say `allow_tf32=ALLOW_TF32`, and without tf32 Triton multiplies on the ordinary cores, several times slower.
+    Templates say `allow_tf32=ALLOW_TF32`.  Without tf32, Triton would not use tensor cores and be several times slower.
     """
-    assert float32 in FLOAT32, float32
-    return source.replace("allow_tf32=ALLOW_TF32", f'input_precision="{float32}"')
+    return source.replace("allow_tf32=ALLOW_TF32", 'input_precision="tf32x3"')
 
 
 def constant_factors(source: str) -> str:
-    """`source` of a product with the constants in it as matrices: where a factor is a constant, torch 2.11 and 2.13 broadcast a
-    vector of one element to a matrix, which Triton refuses."""
+    """`source` of a product with its constant factors as matrices.
+
+    torch 2.11 and 2.13 broadcast a vector of one element to a matrix, which Triton refuses.
+    """
     if len(set(BLOCKS.findall(source))) != 3 or "tl.dot(" not in source:
         return source
     return source.replace("tl.full([1], ", "tl.full([1, 1], ")
 
 
 def _functions(text: str, name: str) -> str:
-    """The kernel's function without decorators, and behind it its helpers (of scans and reductions) with theirs."""
+    """The kernel's function without decorators, then its helpers (of scans and reductions) with theirs."""
     parts = re.split(r"^(?=@triton|@triton_heuristics|def )", text, flags=re.MULTILINE)
     kernel, helpers = "", []
     for before, part in zip(["", *parts], parts, strict=False):
@@ -116,9 +113,9 @@ def _divisible(name: str, names: list[str], configs: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _how(text: str, config: Any, chosen: Mapping[Configuration, str], count: int) -> str:
+def _selected_by(text: str, config: Any, selected: Mapping[Configuration, str], count: int) -> str:
     blocks = dict(BLOCKS.findall(text))
     if len(blocks) == 3:
         sizes = int(blocks["BLOCK_M"]), int(blocks["BLOCK_N"]), int(blocks["BLOCK_K"])
-        return chosen.get((*sizes, config.num_stages, config.num_warps), "heuristic")
+        return selected.get((*sizes, config.num_stages, config.num_warps), "heuristic")
     return "only" if count == 1 else "heuristic"

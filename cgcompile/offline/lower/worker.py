@@ -1,34 +1,38 @@
-"""A process that lowers regions at int_keys: `python -m cgcompile.offline.lower.worker PLACE` (see `children`)."""
+"""A process that lowers regions at int_keys, one request after another (see `util.workers`)."""
 
 from __future__ import annotations
 
-import sys
 import warnings
+from functools import partial
+
+import torch
 
 from ...targets.architectures import arch
-from ...util.workers import answer
-from ..traced import Traced
-from .jobs import Request
+from ...targets.cuda.tensors import apply_settings
+from ...util.workers import serve
+from ..lowered import Lowered
+from ..tuning.cost_model import choose
+from ..tuning.measurements import read_table
+from ..tuning.split_factors import split_factor
+from .inductor import lower_key
+from .jobs import WorkerJob
 
 
-def lower(request: Request) -> list[Traced]:
-    """What is asked for."""
-    import torch
-
-    from ...targets.cuda.tensors import apply_settings
-    from ..tuning.measured import choose_with, pieces_with
-    from .inductor import lower_key
-
+def work(job: WorkerJob) -> Lowered:
+    """What the job's program was lowered to."""
     warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
-    apply_settings(request.settings)
-    target, table = arch(request.arch), request.table
-    choose, pieces = choose_with(table), pieces_with(table, target)
-    made = []
-    for item in request.items:
-        program, tensors = torch.export.load(item.program), torch.load(item.tensors)
-        made.append(lower_key(program, item.key, tensors, target, layouts=item.layouts, choose=choose, pieces=pieces))
-    return made
+    apply_settings(job.settings)
+    target, table = arch(job.arch), read_table(job.table) if job.table else {}
+    return lower_key(
+        torch.export.load(job.program),
+        job.key,
+        job.tensors,
+        target,
+        layouts=job.layouts,
+        choose=partial(choose, table=table),
+        split_factor=partial(split_factor, arch=target, table=table),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(answer(sys.argv[1], lower))
+    serve(work)

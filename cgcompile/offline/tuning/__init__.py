@@ -1,3 +1,1 @@
-"""Which configuration a product or convolution gets: measurements per architecture, else a model of cost.
-The measurements lie beside the code.
-"""
+"""Which configuration a product or convolution gets: by measurements of its architecture, else by a model of cost."""

@@ -15,7 +15,7 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, 
 """Bytes of an element."""
 
 ALIKE = {"addmm": "mm", "baddbmm": "bmm", "bfloat16": "float16"}
-"""Kinds and dtypes that take the same time: what is added is part of writing the result, and the tensor cores' rate is the same."""
+"""Kinds and dtypes that take the same time: the addend is read when the result is written, and tensor cores run at one rate."""
 
 REACH = 2.0
 """How far a measured problem may lie from the one at hand: Euclidean distance of (batch, m, n, k) in powers of two."""
@@ -32,9 +32,11 @@ LAUNCHED = 2000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """`batch` products of (m, k) by (k, n).  `kind` is the operation ("mm", "addmm", "bmm", "baddbmm", "conv"), `dtype` that of the
-    factors ("bfloat16"), `arch` the target's name.  For a convolution m counts output positions, n output channels of a group, k
-    input channels of a group times the kernel's size, and batch the groups."""
+    """`batch` products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv"; `dtype`: of the factors.
+
+    For a convolution m counts output positions, n output channels of a group, and batch the groups.  k is the input channels of a
+    group times the kernel's size.
+    """
 
     kind: str
     batch: int
@@ -47,8 +49,10 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A configuration: a program computes block_m x block_n and advances block_k at a time, loading `stages` blocks ahead; `group`
-    rows of programs run together for the sake of the cache (0: the kernel has no such parameter)."""
+    """A configuration: a program computes block_m x block_n in steps of block_k, and loads `stages` blocks ahead.
+
+    `group` rows of programs run together for the sake of the cache (0: the kernel has no such parameter).
+    """
 
     block_m: int
     block_n: int
@@ -63,10 +67,10 @@ Table = Mapping[Problem, Sequence[tuple[Candidate, float]]]
 
 
 def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table: Table | None = None) -> tuple[int, str]:
-    """The position of the best candidate, and how it was found: "only", "table" (this problem was measured), "nearest" (one close
-    to it was), "heuristic" (the model of cost).
+    """The position of the best candidate, and how it was found.
 
-    Raises ValueError when there is no candidate that fits the target's shared memory.
+    "only" (there was no other), "table" (this problem was measured), "nearest" (one close to it was), "heuristic" (the model of
+    cost).  Raises ValueError when no candidate fits the target.
     """
     fitting = [index for index, candidate in enumerate(candidates) if fits(problem, candidate, arch)]
     if not fitting:
@@ -84,7 +88,7 @@ def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table:
 
 
 def fits(problem: Problem, candidate: Candidate, arch: Arch) -> bool:
-    """Whether the pipeline's blocks fit the shared memory that a block may ask for, and the result the registers (255 a thread)."""
+    """Whether the pipeline fits the shared memory of a block, and the result the registers (255 a thread)."""
     results = candidate.block_m * candidate.block_n / (32 * candidate.warps)
     return shared_bytes(problem, candidate) <= arch.shared_optin and results < 255
 
@@ -98,9 +102,9 @@ def shared_bytes(problem: Problem, candidate: Candidate) -> int:
 def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
     """Estimated cycles.
 
-    Every block takes ceil(k / block_k) steps.  A multiprocessor runs as many blocks at a time as fit; its steps take as long as the
-    tensor cores or L2 need for all of them, and no step is shorter than the latency that the pipeline leaves uncovered.  A partly
-    filled last wave costs as much as a full one, and what a block computes beyond m and n costs as much as the rest.
+    Every block takes ceil(k / block_k) steps.  A multiprocessor runs as many blocks at a time as fit.  A step takes what the tensor
+    cores or L2 need for all of them, and at least the latency that the pipeline leaves uncovered.  A partly filled wave costs as
+    much as a full one, and so does what a block computes beyond m and n.
     """
     blocks = problem.batch * math.ceil(problem.m / candidate.block_m) * math.ceil(problem.n / candidate.block_n)
     steps = math.ceil(problem.k / candidate.block_k)
@@ -117,9 +121,9 @@ def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
 def _rate(problem: Problem, candidate: Candidate, arch: Arch) -> float:
     """Operations per cycle and multiprocessor.
 
-    Half precision runs on the tensor cores at the target's rate; float32 as three products of tf32, which runs at half of it; what
-    the tensor cores do not know at 256.  Small blocks reach less: each warp then has too few independent products.  On Hopper and
-    later only groups of four warps and 64 rows use the wide instructions, others about half the rate.
+    Half precision runs at the tensor cores' rate, float32 as three products of tf32 at half of it, other types at 256.  Small
+    blocks reach less: a warp then has too few independent products.  From Hopper on, only groups of four warps and 64 rows reach
+    the full rate, others about half.
     """
     rates = {"float16": 1.0, "bfloat16": 1.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 2.0, "float32": 1 / 6}
     if problem.dtype not in rates:
@@ -147,8 +151,7 @@ def _fastest(measured: Iterable[tuple[Candidate, float]], known: Mapping[Candida
 
 
 def nearest(problem: Problem, table: Table) -> list[Problem]:
-    """Measured problems of the same target and of a kind and dtype that run alike, within REACH, nearest first; of equally near
-    ones that of the same kind and dtype."""
+    """Measured problems within REACH of the same target that run ALIKE, nearest first, then by the same kind and dtype."""
 
     def distance(other: Problem) -> float:
         pairs = ((problem.batch, other.batch), (problem.m, other.m), (problem.n, other.n), (problem.k, other.k))

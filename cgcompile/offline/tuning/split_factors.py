@@ -1,8 +1,7 @@
-"""Into how many pieces the inner axis of a matrix product is cut.  Pure Python.
+"""Split-K: into how many parts the inner axis of a matrix product is split.  Pure Python.
 
-A product of few rows has too few blocks to fill a GPU, and each of them walks the whole inner axis.  Cut into pieces, which are a
-batched product with partial sums in float32, it has as many times the blocks, each with a fraction of the steps; the sum over the
-pieces is fused into whatever reads the product.
+A product of few rows has too few blocks to fill a GPU, and each goes through the whole inner axis.  Split, it is a batched product
+with float32 partial sums: more blocks, with fewer steps each.  The sum is fused into whatever reads the product.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from dataclasses import replace
 from ...targets.architectures import Arch
 from .cost_model import Candidate, Problem, Table, cost, fits, nearest
 
-PIECES = (2, 4, 8)
+SPLIT_FACTORS = (2, 4, 8)
 
 SHORTEST = 64
-"""Elements of the inner axis that a piece has at least."""
+"""Elements of the inner axis that a part has at least."""
 
 LAUNCH = 2.0
-"""Microseconds of one more kernel in a graph, which the sum over the pieces is where nothing else reads the product."""
+"""Microseconds of one more kernel in a graph: the sum over the parts, where nothing else reads the product."""
 
 READ = 2.0e12
-"""Bytes per second at which partial sums, fresh in the cache, are read again; a launch overlaps little of it."""
+"""Bytes per second at which partial sums are read from the cache; a launch overlaps little of it."""
 
 WORTH = 0.9
-"""A cut is made when it takes less than this part of the whole product's time: estimates and measurements err."""
+"""A product is split when that takes less than this part of the time: estimates and measurements err."""
 
 CLOCK = 1.7e9
 """Cycles per second, to compare the model of cost with bytes."""
@@ -39,41 +38,43 @@ TILES = tuple(
 """What the model of cost tries for a product whose candidates are not known yet."""
 
 
-def pieces(problem: Problem, arch: Arch, table: Table | None = None) -> int:
-    """1, or the number of pieces that `problem` ("mm" or "addmm") is best cut into: by the measurements of this problem or of one
-    close to it, else by the model of cost."""
-    cuts = [cut for cut in PIECES if problem.k % (16 * cut) == 0 and problem.k // cut >= SHORTEST]
+def split_factor(problem: Problem, arch: Arch, table: Table | None = None) -> int:
+    """1, or the number of parts that `problem` ("mm" or "addmm") is best split into.
+
+    By the measurements of this problem or of one close to it, else by the model of cost.
+    """
+    factors = [factor for factor in SPLIT_FACTORS if problem.k % (16 * factor) == 0 and problem.k // factor >= SHORTEST]
     for known in nearest(problem, table or {}):
-        measured = {cut: _measured(known, cut, table or {}) for cut in (1, *cuts)}
-        times = {cut: time + _reading(known, cut) for cut, time in measured.items() if time is not None}
+        measured = {factor: _measured(known, factor, table or {}) for factor in (1, *factors)}
+        times = {factor: time + _reading(known, factor) for factor, time in measured.items() if time is not None}
         if 1 in times and len(times) > 1:
             return _best(times)
-    times = {cut: _estimated(problem, cut, arch) + _reading(problem, cut) for cut in (1, *cuts)}
+    times = {factor: _estimated(problem, factor, arch) + _reading(problem, factor) for factor in (1, *factors)}
     return _best(times)
 
 
-def cut_problem(problem: Problem, cut: int) -> Problem:
-    """The batched product that the pieces are."""
-    return problem if cut == 1 else replace(problem, kind="bmm", batch=cut, k=problem.k // cut)
+def split_problem(problem: Problem, factor: int) -> Problem:
+    """The batched product of the parts."""
+    return problem if factor == 1 else replace(problem, kind="bmm", batch=factor, k=problem.k // factor)
 
 
 def _best(times: dict[int, float]) -> int:
-    best = min(times, key=lambda cut: (times[cut], cut))
+    best = min(times, key=lambda factor: (times[factor], factor))
     return best if times[best] < WORTH * times[1] else 1
 
 
-def _reading(problem: Problem, cut: int) -> float:
-    """Microseconds that the sum over the pieces takes."""
-    return 0.0 if cut == 1 else LAUNCH + 1e6 * cut * problem.m * problem.n * 4 / READ
+def _reading(problem: Problem, factor: int) -> float:
+    """Microseconds that the sum over the parts takes."""
+    return 0.0 if factor == 1 else LAUNCH + 1e6 * factor * problem.m * problem.n * 4 / READ
 
 
-def _measured(problem: Problem, cut: int, table: Table) -> float | None:
-    rows = table.get(cut_problem(problem, cut))
+def _measured(problem: Problem, factor: int, table: Table) -> float | None:
+    rows = table.get(split_problem(problem, factor))
     return min(time for _, time in rows) if rows else None
 
 
-def _estimated(problem: Problem, cut: int, arch: Arch) -> float:
-    wanted = cut_problem(problem, cut)
+def _estimated(problem: Problem, factor: int, arch: Arch) -> float:
+    wanted = split_problem(problem, factor)
     return min(1e6 * cost(wanted, tile, arch) / CLOCK for tile in _fitting(wanted, arch))
 
 

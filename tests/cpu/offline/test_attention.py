@@ -19,18 +19,18 @@ from torch import nn
 from cgbundle.format import safetensors
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.block_reader import FORMATS
-from cgcompile.offline.assemble.rows import assemble
-from cgcompile.offline.compile.kernels import Compiled, finish
+from cgcompile.offline.compile.kernels import CompiledKernel, finish
 from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import attention
-from cgcompile.offline.decompose.attention import choose
+from cgcompile.offline.decompose.attention import choose_blocks
 from cgcompile.offline.interpret.interpret import Stage, Task, interpret
 from cgcompile.offline.lower.inductor import lower_key
-from cgcompile.offline.traced import Launch, Traced, Variant
+from cgcompile.offline.lowered import KernelVariant, Launch, Lowered
 from cgcompile.targets.architectures import ARCHES, Arch, arch
 from cgcompile.targets.cuda.memory_layout import PAD, align
 from cgcompile.targets.cuda.tensors import row_major
 from tests.cpu.offline.written_rows import tensor_of
+from tests.helpers.lowered_programs import assembled
 from tests.helpers.raising import raises
 
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -64,17 +64,17 @@ class Layer(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
 
-def lowered(model: nn.Module | Callable[..., Any], *tensors: torch.Tensor, target: str = "sm_90") -> Traced:
+def lowered(model: nn.Module | Callable[..., Any], *tensors: torch.Tensor, target: str = "sm_90") -> Lowered:
     module = model if isinstance(model, nn.Module) else Of(model)
     return lower_key(torch.export.export(module.eval(), tensors), (1,), tensors, arch(target))
 
 
-def names(traced: Traced) -> list[str]:
+def names(traced: Lowered) -> list[str]:
     """The kernels of all launches, in order."""
     return [traced.variants[event.variant].name for event in traced.events if isinstance(event, Launch)]
 
 
-def kernels(traced: Traced) -> list[Variant]:
+def kernels(traced: Lowered) -> list[KernelVariant]:
     return [variant for variant in traced.variants if variant.name == "fused_attention"]
 
 
@@ -111,7 +111,7 @@ def test_repeated_keys_are_read_where_they_are() -> None:
     assert [constants[f"mask_stride_{axis}"] for axis in range(4)] == [1920, 16, 0, 0]
 
 
-def attended(*shapes: tuple[int, ...], dtype: torch.dtype = FLOAT) -> Traced:
+def attended(*shapes: tuple[int, ...], dtype: torch.dtype = FLOAT) -> Lowered:
     query, key = [torch.randn(*shape).to(dtype) for shape in shapes]
     return lowered(lambda q, k: F.scaled_dot_product_attention(q, k, k), query, key)
 
@@ -141,18 +141,17 @@ def test_long_ones_that_do_not_fit_are_refused() -> None:
 
 
 def test_other_strides_than_traced_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = attention._step
-    monkeypatch.setattr(attention, "_step", lambda tensor, axis: honest(tensor, axis) + (axis == 2))
+    honest = attention._stride
+    monkeypatch.setattr(attention, "_stride", lambda tensor, axis: honest(tensor, axis) + (axis == 2))
     with raises("lowering-broken", match=r"query has strides \(640, 320, 16, 1\), 17 was expected for axis 2"):
         attended((1, 2, 20, 16), (1, 2, 20, 16))
 
 
-def test_float32_is_switchable() -> None:
+def test_float32_is_multiplied_as_three_products_of_tf32() -> None:
     tensors = (torch.randn(1, 2, 20, 16),)
     program = torch.export.export(Of(lambda x: F.scaled_dot_product_attention(x, x, x)), tensors)
-    for how in ("tf32x3", "ieee"):
-        (variant,) = lower_key(program, (1,), tensors, arch("sm_90"), float32=how).variants
-        assert variant.source.count(f'input_precision="{how}"') == 2 and "allow_tf32" not in variant.source
+    (variant,) = lower_key(program, (1,), tensors, arch("sm_90")).variants
+    assert variant.source.count('input_precision="tf32x3"') == 2 and "allow_tf32" not in variant.source
 
 
 def test_equal_each_time() -> None:
@@ -182,7 +181,7 @@ def test_fits_into_the_smallest_and_the_newest(width: int, dtype: torch.dtype) -
 )
 def test_blocks_fit_and_keep_processors_busy(problem: tuple[int, ...], item: int, target: Arch) -> None:
     heads, rows, columns, width, depth = problem
-    blocks = choose(problem, item, target.multiprocessors, target.shared_optin)
+    blocks = choose_blocks(problem, item, target.multiprocessors, target.shared_optin)
     least = item * (blocks.rows * width + blocks.stages * blocks.columns * (width + depth))
     assert least <= target.shared_optin
     assert blocks.rows == 16 or heads * math.ceil(rows / blocks.rows) >= target.multiprocessors
@@ -271,13 +270,13 @@ def test_computes_what_eager_does(tmp_path: Path) -> None:
         assert error <= bound * wanted.nan_to_num().abs().max(), (name, float(error))
 
 
-def interpreted(traced: Traced, tensors: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
+def interpreted(traced: Lowered, tensors: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
     compiled = [_laid_out(variant) for variant in traced.variants]
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
         end = align(end + tensor.numel() * tensor.element_size())
-    graph = assemble(traced, compiled, plan(traced), {}, starts)
+    graph = assembled(traced, compiled, plan(traced), {}, starts)
     with open(folder / "weights.safetensors", "wb") as file:
         safetensors.write(file, {})
     given = tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, tensors, strict=True))
@@ -293,14 +292,14 @@ def interpreted(traced: Traced, tensors: Sequence[torch.Tensor], folder: Path) -
     return [tensor_of(contents, value) for contents, value in zip(outcome.read, graph.outputs, strict=True)]
 
 
-def _laid_out(variant: Variant) -> Compiled:
+def _laid_out(variant: KernelVariant) -> CompiledKernel:
     """A kernel without an image: each parameter aligned to its size, two scratch pointers behind them."""
     params = tuple((kind, name) for name, kind in variant.signature if kind != "constexpr")
     layout, end = [], 0
     for size in [*(8 if kind.startswith("*") else struct.calcsize(FORMATS[kind]) for kind, _ in params), 8, 8]:
         layout.append((-(-end // size) * size, size))
         end = sum(layout[-1])
-    return Compiled(
+    return CompiledKernel(
         image=b"",
         sha256=hashlib.sha256(repr(variant).encode()).hexdigest(),
         symbol=variant.name,

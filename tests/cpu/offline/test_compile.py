@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.lowered_programs import assembled
 from tests.helpers.raising import raises
 
 pytest.importorskip("triton")
@@ -21,11 +22,11 @@ from cgbundle.tables import codec as tables
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
 from cgcompile.offline.assemble.arena import plan
-from cgcompile.offline.assemble.lifetimes import check_plan
-from cgcompile.offline.assemble.rows import assemble
-from cgcompile.offline.compile.kernels import Compiled, Kernel, compile_variants, finish, first_line
-from cgcompile.offline.compile.parameters import read_entry
-from cgcompile.offline.traced import INPUT, TEMPORARY, WEIGHT, Buffer, Launch, Place, Tensor, Traced, Variant
+from cgcompile.offline.assemble.plan_check import check_plan
+from cgcompile.offline.compile.cubin_info import read_kernel_info
+from cgcompile.offline.compile.kernels import CompiledKernel, KernelImage, compile_variants, finish
+from cgcompile.offline.compile.worker import first_line
+from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Buffer, BufferView, KernelVariant, Launch, Lowered, Pointer
 from cgcompile.targets.cuda.elf import read_cubin
 
 LIMIT = 232448
@@ -76,8 +77,8 @@ def variant(
     warps: int = 4,
     options: tuple[tuple[str, int | bool], ...] = (),
     **constants: int,
-) -> Variant:
-    return Variant(
+) -> KernelVariant:
+    return KernelVariant(
         name=source[4 : source.index("(")],
         source=source,
         signature=(*signature, *((name, "constexpr") for name in constants)),
@@ -86,7 +87,7 @@ def variant(
         warps=warps,
         stages=3,
         options=options,
-        chosen="only",
+        selected_by="only",
     )
 
 
@@ -106,7 +107,9 @@ inductors = variant(
 )
 
 
-def compile_all(variants: Sequence[Variant], cache: Path, arch: str = "sm_90", limit: int = LIMIT) -> tuple[Compiled, ...]:
+def compile_all(
+    variants: Sequence[KernelVariant], cache: Path, arch: str = "sm_90", limit: int = LIMIT
+) -> tuple[CompiledKernel, ...]:
     return compile_variants(variants, arch, shared_limit=limit, cache=cache, tell=lambda text: None)
 
 
@@ -139,7 +142,7 @@ def test_kernels_are_compiled_without_a_gpu(arch: str, cache: Path) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_layouts_are_read_from_images_of_every_architecture(arch: str, cache: Path) -> None:
     (kernel,) = compile_all([numbers], cache, arch)
-    entry = read_entry(kernel.image, "numbers")
+    entry = read_kernel_info(kernel.image, "numbers")
     assert entry.params == ((0, 8), (8, 1), (10, 2), (12, 4), (16, 4), (20, 2), (22, 2), (24, 8), (32, 8), (40, 8), (48, 8))
     assert (entry.threads, entry.cluster) == ((128, 1, 1), None)
 
@@ -156,7 +159,7 @@ def test_layouts_of_large_parameters_are_read(tmp_path: Path) -> None:
     (tmp_path / "big.ptx").write_text(text)
     ptxas = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
     subprocess.run([ptxas, "-arch=sm_90", tmp_path / "big.ptx", "-o", tmp_path / "big.cubin"], check=True)
-    entry = read_entry((tmp_path / "big.cubin").read_bytes(), "big")
+    entry = read_kernel_info((tmp_path / "big.cubin").read_bytes(), "big")
     assert entry.params == ((0, 8), (8, 5000), (5008, 1))
     assert entry.threads is None
 
@@ -164,7 +167,7 @@ def test_layouts_of_large_parameters_are_read(tmp_path: Path) -> None:
 def test_clusters_multiply_the_blocks(cache: Path) -> None:
     (kernel,) = compile_all([replace(add, options=(("num_ctas", 2),))], cache)
     assert kernel.cluster == (2, 1, 1)
-    assert read_entry(kernel.image, "add").cluster == (2, 1, 1)
+    assert read_kernel_info(kernel.image, "add").cluster == (2, 1, 1)
 
 
 def test_equal_variants_give_equal_bytes_wherever_they_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +195,7 @@ def test_what_is_remembered_is_not_compiled_again(cache: Path) -> None:
     program = """
 import pickle, subprocess, sys
 from pathlib import Path
-from cgcompile.trace.compiling import compile_variants
+from cgcompile.offline.compile.kernels import compile_variants
 def refuse(*args, **kwargs):
     raise AssertionError("a process was started")
 subprocess.Popen = refuse
@@ -203,7 +206,7 @@ print(*(kernel.sha256 for kernel in made))
 """
     again = subprocess.run(
         [sys.executable, "-c", program],
-        input=pickle.dumps(([replace(add, chosen="table"), softmax], os.fspath(cache))),
+        input=pickle.dumps(([replace(add, selected_by="table"), softmax], os.fspath(cache))),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         check=False,
@@ -242,7 +245,7 @@ def test_a_damaged_file_of_the_cache_is_made_again(tmp_path: Path) -> None:
 def test_equal_variants_are_compiled_once(tmp_path: Path) -> None:
     told: list[str] = []
     made = compile_variants(
-        [add, add, replace(add, chosen="nearest")], "sm_90", shared_limit=LIMIT, cache=tmp_path, tell=told.append
+        [add, add, replace(add, selected_by="nearest")], "sm_90", shared_limit=LIMIT, cache=tmp_path, tell=told.append
     )
     assert told == ["1 of 1 kernels to compile", "kernel add"]
     assert made == (made[0],) * 3
@@ -263,7 +266,7 @@ def test_equal_variants_are_compiled_once(tmp_path: Path) -> None:
         (replace(add, options=(("ptx_options", "--no-such-option"),)), "PTXASError: ptxas fatal.*no-such-option"),
     ],
 )
-def test_kernels_that_do_not_compile_are_named(bad: Variant, message: str, tmp_path: Path) -> None:
+def test_kernels_that_do_not_compile_are_named(bad: KernelVariant, message: str, tmp_path: Path) -> None:
     with raises("kernel-failed", match=message):
         compile_all([bad], tmp_path)
 
@@ -280,7 +283,7 @@ def test_the_first_failure_ends_the_other_processes(tmp_path: Path) -> None:
     many = [replace(add, source=ADD.replace("a + i,", f"a + i + {i},")) for i in range(40)]
     with raises("kernel-failed"):
         compile_variants([bad, *many], "sm_90", shared_limit=LIMIT, cache=tmp_path, workers=2, tell=lambda text: None)
-    assert len(list((tmp_path / "kernels").iterdir())) < len(many)
+    assert len(list(tmp_path.glob("kernels/*"))) < len(many)
 
 
 def test_kernels_that_need_too_much_are_refused(cache: Path) -> None:
@@ -300,8 +303,8 @@ def test_a_compiler_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
         compile_all([add], tmp_path / "cache")
 
 
-def kernel_of(made: Compiled, **changes: Any) -> Kernel:
-    plain = Kernel(
+def kernel_of(made: CompiledKernel, **changes: Any) -> KernelImage:
+    plain = KernelImage(
         image=made.image,
         symbol=made.symbol,
         shared=made.shared,
@@ -353,15 +356,15 @@ def test_the_line_that_says_most_is_shown(text: str, line: str) -> None:
 
 
 def test_a_program_of_real_kernels_becomes_rows(cache: Path) -> None:
-    def at(buffer: int) -> Place:
-        return Place(buffer=buffer, offset=0)
+    def at(buffer: int) -> Pointer:
+        return Pointer(buffer=buffer, offset=0)
 
     buffers = [
         (INPUT, "0", 2 * 128 * 128),
         (WEIGHT, "w", 2 * 128 * 128),
         *((TEMPORARY, f"buf{i}", 4 * 128 * 128) for i in range(4)),
     ]
-    program = Traced(
+    program = Lowered(
         key=(128,),
         buffers=tuple(Buffer(kind=kind, name=name, nbytes=size) for kind, name, size in buffers),
         variants=(matmul, softmax, add),
@@ -371,14 +374,14 @@ def test_a_program_of_real_kernels_becomes_rows(cache: Path) -> None:
             Launch(variant=2, grid=(64, 1, 1), arguments=(at(3), at(2), at(4), 128 * 128)),
             Launch(variant=2, grid=(64, 1, 1), arguments=(at(4), at(4), at(5), 128 * 128)),
         ),
-        inputs=(Tensor(place=at(0), dtype="float16", shape=(128, 128), strides=(128, 1)),),
-        outputs=(Tensor(place=at(5), dtype="float32", shape=(128, 128), strides=(128, 1)),),
+        inputs=(BufferView(pointer=at(0), dtype="float16", shape=(128, 128), strides=(128, 1)),),
+        outputs=(BufferView(pointer=at(5), dtype="float32", shape=(128, 128), strides=(128, 1)),),
     )
     made = compile_all(program.variants, cache)
     placed = plan(program)
     check_plan(program, placed)
     assert placed.bound == 3 * 4 * 128 * 128
-    graph = assemble(program, made, placed, {"w": 0}, (0,))
+    graph = assembled(program, made, placed, {"w": 0}, (0,))
     data = tables.encode(graph.recording)
     memories = {"weights": 1 << 20, "inputs": 1 << 20, "arena": graph.arena}
     check_recording(Table(data, "t"), memories, {kernel.sha256 for kernel in made})

@@ -7,21 +7,21 @@ from torch import nn
 
 from cgcompile.offline.decompose.constant_folding import fold
 from cgcompile.offline.decompose.retrace import Retraced, retrace
-from cgcompile.offline.lower.fake_device import offline
-from cgcompile.offline.traced import WEIGHT, Constant
+from cgcompile.offline.lower.fake_device import fake_device
+from cgcompile.offline.lowered import WEIGHT, FoldedConstant
 from cgcompile.targets.architectures import arch
 
 
-def folded(model: nn.Module, x: torch.Tensor) -> tuple[Retraced, tuple[Constant, ...], list[object]]:
+def folded(model: nn.Module, x: torch.Tensor) -> tuple[Retraced, tuple[FoldedConstant, ...], list[object]]:
     """The graph before and after: what is left of operations, after `fold`."""
     program = torch.export.export(model.eval(), (x,))
     values = {**program.state_dict, **program.constants}
-    with offline(arch("sm_90")):
+    with fake_device(arch("sm_90")):
         made, constants = fold(retrace(program, (x,)), values)
     return made, constants, [node.target for node in made.graph.graph.nodes if node.op == "call_function"]
 
 
-def computed(made: Retraced, constants: tuple[Constant, ...], model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def computed(made: Retraced, constants: tuple[FoldedConstant, ...], model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What the folded graph gives, on the CPU."""
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     bytes_of = {constant.name: constant.contents for constant in constants}

@@ -1,4 +1,4 @@
-"""Lowering for a GPU that is not here: what `lower_key` writes down, what it refuses, and that the room is left as it was found."""
+"""Lowering for a GPU that is not here: what `lower_key` writes down, what it refuses, and that torch is left as it was found."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
 from cgcompile.offline.assemble.arena import lifetimes
 from cgcompile.offline.compile.worker import compile_variant
-from cgcompile.offline.decompose import convolutions
-from cgcompile.offline.decompose import operators as decomposing
-from cgcompile.offline.decompose import sort as ordering
-from cgcompile.offline.lower import fake_device as offline
+from cgcompile.offline.decompose import convolutions, decompositions, sort
+from cgcompile.offline.lower import fake_device
 from cgcompile.offline.lower.inductor import lower_key
-from cgcompile.offline.lower.launches import follow
+from cgcompile.offline.lower.launches import record_calls
 from cgcompile.offline.lower.variants import BLOCKS
-from cgcompile.offline.traced import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Place, Release, Traced
-from cgcompile.offline.tuning import cost_model as choosing
+from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Lowered, Pointer, Release
+from cgcompile.offline.tuning import cost_model
 from cgcompile.targets.architectures import arch
 from tests.helpers.raising import raises
 
@@ -85,7 +83,7 @@ def exported(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]]
     return export(source, {"batch": tuple(sorted({2, batch}))}).program, sample(source, {"batch": batch}).tensors
 
 
-def lowered(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]], batch: int = 4, **options: object) -> Traced:
+def lowered(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]], batch: int = 4, **options: object) -> Lowered:
     torch.manual_seed(0)
     program, tensors = exported(model, inputs, batch)
     traced = lower_key(program, (batch,), tensors, H200, **options)  # type: ignore[arg-type]
@@ -93,20 +91,20 @@ def lowered(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]],
     return traced
 
 
-def of(function: Callable[[Of, torch.Tensor], object], **options: object) -> Traced:
+def of(function: Callable[[Of, torch.Tensor], object], **options: object) -> Lowered:
     return lowered(Of(function), floats(8), **options)
 
 
-def launches(traced: Traced) -> list[Launch]:
+def launches(traced: Lowered) -> list[Launch]:
     return [event for event in traced.events if isinstance(event, Launch)]
 
 
-def consistent(traced: Traced, weights: set[str]) -> None:
-    """What holds for every Traced: typed arguments inside their buffers, lives without gaps, complete kernels."""
+def consistent(traced: Lowered, weights: set[str]) -> None:
+    """What holds for every Lowered: typed arguments inside their buffers, lives without gaps, complete kernels."""
     assert {b.name for b in traced.buffers if b.kind == WEIGHT} <= weights | {each.name for each in traced.constants}
     assert [b.name for b in traced.buffers if b.kind == INPUT] == [str(i) for i in range(len(traced.inputs))]
     alive: set[int] = set()
-    kept = {tensor.place.buffer for tensor in traced.outputs}
+    kept = {tensor.pointer.buffer for tensor in traced.outputs}
     for event in traced.events:
         match event:
             case Allocate(buffer=buffer):
@@ -120,10 +118,10 @@ def consistent(traced: Traced, weights: set[str]) -> None:
                 kinds = [(name, kind) for name, kind in variant.signature if kind != "constexpr"]
                 assert len(kinds) == len(arguments) and min(grid) > 0
                 for (name, kind), value in zip(kinds, arguments, strict=True):
-                    assert isinstance(value, Place) == kind.startswith("*")
-                    number = value.offset if isinstance(value, Place) else value
+                    assert isinstance(value, Pointer) == kind.startswith("*")
+                    number = value.offset if isinstance(value, Pointer) else value
                     assert name not in variant.divisible or number % 16 == 0
-                    if isinstance(value, Place):
+                    if isinstance(value, Pointer):
                         buffer = traced.buffers[value.buffer]
                         assert 0 <= value.offset < max(1, buffer.nbytes)
                         assert buffer.kind != TEMPORARY or value.buffer in alive
@@ -150,13 +148,13 @@ def test_perceptron() -> None:
     assert "tl.dot(" in relu.source and "maximum" in relu.source  # the activation is part of the product
     assert "tl.dot(" in last.source and "maximum" not in last.source
     assert 'input_precision="tf32x3"' in relu.source and "allow_tf32" not in relu.source
-    assert relu.chosen == "heuristic"
-    names = {traced.buffers[place.buffer].name for place in (*first.arguments, *second.arguments) if isinstance(place, Place)}
+    assert relu.selected_by == "heuristic"
+    names = {traced.buffers[place.buffer].name for place in (*first.arguments, *second.arguments) if isinstance(place, Pointer)}
     assert {"0", "model.0.weight", "model.0.bias", "model.2.weight", "model.2.bias"} <= names
     (tensor,), (output,) = traced.inputs, traced.outputs
     assert (tensor.dtype, tensor.shape, tensor.strides) == ("float32", (4, 32), (32, 1))
     assert (output.dtype, output.shape, output.strides) == ("float32", (4, 10), (10, 1))
-    assert traced.buffers[output.place.buffer].nbytes == 4 * 10 * 4
+    assert traced.buffers[output.pointer.buffer].nbytes == 4 * 10 * 4
 
 
 def test_variants_are_complete() -> None:
@@ -183,15 +181,15 @@ def test_attention(dtype: torch.dtype) -> None:
     assert ("*bf16" in kinds) == (dtype == torch.bfloat16) and "*i64" in kinds
 
 
-def test_float32_is_switchable() -> None:
-    variants = of(lambda m, x: x @ m.weight, float32="ieee").variants
-    assert 'input_precision="ieee"' in variants[0].source
+def test_float32_is_multiplied_as_three_products_of_tf32() -> None:
+    variants = of(lambda m, x: x @ m.weight).variants
+    assert 'input_precision="tf32x3"' in variants[0].source
 
 
 def test_choose_decides() -> None:
-    asked: list[choosing.Problem] = []
+    asked: list[cost_model.Problem] = []
 
-    def largest(problem: choosing.Problem, candidates: object, target: object) -> tuple[int, str]:
+    def largest(problem: cost_model.Problem, candidates: object, target: object) -> tuple[int, str]:
         asked.append(problem)
         blocks = [one.block_m * one.block_n for one in candidates]  # type: ignore[attr-defined]
         return blocks.index(max(blocks)), "table"
@@ -202,17 +200,17 @@ def test_choose_decides() -> None:
     sizes = {name: int(size) for name, size in BLOCKS.findall(variant.source)}
     assert sizes["BLOCK_M"] * sizes["BLOCK_N"] >= 128 * 128
     assert launch.grid == (math.ceil(400 / sizes["BLOCK_M"]) * math.ceil(96 / sizes["BLOCK_N"]), 1, 1)
-    assert variant.chosen == "table"
+    assert variant.selected_by == "table"
 
 
 def test_convolution() -> None:
     model = nn.Sequential(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU()).half()
     model = model.to(memory_format=torch.channels_last)
-    asked: list[choosing.Problem] = []
+    asked: list[cost_model.Problem] = []
 
-    def choose(problem: choosing.Problem, *rest: object) -> tuple[int, str]:
+    def choose(problem: cost_model.Problem, *rest: object) -> tuple[int, str]:
         asked.append(problem)
-        return choosing.choose(problem, *rest)  # type: ignore[arg-type]
+        return cost_model.choose(problem, *rest)  # type: ignore[arg-type]
 
     def pictures(batch: int) -> tuple[torch.Tensor, ...]:
         return (torch.randn(batch, 16, 16, 16, dtype=torch.float16).to(memory_format=torch.channels_last),)
@@ -235,7 +233,7 @@ def test_changed_buffer_is_written_in_place() -> None:
         name
         for launch in launches(traced)
         for (name, kind), value in zip(traced.variants[launch.variant].signature, launch.arguments, strict=False)
-        if isinstance(value, Place) and value.buffer == calls
+        if isinstance(value, Pointer) and value.buffer == calls
     ]
     assert any(name.startswith(("out_ptr", "in_out_ptr")) for name in written)
 
@@ -245,15 +243,15 @@ def test_outputs_may_be_inputs_views_and_weights() -> None:
     given, view, weight, made = traced.outputs
     (position,) = [i for i, buffer in enumerate(traced.buffers) if buffer.kind == INPUT]
     assert given == traced.inputs[0]
-    assert view == replace(given, place=Place(buffer=position, offset=8), shape=(4, 3), strides=(8, 2))
-    assert traced.buffers[weight.place.buffer].name == "model.weight"
-    assert traced.buffers[made.place.buffer].kind == TEMPORARY
+    assert view == replace(given, pointer=Pointer(buffer=position, offset=8), shape=(4, 3), strides=(8, 2))
+    assert traced.buffers[weight.pointer.buffer].name == "model.weight"
+    assert traced.buffers[made.pointer.buffer].kind == TEMPORARY
 
 
 def test_no_operation_at_all() -> None:
     traced = of(lambda m, x: (x, m.weight))
     assert traced.events == () and traced.variants == ()
-    assert [traced.buffers[tensor.place.buffer].name for tensor in traced.outputs] == ["0", "model.weight"]
+    assert [traced.buffers[tensor.pointer.buffer].name for tensor in traced.outputs] == ["0", "model.weight"]
 
 
 SUBPROCESS = """
@@ -283,11 +281,11 @@ def test_library_operations_are_named_with_their_lines() -> None:
     with raises("operation-needs-gpu") as caught:
         of(function := lambda m, x: (torch.fft.rfft(x).abs(), torch.linalg.inv(x.T @ x)))
     assert "_fft_r2c" in str(caught.value) and "linalg_inv" in str(caught.value)
-    assert f"test_trace_lowering.py:{function.__code__.co_firstlineno}" in str(caught.value)
+    assert f"test_lowering.py:{function.__code__.co_firstlineno}" in str(caught.value)
 
 
 def test_shape_that_depends_on_data() -> None:
-    with raises("operation-needs-gpu", match=r"nonzero.*test_trace_lowering.py:\d+.*depends on data"):
+    with raises("operation-needs-gpu", match=r"nonzero.*test_lowering.py:\d+.*depends on data"):
         of(lambda m, x: torch.nonzero(x > 0).sum() + x)
 
 
@@ -330,17 +328,17 @@ def test_tensors_that_do_not_fit() -> None:
         lower_key(program, (4,), (*tensors, *tensors), H200)
 
 
-# --- the room -------------------------------------------------------------------------------------------------
+# --- the fake device ----------------------------------------------------------------------------------------
 
 
 def replaced() -> dict[str, object]:
-    return {f"{r.owner}.{r.name}": offline._find(r.owner).__dict__.get(r.name) for r in offline._replacements(H200)}
+    return {f"{r.owner}.{r.name}": fake_device._find(r.owner).__dict__.get(r.name) for r in fake_device._replacements(H200)}
 
 
 def test_everything_is_put_back() -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     before = replaced()
-    with pytest.raises(ZeroDivisionError), offline.offline(H200):
+    with pytest.raises(ZeroDivisionError), fake_device.fake_device(H200):
         assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
         assert torch.cuda.get_device_properties(0).multi_processor_count == 132
         assert all(value is not before[name] for name, value in replaced().items())
@@ -350,13 +348,13 @@ def test_everything_is_put_back() -> None:
     assert not torch.cuda.is_available()
 
 
-def test_rooms_of_different_targets() -> None:
+def test_fake_devices_of_different_targets() -> None:
     """Nothing that torch remembers of one target is left in the next."""
     from torch._inductor.runtime.hints import DeviceProperties
 
     seen = []
     for name in ("sm_80", "sm_90", "sm_80"):
-        with offline.offline(arch(name)):
+        with fake_device.fake_device(arch(name)):
             seen.append(DeviceProperties.create(torch.device("cuda", 0)).cc)
     assert seen == [80, 90, 80]
 
@@ -366,7 +364,7 @@ def test_a_torch_without_a_name() -> None:
 
     with mock.patch.object(module, "init_gpu_context", create=True):
         del module.init_gpu_context
-        with raises("torch-unsupported", match="init_gpu_context.*2.13"), offline.offline(H200):
+        with raises("torch-unsupported", match="init_gpu_context.*2.13"), fake_device.fake_device(H200):
             pass
         module.init_gpu_context = None  # for the patch to take away
     assert not torch.cuda.is_available()
@@ -391,16 +389,16 @@ import torch
 
 def test_wrapper_without_kernels() -> None:
     """A view keeps its buffer alive; clearing and copying become events of their own."""
-    with offline.offline(H200):
-        followed = follow(WRAPPER, [torch.empty(1)], [(INPUT, "0")], lambda source: pytest.fail("no kernel"))
-    assert followed.events == (
+    with fake_device.fake_device(H200):
+        lowered, _ = record_calls((), WRAPPER, [torch.empty(1)], [(INPUT, "0")], lambda source: pytest.fail("no kernel"))
+    assert lowered.events == (
         Allocate(buffer=1),
-        Fill(target=Place(buffer=1, offset=0), value=0, element=1, count=32),
+        Fill(target=Pointer(buffer=1, offset=0), value=0, element=1, count=32),
         Allocate(buffer=2),
-        Copy(source=Place(buffer=1, offset=16), target=Place(buffer=2, offset=0), nbytes=16),
+        Copy(source=Pointer(buffer=1, offset=16), target=Pointer(buffer=2, offset=0), nbytes=16),
         Release(buffer=1),
     )
-    assert followed.outputs[0].place == Place(buffer=2, offset=0)
+    assert lowered.outputs[0].pointer == Pointer(buffer=2, offset=0)
 
 
 # --- what has no kernel in Inductor, in terms of what has ------------------------------------------------------
@@ -455,9 +453,11 @@ def test_products_as_sums(dtype: torch.dtype, shape: tuple[int, int, int]) -> No
     m, n, k = shape
     a, b = (torch.randn(m, k) * 9).to(dtype), (torch.randn(k, n) * 9).to(dtype)
     added = torch.ones(n, dtype=dtype)
-    torch.testing.assert_close(decomposing.product(a, b), a @ b)
-    torch.testing.assert_close(decomposing.product(a.expand(2, m, k), b.expand(2, k, n)), (a @ b).expand(2, m, n))
-    torch.testing.assert_close(decomposing.added_product(added, a, b, beta=2, alpha=3), torch.addmm(added, a, b, beta=2, alpha=3))
+    torch.testing.assert_close(decompositions.product(a, b), a @ b)
+    torch.testing.assert_close(decompositions.product(a.expand(2, m, k), b.expand(2, k, n)), (a @ b).expand(2, m, n))
+    torch.testing.assert_close(
+        decompositions.added_product(added, a, b, beta=2, alpha=3), torch.addmm(added, a, b, beta=2, alpha=3)
+    )
 
 
 @pytest.mark.parametrize(("causal", "mask"), [(False, ""), (True, ""), (False, "bool"), (False, "float")])
@@ -469,7 +469,7 @@ def test_attentions(causal: bool, mask: str) -> None:
         masks["bool"][1] = False  # a row that sees nothing gives zeros
     options = {"attn_mask": masks[mask], "is_causal": causal, "scale": 0.3, "enable_gqa": True}
     expected = F.scaled_dot_product_attention(query, key, value, **options)
-    torch.testing.assert_close(decomposing.attention(query, key, value, **options), expected)
+    torch.testing.assert_close(decompositions.attention(query, key, value, **options), expected)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -479,7 +479,7 @@ def test_bags(mode: str, last: bool) -> None:
     offsets = torch.tensor([0, 3, 3, 7, 9] if last else [0, 3, 3, 7])
     number = ("sum", "mean", "max").index(mode)
     expected = F.embedding_bag(indices, weight, offsets, mode=mode, include_last_offset=last, padding_idx=2)
-    made = decomposing.embedding_bag(weight, indices, offsets, mode=number, include_last_offset=last, padding_idx=2)[0]
+    made = decompositions.embedding_bag(weight, indices, offsets, mode=number, include_last_offset=last, padding_idx=2)[0]
     torch.testing.assert_close(made, expected)
 
 
@@ -488,18 +488,18 @@ HARD = torch.tensor([[math.inf, 1.0, 1.0, math.nan, -math.inf, 0.0], [2.0, -math
 
 @pytest.mark.parametrize("descending", [False, True])
 def test_sort_counts(descending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordering, "SORTED", 4)
+    monkeypatch.setattr(sort, "SORTED", 4)
     for x in (HARD, torch.randint(-3, 3, (5, 40)), torch.randn(3, 7, 5)):
-        made = ordering.sort(x, dim=1, descending=descending, stable=True)
+        made = sort.sort(x, dim=1, descending=descending, stable=True)
         torch.testing.assert_close(made, tuple(torch.sort(x, dim=1, descending=descending, stable=True)), equal_nan=True)
-    assert ordering.sort(torch.randn(4), dim=0) is NotImplemented
+    assert sort.sort(torch.randn(4), dim=0) is NotImplemented
 
 
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("k", [1, 5, 20])
 def test_topk_looks(k: int, largest: bool) -> None:
     for x in (HARD[:, : max(k, 6)] if k <= 6 else torch.randn(2, 30), torch.randint(-3, 3, (5, 40))):
-        values, where = ordering.topk(x, k, 1, largest)
+        values, where = sort.topk(x, k, 1, largest)
         torch.testing.assert_close(values, torch.topk(x, k, 1, largest)[0], equal_nan=True)
         torch.testing.assert_close(x.gather(1, where), values, equal_nan=True)
         assert all(len(set(row)) == k for row in where.tolist())
@@ -508,7 +508,7 @@ def test_topk_looks(k: int, largest: bool) -> None:
 def test_distances_and_trilinear() -> None:
     a, b = torch.randn(2, 5, 3), torch.randn(2, 4, 3)
     for p in (1.0, 2.0, math.inf):
-        torch.testing.assert_close(decomposing.distances(a, b, p, None), torch.cdist(a, b, p))
+        torch.testing.assert_close(decompositions.distances(a, b, p, None), torch.cdist(a, b, p))
     x, y = torch.randn(5, 3), torch.randn(5, 4)
     weight = torch.randn(6, 3, 4)
-    torch.testing.assert_close(decomposing.trilinear(x, weight, y, [1, 3], [0], [1, 2], [2, 3]), F.bilinear(x, y, weight))
+    torch.testing.assert_close(decompositions.trilinear(x, weight, y, [1, 3], [0], [1, 2], [2, 3]), F.bilinear(x, y, weight))

@@ -13,10 +13,10 @@ from cgcompile.export.export import export
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
 from cgcompile.offline.decompose.retrace import Retraced, retrace
-from cgcompile.offline.decompose.split_k import split_products
-from cgcompile.offline.lower.fake_device import offline
+from cgcompile.offline.decompose.split_k import split_k
+from cgcompile.offline.lower.fake_device import fake_device
 from cgcompile.offline.tuning.cost_model import Problem
-from cgcompile.offline.tuning.split_factors import pieces
+from cgcompile.offline.tuning.split_factors import split_factor
 from cgcompile.targets.architectures import arch
 from cgcompile.util.tolerance import largest_error
 
@@ -85,7 +85,7 @@ class OnCpu(torch.fx.Interpreter):
 
 
 def traced(function: Callable[[Of, Tensor], Tensor], dtype: torch.dtype) -> tuple[Retraced, list[Tensor]]:
-    """Inside `offline`: the graph, and real tensors for it."""
+    """Inside `fake_device`: the graph, and real tensors for it."""
     source = load_source(Of(function, dtype).eval(), lambda batch: (torch.randn(batch, 256, dtype=dtype),))
     program, (given,) = export(source, {"batch": (4,)}).program, sample(source, {"batch": 4}).tensors
     made = retrace(program, [given])
@@ -112,10 +112,10 @@ def test_a_cut_product_is_the_same_product(function: Callable[[Of, Tensor], Tens
         asked.append(problem)
         return cut if problem.k > 64 else 1
 
-    with offline(H200):
+    with fake_device(H200):
         made, tensors = traced(function, dtype)
         before, whole = run(made, tensors), count(made, aten.mm.default, aten.addmm.default)
-        assert split_products(made, "sm_90", always) is made
+        assert split_k(made, "sm_90", always) is made
     after = run(made, tensors)
     assert (after.dtype, after.shape) == (before.dtype, before.shape)
     assert largest_error(before, after) <= ERROR[dtype]
@@ -127,10 +127,10 @@ def test_a_cut_product_is_the_same_product(function: Callable[[Of, Tensor], Tens
 
 
 def test_partial_sums_are_float32() -> None:
-    """Adding half precision pieces in half precision would lose what a whole product keeps."""
-    with offline(H200):
+    """Adding half precision parts in half precision would lose what a whole product keeps."""
+    with fake_device(H200):
         made, _ = traced(linear, torch.bfloat16)
-        split_products(made, "sm_90", lambda problem: 4)
+        split_k(made, "sm_90", lambda problem: 4)
     (total,) = [node for node in made.graph.graph.nodes if node.target is aten.sum.dim_IntList]
     (added,) = [node for node in made.graph.graph.nodes if node.target is aten.add.Tensor]
     assert total.meta["val"].dtype is added.meta["val"].dtype is torch.float32
@@ -140,9 +140,9 @@ def test_partial_sums_are_float32() -> None:
 
 def test_the_problem_is_what_the_product_computes() -> None:
     asked: list[Problem] = []
-    with offline(H200):
+    with fake_device(H200):
         made, _ = traced(two_readers, torch.bfloat16)
-        split_products(made, "sm_90", lambda problem: asked.append(problem) or 1)
+        split_k(made, "sm_90", lambda problem: asked.append(problem) or 1)
     assert [(p.kind, p.batch, p.m, p.n, p.k, p.dtype, p.arch) for p in asked] == [
         ("mm", 1, 4, 24, 256, "bfloat16", "sm_90"),
         ("mm", 1, 4, 64, 24, "bfloat16", "sm_90"),
@@ -152,9 +152,9 @@ def test_the_problem_is_what_the_product_computes() -> None:
 
 def test_what_new_nodes_say_of_their_results_is_what_they_compute() -> None:
     """Lowering reads shapes, dtypes and strides from the nodes: a wrong one would be found on the GPU alone."""
-    with offline(H200):
+    with fake_device(H200):
         made, tensors = traced(left_strided, torch.float16)
-        split_products(made, "sm_90", lambda problem: 2)
+        split_k(made, "sm_90", lambda problem: 2)
     seen: list[str] = []
 
     class Compare(OnCpu):
@@ -171,19 +171,19 @@ def test_what_new_nodes_say_of_their_results_is_what_they_compute() -> None:
     assert "aten.bmm.dtype" in seen
 
 
-def test_the_users_line_stays_with_the_pieces() -> None:
-    with offline(H200):
+def test_the_users_line_stays_with_the_parts() -> None:
+    with fake_device(H200):
         made, _ = traced(mm, torch.float32)
-        split_products(made, "sm_90", lambda problem: 2)
+        split_k(made, "sm_90", lambda problem: 2)
     made_of = [node for node in made.graph.graph.nodes if node.target in (aten.bmm.default, aten.sum.dim_IntList)]
-    assert len(made_of) == 2 and all("test_splitting.py" in node.meta["stack_trace"] for node in made_of)
+    assert len(made_of) == 2 and all("test_split_k.py" in node.meta["stack_trace"] for node in made_of)
 
 
 def test_the_default_choice_cuts_a_narrow_product() -> None:
-    """The two halves fit together: `pieces.pieces` is what lowering hands to `split_products`."""
+    """The two halves fit together: `split_factor` is what lowering hands to `split_k`."""
     narrow = Problem(kind="mm", batch=1, m=8, n=64, k=8192, dtype="bfloat16", arch="sm_90")
-    assert pieces(narrow, H200) > 1
-    with offline(H200):
+    assert split_factor(narrow, H200) > 1
+    with fake_device(H200):
         made, _ = traced(mm, torch.bfloat16)
-        split_products(made, "sm_90", lambda problem: pieces(narrow, H200))
+        split_k(made, "sm_90", lambda problem: split_factor(narrow, H200))
     assert count(made, aten.bmm.dtype) == 1

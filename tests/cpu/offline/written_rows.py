@@ -15,7 +15,7 @@ from cgbundle.format.safetensors import write
 from cgbundle.format.schema import MEMORIES, Value, Weight
 from cgbundle.tables.recording import Address, Edge, Function, KernelNode, Node, Recording, Relocation
 from cgcompile.offline.interpret.interpret import Stage, Task
-from cgcompile.offline.traced import Variant
+from cgcompile.offline.lowered import KernelVariant
 
 KINDS = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
@@ -39,7 +39,7 @@ class Sheet:
         self.nodes: list[Node] = []
         self.functions: list[Function] = []
         self.stages: list[Stage] = []
-        self.variants: list[tuple[tuple[str, str], Variant]] = []
+        self.variants: list[tuple[tuple[str, str], KernelVariant]] = []
         self.ends = dict.fromkeys(("weights", "inputs", "arena"), 0)
 
     def place(self, memory: str, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None) -> Value:
@@ -94,9 +94,9 @@ class Sheet:
         signature += [(name, "constexpr") for name in constants]
         image = hashlib.sha256(f"{code}{constants}{signature}".encode()).hexdigest()
         self.functions.append(Function(image=image, symbol="kernel", params=tuple(params), attributes=()))
-        variant = Variant(
+        variant = KernelVariant(
             name="kernel", source=code, signature=tuple(signature), constants=tuple(constants.items()), divisible=(), warps=4,
-            stages=1, options=(), chosen="only",
+            stages=1, options=(), selected_by="only",
         )  # fmt: skip
         self.variants.append(((image, "kernel"), variant))
         self.nodes.append(

@@ -30,13 +30,13 @@ from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
 from cgcompile.offline import build as build_trace
 from cgcompile.offline.assemble.arena import plan
-from cgcompile.offline.assemble.lifetimes import check_plan
 from cgcompile.offline.assemble.merge import Piece, merge
+from cgcompile.offline.assemble.plan_check import check_plan
 from cgcompile.offline.interpret.interpret import Outcome
 from cgcompile.offline.lower.inductor import lower_key
+from cgcompile.offline.lowered import Lowered, LoweredProgram
 from cgcompile.offline.proof import Trial, proved
 from cgcompile.offline.regions import region_works
-from cgcompile.offline.traced import Chain, Traced
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.cuda.host_regions import Hosts, Mixed, plan_mixed
 from cgcompile.targets.cuda.memory_layout import PAD
@@ -175,7 +175,7 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     return build
 
 
-def _noted(alone: dict[IntKey, list[int]], key: IntKey, pieces: Sequence[Piece], rest: Any) -> Chain:
+def _noted(alone: dict[IntKey, list[int]], key: IntKey, pieces: Sequence[Piece], rest: Any) -> LoweredProgram:
     alone[key] = [plan(piece.traced).arena - PAD for piece in pieces if piece.traced]
     return merge(key, pieces, *rest)
 
@@ -278,7 +278,7 @@ def test_what_has_no_triton_kernel_builds_with_the_options_of_the_hint(make: Mak
 # --- what is caught -----------------------------------------------------------------------------------------------
 
 
-def overlapping(traced: Traced) -> Any:
+def overlapping(traced: Lowered) -> Any:
     """A plan that puts everything at one place."""
     found = plan(traced)
     return replace(found, offsets=dict.fromkeys(found.offsets, 0))
@@ -380,17 +380,17 @@ def test_regions_agree_on_the_layout_of_what_crosses() -> None:
     ]
     given = [*mixed.parts.inputs, *[row[0] for row in mixed.landing[3,]]]
     chain = merge((3,), pieces, given, mixed.parts.outputs)
-    check_plan(chain.traced, plan(chain.traced))
-    first, second = chain.sections
+    check_plan(chain.lowered, plan(chain.lowered))
+    first, second = chain.regions
     crossing = {tensor for tensor in first.outputs if tensor in second.inputs}
     shapes = {tensor.shape: tensor.strides for tensor in crossing}
     assert shapes[3, 5, 5, 8] == (200, 8, 40, 1), "transposed"
     assert shapes[3, 5, 5] == (25, 5, 1), "the gaps are closed"
     assert shapes[3, 8, 5, 5] == (200, 1, 40, 8), "channels last"
-    assert all(tensor.place.offset % 16 == 0 for tensor in crossing)
-    names = {buffer.name for buffer in chain.traced.buffers if buffer.kind == "weight"}
+    assert all(tensor.pointer.offset % 16 == 0 for tensor in crossing)
+    names = {buffer.name for buffer in chain.lowered.buffers if buffer.kind == "weight"}
     assert (
         {"model.one.bias", "model.other.bias"}
         <= names
-        <= exported.program.state_dict.keys() | {constant.name for constant in chain.traced.constants}
+        <= exported.program.state_dict.keys() | {constant.name for constant in chain.lowered.constants}
     )

@@ -301,11 +301,11 @@ def test_a_cache_that_others_may_write(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_gpu_where_none_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgcompile.offline.lower.fake_device import offline
+    from cgcompile.offline.lower.fake_device import fake_device
     from cgcompile.targets.architectures import ARCHES
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with raises("gpu-visible", match="sees one"), offline(ARCHES[0]):
+    with raises("gpu-visible", match="sees one"), fake_device(ARCHES[0]):
         pass
 
 

@@ -12,7 +12,7 @@ from tests.helpers.raising import raises
 
 pytest.importorskip("triton")
 
-from cgcompile.offline.compile.parameters import read_parameters
+from cgcompile.offline.compile.cubin_info import read_kernel_info
 from cgcompile.targets.architectures import ARCHES, Arch
 from cgcompile.targets.cuda.fills import PARAMS, PIECES, fill_image
 from cgcompile.targets.cuda.ptxas import assemble, lowest_driver
@@ -75,7 +75,7 @@ def test_the_kernels_that_fill_memory_are_code_for_every_target(row: Arch) -> No
     assert image == fill_image(row.name)  # nothing of the folder or the time is in it
     flags = int.from_bytes(image[48:52], "little")  # the low byte up to ptxas 12, the second from 13 on
     assert row.capability in (flags & 0xFF, flags >> 8 & 0xFF)
-    assert all(read_parameters(image, f"cgcompile_fill_{piece}") == PARAMS for piece in PIECES)
+    assert all(read_kernel_info(image, f"cgcompile_fill_{piece}").params == PARAMS for piece in PIECES)
 
 
 def test_what_ptxas_refuses_is_said() -> None:

@@ -1,69 +1,97 @@
-"""A process for one piece of work: its answer, its refusal by name, and its death each come back as themselves."""
+"""Workers: an answer, a refusal by its code, and a death each come back as themselves; a worker takes one request or several."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cgcompile.errors import CATALOGUE
-from cgcompile.util.workers import ask
+from cgcompile.util.workers import Kind, Request, ask
 from tests.helpers.raising import raises
 
-CHILD = """
-    import sys
-    from cgcompile.errors import sizes-invalid
-    from cgcompile.trace.children import answer
-    from cgcompile.trace.errors import function-not-interpretable
-
-    class Unlisted(function-not-interpretable):
-        pass
+WORKER = """
+    import os
+    import time
+    from cgcompile.errors import BuildError, ModelError
+    from cgcompile.util.workers import serve
 
     def work(request):
         if request == "refuse":
-            raise function-not-interpretable("no erfc", "use erf")
+            raise BuildError("function-not-interpretable", "no erfc", "use erf")
         if request == "refuse plainly":
-            raise sizes-invalid("0 is no size")
-        if request == "refuse oddly":
-            raise Unlisted("who knows", "ask")
+            raise ModelError("sizes-invalid", "0 is no size")
         if request == "die":
             raise RuntimeError("out of luck")
+        if request == "hang":
+            time.sleep(60)
+        if request == "who":
+            return os.getpid()
+        if request == "environment":
+            return dict(os.environ)
+        print("chatter")
         return {"twice": 2 * request}
 
     if __name__ == "__main__":
-        sys.exit(answer(sys.argv[1], work))
+        serve(work)
 """
 
 
 @pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "asked_child.py").write_text(textwrap.dedent(CHILD))
+def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+    (tmp_path / "asked_worker.py").write_text(textwrap.dedent(WORKER))
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    return "asked_child"
+    return {"module": "asked_worker", "folder": tmp_path, "died": "interpreter-died"}
 
 
-def test_an_answer(child: str, tmp_path: Path) -> None:
-    assert ask(child, 21, tmp_path / "work-1x8", {}, "worker-died", "doubling 21") == {"twice": 42}
+def asked(kind: Mapping[str, Any], *contents: object, workers: int = 1, **changes: Any) -> list[Any]:
+    requests = {number: Request(content=content, what="doing it") for number, content in enumerate(contents)}
+    found = dict(ask(Kind(**kind, **changes), requests, workers))
+    return [found[number] for number in range(len(contents))]
+
+
+def test_answers(kind: Mapping[str, Any]) -> None:
+    assert asked(kind) == []
+    assert asked(kind, 21, 4, 5, workers=2) == [{"twice": 42}, {"twice": 8}, {"twice": 10}]
+
+
+def test_a_worker_takes_several_requests_or_one(kind: Mapping[str, Any]) -> None:
+    assert len(set(asked(kind, *["who"] * 3))) == 1
+    assert len(set(asked(kind, *["who"] * 3, reused=False))) == 3
+
+
+def test_environment(kind: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_SETTING", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (given,) = asked(kind, "environment", environment={"MORE": "x"}, hidden=lambda name: name.startswith("SECRET"))
+    assert (given["MORE"], given["CUDA_VISIBLE_DEVICES"], "SECRET_SETTING" in given) == ("x", "", False)
 
 
 @pytest.mark.parametrize(
-    ("request_", "error", "message", "hint"),
+    ("request_", "code", "message", "hint"),
     [
         ("refuse", "function-not-interpretable", "no erfc", "use erf"),
         ("refuse plainly", "sizes-invalid", "0 is no size", CATALOGUE["sizes-invalid"].hint),
     ],
 )
-def test_a_refusal_keeps_its_class_and_hint(
-    request_: str, error: type[Exception], message: str, hint: str, child: str, tmp_path: Path
-) -> None:
-    with raises(error, match=message) as caught:
-        ask(child, request_, tmp_path / "work", {}, "worker-died", "it")
-    assert type(caught.value) is error and caught.value.hint == hint
+def test_a_refusal_keeps_its_code_and_hint(request_: str, code: str, message: str, hint: str, kind: Mapping[str, Any]) -> None:
+    with raises(code, match=message) as caught:
+        asked(kind, request_)
+    assert getattr(caught.value, "hint", "") == hint
 
 
-@pytest.mark.parametrize(("request_", "message"), [("refuse oddly", "who knows"), ("die", "doing it: .* status 1: .*out of luck")])
-def test_whatever_else_ends_it_is_its_death(request_: str, message: str, child: str, tmp_path: Path) -> None:
-    with raises("worker-died", match=message):
-        ask(child, request_, tmp_path / "work", {}, "worker-died", "doing it")
+def test_whatever_else_ends_it_is_its_death(kind: Mapping[str, Any]) -> None:
+    with raises("interpreter-died", match="doing it: the process ended with status 1: .*out of luck"):
+        asked(kind, "die")
+
+
+def test_the_first_error_ends_the_others(kind: Mapping[str, Any]) -> None:
+    began = time.monotonic()
+    with raises("sizes-invalid"):
+        asked(kind, "hang", "refuse plainly", 1, workers=2)
+    assert time.monotonic() - began < 30

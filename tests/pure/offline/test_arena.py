@@ -12,52 +12,54 @@ from hypothesis import strategies as st
 
 from cgcompile.errors import BuildError
 from cgcompile.offline.assemble.arena import Plan, largest_sum, lifetimes, plan
-from cgcompile.offline.assemble.lifetimes import check_plan
-from cgcompile.offline.traced import (
+from cgcompile.offline.assemble.plan_check import check_plan
+from cgcompile.offline.lowered import (
     INPUT,
     TEMPORARY,
     WEIGHT,
     Allocate,
     Buffer,
+    BufferView,
     Copy,
     Event,
     Fill,
+    HostRead,
+    KernelVariant,
     Launch,
-    Place,
-    Read,
+    Lowered,
+    Pointer,
     Release,
-    Tensor,
-    Traced,
-    Variant,
 )
 from cgcompile.targets.cuda.memory_layout import PAD, align
 from tests.helpers.raising import raises
 
-KERNEL = Variant(name="kernel", source="", signature=(), constants=(), divisible=(), warps=4, stages=1, options=(), chosen="only")
+KERNEL = KernelVariant(
+    name="kernel", source="", signature=(), constants=(), divisible=(), warps=4, stages=1, options=(), selected_by="only"
+)
 
 
-def place(buffer: int) -> Place:
-    return Place(buffer=buffer, offset=0)
+def place(buffer: int) -> Pointer:
+    return Pointer(buffer=buffer, offset=0)
 
 
 def launch(*buffers: int) -> Launch:
     return Launch(variant=0, grid=(1, 1, 1), arguments=(7, *map(place, buffers)))
 
 
-def traced(sizes: Sequence[int], events: Iterable[Event], outputs: Sequence[int] = ()) -> Traced:
+def traced(sizes: Sequence[int], events: Iterable[Event], outputs: Sequence[int] = ()) -> Lowered:
     """A program whose temporaries have these sizes; behind them stand an input and a weight."""
     others = (Buffer(kind=INPUT, name="0", nbytes=512), Buffer(kind=WEIGHT, name="w", nbytes=512))
-    return Traced(
+    return Lowered(
         key=(4,),
         buffers=(*(Buffer(kind=TEMPORARY, name=f"buf{i}", nbytes=size) for i, size in enumerate(sizes)), *others),
         variants=(KERNEL,),
         events=tuple(events),
         inputs=(),
-        outputs=tuple(Tensor(place=place(i), dtype="uint8", shape=(sizes[i],), strides=(1,)) for i in outputs),
+        outputs=tuple(BufferView(pointer=place(i), dtype="uint8", shape=(sizes[i],), strides=(1,)) for i in outputs),
     )
 
 
-def intervals(rows: Sequence[tuple[int, int, int]], outputs: Sequence[int] = ()) -> Traced:
+def intervals(rows: Sequence[tuple[int, int, int]], outputs: Sequence[int] = ()) -> Lowered:
     """A program from (bytes, first launch, last launch) of each buffer."""
     moments = range(max(last for _, _, last in rows) + 1)
     uses = [[i for i, (_, first, last) in enumerate(rows) if moment in (first, last)] for moment in moments]
@@ -69,7 +71,7 @@ def at(offsets: Mapping[int, int], arena: int = 1 << 20) -> Plan:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Traced:
+def programs(draw: st.DrawFn) -> Lowered:
     """Launches, copies, fills and the host's reads over some temporaries, with Allocate before the first use of some and Release
     after the last."""
     sizes = draw(st.lists(st.integers(0, 1500), min_size=1, max_size=9))
@@ -84,7 +86,7 @@ def programs(draw: st.DrawFn) -> Traced:
         elif kind == "fill":
             uses.append(Fill(target=place(draw(buffers)), value=0, element=1, count=1))
         else:
-            uses.append(Read(buffer=draw(buffers)))
+            uses.append(HostRead(buffer=draw(buffers)))
     outputs = draw(st.lists(st.integers(0, len(sizes) - 1), unique=True, max_size=3))
     noted = draw(st.sets(st.integers(0, len(sizes) - 1)))
     events: list[Event] = []
@@ -98,13 +100,13 @@ def programs(draw: st.DrawFn) -> Traced:
 
 def named(event: Event) -> list[int]:
     if isinstance(event, Launch):
-        return [argument.buffer for argument in event.arguments if isinstance(argument, Place)]
+        return [argument.buffer for argument in event.arguments if isinstance(argument, Pointer)]
     if isinstance(event, Copy):
         return [event.source.buffer, event.target.buffer]
-    return [event.target.buffer] if isinstance(event, Fill) else [event.buffer] if isinstance(event, Read) else []
+    return [event.target.buffer] if isinstance(event, Fill) else [event.buffer] if isinstance(event, HostRead) else []
 
 
-def spoils(program: Traced, found: Plan) -> bool:
+def spoils(program: Lowered, found: Plan) -> bool:
     """Whether running the program destroys something: every event reads what it names, if that was written, and writes it; outputs
     are read and written at the end."""
     memory: dict[int, int] = {}
@@ -115,7 +117,7 @@ def spoils(program: Traced, found: Plan) -> bool:
         start = found.offsets[buffer]
         return all(memory[start + i] == tags[buffer] for i in range(program.buffers[buffer].nbytes))
 
-    steps = [named(event) for event in program.events] + [[tensor.place.buffer for tensor in program.outputs]]
+    steps = [named(event) for event in program.events] + [[tensor.pointer.buffer for tensor in program.outputs]]
     for step in steps:
         touched = [i for i in dict.fromkeys(step) if program.buffers[i].kind == TEMPORARY]
         if not all(holds(i) for i in touched if i in tags):
@@ -129,7 +131,7 @@ def spoils(program: Traced, found: Plan) -> bool:
     return False
 
 
-def refused(program: Traced, found: Plan) -> bool:
+def refused(program: Lowered, found: Plan) -> bool:
     try:
         check_plan(program, found)
     except BuildError:
@@ -141,7 +143,7 @@ def refused(program: Traced, found: Plan) -> bool:
 
 
 @given(programs())
-def test_a_plan_destroys_nothing_and_passes_the_check(program: Traced) -> None:
+def test_a_plan_destroys_nothing_and_passes_the_check(program: Lowered) -> None:
     found = plan(program)
     check_plan(program, found)
     assert not spoils(program, found)
@@ -172,11 +174,11 @@ def test_outputs_live_to_the_end_even_when_released() -> None:
 
 
 def test_what_the_host_reads_lives_until_then() -> None:
-    events: list[Event] = [launch(0), launch(1), Read(buffer=0), launch(2)]
+    events: list[Event] = [launch(0), launch(1), HostRead(buffer=0), launch(2)]
     found = plan(traced([256, 256, 256], events))
     assert found.arena == 512 + PAD
     assert found.offsets[0] != found.offsets[1]
-    assert plan(traced([256, 256, 256], [event for event in events if not isinstance(event, Read)])).arena == 256 + PAD
+    assert plan(traced([256, 256, 256], [event for event in events if not isinstance(event, HostRead)])).arena == 256 + PAD
 
 
 def test_empty_and_unused_temporaries_have_a_place() -> None:
@@ -256,7 +258,7 @@ def test_broken_lifetimes_are_refused(events: list[Event], message: str) -> None
 
 
 @given(programs(), st.data())
-def test_the_check_refuses_what_destroys_something_and_nothing_else(program: Traced, data: st.DataObject) -> None:
+def test_the_check_refuses_what_destroys_something_and_nothing_else(program: Lowered, data: st.DataObject) -> None:
     temporaries = [i for i, buffer in enumerate(program.buffers) if buffer.kind == TEMPORARY]
     offsets = {i: 256 * data.draw(st.integers(0, 12), label=f"buffer {i}") for i in temporaries}
     found = at(offsets)
@@ -264,7 +266,7 @@ def test_the_check_refuses_what_destroys_something_and_nothing_else(program: Tra
 
 
 @given(programs(), st.data())
-def test_a_planted_overlap_is_caught(program: Traced, data: st.DataObject) -> None:
+def test_a_planted_overlap_is_caught(program: Lowered, data: st.DataObject) -> None:
     found, lives = plan(program), lifetimes(program)
     pairs = [(a, b) for a in lives for b in lives if a.buffer != b.buffer and a.first <= b.last and b.first <= a.last]
     assume(pairs)
@@ -285,10 +287,10 @@ def test_the_message_names_both_buffers_and_the_launch() -> None:
 
 
 def test_a_value_that_the_host_still_reads_is_not_written_over() -> None:
-    program = traced([256, 256], [launch(0), launch(1), Read(buffer=0)])
+    program = traced([256, 256], [launch(0), launch(1), HostRead(buffer=0)])
     with raises("arena-overlap", match=r"buffer 1 .* lies over buffer 0 .* needed until event 2"):
         check_plan(program, at({0: 0, 1: 0}))
-    check_plan(traced([256, 256], [launch(0), Read(buffer=0), launch(1)]), at({0: 0, 1: 0}))
+    check_plan(traced([256, 256], [launch(0), HostRead(buffer=0), launch(1)]), at({0: 0, 1: 0}))
 
 
 def test_an_output_that_is_written_over_is_caught() -> None:

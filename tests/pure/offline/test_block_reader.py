@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from cgbundle.tables.recording import Address, Edge, EmptyNode, Function, KernelNode, Recording, Relocation
 from cgcompile.offline.assemble.block_reader import arguments, check_order, programs
-from cgcompile.offline.traced import Variant
+from cgcompile.offline.lowered import KernelVariant
 from tests.helpers.raising import raises
 
 PLACE = Address(memory=3, offset=512)
 
-VARIANT = Variant(
+VARIANT = KernelVariant(
     name="triton_poi_fused_0",
     source="",
     signature=(("x", "*bf16"), ("n", "i32"), ("XBLOCK", "constexpr"), ("out", "*fp32"), ("eps", "fp32")),
@@ -25,7 +25,7 @@ VARIANT = Variant(
     warps=4,
     stages=1,
     options=(),
-    chosen="only",
+    selected_by="only",
 )
 FUNCTION = Function(
     image="00", symbol="triton_poi_fused_0", params=((0, 8), (8, 4), (16, 8), (24, 4), (32, 8), (40, 8)), attributes=()

@@ -22,29 +22,30 @@ from cgbundle.validate.recordings import check_recording
 from cgcompile.errors import BuildError
 from cgcompile.offline.assemble.arena import Plan, plan
 from cgcompile.offline.assemble.parameter_block import scalar
-from cgcompile.offline.assemble.rows import Graph, assemble, assemble_chain
-from cgcompile.offline.compile.kernels import Compiled
-from cgcompile.offline.compile.parameters import Entry, read_entry, read_parameters
-from cgcompile.offline.traced import (
+from cgcompile.offline.assemble.rows import Graph, assemble
+from cgcompile.offline.compile.cubin_info import KernelInfo, read_kernel_info
+from cgcompile.offline.compile.kernels import CompiledKernel
+from cgcompile.offline.lowered import (
     INPUT,
     TEMPORARY,
     WEIGHT,
     Allocate,
     Buffer,
-    Chain,
+    BufferView,
     Copy,
     Event,
     Fill,
+    HostRead,
+    KernelVariant,
     Launch,
-    Place,
-    Read,
+    Lowered,
+    LoweredProgram,
+    Pointer,
+    RegionEvents,
     Release,
-    Section,
-    Tensor,
-    Traced,
-    Variant,
 )
 from cgcompile.targets.cuda.elf import EM_CUDA
+from tests.helpers.lowered_programs import assembled
 from tests.helpers.raising import raises
 
 WEIGHTS_AT, INPUTS_AT, ARENA_AT = map(MEMORIES.index, ("weights", "inputs", "arena"))
@@ -55,8 +56,8 @@ LAYOUT = ((0, 8), (8, 1), (12, 4), (16, 8), (24, 4), (32, 8), (40, 8))
 """What ptxas makes of it: padding behind the flag and the scale, and two scratch pointers."""
 
 
-def variant(signature: Sequence[tuple[str, str]] = SIGNATURE, divisible: tuple[str, ...] = ()) -> Variant:
-    return Variant(
+def variant(signature: Sequence[tuple[str, str]] = SIGNATURE, divisible: tuple[str, ...] = ()) -> KernelVariant:
+    return KernelVariant(
         name="triton_poi_0",
         source="",
         signature=tuple(signature),
@@ -65,15 +66,15 @@ def variant(signature: Sequence[tuple[str, str]] = SIGNATURE, divisible: tuple[s
         warps=4,
         stages=1,
         options=(),
-        chosen="only",
+        selected_by="only",
     )
 
 
 def compiled(
     signature: Sequence[tuple[str, str]] = SIGNATURE, layout: tuple[tuple[int, int], ...] = LAYOUT, **changes: Any
-) -> Compiled:
+) -> CompiledKernel:
     params = tuple((type_, name) for name, type_ in signature if type_ != "constexpr")
-    plain = Compiled(
+    plain = CompiledKernel(
         image=b"image",
         sha256=sha256(b"image").hexdigest(),
         symbol="triton_poi_0",
@@ -97,20 +98,20 @@ BUFFERS = (
 WEIGHT_BUFFER, INPUT_BUFFER, FIRST, SECOND = range(4)
 
 
-def place(buffer: int, offset: int = 0) -> Place:
-    return Place(buffer=buffer, offset=offset)
+def place(buffer: int, offset: int = 0) -> Pointer:
+    return Pointer(buffer=buffer, offset=offset)
 
 
-def launch(x: Place, out: Place, grid: tuple[int, int, int] = (3, 2, 1), n: int = 240) -> Launch:
+def launch(x: Pointer, out: Pointer, grid: tuple[int, int, int] = (3, 2, 1), n: int = 240) -> Launch:
     return Launch(variant=0, grid=grid, arguments=(x, 1, n, out, 0.5))
 
 
-def tensor(at: Place, size: int) -> Tensor:
-    return Tensor(place=at, dtype="float32", shape=(size,), strides=(1,))
+def tensor(at: Pointer, size: int) -> BufferView:
+    return BufferView(pointer=at, dtype="float32", shape=(size,), strides=(1,))
 
 
-def traced(*events: Event, variants: tuple[Variant, ...] = (variant(),), output: Place | None = None) -> Traced:
-    return Traced(
+def traced(*events: Event, variants: tuple[KernelVariant, ...] = (variant(),), output: Pointer | None = None) -> Lowered:
+    return Lowered(
         key=(8,),
         buffers=BUFFERS,
         variants=variants,
@@ -120,11 +121,11 @@ def traced(*events: Event, variants: tuple[Variant, ...] = (variant(),), output:
     )
 
 
-def rows(program: Traced, *kernels: Compiled, weights: dict[str, int] | None = None) -> Graph:
-    return assemble(program, kernels or (compiled(),), plan(program), weights or {"layer.weight": 4096}, (0, 256))
+def rows(program: Lowered, *kernels: CompiledKernel, weights: dict[str, int] | None = None) -> Graph:
+    return assembled(program, kernels or (compiled(),), plan(program), weights or {"layer.weight": 4096}, (0, 256))
 
 
-def verify(graph: Graph, kernels: Sequence[Compiled]) -> None:
+def verify(graph: Graph, kernels: Sequence[CompiledKernel]) -> None:
     """What the builder and the loader check of a table, and that nothing is lost on the way to bytes."""
     data = tables.encode(graph.recording)
     check_recording(Table(data, "t"), SIZES | {"arena": graph.arena}, {kernel.sha256 for kernel in kernels})
@@ -169,17 +170,19 @@ def test_every_section_of_a_chain_is_a_recording_over_the_same_memory() -> None:
     """What one region leaves for the next has one address in both; the host's read between them is no node."""
     program = traced(
         launch(place(INPUT_BUFFER), place(FIRST)),
-        Read(buffer=FIRST),
+        HostRead(buffer=FIRST),
         launch(place(FIRST, 64), place(SECOND)),
         launch(place(WEIGHT_BUFFER), place(SECOND)),
         output=place(SECOND),
     )
     sections = (
-        Section(name="graph-1", start=0, stop=1, inputs=program.inputs[1:], outputs=(tensor(place(FIRST, 64), 128),)),
-        Section(name="graph-2", start=2, stop=4, inputs=(tensor(place(FIRST, 64), 128),), outputs=program.outputs),
+        RegionEvents(name="graph-1", start=0, stop=1, inputs=program.inputs[1:], outputs=(tensor(place(FIRST, 64), 128),)),
+        RegionEvents(name="graph-2", start=2, stop=4, inputs=(tensor(place(FIRST, 64), 128),), outputs=program.outputs),
     )
     found = plan(program)
-    first, second = assemble_chain(Chain(traced=program, sections=sections), [compiled()], found, {"layer.weight": 4096}, (0, 256))
+    first, second = assemble(
+        LoweredProgram(lowered=program, regions=sections), [compiled()], found, {"layer.weight": 4096}, (0, 256)
+    )
     assert [len(graph.recording.nodes) for graph in (first, second)] == [1, 2]
     assert [len(graph.recording.edges) for graph in (first, second)] == [0, 1]
     value = Value(dtype="float32", shape=(128,), strides=(1,), memory="arena", offset=found.offsets[FIRST] + 64)
@@ -343,9 +346,9 @@ def test_fills_that_no_driver_takes_and_buffers_without_a_place_are_refused() ->
     with raises("place-invalid", match=r"buffer 0 \(weight layer.weight\) has no place"):
         rows(program, weights={"other": 0})
     with raises("place-invalid", match=r"buffer 2 \(temporary buf0\) has no place"):
-        assemble(program, [compiled()], Plan(offsets={}, arena=256, bound=0), {"layer.weight": 0}, (0, 256))
+        assembled(program, [compiled()], Plan(offsets={}, arena=256, bound=0), {"layer.weight": 0}, (0, 256))
     with raises("place-invalid", match=r"buffer 1 \(input 1\) has no place"):
-        assemble(program, [compiled()], plan(program), {"layer.weight": 0}, (0,))
+        assembled(program, [compiled()], plan(program), {"layer.weight": 0}, (0,))
 
 
 # --- numbers --------------------------------------------------------------------------------------------------
@@ -423,12 +426,12 @@ def cubin(info: bytes, section: str = ".nv.info.kernel") -> bytes:
 
 
 def test_a_layout_is_read_in_the_parameters_order() -> None:
-    assert read_entry(cubin(GOOD), "kernel") == Entry(params=((0, 8), (8, 2), (16, 8)), threads=(256, 1, 1), cluster=(2, 1, 1))
-    assert read_parameters(cubin(large_parameter(1, 8, 5000) + large_parameter(0, 0, 8) + total(5008)), "kernel") == (
-        (0, 8),
-        (8, 5000),
+    assert read_kernel_info(cubin(GOOD), "kernel") == KernelInfo(
+        params=((0, 8), (8, 2), (16, 8)), threads=(256, 1, 1), cluster=(2, 1, 1)
     )
-    assert read_entry(cubin(b""), "kernel") == Entry(params=(), threads=None, cluster=None)
+    large = cubin(large_parameter(1, 8, 5000) + large_parameter(0, 0, 8) + total(5008))
+    assert read_kernel_info(large, "kernel").params == ((0, 8), (8, 5000))
+    assert read_kernel_info(cubin(b""), "kernel") == KernelInfo(params=(), threads=None, cluster=None)
 
 
 @pytest.mark.parametrize(
@@ -448,12 +451,12 @@ def test_a_layout_is_read_in_the_parameters_order() -> None:
 )
 def test_layouts_that_make_no_sense_are_refused(info: bytes, message: str) -> None:
     with raises("image-format", match=message):
-        read_entry(cubin(info), "kernel")
+        read_kernel_info(cubin(info), "kernel")
 
 
 def test_an_image_without_the_kernel_is_refused() -> None:
     with raises("image-format", match=r"kernel add: 0 sections \.nv\.info\.add"):
-        read_entry(cubin(GOOD), "add", "kernel add")
+        read_kernel_info(cubin(GOOD), "add", "kernel add")
 
 
 @given(st.integers(0, len(cubin(GOOD)) - 1), st.integers(0, 255))
@@ -461,10 +464,10 @@ def test_a_damaged_image_is_read_or_refused(at: int, value: int) -> None:
     data = bytearray(cubin(GOOD))
     data[at] = value
     with contextlib.suppress(BuildError):
-        read_entry(bytes(data), "kernel")
+        read_kernel_info(bytes(data), "kernel")
 
 
 @given(st.integers(0, len(cubin(GOOD)) - 1))
 def test_a_cut_image_is_refused(length: int) -> None:
     with raises("image-format"):
-        read_entry(cubin(GOOD)[:length], "kernel")
+        read_kernel_info(cubin(GOOD)[:length], "kernel")

@@ -1,4 +1,4 @@
-"""Into how many pieces a product is cut: only where it divides evenly, and only where its own measure says that it pays."""
+"""Into how many parts a product is split: only where it divides evenly, and only where its own measure says that it pays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgcompile.offline.tuning.cost_model import Candidate, Problem, Table, cost, fits
-from cgcompile.offline.tuning.split_factors import CLOCK, LAUNCH, PIECES, READ, SHORTEST, TILES, WORTH, cut_problem, pieces
+from cgcompile.offline.tuning.split_factors import (
+    CLOCK,
+    LAUNCH,
+    READ,
+    SHORTEST,
+    SPLIT_FACTORS,
+    TILES,
+    WORTH,
+    split_factor,
+    split_problem,
+)
 from cgcompile.targets.architectures import ARCHES, Arch, arch
 
 H200 = arch("sm_90")
@@ -27,8 +37,8 @@ def table(times: dict[Problem, float]) -> Table:
 
 
 def measured(whole: Problem, times: dict[int, float]) -> Table:
-    """`times`: pieces -> microseconds."""
-    return table({cut_problem(whole, cut): time for cut, time in times.items()})
+    """`times`: split factor -> microseconds."""
+    return table({split_problem(whole, cut): time for cut, time in times.items()})
 
 
 def reading(known: Problem, cut: int) -> float:
@@ -38,14 +48,14 @@ def reading(known: Problem, cut: int) -> float:
 
 def estimated(whole: Problem, cut: int, target: Arch) -> float:
     """Microseconds by the model of cost, with the best tile that fits (the first one where none does), and reading the sums."""
-    wanted = cut_problem(whole, cut)
+    wanted = split_problem(whole, cut)
     tiles = [tile for tile in TILES if fits(wanted, tile, target)] or TILES[:1]
     return min(cost(wanted, tile, target) for tile in tiles) / CLOCK * 1e6 + reading(whole, cut)
 
 
 def allowed(whole: Problem, cut: int) -> bool:
-    """Every piece is the same number of whole blocks of 16 elements, and not too short."""
-    return cut in PIECES and whole.k % cut == 0 and (whole.k // cut) % 16 == 0 and whole.k // cut >= SHORTEST
+    """Every part is the same number of whole blocks of 16 elements, and not too short."""
+    return cut in SPLIT_FACTORS and whole.k % cut == 0 and (whole.k // cut) % 16 == 0 and whole.k // cut >= SHORTEST
 
 
 problems = st.builds(
@@ -61,8 +71,10 @@ problems = st.builds(
 
 @given(problems, st.sampled_from(ARCHES))
 def test_a_cut_divides_the_inner_axis_and_pays(whole: Problem, target: Arch) -> None:
-    cut = pieces(whole, target)
-    times = {1: estimated(whole, 1, target)} | {each: estimated(whole, each, target) for each in PIECES if allowed(whole, each)}
+    cut = split_factor(whole, target)
+    times = {1: estimated(whole, 1, target)} | {
+        each: estimated(whole, each, target) for each in SPLIT_FACTORS if allowed(whole, each)
+    }
     assert cut == 1 or allowed(whole, cut)
     assert times[cut] <= times[1]
     if cut > 1:
@@ -71,34 +83,34 @@ def test_a_cut_divides_the_inner_axis_and_pays(whole: Problem, target: Arch) -> 
         assert min(times.values()) >= WORTH * times[1], "a cut that pays was left out"
 
 
-@given(problems.filter(lambda whole: not any(allowed(whole, cut) for cut in PIECES)), st.sampled_from(ARCHES))
+@given(problems.filter(lambda whole: not any(allowed(whole, cut) for cut in SPLIT_FACTORS)), st.sampled_from(ARCHES))
 def test_what_cannot_be_cut_stays_whole(whole: Problem, target: Arch) -> None:
-    assert pieces(whole, target) == 1
-    assert pieces(whole, target, measured(whole, {1: 100.0, 2: 1.0, 4: 1.0, 8: 1.0})) == 1
+    assert split_factor(whole, target) == 1
+    assert split_factor(whole, target, measured(whole, {1: 100.0, 2: 1.0, 4: 1.0, 8: 1.0})) == 1
 
 
 def test_a_narrow_product_is_cut_and_a_wide_one_is_not() -> None:
     """8 rows fill a few of 132 multiprocessors; 4096 x 4096 fill them many times over."""
-    assert pieces(problem(8, 64, 8192), H200) > 1
-    assert pieces(problem(4096, 4096, 8192), H200) == 1
+    assert split_factor(problem(8, 64, 8192), H200) > 1
+    assert split_factor(problem(4096, 4096, 8192), H200) == 1
 
 
 @pytest.mark.parametrize(("k", "most"), [(64, 1), (127, 1), (128, 2), (144, 1), (160, 2), (256, 4), (512, 8), (1040, 1)])
 def test_pieces_are_whole_blocks_and_not_too_short(k: int, most: int) -> None:
-    """Where every cut is measured to be better than fewer pieces, the most that k allows is taken."""
+    """Where every cut is measured to be better than fewer parts, the most that k allows is taken."""
     whole = problem(16, 16, k)
-    assert pieces(whole, H200, measured(whole, {1: 1000.0, 2: 500.0, 4: 250.0, 8: 125.0})) == most
+    assert split_factor(whole, H200, measured(whole, {1: 1000.0, 2: 500.0, 4: 250.0, 8: 125.0})) == most
 
 
 # --- by measurements ----------------------------------------------------------------------------------------------
 
 
-@given(st.fixed_dictionaries({1: st.floats(1, 100)}, optional={cut: st.floats(1, 100) for cut in PIECES}))
+@given(st.fixed_dictionaries({1: st.floats(1, 100)}, optional={cut: st.floats(1, 100) for cut in SPLIT_FACTORS}))
 def test_measurements_of_the_problem_decide(times: dict[int, float]) -> None:
     whole = problem(32, 768, 3072)
-    cut = pieces(whole, H200, measured(whole, times))
+    cut = split_factor(whole, H200, measured(whole, times))
     if len(times) == 1:
-        assert cut == pieces(whole, H200), "nothing to compare with: the model of cost"
+        assert cut == split_factor(whole, H200), "nothing to compare with: the model of cost"
         return
     total = {each: time + reading(whole, each) for each, time in times.items()}
     best = min(total, key=lambda each: total[each])
@@ -111,28 +123,28 @@ def test_measurements_of_the_problem_decide(times: dict[int, float]) -> None:
 def test_a_cut_must_be_worth_it() -> None:
     whole = problem(16, 16, 4096)
     enough = 100.0 * WORTH - reading(whole, 2)
-    assert pieces(whole, H200, measured(whole, {1: 100.0, 2: enough - 0.1})) == 2
-    assert pieces(whole, H200, measured(whole, {1: 100.0, 2: enough + 0.1})) == 1
+    assert split_factor(whole, H200, measured(whole, {1: 100.0, 2: enough - 0.1})) == 2
+    assert split_factor(whole, H200, measured(whole, {1: 100.0, 2: enough + 0.1})) == 1
 
 
 def test_reading_the_sums_counts() -> None:
-    """Two pieces of 4096 x 4096 float32 are 134 MB more to read."""
+    """Two parts of 4096 x 4096 float32 are 134 MB more to read."""
     whole = problem(4096, 4096, 4096)
     assert reading(whole, 2) > 60
-    assert pieces(whole, H200, measured(whole, {1: 100.0, 2: 60.0})) == 1
+    assert split_factor(whole, H200, measured(whole, {1: 100.0, 2: 60.0})) == 1
 
 
 def test_the_nearest_measured_problem_decides() -> None:
     asked, near, far = problem(32, 768, 3072), problem(32, 1024, 3072), problem(48, 2048, 3072)
     times = {**measured(near, {1: 10.0, 4: 2.0}), **measured(far, {1: 10.0, 8: 2.0})}
-    assert pieces(asked, H200, times) == 4
-    assert pieces(far, H200, times) == 8
+    assert split_factor(asked, H200, times) == 4
+    assert split_factor(far, H200, times) == 8
 
 
 def test_a_neighbour_without_both_measurements_is_passed_over() -> None:
     asked, near, far = problem(32, 768, 3072), problem(32, 1024, 3072), problem(48, 2048, 3072)
-    assert pieces(asked, H200, {**measured(near, {1: 10.0}), **measured(far, {1: 10.0, 8: 2.0})}) == 8
-    assert pieces(asked, H200, {**measured(near, {4: 1.0}), **measured(far, {1: 10.0, 8: 2.0})}) == 8
+    assert split_factor(asked, H200, {**measured(near, {1: 10.0}), **measured(far, {1: 10.0, 8: 2.0})}) == 8
+    assert split_factor(asked, H200, {**measured(near, {4: 1.0}), **measured(far, {1: 10.0, 8: 2.0})}) == 8
 
 
 def test_a_like_problem_serves_after_the_problem_itself() -> None:
@@ -140,29 +152,29 @@ def test_a_like_problem_serves_after_the_problem_itself() -> None:
     asked = problem(32, 768, 3072)
     for like in (replace(asked, kind="addmm"), replace(asked, dtype="float16")):
         slow, fast = measured(like, {1: 100.0, 2: 4.9}), measured(asked, {1: 5.0, 2: 4.9})
-        assert pieces(asked, H200, slow) == 2
+        assert split_factor(asked, H200, slow) == 2
         for both in ({**slow, **fast}, {**fast, **slow}):
-            assert pieces(asked, H200, both) == 1, "one more kernel costs more than the piece saves"
+            assert split_factor(asked, H200, both) == 1, "one more kernel costs more than the part saves"
 
 
 @pytest.mark.parametrize("other", [{"kind": "conv"}, {"dtype": "float32"}, {"arch": "sm_80"}, {"m": 32 * 8}])
 def test_measurements_of_something_else_are_not_used(other: dict[str, object]) -> None:
     asked = problem(32, 768, 3072)
     unlike = replace(asked, **other)  # type: ignore[arg-type]
-    by_model = pieces(asked, H200)
-    for cut in PIECES:
+    by_model = split_factor(asked, H200)
+    for cut in SPLIT_FACTORS:
         if cut != by_model:
-            assert pieces(asked, H200, measured(unlike, {1: 100.0, cut: 0.01})) == by_model
+            assert split_factor(asked, H200, measured(unlike, {1: 100.0, cut: 0.01})) == by_model
 
 
 def test_the_neighbours_cut_must_divide_this_problem_too() -> None:
     asked, near = problem(32, 768, 3088), problem(32, 768, 3072)  # 3088 = 16 * 193
-    assert pieces(asked, H200, measured(near, {1: 100.0, 2: 1.0})) == 1
+    assert split_factor(asked, H200, measured(near, {1: 100.0, 2: 1.0})) == 1
 
 
-@pytest.mark.parametrize("cut", PIECES)
+@pytest.mark.parametrize("cut", SPLIT_FACTORS)
 def test_the_pieces_are_a_batched_product_of_the_same_work(cut: int) -> None:
     whole = problem(32, 768, 3072, kind="addmm")
-    made = cut_problem(whole, cut)
+    made = split_problem(whole, cut)
     assert (made.kind, made.batch, made.m, made.n, made.batch * made.k) == ("bmm", cut, 32, 768, 3072)
-    assert cut_problem(whole, 1) is whole
+    assert split_problem(whole, 1) is whole

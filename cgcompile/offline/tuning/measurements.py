@@ -1,21 +1,15 @@
-"""Measured configurations: data/<arch>.json beside this file, written by the tuner on a real GPU, with where they come from."""
+"""Measured configurations: <arch>.json beside this file, which the tuner (tests/bench/tune_*.py) writes on a real GPU."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...errors import BuildError
-from ...targets.architectures import Arch
-from .cost_model import Candidate, Problem, Table, choose
-from .split_factors import pieces
+from .cost_model import Candidate, Problem, Table
 
 FOLDER = Path(__file__).parent
-
-Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
 
 
 def table_file(arch: str) -> Path | None:
@@ -35,14 +29,3 @@ def read_table(path: Path) -> Table:
 
 def _measured(row: dict[str, Any]) -> tuple[Candidate, float]:
     return Candidate(**row["candidate"]), float(row["microseconds"])
-
-
-def pieces_with(path: Path | None, arch: Arch) -> Callable[[Problem], int]:
-    """`pieces.pieces` for a target, with the measurements of a file."""
-    table = read_table(path) if path else None
-    return lambda problem: pieces(problem, arch, table)
-
-
-def choose_with(path: Path | None) -> Choose:
-    """`choosing.choose` with the measurements of a file."""
-    return partial(choose, table=read_table(path)) if path else choose

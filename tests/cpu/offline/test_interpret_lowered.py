@@ -17,17 +17,17 @@ from torch.nn import functional
 
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.block_reader import FORMATS
-from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.build import folded_tables, weight_offsets
-from cgcompile.offline.compile.kernels import Compiled
+from cgcompile.offline.compile.kernels import CompiledKernel
 from cgcompile.offline.interpret.interpret import Stage, Task, interpret
 from cgcompile.offline.lower.inductor import lower_key
-from cgcompile.offline.traced import Variant
+from cgcompile.offline.lowered import KernelVariant
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.cuda.files import write_weights
 from cgcompile.targets.cuda.memory_layout import PAD, lay_out
 from cgcompile.targets.cuda.tensors import program_tensors, row_major, shapes_of
 from tests.cpu.offline.written_rows import tensor_of
+from tests.helpers.lowered_programs import assembled
 
 
 class Block(nn.Module):
@@ -115,7 +115,7 @@ def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: t
     tensors = program_tensors(program)
     placed, ends = lay_out(shapes_of(tensors))
     folded, end = folded_tables({(1,): traced}, ends.weights)
-    graph = assemble(traced, compiled, plan(traced), weight_offsets(placed, folded), [0])
+    graph = assembled(traced, compiled, plan(traced), weight_offsets(placed, folded), [0])
     path = folder / "weights.safetensors"
     rows = write_weights(path, tensors, placed, tuple(folded.values()))
     return Task(
@@ -128,14 +128,14 @@ def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: t
     )
 
 
-def _laid_out(variant: Variant) -> Compiled:
+def _laid_out(variant: KernelVariant) -> CompiledKernel:
     """A kernel without an image: each parameter aligned to its size, two scratch pointers behind them."""
     params = tuple((kind, name) for name, kind in variant.signature if kind != "constexpr")
     layout, end = [], 0
     for size in [*(8 if kind.startswith("*") else struct.calcsize(FORMATS[kind]) for kind, _ in params), 8, 8]:
         layout.append((-(-end // size) * size, size))
         end = sum(layout[-1])
-    return Compiled(
+    return CompiledKernel(
         image=b"",
         sha256=hashlib.sha256(repr(variant).encode()).hexdigest(),
         symbol=variant.name,

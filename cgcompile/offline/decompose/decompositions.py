@@ -1,9 +1,9 @@
-"""Operations that have no Triton kernel in Inductor, in terms of those that have one.
+"""Decompositions: operations that have no Triton kernel in Inductor, in terms of those that have one.
 
-Two tables: `REPLACED` by operation of the exported program (before torch takes it apart), and `decompositions()` by the smaller
-operations that a program is retraced to.  Functions there return NotImplemented for what Inductor lowers well itself.
+Two tables: `REPLACED` by operation of the exported program, before torch decomposes it, and `decompositions()` by the smaller
+operations that it is retraced to.  Functions there return NotImplemented for what Inductor lowers well itself.
 
-Private interfaces (torch 2.11, 2.13): `torch._inductor.decomposition.select_decomp_table`.
+Private interfaces (torch 2.11, 2.13): `torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def normalized(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """Batch normalization of `x` (n, c, ...) with statistics that are weights: one product and one sum per element.  The two
-    factors (c) depend on weights alone and are computed at build time; two factors are two loads in an epilogue and not four."""
+    """Batch normalization of `x` (n, c, ...) with statistics that are weights: one product and one sum per element.
+
+    Scale and shift (c) depend on weights alone and are folded; so an epilogue loads two vectors and not four.
+    """
     if training or mean is None or var is None:
         return NotImplemented
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -78,8 +80,10 @@ def normalized(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """(..., m, k) by (..., k, n), both with the same leading axes.  A product with a vector reads its matrix once, so a sum does as
-    well as a tensor core; types without a template become a sum too."""
+    """(..., m, k) by (..., k, n), both with the same leading axes, as a sum: of vectors, and of types without a template.
+
+    A product with a vector reads its matrix once, so a sum does as well as a tensor core.
+    """
     if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
         return NotImplemented
     wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
@@ -131,7 +135,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """(..., heads, rows, width) by (..., heads, columns, width): one kernel where it `fits`, else with float32 scores in memory."""
+    """(..., heads, rows, width) by (..., heads, columns, width): one kernel, or float32 scores in memory where none `fits`."""
     if dropout_p > 0:
         raise ModelError("randomness-refused", f"attention with dropout_p={dropout_p} draws random numbers")
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -170,8 +174,11 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bags of rows of `weight`, summed (mode 0), averaged (1) or their maximum (2): every bag looks at every index, in a fixed
-    order, so that equal inputs give equal bits.  Of the four results only the first is of use without gradients."""
+    """Bags of rows of `weight`, summed (mode 0), averaged (1) or their maximum (2).
+
+    Every bag looks at every index, in a fixed order, so that equal inputs give equal bits.  Of the four results only the first is
+    of use without gradients.
+    """
     starts = offsets[:-1] if include_last_offset else offsets
     ends = torch.cat([offsets[1:], offsets[-1:] if include_last_offset else offsets.new_full((1,), indices.shape[0])])
     ends = offsets[1:] if include_last_offset else ends
@@ -196,11 +203,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.batch_norm.default: normalized,
     aten.embedding_bag.default: embedding_bag,
     aten.embedding_bag.padding_idx: embedding_bag,
-    **get_decompositions(
-        [
-            *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
-            *(aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec),
-        ]
-    ),
+    **get_decompositions([aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]),
 }
 """Operations of exported programs that are replaced as a whole."""

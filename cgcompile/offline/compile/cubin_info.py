@@ -1,8 +1,8 @@
-"""The parameter layout of a kernel, read from its cubin as the driver would report it (cuFuncGetParamInfo).  Pure.
+"""How a kernel is launched, read from its cubin: its parameters as the driver reports them (cuFuncGetParamInfo).  Pure.
 
-NVIDIA does not document `.nv.info.<kernel>`; what is read here was seen in cubins of ptxas 12.8 and 13.1 for sm_80 to sm_120 and
-agrees with what `cuobjdump -elf` prints of them.  The section is a row of records: format (1 byte), attribute (1 byte), 2 bytes
-that hold a value or, in format 4, the length of the payload that follows.
+NVIDIA does not document the section `.nv.info.<kernel>`.  What is read was seen in cubins of ptxas 12.8 and 13.1 for sm_80 to
+sm_120, and agrees with `cuobjdump -elf`.  The section is a row of records: format (1 byte), attribute (1 byte), and 2 bytes.  Those
+hold a value or, in format 4, the length of the payload that follows.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ _AXES = struct.Struct("<III")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A kernel's launch: (offset, size) of each parameter in order, and the threads of a block and blocks of a cluster that it was
-    compiled for (None: any)."""
+class KernelInfo:
+    """(offset, size) of each parameter in order; threads of a block and blocks of a cluster, None for any."""
 
     params: tuple[tuple[int, int], ...]
     threads: tuple[int, int, int] | None
     cluster: tuple[int, int, int] | None
 
 
-def read_entry(image: bytes, symbol: str, what: str = "image") -> Entry:
-    """Read the launch of kernel `symbol` of a cubin.  `what` stands for the image in messages.
+def read_kernel_info(image: bytes, symbol: str, what: str = "image") -> KernelInfo:
+    """What a cubin says of kernel `symbol`; `what` names the image in messages.
 
     Raises image-format when the image is no cubin, has no such kernel, is damaged, or describes its parameters in another way.
     """
@@ -70,18 +69,12 @@ def read_entry(image: bytes, symbol: str, what: str = "image") -> Entry:
     end = 0
     for i, (offset, size) in enumerate(params):
         if offset < end or not size:
-            raise BuildError(
-                "image-format", f"{where}: parameter {i} has {size} bytes at {offset}, expected some from byte {end} on"
-            )
+            text = f"parameter {i} has {size} bytes at {offset}, expected some from byte {end} on"
+            raise BuildError("image-format", f"{where}: {text}")
         end = offset + size
     if end != total:
         raise BuildError("image-format", f"{where}: the parameters end at byte {end}, the kernel says {total}")
-    return Entry(params=params, threads=axes.get(EIATTR_REQNTID), cluster=axes.get(EIATTR_CTA_PER_CLUSTER))
-
-
-def read_parameters(image: bytes, symbol: str, what: str = "image") -> tuple[tuple[int, int], ...]:
-    """(offset, size) in bytes of each parameter of kernel `symbol`, in order.  Raises image-format as `read_entry` does."""
-    return read_entry(image, symbol, what).params
+    return KernelInfo(params=params, threads=axes.get(EIATTR_REQNTID), cluster=axes.get(EIATTR_CTA_PER_CLUSTER))
 
 
 def _records(info: bytes, where: str) -> Iterator[tuple[int, int, bytes]]:

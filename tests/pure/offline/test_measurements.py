@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.offline.tuning import measured as tuned
+from cgcompile.offline.tuning import measurements
 from cgcompile.offline.tuning.cost_model import Candidate, Problem, Table, choose, fits
-from cgcompile.offline.tuning.split_factors import cut_problem, pieces
+from cgcompile.offline.tuning.split_factors import split_factor, split_problem
 from cgcompile.targets.architectures import ARCHES, arch
 from tests.helpers.raising import raises
 
@@ -54,7 +54,7 @@ def text(table: Table) -> str:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "sm_90.json"
-    path.write_text(text({PRODUCT: [(LARGE, 4.5), (SMALL, 9.0)], cut_problem(PRODUCT, 4): [(SMALL, 1.0)]}))
+    path.write_text(text({PRODUCT: [(LARGE, 4.5), (SMALL, 9.0)], split_problem(PRODUCT, 4): [(SMALL, 1.0)]}))
     return path
 
 
@@ -62,25 +62,23 @@ def file(tmp_path: Path) -> Path:
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, table: Table) -> None:
     path = tmp_path_factory.mktemp("table") / "sm_90.json"
     path.write_text(text(table))
-    assert tuned.read_table(path) == table
+    assert measurements.read_table(path) == table
 
 
 def test_the_measured_configuration_is_chosen(file: Path) -> None:
     by_model, how = choose(PRODUCT, [LARGE, SMALL], H200)
     assert ([LARGE, SMALL][by_model], how) == (SMALL, "heuristic"), "the model of cost would have it otherwise"
-    assert tuned.choose_with(file)(PRODUCT, [SMALL, LARGE], H200) == (1, "table")
-    assert tuned.choose_with(None)(PRODUCT, [LARGE, SMALL], H200) == (by_model, how)
+    assert choose(PRODUCT, [SMALL, LARGE], H200, measurements.read_table(file)) == (1, "table")
 
 
-def test_measured_pieces_are_used(file: Path) -> None:
-    assert tuned.pieces_with(file, H200)(PRODUCT) == 4
-    assert tuned.pieces_with(None, H200)(PRODUCT) == pieces(PRODUCT, H200)
+def test_measured_split_factors_are_used(file: Path) -> None:
+    assert split_factor(PRODUCT, H200, measurements.read_table(file)) == 4
 
 
 def test_a_target_without_measurements_has_no_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "FOLDER", file.parent)
-    assert tuned.table_file("sm_90") == file
-    assert tuned.table_file("sm_80") is None
+    monkeypatch.setattr(measurements, "FOLDER", file.parent)
+    assert measurements.table_file("sm_90") == file
+    assert measurements.table_file("sm_80") is None
 
 
 @pytest.mark.parametrize(
@@ -103,20 +101,19 @@ def test_a_broken_file_is_named(file: Path, broken) -> None:
     changed = broken(file.read_text())
     assert changed != file.read_text()
     file.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
-    for use in (tuned.read_table, tuned.choose_with, lambda path: tuned.pieces_with(path, H200)):
-        with raises("measurements-broken") as caught:
-            use(file)
-        assert str(caught.value).startswith(f"{file}: ") and "\n" not in str(caught.value) and caught.value.hint
+    with raises("measurements-broken") as caught:
+        measurements.read_table(file)
+    assert str(caught.value).startswith(f"{file}: ") and "\n" not in str(caught.value) and caught.value.hint
 
 
-@pytest.mark.parametrize("target", [row.name for row in ARCHES if tuned.table_file(row.name)])
+@pytest.mark.parametrize("target", [row.name for row in ARCHES if measurements.table_file(row.name)])
 def test_the_published_measurements(target: str) -> None:
     """Every measured problem is of this target, has a candidate that fits it, and lists the fastest first."""
-    path = tuned.table_file(target)
+    path = measurements.table_file(target)
     assert path is not None
     about = json.loads(path.read_text())
     assert about["arch"] == target and all(about[name] for name in ("gpu", "driver", "date", "versions", "how"))
-    table = tuned.read_table(path)
+    table = measurements.read_table(path)
     assert table
     for problem, measured in table.items():
         assert problem.arch == target

@@ -1,4 +1,4 @@
-"""Triton's front end, told to run kernels as Python over our builder.  Only in a process of its own: it changes Triton for good.
+"""Triton's front end, changed to run kernels as Python over our builder.  For a process of its own: nothing is put back.
 
 Private interfaces, Triton 3.6 and 3.7: `triton.runtime.interpreter` (`_patch_lang`, `interpreter_builder`, `interpreter_semantic`,
 `InterpreterOptions`, `InterpretedFunction.rewrite` and `.__call__`), `triton.language.core.tensor`, `triton.language.standard` by
@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import triton
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from ...errors import BuildError
+from ..compile.kernel_source import define
 from . import reductions
 from .builder import Builder
 from .memory import Memory
@@ -32,11 +32,11 @@ from .values import Array, Handle, working
 PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
 """What tl.dot may be asked for: as triton.backends.nvidia allows."""
 
-TURNS = 1 << 16
-"""A kernel's `while` loops end sooner; one that waits for an instance of another batch never does."""
+MAX_ITERATIONS = 1 << 16
+"""Iterations of a kernel's `while` loops; one that waits for an instance of another batch would never end."""
 
-_HELPER = "_lockstep"
-"""The name under which rewritten functions find `Steps`."""
+_CONTROL_FLOW = "_control_flow"
+"""The name of `ControlFlow` in rewritten functions."""
 
 
 class Diverged(Exception):
@@ -47,9 +47,11 @@ class Diverged(Exception):
         self.values = values
 
 
-class Steps:
-    """What rewritten kernels call where Python itself would decide: the rules are those of Triton's compiler
-    (triton.compiler.code_generator), in which a tensor is no Python truth."""
+class ControlFlow:
+    """What rewritten kernels call where Python would need the truth of a tensor.
+
+    The rules are those of Triton's compiler (triton.compiler.code_generator).
+    """
 
     def __init__(self, builder: Builder, semantic: Any) -> None:
         self.builder = builder
@@ -65,9 +67,9 @@ class Steps:
 
     def again(self, value: Any) -> bool:
         """The condition of a `while`.  Raises Diverged, and function-not-interpretable for a loop that does not end."""
-        self.builder.turns += 1
-        if self.builder.turns > TURNS:
-            raise self.builder.refusal(f"a loop of more than {TURNS} turns: it may wait for another program instance")
+        self.builder.iterations += 1
+        if self.builder.iterations > MAX_ITERATIONS:
+            raise self.builder.refusal(f"a loop of more than {MAX_ITERATIONS} turns: it may wait for another program instance")
         return self.truth(value)
 
     def number(self, value: Any) -> Any:
@@ -105,7 +107,7 @@ class Steps:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Truth, `not`, `and`, `or` and assignments go through `Steps`."""
+    """Truth, `not`, `and`, `or` and assignments go through `ControlFlow`."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.decorator_list = []
@@ -140,16 +142,16 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _call(name: str, *arguments: ast.expr) -> ast.Call:
-    function = ast.Attribute(value=ast.Name(id=_HELPER, ctx=ast.Load()), attr=name, ctx=ast.Load())
+    function = ast.Attribute(value=ast.Name(id=_CONTROL_FLOW, ctx=ast.Load()), attr=name, ctx=ast.Load())
     return ast.Call(func=function, args=list(arguments), keywords=[])
 
 
-def rewritten(function: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
-    """A function of a kernel whose decisions go through `steps`; its globals gain `Steps`, and min and max if they lack them."""
+def rewritten(function: Callable[..., Any], control_flow: ControlFlow) -> Callable[..., Any]:
+    """A function of a kernel whose control flow goes through `control_flow`; its globals gain it, and min and max."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    code = compile(ast.fix_missing_locations(_Rewriter().visit(tree)), f"<{function.__qualname__} in step>", "exec")
+    code = compile(ast.fix_missing_locations(_Rewriter().visit(tree)), f"<{function.__qualname__} rewritten>", "exec")
     names = function.__globals__
-    names[_HELPER] = steps
+    names[_CONTROL_FLOW] = control_flow
     names.setdefault("min", _either(builtins.min, "minimum"))
     names.setdefault("max", _either(builtins.max, "maximum"))
     local: dict[str, Any] = {}
@@ -159,7 +161,7 @@ def rewritten(function: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
 
 
 def _either(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Python's min and max, which Triton's compiler takes for tl.minimum and tl.maximum."""
+    """Python's min and max, which Triton's compiler takes as tl.minimum and tl.maximum."""
 
     def smaller_or_larger(*items: Any) -> Any:
         if any(isinstance(item, tl.tensor) for item in items):
@@ -169,8 +171,8 @@ def _either(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
     return smaller_or_larger
 
 
-def install(memory: Memory) -> tuple[Builder, Steps]:
-    """Make Triton run kernels over `memory`.  Once in a process; nothing can be taken back."""
+def install(memory: Memory) -> tuple[Builder, ControlFlow]:
+    """Make Triton run kernels over `memory`.  Once in a process."""
     assert isinstance(tl.zeros, interpreter.InterpretedFunction), "TRITON_INTERPRET=1 must be set before Triton is imported"
     options = dataclasses.replace(
         interpreter.InterpreterOptions(),
@@ -180,7 +182,7 @@ def install(memory: Memory) -> tuple[Builder, Steps]:
     )
     builder = Builder(memory, options)
     semantic: Any = TritonSemantic(builder)
-    steps = Steps(builder, semantic)
+    control_flow = ControlFlow(builder, semantic)
     interpreter.interpreter_builder = builder
     interpreter.interpreter_semantic = semantic
     interpreter._patch_lang(_sees_all_of_triton)
@@ -189,51 +191,43 @@ def install(memory: Memory) -> tuple[Builder, Steps]:
 
     def rewrite(self: Any) -> Callable[..., Any]:
         if self.fn not in cache:
-            cache[self.fn] = rewritten(self.fn, steps)
+            cache[self.fn] = rewritten(self.fn, control_flow)
         return cache[self.fn]
 
     interpreter.InterpretedFunction.rewrite = rewrite
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
-    def reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: Any) -> Any:
-        items = input if isinstance(input, tuple) else (input,)
-        result = reductions.reduce(builder, items, _plain(axis), combine_fn, bool(_plain(keep_dims)))
-        return result if isinstance(input, tuple) else result[0]
+    def over_tuples(work: Callable[..., Any], flag: str) -> Callable[..., Any]:
+        """`work`, which takes tuples of tensors, for one tensor as well; `flag` names its last argument."""
 
-    def scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> Any:
-        items = input if isinstance(input, tuple) else (input,)
-        result = reductions.scan(builder, items, _plain(axis), combine_fn, bool(_plain(reverse)))
-        return result if isinstance(input, tuple) else result[0]
+        def call(input: Any, axis: Any, combine_fn: Any, last: Any = False, **named: Any) -> Any:
+            items = input if isinstance(input, tuple) else (input,)
+            result = work(builder, items, _plain(axis), combine_fn, bool(_plain(named.get(flag, last))))
+            return result if isinstance(input, tuple) else result[0]
+
+        return call
 
     for module in (tl, tl.core):
-        module.reduce, module.associative_scan = reduce, scan
+        module.reduce = over_tuples(reductions.reduce, "keep_dims")
+        module.associative_scan = over_tuples(reductions.scan, "reverse")
         module.static_print = lambda *args, **kwargs: None
     tl.tensor.__bool__ = lambda self: True  # Triton's own code asks for `if mask`: a tensor is there
-    tl.tensor.__index__ = lambda self: int(steps.number(self))
+    tl.tensor.__index__ = lambda self: int(control_flow.number(self))
     tl.tensor.T = property(
         lambda self: semantic.permute(self, (*range(len(self.shape) - 2), len(self.shape) - 1, len(self.shape) - 2))
     )
-    return builder, steps
+    return builder, control_flow
 
 
-def function_of(source: str, name: str, steps: Steps) -> Callable[..., Any]:
+def function_of(source: str, name: str, control_flow: ControlFlow) -> Callable[..., Any]:
     """The function that a variant's source defines, rewritten.  Raises kernel-unreadable."""
-    from torch._inductor.runtime import triton_helpers  # here: torch takes seconds to import, and looks at Triton's switch
-
-    where = f"<kernel {name} {len(linecache.cache)}>"
-    linecache.cache[where] = (len(source), None, source.splitlines(keepends=True), where)
-    names: dict[str, Any] = {
-        "triton": triton, "tl": tl, "triton_helpers": triton_helpers, "libdevice": triton_helpers.libdevice,
-        "tl_math": triton_helpers.math, "tl_extra": tl.extra, "__name__": where,
-    }  # fmt: skip
     try:
-        exec(compile(source, where, "exec"), names)
+        found = define(source, name, f"<kernel {name} {len(linecache.cache)}>")
     except (SyntaxError, NameError, AttributeError) as error:
         raise BuildError("kernel-unreadable", f"kernel {name}: its source cannot be run: {error}") from error
-    found = names.get(name)
     if found is None:
         raise BuildError("kernel-unreadable", f"kernel {name}: its source does not define it")
-    return rewritten(getattr(found, "fn", found), steps)
+    return rewritten(getattr(found, "fn", found), control_flow)
 
 
 def argument(number: float, kind: str) -> Any:

@@ -1,0 +1,96 @@
+"""The check of an arena plan, derived again from the order of launches alone.  Pure.
+
+It shares no code with `arena`, and does not look at Allocate and Release.  A buffer is needed from the first event that names it to
+the last, and to the end when it is an output.  Two buffers that are needed at one event must not share a byte.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from heapq import heappop, heappush
+
+from ...errors import BuildError
+from ..lowered import TEMPORARY, Copy, Fill, HostRead, Launch, Lowered, Pointer
+from .arena import Plan
+
+ALIGNMENT = 256
+"""What cuMemAlloc promises, and kernels may have been compiled for."""
+
+TAIL = 256
+"""Bytes at the arena's end that belong to nobody: an address one past the end of the last buffer stays inside."""
+
+
+def check_plan(lowered: Lowered, plan: Plan) -> None:
+    """Raises arena-overlap when two temporaries share bytes while both are needed, and place-invalid when one has no aligned
+    place inside the arena."""
+    _check_places(lowered, plan)
+    needed = _needed(lowered)
+    leaving: list[tuple[int, int]] = []  # (last event, buffer) of who is in memory, as a heap
+    memory: list[tuple[int, int]] = []  # (offset, buffer) of the same, sorted; their ranges are apart
+    for buffer, (start, end) in sorted(needed.items(), key=lambda item: (item[1][0], item[0])):
+        size = lowered.buffers[buffer].nbytes
+        if not size:
+            continue
+        while leaving and leaving[0][0] < start:
+            gone = heappop(leaving)[1]
+            del memory[bisect_left(memory, (plan.offsets[gone], gone))]
+        offset = plan.offsets[buffer]
+        at = bisect_left(memory, (offset, buffer))
+        if at and memory[at - 1][0] + lowered.buffers[memory[at - 1][1]].nbytes > offset:
+            raise _overlap(lowered, plan, memory[at - 1][1], buffer, start, needed)
+        if at < len(memory) and offset + size > memory[at][0]:
+            raise _overlap(lowered, plan, memory[at][1], buffer, start, needed)
+        insort(memory, (offset, buffer))
+        heappush(leaving, (end, buffer))
+
+
+def _check_places(lowered: Lowered, plan: Plan) -> None:
+    needed = _needed(lowered)
+    for i, buffer in enumerate(lowered.buffers):
+        what, offset = "", plan.offsets.get(i)
+        if buffer.kind != TEMPORARY:
+            what = "" if offset is None else f" ({buffer.kind} {buffer.name}) has a place in the arena"
+        elif offset is None or offset < 0 or offset % ALIGNMENT:
+            where = "no place in the arena" if offset is None else f"offset {offset}, no multiple of {ALIGNMENT}"
+            what = f" ({buffer.name}) has {where}"
+        elif i in needed and offset + buffer.nbytes + TAIL > plan.arena:
+            what = (
+                f" ({buffer.name}), {buffer.nbytes} bytes at {offset}, does not lie inside the arena of {plan.arena} bytes, "
+                f"of which the last {TAIL} are nobody's"
+            )
+        if what:
+            raise BuildError("place-invalid", f"int_key {lowered.key}: buffer {i}{what}")
+
+
+def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
+    """Temporary -> (first event that names it, last one)."""
+    found: dict[int, tuple[int, int]] = {}
+    for moment, event in enumerate(lowered.events):
+        named: list[int] = []
+        match event:
+            case Launch(arguments=arguments):
+                named = [argument.buffer for argument in arguments if isinstance(argument, Pointer)]
+            case Copy(source=source, target=target):
+                named = [source.buffer, target.buffer]
+            case Fill(target=target):
+                named = [target.buffer]
+            case HostRead(buffer=buffer):
+                named = [buffer]
+        for each in named:
+            found[each] = found.get(each, (moment, moment))[0], moment
+    for output in lowered.outputs:
+        end, each = len(lowered.events), output.pointer.buffer
+        found[each] = found.get(each, (end, end))[0], end
+    return {each: moments for each, moments in found.items() if lowered.buffers[each].kind == TEMPORARY}
+
+
+def _overlap(lowered: Lowered, plan: Plan, old: int, new: int, moment: int, needed: dict[int, tuple[int, int]]) -> BuildError:
+    event = lowered.events[moment] if moment < len(lowered.events) else None
+    if isinstance(event, Launch):
+        what = lowered.variants[event.variant].name
+    else:
+        what = type(event).__name__.lower() if event else "the end"
+    until = "at the end" if needed[old][1] == len(lowered.events) else f"until event {needed[old][1]}"
+    sides = [f"buffer {i} ({lowered.buffers[i].name}, {lowered.buffers[i].nbytes} bytes at {plan.offsets[i]})" for i in (new, old)]
+    where = f"int_key {lowered.key}, event {moment} ({what})"
+    return BuildError("arena-overlap", f"{where}: {sides[0]} lies over {sides[1]}, which is needed {until}")

@@ -1,0 +1,155 @@
+"""What lowering one int_key gives: the launches in order, every argument typed, and the buffers between them.
+
+Values only.  `lower` makes them, `compile` turns kernel variants into images, and `assemble` plans the arena and makes the rows of
+a bundle.  Imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cgbundle.format.schema import IntKey
+
+WEIGHT, INPUT, TEMPORARY = "weight", "input", "temporary"
+"""Kinds of buffers: the program's tensor `name`, input number `name` of the call, and what the program makes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelVariant:
+    """One configuration of one Triton kernel: what Triton needs to compile it, and the interpreter to run it.
+
+    `source`: Python that defines the function `name`, without decorators, and its helpers.  It may use `triton`, `tl`,
+    `triton_helpers`, `libdevice`, `tl_math`, `tl_extra`.  `signature`: (argument, type) in the function's order, types as Triton
+    writes them ("*bf16", "i32", "fp32", "constexpr").  `constants`: (argument, value) of every constexpr.  `divisible`: arguments
+    that are multiples of 16.  `options`: further options of `triton.compile`, e.g. ("num_ctas", 1).  `selected_by`: how the
+    configuration was found, as `tuning.cost_model.choose` says it.
+    """
+
+    name: str
+    source: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, int | float | bool | str | None], ...]
+    divisible: tuple[str, ...]
+    warps: int
+    stages: int
+    options: tuple[tuple[str, int | float | bool | str], ...]
+    selected_by: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """Memory that launches refer to."""
+
+    kind: str
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pointer:
+    """A byte of a buffer: position in `Lowered.buffers`, bytes into it."""
+
+    buffer: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocate:
+    """From here on the buffer holds values, at first undefined ones."""
+
+    buffer: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """From here on nothing reads the buffer."""
+
+    buffer: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A launch of `Lowered.variants[variant]`; `arguments` without constexprs, in the order of the signature."""
+
+    variant: int
+    grid: tuple[int, int, int]
+    arguments: tuple[Pointer | int | float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """`nbytes` bytes from one place to another; the two do not overlap."""
+
+    source: Pointer
+    target: Pointer
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fill:
+    """`count` elements of `element` bytes (1, 2, 4) set to the low bytes of `value`."""
+
+    target: Pointer
+    value: int
+    element: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRead:
+    """The host reads the buffer here, between two regions."""
+
+    buffer: int
+
+
+Event = Allocate | Release | Launch | Copy | Fill | HostRead
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferView:
+    """A tensor in a buffer; strides in elements."""
+
+    pointer: Pointer
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoldedConstant:
+    """A weight that was computed when the program was lowered: its bytes, and a name that follows from them."""
+
+    name: str
+    contents: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lowered:
+    """A program, or a region of one, lowered at one int_key; its outputs live to the end."""
+
+    key: IntKey
+    buffers: tuple[Buffer, ...]
+    variants: tuple[KernelVariant, ...]
+    events: tuple[Event, ...]
+    inputs: tuple[BufferView, ...]
+    outputs: tuple[BufferView, ...]
+    constants: tuple[FoldedConstant, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionEvents:
+    """A graph region of a lowered program: its events are `Lowered.events[start:stop]`."""
+
+    name: str
+    start: int
+    stop: int
+    inputs: tuple[BufferView, ...]
+    outputs: tuple[BufferView, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoweredProgram:
+    """A program at one int_key, and its graph regions in order, over the same buffers."""
+
+    lowered: Lowered
+    regions: tuple[RegionEvents, ...]

@@ -1,0 +1,18 @@
+"""Rows of lowered programs that are one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cgcompile.offline.assemble.arena import Plan
+from cgcompile.offline.assemble.rows import Graph, assemble
+from cgcompile.offline.compile.kernels import CompiledKernel
+from cgcompile.offline.lowered import Lowered, LoweredProgram, RegionEvents
+
+
+def assembled(
+    lowered: Lowered, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+) -> Graph:
+    whole = RegionEvents(name="model", start=0, stop=len(lowered.events), inputs=lowered.inputs, outputs=lowered.outputs)
+    (graph,) = assemble(LoweredProgram(lowered=lowered, regions=(whole,)), compiled, plan, weights, inputs)
+    return graph
