@@ -138,9 +138,8 @@ class Traced:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """A graph region of a traced program that has several: its events are `Traced.events[start:stop]`.  `inputs` and `outputs` are
-    the tensors that it takes and makes."""
+class RegionEvents:
+    """A graph region of a traced program: its events are `Traced.events[start:stop]`, `inputs` and `outputs` what it takes and makes."""
 
     name: str
     start: int
@@ -150,8 +149,8 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chain:
-    """The graph regions of a program at one int_key, in order, over the buffers of `traced`.  One that is whole has one section."""
+class TracedProgram:
+    """The graph regions of a program at one int_key, in order, over the buffers of `traced`."""
 
     traced: Traced
-    sections: tuple[Section, ...]
+    regions: tuple[RegionEvents, ...]

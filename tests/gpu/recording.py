@@ -11,7 +11,8 @@ import torch
 
 from cgcompile.capture.recorder import Recorded, record
 from cgcompile.checks import functional, state_buffers
-from cgcompile.targets.cuda.tensors import contents, program_tensors
+from cgcompile.export.weights import weight_tensors
+from cgcompile.targets.weights import contents
 from tests.gpu.models import CASES
 
 HERE = Path(__file__).parent
@@ -32,7 +33,7 @@ def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorde
     """Record a case; returns it with the plain data of `replay.py`."""
     program, calls = export(name)
     recorded = record(program, calls, folder=folder, level=level, state=state_buffers(functional(program)), **options)
-    tensors = program_tensors(program)
+    tensors = weight_tensors(program)
     plain = {
         "recordings": {key: graph.recording for key, (graph,) in recorded.graphs.items()},
         "inputs": {key: graph.inputs for key, (graph,) in recorded.graphs.items()},

@@ -125,10 +125,10 @@ class ImageLog:
         A handle that was used again after an unload maps to its latest image.  Call this with the module's context current and
         before the kernels of the graph may have been unloaded.  Raises loader-unknown.
         """
-        strangers = sorted({load.call for load in self._loads if not load.kind})
-        if strangers:
+        unknown = sorted({load.call for load in self._loads if not load.kind})
+        if unknown:
             raise BuildError(
-                "loader-unknown", f"images were loaded inside {', '.join(strangers)}: the recorder does not know that call's module"
+                "loader-unknown", f"images were loaded inside {', '.join(unknown)}: the recorder does not know that call's module"
             )
         found: dict[int, tuple[str, ...]] = {}
         previous = -1

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from ...errors import BuildError
 from ...targets.cuda.elf import Cubin
-from ..rows import RawState
-from .addresses import AddressMap
+from ..take import RawModuleState
+from .address_map import AddressMap
 from .driver import allocation, driver, read_device, succeeded
 
 SECTIONS = (".nv.global", ".nv.constant")
@@ -24,14 +24,14 @@ WRITABLE = ".nv.global"
 
 def changed_variables(
     modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap
-) -> tuple[tuple[RawState, ...], tuple[str, ...]]:
+) -> tuple[tuple[RawModuleState, ...], tuple[str, ...]]:
     """The changed variables of the images in `modules` (image -> CUmodule handle), sorted, and notes on what could not be read.
 
     A symbol without a handle of its own is read at its distance from one of the same section, where that lies in the same
     allocation: an address outside could be taken for host memory.  Raises
     module-state-unreadable when a section that kernels can write has no handle at all.
     """
-    found: list[RawState] = []
+    found: list[RawModuleState] = []
     notes: list[str] = []
     for image, module in sorted(modules.items()):
         handles: dict[str, int] = {}
@@ -62,7 +62,7 @@ def changed_variables(
                     "module-state-unreadable",
                     f"image {image[:12]}: variable {symbol.name} was changed, and has no handle to restore it by",
                 )
-            found.append(RawState(image=image, symbol=symbol.name, block=addresses.block(contents, None)))
+            found.append(RawModuleState(image=image, symbol=symbol.name, block=addresses.block(contents, None)))
         if WRITABLE in lost:
             names = ", ".join(lost[WRITABLE][:3])
             raise BuildError(

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError
+from ...targets.rows import WHOLE
 from ..traced import (
     TEMPORARY,
     WEIGHT,
     Buffer,
-    Chain,
     Constant,
     Copy,
     Event,
@@ -24,15 +24,16 @@ from ..traced import (
     Launch,
     Place,
     Read,
-    Section,
+    RegionEvents,
     Tensor,
     Traced,
+    TracedProgram,
     Variant,
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TracedRegion:
     """A region of a program: the names of the values that it takes and makes, and what tracing gave; None for one of the host."""
 
     name: str
@@ -41,29 +42,29 @@ class Piece:
     traced: Traced | None
 
 
-def whole(traced: Traced) -> Chain:
+def whole(traced: Traced) -> TracedProgram:
     """A program that is one graph."""
-    section = Section(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
-    return Chain(traced=traced, sections=(section,))
+    region = RegionEvents(name=WHOLE, start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
+    return TracedProgram(traced=traced, regions=(region,))
 
 
-def merge(key: IntKey, pieces: Sequence[Piece], given: Sequence[str], outputs: Sequence[str]) -> Chain:
+def merge(key: IntKey, regions: Sequence[TracedRegion], given: Sequence[str], outputs: Sequence[str]) -> TracedProgram:
     """The regions as one program.
 
-    `pieces` in the order in which they run.  `given`: the values that lie in memory `inputs`, in the order of INPUT buffers: the
+    `regions` in the order in which they run.  `given`: the values that lie in memory `inputs`, in the order of INPUT buffers: the
     call's, and behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to
     the end.  Raises sizes-unlike and place-invalid when a region takes a value otherwise than an earlier one made it.
     """
-    growing = _Merged(key=key, given={name: place for place, name in enumerate(given)})
-    for piece in pieces:
-        if piece.traced is None:
-            growing.read(piece.inputs)
+    growing = _MergedProgram(key=key, given={name: place for place, name in enumerate(given)})
+    for region in regions:
+        if region.traced is None:
+            growing.read(region.inputs)
         else:
-            growing.add(piece, piece.traced)
-    return growing.chain(outputs)
+            growing.add(region, region.traced)
+    return growing.program(outputs)
 
 
-class _Merged:
+class _MergedProgram:
     """The merged program as it grows.  `made`: the values that the regions so far made; `shared`: weights and inputs by kind and
     name, which several regions may take; `on_host`: values that the host has a copy of."""
 
@@ -73,7 +74,7 @@ class _Merged:
         self.buffers: list[Buffer] = []
         self.variants: dict[Variant, int] = {}
         self.events: list[Event] = []
-        self.sections: list[Section] = []
+        self.regions: list[RegionEvents] = []
         self.constants: dict[str, Constant] = {}
         self.made: dict[str, Tensor] = {}
         self.shared: dict[tuple[str, str], int] = {}
@@ -86,20 +87,20 @@ class _Merged:
                 self.on_host.add(name)
                 self.events.append(Read(buffer=self.made[name].place.buffer))
 
-    def add(self, piece: Piece, traced: Traced) -> None:
+    def add(self, region: TracedRegion, traced: Traced) -> None:
         """A graph region."""
         start = len(self.events)
-        places = [self._place(piece, traced, buffer) for buffer in traced.buffers]
+        places = [self._place(region, traced, buffer) for buffer in traced.buffers]
         variants = [self.variants.setdefault(variant, len(self.variants)) for variant in traced.variants]
         self.events += [_moved(event, places, variants) for event in traced.events]
         inputs, outputs = [[_tensor(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
-        self.sections.append(
-            Section(name=piece.name, start=start, stop=len(self.events), inputs=tuple(inputs), outputs=tuple(outputs))
+        self.regions.append(
+            RegionEvents(name=region.name, start=start, stop=len(self.events), inputs=tuple(inputs), outputs=tuple(outputs))
         )
-        self.made.update(zip(piece.outputs, outputs, strict=True))
+        self.made.update(zip(region.outputs, outputs, strict=True))
         self.constants.update({constant.name: constant for constant in traced.constants})
 
-    def chain(self, outputs: Sequence[str]) -> Chain:
+    def program(self, outputs: Sequence[str]) -> TracedProgram:
         """All of it; `outputs` of the call."""
         traced = Traced(
             key=self.key,
@@ -110,18 +111,18 @@ class _Merged:
             outputs=tuple([self.made[name] for name in outputs if name in self.made]),
             constants=tuple(self.constants.values()),
         )
-        return Chain(traced=traced, sections=tuple(self.sections))
+        return TracedProgram(traced=traced, regions=tuple(self.regions))
 
-    def _place(self, piece: Piece, traced: Traced, buffer: Buffer) -> Place:
+    def _place(self, region: TracedRegion, traced: Traced, buffer: Buffer) -> Place:
         """Where a buffer of a region begins among all buffers."""
         if buffer.kind == TEMPORARY:
-            return self._new(replace(buffer, name=f"{piece.name}.{buffer.name}"))
+            return self._new(replace(buffer, name=f"{region.name}.{buffer.name}"))
         if buffer.kind == WEIGHT:
             return self._shared(buffer)
-        name, tensor = piece.inputs[int(buffer.name)], traced.inputs[int(buffer.name)]
+        name, tensor = region.inputs[int(buffer.name)], traced.inputs[int(buffer.name)]
         if name in self.given:
             return self._shared(replace(buffer, name=str(self.given[name])))
-        made, where = self.made[name], f"int_key {self.key}, {piece.name}"
+        made, where = self.made[name], f"int_key {self.key}, {region.name}"
         if _layout(made) != _layout(tensor):
             raise BuildError("sizes-unlike", f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(made)}")
         if made.place.offset + buffer.nbytes > self.buffers[made.place.buffer].nbytes:

@@ -14,8 +14,9 @@ from cgbundle.format.schema import MEMORIES, Value
 from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
 
 from ...errors import BuildError
+from ...targets.cuda.recorded import RecordedGraph
 from ..compile.kernels import Compiled
-from ..traced import INPUT, TEMPORARY, WEIGHT, Chain, Copy, Fill, Launch, Place, Section, Tensor, Traced
+from ..traced import INPUT, TEMPORARY, WEIGHT, Copy, Fill, Launch, Place, RegionEvents, Tensor, Traced, TracedProgram
 from .arena import Plan
 from .parameter_block import pack
 
@@ -33,17 +34,6 @@ LARGEST_ROW = 1 << 30
 
 DIVISOR = 16
 """What the arguments in `Variant.divisible` are multiples of."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Graph:
-    """What one key needs of a graph region: its recording, the tensors that it takes and makes, and the bytes of the key's
-    arena."""
-
-    recording: Recording
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    arena: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,31 +58,33 @@ class _Where:
         return Address(memory=base.memory, offset=base.offset + place.offset)
 
 
-def assemble(traced: Traced, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> Graph:
-    """The rows of one key whose program is one graph.  Arguments and errors as those of `assemble_chain`."""
-    whole = Section(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
-    (graph,) = assemble_chain(Chain(traced=traced, sections=(whole,)), compiled, plan, weights, inputs)
+def assemble(
+    traced: Traced, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+) -> RecordedGraph:
+    """The rows of one key whose program is one graph.  Arguments and errors as those of `assemble_regions`."""
+    whole = RegionEvents(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
+    (graph,) = assemble_regions(TracedProgram(traced=traced, regions=(whole,)), compiled, plan, weights, inputs)
     return graph
 
 
-def assemble_chain(
-    chain: Chain, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
-) -> tuple[Graph, ...]:
-    """The rows of one key, a graph per section.
+def assemble_regions(
+    program: TracedProgram, compiled: Sequence[Compiled], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+) -> tuple[RecordedGraph, ...]:
+    """The rows of one key, a graph per region.
 
-    `compiled`: one per variant of `chain.traced`.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`;
+    `compiled`: one per variant of `program.traced`.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`;
     `inputs`: the offset of each INPUT buffer, by number, in memory `inputs`.  Launches, copies and fills of nothing are left out.
     Raises parameter-mismatch, and place-invalid for a buffer without a place or bytes outside their buffer.
     """
-    where = _Where(traced=chain.traced, bases=tuple(_bases(chain.traced, plan, weights, inputs)))
-    return tuple([_assemble(section, compiled, plan.arena, where) for section in chain.sections])
+    where = _Where(traced=program.traced, bases=tuple(_bases(program.traced, plan, weights, inputs)))
+    return tuple([_assemble(region, compiled, plan.arena, where) for region in program.regions])
 
 
-def _assemble(section: Section, compiled: Sequence[Compiled], arena: int, where: _Where) -> Graph:
+def _assemble(region: RegionEvents, compiled: Sequence[Compiled], arena: int, where: _Where) -> RecordedGraph:
     traced = where.traced
     functions: dict[Function, int] = {}
     nodes: list[Node] = []
-    for moment, event in enumerate(traced.events[section.start : section.stop], section.start):
+    for moment, event in enumerate(traced.events[region.start : region.stop], region.start):
         spot = f"int_key {traced.key}, event {moment}"
         if isinstance(event, Launch) and all(event.grid):
             function = functions.setdefault(_function(compiled[event.variant]), len(functions))
@@ -102,10 +94,10 @@ def _assemble(section: Section, compiled: Sequence[Compiled], arena: int, where:
         elif isinstance(event, Fill) and event.count:
             nodes.append(_fill(event, where, spot))
     edges = tuple(Edge(source=a, target=b, from_port=0, to_port=0, type=0) for a, b in pairwise(range(len(nodes))))
-    return Graph(
+    return RecordedGraph(
         recording=Recording(key=traced.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges),
-        inputs=tuple(_value(tensor, where, f"int_key {traced.key}, input {i}") for i, tensor in enumerate(section.inputs)),
-        outputs=tuple(_value(tensor, where, f"int_key {traced.key}, output {i}") for i, tensor in enumerate(section.outputs)),
+        inputs=tuple(_value(tensor, where, f"int_key {traced.key}, input {i}") for i, tensor in enumerate(region.inputs)),
+        outputs=tuple(_value(tensor, where, f"int_key {traced.key}, output {i}") for i, tensor in enumerate(region.outputs)),
         arena=arena,
     )
 

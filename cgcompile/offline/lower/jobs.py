@@ -15,7 +15,9 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
-from ...targets.cuda.tensors import contents, program_tensors, settings
+from ...export.weights import weight_tensors
+from ...targets.cuda.tensors import settings
+from ...targets.weights import contents
 from ...util.content_cache import digest, recall, remember, sources, versions
 from ...util.workers import ask
 from ..traced import Traced
@@ -28,11 +30,11 @@ Layouts = tuple[tuple[int, ...] | None, ...]
 
 
 SHARE = 4
-"""Works that one process does: to start one and import Inductor takes some 3 s, a small region 1 s."""
+"""Jobs that one process does: to start one and import Inductor takes some 3 s, a small region 1 s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class LoweringJob:
     """A program to lower at the sizes of `tensors`, which are like those that it takes, on the CPU."""
 
     program: ExportedProgram = field(repr=False)
@@ -42,7 +44,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A work as a process is asked for it: files of the exported program and of the tensors that it takes."""
+    """A job as a process is asked for it: files of the exported program and of the tensors that it takes."""
 
     program: Path
     tensors: Path
@@ -52,7 +54,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A process's works; the answer is what each was lowered to, in their order.
+    """A process's jobs; the answer is what each was lowered to, in their order.
 
     `settings`: torch's switches that choose kernels; `table`: the folder of measured configurations, or None for Inductor's offers
     ranked by the model of cost.
@@ -65,7 +67,7 @@ class Request:
 
 
 def lower_all(
-    works: Mapping[Name, Work],
+    jobs: Mapping[Name, LoweringJob],
     arch: str,
     folder: Path,
     *,
@@ -74,26 +76,26 @@ def lower_all(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[Name, Traced]:
-    """Every work lowered for `arch`, in the order of `works`.
+    """Every job lowered for `arch`, in the order of `jobs`.
 
     `folder` takes working files and logs; `cache` keeps what was lowered, by content.  `workers`: processes at a time, by default
     one for each processor.  Raises what `lowering.lower_key` raises, and lowering-broken when a process ends without an answer.
     """
     rest = arch, table.read_bytes() if table else b"", settings(), versions(), sources()
-    about = _contents([work.program for work in works.values()])
+    about = _contents([job.program for job in jobs.values()])
     kept = {
-        name: cache / "lowered" / digest(about[id(work.program)], rest, name[1], _metas(work.tensors), work.layouts)
-        for name, work in works.items()
+        name: cache / "lowered" / digest(about[id(job.program)], rest, name[1], _metas(job.tensors), job.layouts)
+        for name, job in jobs.items()
     }
     known: dict[Name, Traced] = {name: found for name, path in kept.items() if (found := recall(path)) is not None}
-    if len(known) == len(works):
+    if len(known) == len(jobs):
         tell(f"all {len(known)} were lowered before")
-    left = [name for name in works if name not in known]
-    files = _saved([works[name].program for name in left], folder)
+    left = [name for name in jobs if name not in known]
+    files = _saved([jobs[name].program for name in left], folder)
     at_once = workers or os.cpu_count() or 1
 
     def several(number: int, names: Sequence[Name]) -> list[Traced]:
-        items = [_item(works[name], name, files, folder / f"tensors{number}-{place}") for place, name in enumerate(names)]
+        items = [_item(jobs[name], name, files, folder / f"tensors{number}-{place}") for place, name in enumerate(names)]
         request = Request(items=tuple(items), arch=arch, settings=settings(), table=table)
         what = f"lowering {', '.join([f'{region} for int_key {key}' for region, key in names])}"
         found: list[Traced] = ask("cgcompile.offline.lower.worker", request, folder / f"lower{number}", {}, "lowering-broken", what)
@@ -109,18 +111,18 @@ def lower_all(
                 known.update(zip(names, future.result(), strict=True))
         finally:
             pool.shutdown(cancel_futures=True)
-    return {name: known[name] for name in works}
+    return {name: known[name] for name in jobs}
 
 
 def _shared(names: Sequence[Name], workers: int) -> list[Sequence[Name]]:
-    """The works of each process: as many processes as can run at a time, and more where each had more than SHARE."""
+    """The jobs of each process: as many processes as can run at a time, and more where each had more than SHARE."""
     count = min(len(names), max(workers, -(-len(names) // SHARE)))
     return [names[start::count] for start in range(count)]
 
 
-def _item(work: Work, name: Name, files: Mapping[int, Path], tensors: Path) -> Item:
-    torch.save(work.tensors, tensors)
-    return Item(program=files[id(work.program)], tensors=tensors, layouts=work.layouts, key=name[1])
+def _item(job: LoweringJob, name: Name, files: Mapping[int, Path], tensors: Path) -> Item:
+    torch.save(job.tensors, tensors)
+    return Item(program=files[id(job.program)], tensors=tensors, layouts=job.layouts, key=name[1])
 
 
 def _saved(programs: Iterable[ExportedProgram], folder: Path) -> dict[int, Path]:
@@ -149,7 +151,7 @@ def _described(program: ExportedProgram, hashes: dict[object, bytes]) -> Iterato
         if isinstance(module, torch.fx.GraphModule):
             yield name, module.code
     yield str(program.graph_signature), str(program.call_spec)
-    for name, value in program_tensors(program).items():
+    for name, value in weight_tensors(program).items():
         same = value.data_ptr(), *_meta(value)
         if same not in hashes:
             hashes[same] = hashlib.sha256(contents(value, value.stride())).digest()

@@ -14,7 +14,7 @@ from cgcompile.checks import check, placements
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
-from cgcompile.targets.cuda.host_regions import Mixed, plan_mixed
+from cgcompile.targets.cuda.host_regions import SplitProgram, split_program
 from tests.cpu.capture.recorder import chain
 
 KEYS = ((1,), (4,))
@@ -91,13 +91,13 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return asked
 
 
-def planned(folder: Path) -> tuple[chain.Session, Mixed]:
+def planned(folder: Path) -> tuple[chain.Session, SplitProgram]:
     (folder / "model.py").write_text(MIDDLE)
     source = load_source(str(folder / "model.py"))
     exported = export(source, {"batch": tuple(key[0] for key in KEYS)})
     placed = placements(check(exported), exported)
     calls = {key: [sample(source, {"batch": key[0]}, seed).tensors for seed in (0, 1)] for key in KEYS}
-    mixed = plan_mixed(exported.program, placed, {key: both[0] for key, both in calls.items()})
+    mixed = split_program(exported.program, placed, {key: both[0] for key, both in calls.items()})
     request = Request(
         role="record", program=folder, calls=folder, result=folder, keys=KEYS, level="eager", specialize="size",
         code="", placements=tuple(placed.items()), landing=mixed.landing, weights=(), weights_end=0, state_end=0, inputs_end=0,

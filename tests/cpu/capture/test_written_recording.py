@@ -20,9 +20,9 @@ from tests.helpers.written_models import MODELS, draw, eager
 
 assert loaded, "modules of the recorder can be imported from here on"
 from cgcompile.capture.request import Request  # noqa: E402
-from cgcompile.capture.worker import session as recorder  # noqa: E402
-from cgcompile.capture.worker import take  # noqa: E402
-from cgcompile.targets.cuda.tensors import row_major  # noqa: E402
+from cgcompile.capture.worker import loaded_program as recorder  # noqa: E402
+from cgcompile.capture.worker import record  # noqa: E402
+from cgcompile.targets.weights import row_major  # noqa: E402
 
 KEY = (4,)
 
@@ -37,7 +37,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         ("synchronize", lambda: None), ("get_rng_state", lambda: torch.zeros(1)),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    for module in (recorder, take):
+    for module in (recorder, record):
         monkeypatch.setattr(module, "place_inputs", lambda tensors, buffer: [tensor.clone() for tensor in tensors])
     network = made()
     program = export(load_source(network, inputs), {"batch": (1, 4)}).program
@@ -90,8 +90,8 @@ def examined(session: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[lis
         spoil(static)
 
     item.graph = Graph(replay)
-    monkeypatch.setattr(take, "place_inputs", place)
-    return take._examine(session, KEY, [item], ())
+    monkeypatch.setattr(record, "place_inputs", place)
+    return record._examine(session, KEY, [item], ())
 
 
 def test_the_exam_holds_what_the_replay_leaves_in_the_inputs(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from cgcompile.export.weights import weight_tensors
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.block_reader import FORMATS
 from cgcompile.offline.assemble.rows import assemble
@@ -24,9 +25,8 @@ from cgcompile.offline.interpret.interpret import Stage, Task, interpret
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.traced import Variant
 from cgcompile.targets.architectures import arch
-from cgcompile.targets.cuda.files import write_weights
-from cgcompile.targets.cuda.memory_layout import PAD, lay_out
-from cgcompile.targets.cuda.tensors import program_tensors, row_major, shapes_of
+from cgcompile.targets.memory_layout import PAD, lay_out
+from cgcompile.targets.weights import row_major, shapes_of, write_weights
 from tests.cpu.offline.written_rows import tensor_of
 
 
@@ -112,7 +112,7 @@ def test_rows_compute_what_eager_does(name: str, tmp_path: Path) -> None:
 def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: torch.Tensor, folder: Path) -> Task:
     traced = lower_key(program, (1,), [example], arch("sm_90"))
     compiled = [_laid_out(variant) for variant in traced.variants]
-    tensors = program_tensors(program)
+    tensors = weight_tensors(program)
     placed, ends = lay_out(shapes_of(tensors))
     folded, end = folded_tables({(1,): traced}, ends.weights)
     graph = assemble(traced, compiled, plan(traced), weight_offsets(placed, folded), [0])

@@ -19,7 +19,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgcompile.errors import BuildError
-from cgcompile.partition import Partition, crossings, effect_of, partition, region_modules, without_markers
+from cgcompile.partition.crossing import crossings, effect_of
+from cgcompile.partition.markers import without_markers
+from cgcompile.partition.region_modules import region_modules
+from cgcompile.partition.split import Partition, partition
 from tests.helpers.raising import raises
 
 to_host: Callable[[Tensor], Tensor] = torch.ops.cgcompile.to_host

@@ -31,15 +31,15 @@ from cgcompile.model.source import sample
 from cgcompile.offline import build as build_trace
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.lifetimes import check_plan
-from cgcompile.offline.assemble.merge import Piece, merge
+from cgcompile.offline.assemble.merge import TracedRegion, merge
 from cgcompile.offline.interpret.interpret import Outcome
 from cgcompile.offline.lower.inductor import lower_key
+from cgcompile.offline.lowering_jobs import region_jobs
 from cgcompile.offline.proof import Trial, proved
-from cgcompile.offline.regions import region_works
-from cgcompile.offline.traced import Chain, Traced
+from cgcompile.offline.traced import Traced, TracedProgram
 from cgcompile.targets.architectures import arch
-from cgcompile.targets.cuda.host_regions import Hosts, Mixed, plan_mixed
-from cgcompile.targets.cuda.memory_layout import PAD
+from cgcompile.targets.cuda.host_regions import HostRegions, SplitProgram, split_program
+from cgcompile.targets.memory_layout import PAD
 
 HEAD = """
 import torch
@@ -175,12 +175,12 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     return build
 
 
-def _noted(alone: dict[IntKey, list[int]], key: IntKey, pieces: Sequence[Piece], rest: Any) -> Chain:
+def _noted(alone: dict[IntKey, list[int]], key: IntKey, pieces: Sequence[TracedRegion], rest: Any) -> TracedProgram:
     alone[key] = [plan(piece.traced).arena - PAD for piece in pieces if piece.traced]
     return merge(key, pieces, *rest)
 
 
-def _uncompiled(mixed: Mixed, weights: Sequence[Weight], scratch: Path, stage: Path, tell: object) -> Hosts:
+def _uncompiled(mixed: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: object) -> HostRegions:
     """In the place of `compile_hosts`: rows and files of its kind."""
     rows = {}
     for part in [part for part in mixed.parts.regions if part.kind == "host" and part.operations]:
@@ -189,7 +189,7 @@ def _uncompiled(mixed: Mixed, weights: Sequence[Weight], scratch: Path, stage: P
             (stage / "host").mkdir(exist_ok=True)
             (stage / "host" / f"{own}.so").write_bytes(b"\x7fELF")
             rows[part.name, key] = Region(name=own, kind="host", reason=part.reason, file=f"host/{own}.so", constants=())
-    return Hosts(rows=rows, features=())
+    return HostRegions(rows=rows, features=())
 
 
 def sound(build: Build, keys: Sequence[IntKey]) -> None:
@@ -369,13 +369,13 @@ def test_regions_agree_on_the_layout_of_what_crosses() -> None:
     source = load_source(Views().eval(), lambda batch: (torch.randn(batch, 3, 5, 5),))
     exported = export(source, {"batch": (3, 4)})
     placed = placements(check(exported, "cuda", ()), exported)
-    mixed = plan_mixed(exported.program, placed, {(3,): sample(source, {"batch": 3}).tensors})
-    works = region_works(mixed)
+    mixed = split_program(exported.program, placed, {(3,): sample(source, {"batch": 3}).tensors})
+    works = region_jobs(mixed)
     lowered = {
         name: lower_key(work.program, name[1], work.tensors, arch("sm_90"), layouts=work.layouts) for name, work in works.items()
     }
     pieces = [
-        Piece(name=part.name, inputs=part.inputs, outputs=part.outputs, traced=lowered.get((part.name, (3,))))
+        TracedRegion(name=part.name, inputs=part.inputs, outputs=part.outputs, traced=lowered.get((part.name, (3,))))
         for part in mixed.parts.regions
     ]
     given = [*mixed.parts.inputs, *[row[0] for row in mixed.landing[3,]]]

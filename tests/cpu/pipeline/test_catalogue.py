@@ -21,8 +21,8 @@ from tests.helpers.raising import raises
 torch = pytest.importorskip("torch")
 
 from cgcompile.capture import errors  # noqa: E402
-from cgcompile.capture.rows import Range, Take  # noqa: E402
-from cgcompile.capture.worker.addresses import AddressMap  # noqa: E402
+from cgcompile.capture.take import Range, Take  # noqa: E402
+from cgcompile.capture.worker.address_map import AddressMap  # noqa: E402
 from cgcompile.targets.cuda.elf import Cubin, Symbol  # noqa: E402
 
 MEGA = 1 << 20

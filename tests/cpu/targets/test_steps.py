@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cgbundle.format.schema import Value
-from cgcompile.partition import Part, Partition
+from cgcompile.partition.split import Partition
 from cgcompile.targets.cuda.steps import Lowered, program
 
 

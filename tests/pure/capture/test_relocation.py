@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cgbundle.tables.recording import Address, KernelNode, MemcpyNode, MemsetNode, Relocation
 from cgcompile.capture.assemble import assemble
 from cgcompile.capture.placement import SEGMENT_ALIGN
-from cgcompile.capture.rows import (
+from cgcompile.capture.take import (
     Pointee,
     Range,
     RawExam,
@@ -20,14 +20,14 @@ from cgcompile.capture.rows import (
     RawKernel,
     RawMemcpy,
     RawMemset,
+    RawModuleState,
     RawNode,
-    RawState,
     RawValue,
     Take,
     Word,
 )
-from cgcompile.capture.worker.addresses import AddressMap
-from cgcompile.targets.cuda.memory_layout import PAD, Shape, dense_strides, lay_out
+from cgcompile.capture.worker.address_map import AddressMap
+from cgcompile.targets.memory_layout import PAD, Shape, dense_strides, lay_out
 from tests.helpers.raising import raises
 
 KEY, OTHER = (4,), (1,)
@@ -77,7 +77,7 @@ class Process:
     def value(self, address: int) -> RawValue:
         return RawValue(dtype="float32", shape=(4,), strides=(1,), place=self.word(address))
 
-    def take(self, *nodes: RawNode, states: tuple[RawState, ...] = (), contents: bytes = b"", edges: tuple = ()) -> Take:
+    def take(self, *nodes: RawNode, states: tuple[RawModuleState, ...] = (), contents: bytes = b"", edges: tuple = ()) -> Take:
         graph = RawGraph(key=KEY, nodes=nodes, edges=edges, inputs=(), outputs=())
         return Take(
             ranges=tuple(
@@ -277,7 +277,7 @@ def test_a_module_variable_that_points_at_a_table_is_relocated() -> None:
     takes = []
     for base in (A_BASE, B_BASE):
         p = Process(base)
-        state = RawState(image="cd" * 32, symbol="lut_sp", block=p.map.block(pack("<Q", p.table), None))
+        state = RawModuleState(image="cd" * 32, symbol="lut_sp", block=p.map.block(pack("<Q", p.table), None))
         takes.append(p.take(states=(state,), contents=bytes(512)))
     done = assemble(*takes, MEGA)
     assert done.states[0].relocations == (relocation(0, WEIGHTS, MEGA),) and done.states[0].contents == bytes(8)
@@ -287,7 +287,9 @@ def test_a_module_variable_that_differs_is_refused() -> None:
     takes = []
     for base, value in ((A_BASE, 1), (B_BASE, 2)):
         p = Process(base)
-        takes.append(p.take(states=(RawState(image="cd" * 32, symbol="counter", block=p.map.block(pack("<I", value), None)),)))
+        takes.append(
+            p.take(states=(RawModuleState(image="cd" * 32, symbol="counter", block=p.map.block(pack("<I", value), None)),))
+        )
     with raises("module-state-differs", match="counter"):
         assemble(*takes, MEGA)
 

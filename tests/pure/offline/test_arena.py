@@ -30,7 +30,7 @@ from cgcompile.offline.traced import (
     Traced,
     Variant,
 )
-from cgcompile.targets.cuda.memory_layout import PAD, align
+from cgcompile.targets.memory_layout import PAD, align
 from tests.helpers.raising import raises
 
 KERNEL = Variant(name="kernel", source="", signature=(), constants=(), divisible=(), warps=4, stages=1, options=(), chosen="only")

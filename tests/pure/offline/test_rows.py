@@ -20,7 +20,7 @@ from cgbundle.tables.recording import Address, Edge, KernelNode, MemcpyNode, Mem
 from cgcompile.errors import BuildError
 from cgcompile.offline.assemble.arena import Plan, plan
 from cgcompile.offline.assemble.parameter_block import scalar
-from cgcompile.offline.assemble.rows import Graph, assemble, assemble_chain
+from cgcompile.offline.assemble.rows import Graph, assemble, assemble_regions
 from cgcompile.offline.compile.kernels import Compiled
 from cgcompile.offline.compile.parameters import Entry, read_entry, read_parameters
 from cgcompile.offline.traced import (
@@ -29,17 +29,17 @@ from cgcompile.offline.traced import (
     WEIGHT,
     Allocate,
     Buffer,
-    Chain,
     Copy,
     Event,
     Fill,
     Launch,
     Place,
     Read,
+    RegionEvents,
     Release,
-    Section,
     Tensor,
     Traced,
+    TracedProgram,
     Variant,
 )
 from cgcompile.targets.cuda.elf import EM_CUDA
@@ -173,11 +173,13 @@ def test_every_section_of_a_chain_is_a_recording_over_the_same_memory() -> None:
         output=place(SECOND),
     )
     sections = (
-        Section(name="graph-1", start=0, stop=1, inputs=program.inputs[1:], outputs=(tensor(place(FIRST, 64), 128),)),
-        Section(name="graph-2", start=2, stop=4, inputs=(tensor(place(FIRST, 64), 128),), outputs=program.outputs),
+        RegionEvents(name="graph-1", start=0, stop=1, inputs=program.inputs[1:], outputs=(tensor(place(FIRST, 64), 128),)),
+        RegionEvents(name="graph-2", start=2, stop=4, inputs=(tensor(place(FIRST, 64), 128),), outputs=program.outputs),
     )
     found = plan(program)
-    first, second = assemble_chain(Chain(traced=program, sections=sections), [compiled()], found, {"layer.weight": 4096}, (0, 256))
+    first, second = assemble_regions(
+        TracedProgram(traced=program, sections=sections), [compiled()], found, {"layer.weight": 4096}, (0, 256)
+    )
     assert [len(graph.recording.nodes) for graph in (first, second)] == [1, 2]
     assert [len(graph.recording.edges) for graph in (first, second)] == [0, 1]
     value = Value(dtype="float32", shape=(128,), strides=(1,), memory="arena", offset=found.offsets[FIRST] + 64)

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from cgcompile.offline.assemble.arena import Plan, lifetimes, plan
 from cgcompile.offline.assemble.lifetimes import check_plan
-from cgcompile.offline.assemble.merge import Piece, merge, whole
+from cgcompile.offline.assemble.merge import TracedRegion, merge, whole
 from cgcompile.offline.traced import (
     INPUT,
     TEMPORARY,
     WEIGHT,
     Allocate,
     Buffer,
-    Chain,
     Constant,
     Copy,
     Event,
@@ -30,9 +29,10 @@ from cgcompile.offline.traced import (
     Release,
     Tensor,
     Traced,
+    TracedProgram,
     Variant,
 )
-from cgcompile.targets.cuda.memory_layout import PAD
+from cgcompile.targets.memory_layout import PAD
 from tests.helpers.raising import raises
 
 KEY = (4,)
@@ -73,12 +73,12 @@ def region(inputs: int, temporaries: Sequence[int], events: Iterable[Event], out
     )
 
 
-def graph(name: str, inputs: str, outputs: str, traced: Traced) -> Piece:
-    return Piece(name=name, inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), traced=traced)
+def graph(name: str, inputs: str, outputs: str, traced: Traced) -> TracedRegion:
+    return TracedRegion(name=name, inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), traced=traced)
 
 
-def host(inputs: str, outputs: str) -> Piece:
-    return Piece(name="host", inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), traced=None)
+def host(inputs: str, outputs: str) -> TracedRegion:
+    return TracedRegion(name="host", inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), traced=None)
 
 
 PIECES = (
@@ -90,11 +90,11 @@ PIECES = (
 """x -> a, b; the host: b -> c; c -> d; a, d -> e.  Each graph has a temporary of 1024 bytes."""
 
 
-def chain_of_three() -> Chain:
+def chain_of_three() -> TracedProgram:
     return merge(KEY, PIECES, given=["x", "c"], outputs=["e", "c", "x"])
 
 
-def named(chain: Chain) -> dict[str, int]:
+def named(chain: TracedProgram) -> dict[str, int]:
     """The temporaries' positions by name."""
     return {buffer.name: i for i, buffer in enumerate(chain.traced.buffers) if buffer.kind == TEMPORARY}
 
@@ -243,7 +243,7 @@ def test_what_the_host_reads_later_is_not_written_over_by_the_region_between() -
 class Case:
     """Regions, the values of the call and of the host, and the outputs."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TracedRegion, ...]
     given: tuple[str, ...]
     outputs: tuple[str, ...]
 
@@ -257,7 +257,7 @@ def cases(draw: st.DrawFn) -> Case:
         if draw(st.booleans()) and number:
             outputs = (f"h{number}",) if draw(st.booleans()) else ()
             landed += outputs
-            pieces.append(Piece(name=f"host-{number}", inputs=inputs, outputs=outputs, traced=None))
+            pieces.append(TracedRegion(name=f"host-{number}", inputs=inputs, outputs=outputs, traced=None))
         else:
             count = draw(st.integers(1, 4))
             own = range(len(inputs) + 1, len(inputs) + 1 + count)
@@ -267,7 +267,7 @@ def cases(draw: st.DrawFn) -> Case:
             made = draw(st.lists(st.sampled_from(touched), unique=True, max_size=2)) if touched else []
             outputs = tuple(f"g{number}.{i}" for i in made)
             traced = region(len(inputs), [256 for _ in own], events, made)
-            pieces.append(Piece(name=f"graph-{number}", inputs=inputs, outputs=outputs, traced=traced))
+            pieces.append(TracedRegion(name=f"graph-{number}", inputs=inputs, outputs=outputs, traced=traced))
         known += outputs
     outputs = tuple(draw(st.lists(st.sampled_from(known), unique=True, max_size=3)))
     return Case(pieces=tuple(pieces), given=("x", *landed), outputs=outputs)
@@ -294,7 +294,7 @@ def apart(case: Case) -> list[Tag]:
     return [*seen, *[values[name] for name in case.outputs]]
 
 
-def together(case: Case, chain: Chain, found: Plan) -> list[Tag]:
+def together(case: Case, chain: TracedProgram, found: Plan) -> list[Tag]:
     """The same from the merged program, temporaries in one arena of blocks of 256 bytes."""
     traced, memory = chain.traced, dict[object, Tag]()
     made: dict[str, Tensor] = {}

@@ -18,39 +18,40 @@ from cgbundle.format.schema import IntKey
 
 from ...errors import ModelError
 from ...targets.cuda.elf import Cubin, read_cubin
-from ...targets.cuda.tensors import Spot, contents, place_inputs, row_major
+from ...targets.cuda.tensors import TensorPlace, place_inputs
+from ...targets.weights import contents, row_major
 from ...util.raw_bytes import raw
 from ...util.tolerance import largest_error
 from ..placement import LARGEST_TABLE
 from ..request import Request
-from ..rows import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawState, RawValue, Take, Word
-from .addresses import AddressMap
-from .chain import capture_chain, open_chain, replay_chain, warm_up_chain
+from ..take import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawModuleState, RawValue, Take, Word
+from .address_map import AddressMap
 from .cupti import ImageLog
 from .driver import check, driver, inspect_pointer, read_device
+from .graph_nodes import walk
+from .loaded_program import Call, Captured, LoadedProgram, Tell, capture, load_program, warm_up
 from .module_state import changed_variables
-from .session import Call, Captured, Session, Tell, capture, open_session, warm_up
-from .walk import walk
+from .regions import capture_regions, open_regions, replay_regions, warm_up_regions
 
 
-def prime(request: Request, tell: Tell) -> None:
+def fill_compile_cache(request: Request, tell: Tell) -> None:
     """Lower and run the keys once, so that the compile cache holds what the recorders need.  Raises lowering-failed."""
-    session = open_session(request)
+    loaded = load_program(request)
     for key in request.keys:
         if request.placements:
-            warm_up_chain(session, key, tell)
+            warm_up_regions(loaded, key, tell)
         else:
-            warm_up(session, key, tell)
+            warm_up(loaded, key, tell)
 
 
 def record(request: Request, log: ImageLog, tell: Tell) -> Take:
     """Capture every key and say everything about it.  Raises the refusals of errors.py."""
-    session = open_session(request)
-    chained = capture_chain if request.placements else lambda *given: (capture(*given),)
-    captured = [item for key in request.keys for item in chained(session, key, tell)]
+    loaded = load_program(request)
+    captured_of = capture_regions if request.placements else lambda *given: (capture(*given),)
+    captured = [item for key in request.keys for item in captured_of(loaded, key, tell)]
     torch.cuda.synchronize()
     tell("reading the graphs")
-    addresses = AddressMap(*_memory(session, captured), inspect_pointer)
+    addresses = AddressMap(*_memory(loaded, captured), inspect_pointer)
     modules = log.modules()
     images = log.images
 
@@ -71,9 +72,9 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
     states, notes = changed_variables(used, {image: cubin(image) for image in used}, addresses)
     ranges = _filled(addresses, graphs, states)
     tell("replaying")
-    mutated = _mutated(session)
-    exams = [_examine(session, key, [item for item in captured if item.key == key], mutated) for key in request.keys]
-    mutated = tuple(dict.fromkeys((*mutated, *_mutated(session))))
+    mutated = _mutated(loaded)
+    exams = [_examine(loaded, key, [item for item in captured if item.key == key], mutated) for key in request.keys]
+    mutated = tuple(dict.fromkeys((*mutated, *_mutated(loaded))))
     return Take(
         ranges=ranges,
         graphs=tuple(graphs),
@@ -89,13 +90,13 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
     )
 
 
-def _memory(session: Session, captured: Sequence[Captured]) -> tuple[list[Range], list[tuple[int, int]]]:
+def _memory(loaded: LoadedProgram, captured: Sequence[Captured]) -> tuple[list[Range], list[tuple[int, int]]]:
     """The known ranges, weights and inputs first, and all segments that torch holds, as (start, bytes)."""
     keys = {tuple(item.graph.pool()): item.key for item in captured}
     ranges = [
-        Range(kind="weights", start=session.weights.data_ptr(), size=session.weights.numel()),
-        Range(kind="inputs", start=session.inputs.data_ptr(), size=session.inputs.numel()),
-        Range(kind="state", start=session.state.data_ptr(), size=session.state.numel()),
+        Range(kind="weights", start=loaded.weights.data_ptr(), size=loaded.weights.numel()),
+        Range(kind="inputs", start=loaded.inputs.data_ptr(), size=loaded.inputs.numel()),
+        Range(kind="state", start=loaded.state.data_ptr(), size=loaded.state.numel()),
     ]
     ours = {piece.start for piece in ranges}
     segments = torch.cuda.memory_snapshot()
@@ -112,12 +113,12 @@ def _memory(session: Session, captured: Sequence[Captured]) -> tuple[list[Range]
     return ranges, [(segment["address"], segment["total_size"]) for segment in segments]
 
 
-def _value(spot: Spot, item: Captured, addresses: AddressMap) -> RawValue:
-    place = Word(at=0, targets=addresses.readings(spot.address, item.key) if 0 not in spot.shape else ())
+def _value(spot: TensorPlace, item: Captured, addresses: AddressMap) -> RawValue:
+    place = Word(at=0, readings=addresses.readings(spot.address, item.key) if 0 not in spot.shape else ())
     return RawValue(dtype=spot.dtype, shape=spot.shape, strides=spot.strides, place=place)
 
 
-def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[RawState]) -> tuple[Range, ...]:
+def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[RawModuleState]) -> tuple[Range, ...]:
     """The ranges, with contents and the addresses in them where a graph or a variable refers to one outside the
     program's memory."""
     words: list[Word] = [word for state in states for word in state.block.words]
@@ -130,68 +131,68 @@ def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[
                 words.append(node.target)
             elif isinstance(node, RawMemcpy):
                 words += (node.source, node.target)
-    used = {target.range for word in words for target in word.targets}
+    used = {target.range for word in words for target in word.readings}
     ranges = addresses.fill(used, read_device, LARGEST_TABLE)
     return tuple(replace(r, words=addresses.known_words(r.contents)) if r.contents else r for r in ranges)
 
 
-def _mutated(session: Session) -> tuple[str, ...]:
+def _mutated(loaded: LoadedProgram) -> tuple[str, ...]:
     """Names of the weights that no longer hold their original bytes; they are put back."""
     changed = []
-    for row in session.request.weights:
+    for row in loaded.request.weights:
         if row.tensor != row.name:
             continue
-        now = session.tensor_of(row)
-        original = session.originals[row.name].to(now.device)
+        now = loaded.tensor_of(row)
+        original = loaded.originals[row.name].to(now.device)
         if not torch.equal(raw(now), raw(original)):
             changed.append(row.name)
             now.copy_(original)
     return tuple(changed)
 
 
-def _restore(session: Session, names: Sequence[str]) -> None:
-    for row in session.request.weights:
+def _restore(loaded: LoadedProgram, names: Sequence[str]) -> None:
+    for row in loaded.request.weights:
         if row.name in names:
-            session.tensor_of(row).copy_(session.originals[row.name])
+            loaded.tensor_of(row).copy_(loaded.originals[row.name])
 
 
-def _examine(session: Session, key: IntKey, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
+def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
     """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.
 
     Raises randomness-refused when the replay advanced torch's generator, input-mutated when it changed a static input that the
     program is not known to write to.
     """
-    fresh = session.calls[key][1]
+    fresh = loaded.calls[key][1]
     values = [leaf for leaf in tree_leaves(fresh) if isinstance(leaf, torch.Tensor)]
-    chain = open_chain(session, key) if session.sides else None
-    examples = [leaf for leaf in tree_leaves(session.calls[key][0]) if isinstance(leaf, torch.Tensor)]
-    inputs = [static.copy_(value) for static, value in zip(place_inputs(examples, session.inputs), values, strict=True)]
-    _restore(session, mutated)
-    session.restore_state()
+    opened = open_regions(loaded, key) if loaded.sides else None
+    examples = [leaf for leaf in tree_leaves(loaded.calls[key][0]) if isinstance(leaf, torch.Tensor)]
+    inputs = [static.copy_(value) for static, value in zip(place_inputs(examples, loaded.inputs), values, strict=True)]
+    _restore(loaded, mutated)
+    loaded.restore_state()
     for item in items:
         item.graph.instantiate()
     torch.cuda.synchronize()
     before = torch.cuda.get_rng_state()
-    for call in range(session.request.exam_calls):
+    for call in range(loaded.request.exam_calls):
         for static, value in zip(inputs, values, strict=True) if call else ():
             static.copy_(value)
-        made = replay_chain(session, chain, items) if chain else _replay(items[0])
+        made = replay_regions(opened, items) if opened else _replay(items[0])
     if not torch.equal(before, torch.cuda.get_rng_state()):
         raise ModelError("randomness-refused", f"int_key {key}: replaying the graph draws random numbers")
     for i, (static, value) in enumerate(zip(inputs, values, strict=True)):
-        if i not in session.request.written and row_major(static) != row_major(value):
+        if i not in loaded.request.written and row_major(static) != row_major(value):
             raise ModelError("input-mutated", f"int_key {key}: the program changes tensor {i} of its inputs")
-    changed = [inputs[i] for i in session.request.written]
+    changed = [inputs[i] for i in loaded.request.written]
     outputs, written = tuple(row_major(t) for t in made), tuple(row_major(t) for t in changed)
-    rows = [row for row in session.request.weights if row.memory == "state"]
-    state = tuple([(row.name, contents(session.tensor_of(row), row.strides)) for row in rows])
-    kept = [t.clone() for t in (*made, *changed, *map(session.tensor_of, rows))]  # an output may be state itself
-    _restore(session, mutated)
-    session.restore_state()
-    eager = [t.clone() for t in (*_eager(session, fresh), *map(session.tensor_of, rows))]
+    rows = [row for row in loaded.request.weights if row.memory == "state"]
+    state = tuple([(row.name, contents(loaded.tensor_of(row), row.strides)) for row in rows])
+    kept = [t.clone() for t in (*made, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
+    _restore(loaded, mutated)
+    loaded.restore_state()
+    eager = [t.clone() for t in (*_eager(loaded, fresh), *map(loaded.tensor_of, rows))]
     error = max((largest_error(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)), default=0.0)
-    _restore(session, mutated)
-    session.restore_state()
+    _restore(loaded, mutated)
+    loaded.restore_state()
     return RawExam(key=key, outputs=outputs, error=error, written=written, state=state)
 
 
@@ -201,18 +202,18 @@ def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
     return item.kept
 
 
-def _eager(session: Session, call: Call) -> list[torch.Tensor]:
+def _eager(loaded: LoadedProgram, call: Call) -> list[torch.Tensor]:
     """The outputs of eager PyTorch, and then what the inputs that the program writes to hold: on the GPU, or on the CPU for a
     program of which a part can only be there."""
-    device, module = session.inputs.device, session.module
-    if session.sides:
-        device, module = torch.device("cpu"), session.sides[0].module(check_guards=False)
-    for _ in range(session.request.exam_calls):
+    device, module = loaded.inputs.device, loaded.module
+    if loaded.sides:
+        device, module = torch.device("cpu"), loaded.sides[0].module(check_guards=False)
+    for _ in range(loaded.request.exam_calls):
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, copy=True), call)
         with torch.no_grad():
             made = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return [*made, *[given[i] for i in session.request.written]]
+    return [*made, *[given[i] for i in loaded.request.written]]
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from ..errors import BuildError
-from .roles import is_free
+from .node_kinds import is_free
 
 LIGHT = 16384
 """Elements that an operation may read and write to be as quick on the host as a small kernel: at 4 bytes, about 7 us at the

@@ -16,7 +16,7 @@ WEIGHTS, INPUTS = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class Reading:
     """One reading of an address: `offset` bytes into range `range` of the process's table (offset = size: one past the end)."""
 
     range: int
@@ -28,7 +28,7 @@ class Word:
     """The 8 bytes at `at` of a block are a live address, with these readings; the first is the likeliest."""
 
     at: int
-    targets: tuple[Target, ...]
+    readings: tuple[Reading, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ class RawGraph:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RawState:
+class RawModuleState:
     """A variable of an image that no longer holds its initial bytes."""
 
     image: str
@@ -161,7 +161,7 @@ class Take:
 
     ranges: tuple[Range, ...]
     graphs: tuple[RawGraph, ...]
-    states: tuple[RawState, ...]
+    states: tuple[RawModuleState, ...]
     exams: tuple[RawExam, ...]
     images: dict[str, bytes] = field(repr=False)
     mutated: tuple[str, ...]
