@@ -23,7 +23,7 @@ def survey(name: str, level: str, folder: Path) -> str:
     marks: list[tuple[float, str]] = []
     start = time.perf_counter()
     try:
-        recorded, _plain = record_case(name, folder, level, tell=lambda text: marks.append((time.perf_counter() - start, text)))
+        recorded, plain = record_case(name, folder, level, tell=lambda text: marks.append((time.perf_counter() - start, text)))
     except BuildError as error:
         return f"REFUSED {type(error).__name__}: {error} ({marks[-1:]})"
     taken = time.perf_counter() - start
@@ -31,7 +31,7 @@ def survey(name: str, level: str, folder: Path) -> str:
     for key, (graph,) in recorded.graphs.items():
         recording = graph.recording
         kinds = dict(Counter(type(node).__name__ for node in recording.nodes))
-        census, trial = recorded.graphs[key][0].census, recorded.trials[key]
+        census, replayed = plain["census"][key], recorded.replays[key]
         attributes = Counter((n, v) for node in recording.nodes for n, v in getattr(node, "attributes", ()))
         functions = Counter(a for f in recording.functions for a in f.attributes)
         edges = {(e.from_port, e.to_port, e.type) for e in recording.edges}
@@ -40,7 +40,7 @@ def survey(name: str, level: str, folder: Path) -> str:
             f"  {key} {kinds} {'chain' if chain else 'BRANCHES'} edges {sorted(edges)} "
             f"words {census.words} reloc {census.relocations} const {census.constants} undef {census.undefined} "
             f"one-sided {census.one_sided} shifted {census.shifted} arena {graph.arena / 2**20:.1f}M "
-            f"error {trial.error:.1e}/{trial.tolerance:.0e} det {trial.deterministic} "
+            f"error {replayed.error:.1e}/{replayed.tolerance:.0e} det {replayed.deterministic} "
             f"attributes {dict(attributes)} {dict(functions)}"
         )
     images = sum(map(len, recorded.images.values()))

@@ -19,7 +19,7 @@ from cgcompile.export.weights import weight_tensors
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.block_reader import FORMATS
 from cgcompile.offline.assemble.rows import assemble
-from cgcompile.offline.build import folded_tables, weight_offsets
+from cgcompile.offline.build import folded_tables
 from cgcompile.offline.compile.kernels import Compiled
 from cgcompile.offline.interpret.interpret import Stage, Task, interpret
 from cgcompile.offline.lower.inductor import lower_key
@@ -113,11 +113,12 @@ def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: t
     traced = lower_key(program, (1,), [example], arch("sm_90"))
     compiled = [_laid_out(variant) for variant in traced.variants]
     tensors = weight_tensors(program)
-    placed, ends = lay_out(shapes_of(tensors))
-    folded, end = folded_tables({(1,): traced}, ends.weights)
-    graph = assemble(traced, compiled, plan(traced), weight_offsets(placed, folded), [0])
+    layout = lay_out(shapes_of(tensors))
+    folded, end = folded_tables({(1,): traced}, layout.weights_end)
+    offsets = {row.name: row.offset for row in layout.rows} | {name: table.offset for name, table in folded.items()}
+    graph = assemble(traced, compiled, plan(traced), offsets, [0])
     path = folder / "weights.safetensors"
-    rows = write_weights(path, tensors, placed, tuple(folded.values()))
+    rows = write_weights(path, tensors, layout.rows, tuple(folded.values()))
     return Task(
         key=(1,),
         stages=(Stage(given=((graph.inputs[0], row_major(fresh)),), recording=graph.recording, read=graph.outputs),),

@@ -20,7 +20,6 @@ from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
 
-from cgcompile.capture import errors  # noqa: E402
 from cgcompile.capture.take import Range, Take  # noqa: E402
 from cgcompile.capture.worker.address_map import AddressMap  # noqa: E402
 from cgcompile.targets.cuda.elf import Cubin, Symbol  # noqa: E402
@@ -36,8 +35,17 @@ def record() -> SimpleNamespace:
     if without:
         sys.modules["cuda"], sys.modules["cuda.bindings"] = ModuleType("cuda"), ModuleType("cuda.bindings")
         sys.modules["cuda.bindings"].driver = ModuleType("cuda.bindings.driver")  # type: ignore[attr-defined]
-    names = ("driver", "cupti", "walk", "state", "session", "processes", "capture")
-    found = SimpleNamespace(**{name: importlib.import_module(f"cgcompile.record.{name}") for name in names})
+    names = (
+        "worker.driver",
+        "worker.cupti",
+        "worker.graph_nodes",
+        "worker.module_state",
+        "worker.loaded_program",
+        "processes",
+        "recorder",
+    )
+    modules = {name.rpartition(".")[2]: importlib.import_module(f"cgcompile.capture.{name}") for name in names}
+    found = SimpleNamespace(**modules)
     if without:
         del sys.modules["cuda"], sys.modules["cuda.bindings"]
     return found
@@ -60,7 +68,7 @@ def drive(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[
     """Gives the recorder a driver with these calls."""
 
     def set_calls(**calls: Callable[..., tuple[Any, ...]]) -> SimpleNamespace:
-        for module in (record.driver, record.walk, record.cupti, record.state):
+        for module in (record.driver, record.graph_nodes, record.cupti, record.module_state):
             monkeypatch.setattr(module, "driver", Calls(**calls))
         return record
 
@@ -99,8 +107,6 @@ def test_a_recorder_dies(record: SimpleNamespace, tmp_path: Path) -> None:
     log.write_text("one\n\nSegmentation fault\n")
     with raises("recorder-failed", match=r"ended with status -11: Segmentation fault \(log: .*record0.log\)"):
         record.processes._result(SimpleNamespace(), -11, log)
-    with raises("recorder-failed", match="odd"):
-        errors.raise_named("NoSuchClass", "odd", "")
 
 
 # --- lowering and capture -----------------------------------------------------------------------------------------
@@ -129,12 +135,12 @@ def test_the_compiler_fails(record: SimpleNamespace, gpu: None) -> None:
     from torch._dynamo.exc import TorchDynamoException
 
     with raises("lowering-failed", match=r"int_key \(4,\), inductor: TorchDynamoException: no such thing"):
-        record.session.run_warm(fails(TorchDynamoException("no such thing\nand more")), "int_key (4,), inductor")
+        record.loaded_program.run_warm(fails(TorchDynamoException("no such thing\nand more")), "int_key (4,), inductor")
 
 
 def test_the_capture_breaks(record: SimpleNamespace, gpu: None) -> None:
     with raises("not-capturable", match=r"int_key \(4,\): RuntimeError: operation not permitted"):
-        record.session.capture_call(fails(RuntimeError("operation not permitted when stream is capturing")), "int_key (4,)")
+        record.loaded_program.capture_call(fails(RuntimeError("operation not permitted when stream is capturing")), "int_key (4,)")
 
 
 class Counter(torch.nn.Module):
@@ -156,7 +162,9 @@ def exported() -> Any:
 
 def test_state_that_shares_memory_is_not_torn_apart(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     with raises("shared-storage", match="whole"):
-        record.capture.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, state=("whole",))
+        record.recorder.record(
+            exported, {KEY: ((torch.ones(2),), {})}, exam={KEY: ((torch.ones(2),), {})}, folder=tmp_path, state=("whole",)
+        )
 
 
 def test_a_weight_that_a_replay_changes(
@@ -164,16 +172,18 @@ def test_a_weight_that_a_replay_changes(
 ) -> None:
     nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams", "versions", "notes")}
     take = Take(**nothing, images={}, mutated=("whole",), machine="", arch="", driver=0)
-    monkeypatch.setattr(record.capture, "run_all", lambda *_: [take, take])
+    monkeypatch.setattr(record.recorder, "run_all", lambda *_: [take, take])
     with raises("weight-mutated", match="a replay changes whole"):
-        record.capture.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, level="eager")
+        record.recorder.record(
+            exported, {KEY: ((torch.ones(2),), {})}, exam={KEY: ((torch.ones(2),), {})}, folder=tmp_path, level="eager"
+        )
 
 
 def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     calls = {KEY: ((torch.ones(2),), {})}
     for fresh, message in (({}, "no fresh inputs"), ({KEY: ((torch.ones(3),), {})}, "other shapes than the example's")):
         with raises("sizes-differ", match=message):
-            record.capture.record(exported, calls, folder=tmp_path, fresh=fresh)
+            record.recorder.record(exported, calls, folder=tmp_path, exam=fresh)
 
 
 # --- what a graph may hold ----------------------------------------------------------------------------------------
@@ -183,7 +193,7 @@ def test_a_node_of_another_kind(drive: Callable[..., SimpleNamespace]) -> None:
     kind = SimpleNamespace(name="CU_GRAPH_NODE_TYPE_HOST")
     record = drive(cuGraphGetNodes=lambda _, count: (0, [7], 1), cuGraphNodeGetType=lambda _: (0, kind))
     with raises("node-refused", match=r"int_key \(4,\), node 0 is a node of kind HOST: it calls a function of the recording"):
-        record.walk.walk(1, KEY, addresses(), {}, lambda _: frozenset())
+        record.graph_nodes.walk(1, KEY, addresses(), {}, lambda _: frozenset())
 
 
 def copy_params(**changes: Any) -> Callable[..., tuple[Any, ...]]:
@@ -198,19 +208,19 @@ def copy_params(**changes: Any) -> Callable[..., tuple[Any, ...]]:
 def test_copies_of_the_host(drive: Callable[..., SimpleNamespace]) -> None:
     record = drive(cuGraphMemcpyNodeGetParams=copy_params(srcMemoryType=SimpleNamespace(name="CU_MEMORYTYPE_HOST")))
     with raises("copy-refused", match="node 3 copies from host memory"):
-        record.walk._memcpy(0, "node 3", KEY, addresses())
+        record.graph_nodes._memcpy(0, "node 3", KEY, addresses())
     record = drive(cuGraphMemcpyNodeGetParams=copy_params(dstDevice=64 * MEGA))
     with raises("copy-refused", match="node 3 copies to 0x4000000, which is no live device memory"):
-        record.walk._memcpy(0, "node 3", KEY, addresses())
+        record.graph_nodes._memcpy(0, "node 3", KEY, addresses())
     drive(cuGraphMemcpyNodeGetParams=copy_params())
-    assert record.walk._memcpy(0, "node 3", KEY, addresses()).target.targets[0].offset == 64
+    assert record.graph_nodes._memcpy(0, "node 3", KEY, addresses()).target.readings[0].offset == 64
 
 
 def test_an_attribute_that_holds_an_address(drive: Callable[..., SimpleNamespace]) -> None:
     window = SimpleNamespace(accessPolicyWindow=SimpleNamespace(num_bytes=4096))
     record = drive(cuGraphKernelNodeGetAttribute=lambda _, number: (0, window) if number == 1 else (1, None))
     with raises("attribute-refused", match=r"node 3 \(add\) has launch attribute 1: an access policy window"):
-        record.walk._attributes(0, None, 0, "node 3 (add)")
+        record.graph_nodes._attributes(0, None, 0, "node 3 (add)")
 
 
 @pytest.mark.parametrize("extra", [0, 1])
@@ -220,7 +230,7 @@ def test_parameters_of_an_unknown_form(record: SimpleNamespace, extra: int) -> N
     words = (ctypes.c_size_t * 5)(3, 0, 4, 0, 0)
     params = SimpleNamespace(kernelParams=0, extra=ctypes.addressof(words) if extra else 0)
     with raises("parameters-unreadable", match="its `extra` list starts with" if extra else "neither kernelParams nor extra"):
-        record.walk._parameters(params, ((0, 8),), "node 3 (add)")
+        record.graph_nodes._parameters(params, ((0, 8),), "node 3 (add)")
 
 
 # --- images and their variables -----------------------------------------------------------------------------------
@@ -234,7 +244,7 @@ def test_a_kernel_whose_image_is_not_known(drive: Callable[..., SimpleNamespace]
         cuFuncGetModule=lambda _: (0, 9),
     )
     with raises("image-unseen", match=rf"node 3 \(add\): {seen} for its module \(0x9\)"):
-        record.walk._kernel(0, "node 3", KEY, addresses(), modules, lambda _: frozenset({"add"}), {}, 0)
+        record.graph_nodes._kernel(0, "node 3", KEY, addresses(), modules, lambda _: frozenset({"add"}), {}, 0)
 
 
 def test_an_image_loaded_by_an_unknown_call(record: SimpleNamespace) -> None:
@@ -249,7 +259,7 @@ def test_a_variable_without_a_handle(drive: Callable[..., SimpleNamespace]) -> N
     lost = Symbol(name="counter", section=".nv.global", value=0, local=True, initial=bytes(4))
     cubins = {"ab" * 32: Cubin(data=(lost,), functions=frozenset())}
     with raises("module-state-unreadable", match="1 variables that kernels can write have no handle: counter"):
-        record.state.changed_variables({"ab" * 32: 9}, cubins, addresses())
+        record.module_state.changed_variables({"ab" * 32: 9}, cubins, addresses())
 
 
 # --- building -----------------------------------------------------------------------------------------------------

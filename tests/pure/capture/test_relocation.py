@@ -28,6 +28,7 @@ from cgcompile.capture.take import (
 )
 from cgcompile.capture.worker.address_map import AddressMap
 from cgcompile.targets.memory_layout import PAD, Shape, dense_strides, lay_out
+from tests.helpers.census import count
 from tests.helpers.raising import raises
 
 KEY, OTHER = (4,), (1,)
@@ -72,7 +73,7 @@ class Process:
         )
 
     def word(self, address: int) -> Word:
-        return Word(at=0, targets=self.map.readings(address, KEY))
+        return Word(at=0, readings=self.map.readings(address, KEY))
 
     def value(self, address: int) -> RawValue:
         return RawValue(dtype="float32", shape=(4,), strides=(1,), place=self.word(address))
@@ -129,7 +130,7 @@ def test_the_census_counts_words() -> None:
     for base, garbage in ((A_BASE, 1), (B_BASE, 2)):
         p = Process(base)
         takes.append(p.take(p.kernel(pack("<QQQI", p.weights, 5, garbage, 9))))
-    census = assemble(*takes, MEGA).graphs[KEY][0].census
+    (census,) = count(*takes)
     assert (census.words, census.relocations, census.constants, census.undefined, census.shifted) == (4, 1, 2, 1, 1)
 
 
@@ -362,17 +363,17 @@ def test_every_byte_is_relocation_constant_or_undefined(words: list[tuple[str, i
 
 def test_weights_are_aligned_and_tied_ones_lie_once() -> None:
     one = Shape(dtype="float32", shape=(3, 5), strides=(5, 1), same_as="")
-    rows, ends = lay_out({"a": one, "b": replace(one, same_as="a"), "c": one})
-    assert [(r.tensor, r.offset) for r in rows] == [("a", 0), ("a", 0), ("c", 256)] and (ends.weights, ends.state) == (512, 0)
+    layout = lay_out({"a": one, "b": replace(one, same_as="a"), "c": one})
+    assert [(r.tensor, r.offset) for r in layout.rows] == [("a", 0), ("a", 0), ("c", 256)] and (layout.weights_end, layout.state_end) == (512, 0)
 
 
 def test_what_calls_change_lies_in_a_memory_of_its_own() -> None:
     one = Shape(dtype="float32", shape=(3, 5), strides=(5, 1), same_as="")
-    rows, ends = lay_out({"a": one, "cache": one, "b": one, "count": one}, state=("count", "cache"))
-    assert [(r.name, r.memory, r.offset) for r in rows] == [
+    layout = lay_out({"a": one, "cache": one, "b": one, "count": one}, state=("count", "cache"))
+    assert [(r.name, r.memory, r.offset) for r in layout.rows] == [
         ("a", "weights", 0), ("cache", "state", 0), ("b", "weights", 256), ("count", "state", 256)
     ]  # fmt: skip
-    assert (ends.weights, ends.state) == (512, 512)
+    assert (layout.weights_end, layout.state_end) == (512, 512)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from cgbundle.tables.recording import Address, Edge, KernelNode, MemcpyNode, Mem
 from cgcompile.errors import BuildError
 from cgcompile.offline.assemble.arena import Plan, plan
 from cgcompile.offline.assemble.parameter_block import scalar
-from cgcompile.offline.assemble.rows import Graph, assemble, assemble_regions
+from cgcompile.offline.assemble.rows import assemble, assemble_regions
 from cgcompile.offline.compile.kernels import Compiled
 from cgcompile.offline.compile.parameters import Entry, read_entry, read_parameters
 from cgcompile.offline.traced import (
@@ -43,6 +43,7 @@ from cgcompile.offline.traced import (
     Variant,
 )
 from cgcompile.targets.cuda.elf import EM_CUDA
+from cgcompile.targets.cuda.recorded import RecordedGraph
 from tests.helpers.raising import raises
 
 WEIGHTS_AT, INPUTS_AT, ARENA_AT = map(MEMORIES.index, ("weights", "inputs", "arena"))
@@ -118,11 +119,11 @@ def traced(*events: Event, variants: tuple[Variant, ...] = (variant(),), output:
     )
 
 
-def rows(program: Traced, *kernels: Compiled, weights: dict[str, int] | None = None) -> Graph:
+def rows(program: Traced, *kernels: Compiled, weights: dict[str, int] | None = None) -> RecordedGraph:
     return assemble(program, kernels or (compiled(),), plan(program), weights or {"layer.weight": 4096}, (0, 256))
 
 
-def verify(graph: Graph, kernels: Sequence[Compiled]) -> None:
+def verify(graph: RecordedGraph, kernels: Sequence[Compiled]) -> None:
     """What the builder and the loader check of a table, and that nothing is lost on the way to bytes."""
     data = tables.encode(graph.recording)
     tables.check(tables.Table(data, "t"), "t", SIZES | {"arena": graph.arena}, {kernel.sha256 for kernel in kernels})
@@ -163,7 +164,7 @@ def test_a_launch_becomes_a_node_with_every_pointer_relocated() -> None:
     verify(graph, [compiled()])
 
 
-def test_every_section_of_a_chain_is_a_recording_over_the_same_memory() -> None:
+def test_every_region_of_a_program_is_a_recording_over_the_same_memory() -> None:
     """What one region leaves for the next has one address in both; the host's read between them is no node."""
     program = traced(
         launch(place(INPUT_BUFFER), place(FIRST)),
@@ -172,13 +173,13 @@ def test_every_section_of_a_chain_is_a_recording_over_the_same_memory() -> None:
         launch(place(WEIGHT_BUFFER), place(SECOND)),
         output=place(SECOND),
     )
-    sections = (
+    regions = (
         RegionEvents(name="graph-1", start=0, stop=1, inputs=program.inputs[1:], outputs=(tensor(place(FIRST, 64), 128),)),
         RegionEvents(name="graph-2", start=2, stop=4, inputs=(tensor(place(FIRST, 64), 128),), outputs=program.outputs),
     )
     found = plan(program)
     first, second = assemble_regions(
-        TracedProgram(traced=program, sections=sections), [compiled()], found, {"layer.weight": 4096}, (0, 256)
+        TracedProgram(traced=program, regions=regions), [compiled()], found, {"layer.weight": 4096}, (0, 256)
     )
     assert [len(graph.recording.nodes) for graph in (first, second)] == [1, 2]
     assert [len(graph.recording.edges) for graph in (first, second)] == [0, 1]
