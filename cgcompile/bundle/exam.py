@@ -38,7 +38,7 @@ class KeyExam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedBytes:
-    """A replay as bytes: of every input and output tensor of the call, row-major, in its order, and of the inputs that it writes to.
+    """A replay as bytes: tensors of the call, row-major, in its order; `written` holds the inputs that it writes to.
 
     `state`: what its state held after it, by the weights' names in the program, in memory order.
     """

@@ -21,8 +21,7 @@ Pairing = dict[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedRanges:
-    """The `ranges` of two takes, as positions: their `pairing`, and which of either are pinned host memory (`hosts`) and segments of a
-    graph's private pool (`pools`)."""
+    """The `ranges` of two takes and their `pairing`.  `hosts`, `pools`: positions of pinned host memory, and of private pools."""
 
     pairing: Pairing
     ranges: tuple[tuple[Range, ...], tuple[Range, ...]]

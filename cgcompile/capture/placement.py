@@ -1,4 +1,4 @@
-"""Where the ranges of a take lie in the memories of a bundle: tables in `weights`, pool segments and scratch in the arena.  Pure."""
+"""Where the ranges of a take lie in a bundle: tables in memory `weights`, pool segments and scratch in the arena.  Pure."""
 
 from __future__ import annotations
 

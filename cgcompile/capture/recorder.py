@@ -98,15 +98,14 @@ def record(
 ) -> Recorded:
     """Record a program at every key of `calls` (example tensors on any device; other leaves are constants of the call).
 
-    `exam`: other inputs of the same shapes, which are replayed.  `code`: as in `Request`.  `placements` (see `partition`) are nodes
-    that are on the host, `uploads` what the host makes by key, and `host_only` weights that no graph reads, which get no place on the
-    GPU; host regions are not part of what is recorded.  `written`: positions of the inputs, among the call's tensors, that the
-    program writes to; `state`: buffers that it does, by name.  `exam_calls`: how often the exam replays a key, from the first state
-    on.  `folder` takes working files and the processes' logs, `cache` the compile cache (default: inside `folder`, so that nothing
-    leaks between builds).  `workers` processes lower at a time (default: half the processors; 1 for max-autotune, whose benchmarks
-    would disturb each other).  With `parallel` the two recorders share the GPU, else they run one after the other.
+    `exam`: other inputs of the same shapes, which are replayed `exam_calls` times from the first state on.  `code`: as in `Request`.
+    `placements` are nodes on the host (see `partition`), `uploads` what the host makes by key, and `host_only` weights that no graph
+    reads.  Host regions are not recorded.  `written`: positions of the inputs, among the call's tensors, that the program writes to;
+    `state`: buffers that it does, by name.  `folder` takes working files and the processes' logs, `cache` the compile cache (default:
+    inside `folder`, so that nothing leaks between builds).  `workers` processes lower at a time (default: half the processors; 1 for
+    max-autotune, whose benchmarks would disturb each other).  Without `parallel` the two recorders run one after the other.
 
-    Raises sizes-differ, shared-storage, weight-mutated, recorder-failed, what `assemble` raises and what a recorder process refuses.
+    Raises sizes-differ, shared-storage, weight-mutated, recorder-failed, and what `assemble` and a recorder process raise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _check_calls(calls, exam)

@@ -26,8 +26,8 @@ from .take import Block, RawEmpty, RawGraph, RawKernel, RawMemcpy, RawMemset, Ra
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classified:
-    """A block without its addresses: `data` has zeros where `relocations` (offset, where its 8 bytes point) and `undefined` (offset,
-    size) lie."""
+    """A block without its addresses: `data` has zeros at `relocations`, (offset, where 8 bytes point), and at `undefined`, (offset,
+    size)."""
 
     data: bytes
     relocations: tuple[tuple[int, Reading], ...]

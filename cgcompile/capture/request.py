@@ -1,4 +1,4 @@
-"""What a recorder process is asked to do: a pickle between two processes of one build, of plain values only, no part of a bundle."""
+"""What a recorder process is asked to do: plain values, pickled between two processes of one build, never part of a bundle."""
 
 from __future__ import annotations
 

@@ -7,6 +7,6 @@ from torch.export import ExportedProgram
 
 
 def weight_tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and constants (non-persistent buffers, literals in forward()) by their names in the program, in its order."""
+    """By their names in the program.  Constants are non-persistent buffers and literals in forward()."""
     named = {**program.state_dict, **program.constants}
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}

@@ -139,7 +139,7 @@ class Traced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionEvents:
-    """A graph region of a traced program: its events are `Traced.events[start:stop]`, `inputs` and `outputs` what it takes and makes."""
+    """A graph region of a traced program: `Traced.events[start:stop]`; `inputs` and `outputs` are the tensors that cross."""
 
     name: str
     start: int

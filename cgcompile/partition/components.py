@@ -9,7 +9,7 @@ def components(count: int, edges: Iterable[tuple[int, int]], together: Iterable[
     """`count` operations as components, each in the original order, the components in an order that `edges` (earlier, later) allow.
 
     The members of each of `together` are in one component, and so is what depends on one member and another depends on: a region
-    cannot be left and entered again.  These are the strongly connected components once each of `together` is a circle (Tarjan 1972).
+    cannot be left and entered again.  With each of `together` as a circle these are the strongly connected ones (Tarjan 1972).
     """
     after: list[set[int]] = [set() for _ in range(count)]
     for earlier, later in edges:

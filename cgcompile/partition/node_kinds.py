@@ -28,9 +28,8 @@ aten = torch.ops.aten
 class NodeKind(Enum):
     """INPUT: a tensor of the call.  WEIGHT: a parameter, buffer or constant.  SUBMODULE: a module of a higher-order operator.
 
-    NUMBER: a Python value that the sizes of the call decide.  DATA_DEPENDENT: its value (a number of the host) or its size depends on
-    data.  ASSERTION: about data-dependent values.  KNOWN_ASSERTION: about what is known when the bundle is built.
-    OPERATION: any other.  OUTPUT: the output node.
+    NUMBER: a Python value that the sizes of the call decide.  DATA_DEPENDENT: a number whose value, or a tensor whose size, depends
+    on data.  ASSERTION: about such values.  KNOWN_ASSERTION: about what is known when the bundle is built.  OPERATION: any other.
     """
 
     INPUT = "input"
@@ -89,7 +88,8 @@ def node_kinds(program: ExportedProgram) -> NodeKinds:
         if made[node] in (NodeKind.DATA_DEPENDENT, NodeKind.NUMBER):
             raise ModelError(
                 "data-dependent-output",
-                f"{_place(node) or 'model'}: the output {node.name!r} of the program is a number or has a size that depends on data",
+                f"{_place(node) or 'model'}: the output {node.name!r} of the program is a number "
+                "or has a size that depends on data",
             )
     return made
 

@@ -28,7 +28,7 @@ DIRECT = ("cond", "wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequence[torch.Tensor]) -> tuple[GraphModule, ...]:
-    """One module per region of `partition`, for the int_key whose inputs have the sizes of `tensors` (only shapes and dtypes are read).
+    """One module per region of `partition`, for the int_key whose inputs have the sizes of `tensors` (their values are not read).
 
     `module(*inputs) -> tuple of outputs`, tensors in the order of the region's `inputs` and `outputs`.  Weights are attributes
     under their names in the program, the program's own tensors.  A placeholder's `meta["val"]` is a fake tensor of its shape,

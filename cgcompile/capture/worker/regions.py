@@ -128,7 +128,7 @@ def _here(spot: TensorPlace) -> torch.Tensor:
 def _run_all(
     opened: OpenedRegions, run_graph: RunGraph, values: Values | None = None, forget: Callable[[int], None] = lambda done: None
 ) -> Values:
-    """Run all regions in order, graphs by `run_graph`.  `forget` is told each region's position when it is done.  Returns the values."""
+    """Run all regions in order, graphs by `run_graph`; `forget` is told the position of each that is done.  Returns the values."""
     values = {} if values is None else values
     values.update(zip(opened.partition.inputs, opened.static, strict=True))
     for place, region in enumerate(opened.regions):

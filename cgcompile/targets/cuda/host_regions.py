@@ -167,14 +167,12 @@ def _compile(
     scratch: Path,
     stage: Path,
 ) -> tuple[Region, tuple[str, ...]]:
+    where = f"{region.planned.name} ({region.planned.reason})"
     try:
         with torch.no_grad():
             program = torch.export.export(region.module, tuple(given), strict=False)
     except Exception as error:
-        raise BuildError(
-            "compiler-failed",
-            f"{region.planned.name} ({region.planned.reason}): torch.export cannot take it alone: {first_line(error)}",
-        ) from error
+        raise BuildError("compiler-failed", f"{where}: torch.export cannot take it alone: {first_line(error)}") from error
     program = inlined(program)
     work = scratch / own
     work.mkdir()
@@ -189,7 +187,7 @@ def _compile(
         called = ", ".join(sorted({str(node.target) for node in program.graph.nodes if node.op == "call_function"}))
         raise ModelError(
             "operator-without-code",
-            f"{region.planned.name} ({region.planned.reason}): its compiled code cannot run without Python; it calls {called}: {error}",
+            f"{where}: its compiled code cannot run without Python; it calls {called}: {error}",
         ) from error
     finally:
         bound.region.close()

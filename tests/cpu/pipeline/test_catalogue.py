@@ -26,6 +26,7 @@ from cgcompile.targets.cuda.elf import Cubin, Symbol  # noqa: E402
 
 MEGA = 1 << 20
 KEY = (4,)
+CALLS = {KEY: ((torch.ones(2),), {})}
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +163,7 @@ def exported() -> Any:
 
 def test_state_that_shares_memory_is_not_torn_apart(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     with raises("shared-storage", match="whole"):
-        record.recorder.record(
-            exported, {KEY: ((torch.ones(2),), {})}, exam={KEY: ((torch.ones(2),), {})}, folder=tmp_path, state=("whole",)
-        )
+        record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, state=("whole",))
 
 
 def test_a_weight_that_a_replay_changes(
@@ -174,9 +173,7 @@ def test_a_weight_that_a_replay_changes(
     take = Take(**nothing, images={}, mutated=("whole",), machine="", arch="", driver=0)
     monkeypatch.setattr(record.recorder, "run_all", lambda *_: [take, take])
     with raises("weight-mutated", match="a replay changes whole"):
-        record.recorder.record(
-            exported, {KEY: ((torch.ones(2),), {})}, exam={KEY: ((torch.ones(2),), {})}, folder=tmp_path, level="eager"
-        )
+        record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, level="eager")
 
 
 def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:

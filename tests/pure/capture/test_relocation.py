@@ -364,7 +364,10 @@ def test_every_byte_is_relocation_constant_or_undefined(words: list[tuple[str, i
 def test_weights_are_aligned_and_tied_ones_lie_once() -> None:
     one = Shape(dtype="float32", shape=(3, 5), strides=(5, 1), same_as="")
     layout = lay_out({"a": one, "b": replace(one, same_as="a"), "c": one})
-    assert [(r.tensor, r.offset) for r in layout.rows] == [("a", 0), ("a", 0), ("c", 256)] and (layout.weights_end, layout.state_end) == (512, 0)
+    assert [(r.tensor, r.offset) for r in layout.rows] == [("a", 0), ("a", 0), ("c", 256)] and (
+        layout.weights_end,
+        layout.state_end,
+    ) == (512, 0)
 
 
 def test_what_calls_change_lies_in_a_memory_of_its_own() -> None:
