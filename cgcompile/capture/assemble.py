@@ -32,6 +32,9 @@ from .placement import Placement, place, place_tables
 from .relocation import Classified, classify, classify_graph, compare, node_name, place_of
 from .take import INPUTS, WEIGHTS, RawGraph, RawKernel, RawMemcpy, RawMemset, RawValue, Reading, Take
 
+COPY_SHAPE = ("width", "height", "depth", "source_pitch", "source_height", "target_pitch", "target_height")
+"""The fields of MemcpyNode that RawMemcpy.shape holds, in its order."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
@@ -114,7 +117,7 @@ def _rows(graph: RawGraph, classified: _ClassifiedGraph, placement: Placement) -
             nodes.append(MemsetNode(target=target, value=value, element=element, width=width, height=height, pitch=pitch))
         elif isinstance(node, RawMemcpy):
             source, target = (placement.address(t) for t in classified.places[i])
-            nodes.append(_copy(node, source, target))
+            nodes.append(MemcpyNode(source=source, target=target, **dict(zip(COPY_SHAPE, node.shape, strict=True))))
         else:
             nodes.append(EmptyNode())
     edges = tuple(Edge(source=s, target=t, from_port=p, to_port=q, type=k) for s, t, p, q, k in graph.edges)
@@ -134,21 +137,6 @@ def _kernel(node: RawKernel, function: int, block: Classified, placement: Placem
         relocations=tuple(Relocation(at=at, target=placement.address(target)) for at, target in block.relocations),
         undefined=block.undefined,
         attributes=node.attributes,
-    )
-
-
-def _copy(node: RawMemcpy, source: Address, target: Address) -> MemcpyNode:
-    width, height, depth, source_pitch, source_height, target_pitch, target_height = node.shape
-    return MemcpyNode(
-        source=source,
-        target=target,
-        width=width,
-        height=height,
-        depth=depth,
-        source_pitch=source_pitch,
-        source_height=source_height,
-        target_pitch=target_pitch,
-        target_height=target_height,
     )
 
 

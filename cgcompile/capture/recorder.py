@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from cgbundle.format.extents import ELSEWHERE
 from cgbundle.format.schema import IntKey, Weight
@@ -26,7 +26,7 @@ from ..errors import BuildError, ModelError
 from ..export.weights import weight_tensors
 from ..targets.cuda.lowering import cache_environment
 from ..targets.cuda.recorded import RecordedGraph
-from ..targets.cuda.tensors import settings, static_bytes, tolerance_of
+from ..targets.cuda.tensors import settings, static_bytes, tensors_of, tolerance_of
 from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay_out
 from ..targets.weights import row_major, shapes_of
 from .assemble import Assembled, assemble
@@ -98,12 +98,13 @@ def record(
 ) -> Recorded:
     """Record a program at every key of `calls` (example tensors on any device; other leaves are constants of the call).
 
-    `exam`: other inputs of the same shapes, which are replayed `exam_calls` times from the first state on.  `code`: as in `Request`.
-    `placements` are nodes on the host (see `partition`), `uploads` what the host makes by key, and `host_only` weights that no graph
-    reads.  Host regions are not recorded.  `written`: positions of the inputs, among the call's tensors, that the program writes to;
-    `state`: buffers that it does, by name.  `folder` takes working files and the processes' logs, `cache` the compile cache (default:
-    inside `folder`, so that nothing leaks between builds).  `workers` processes lower at a time (default: half the processors; 1 for
-    max-autotune, whose benchmarks would disturb each other).  Without `parallel` the two recorders run one after the other.
+    `exam`: other inputs of the same shapes, which are replayed `exam_calls` times from the first state on.  `code`: as in
+    `Request`.  `placements` are nodes on the host (see `partition`), `uploads` what the host makes by key, and `host_only`
+    weights that no graph reads.  Host regions are not recorded.  `written`: positions of the inputs, among the call's tensors,
+    that the program writes to; `state`: buffers that it does, by name.  `folder` takes working files and the processes' logs,
+    `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).  `workers` processes lower at a
+    time (default: half the processors; 1 for max-autotune, whose benchmarks would disturb each other).  Without `parallel` the
+    two recorders run one after the other.
 
     Raises sizes-differ, shared-storage, weight-mutated, recorder-failed, and what `assemble` and a recorder process raise.
     """
@@ -115,7 +116,7 @@ def record(
     torch.export.save(program, folder / "program.pt2")
     both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], exam[key])) for key in calls}
     torch.save(both, folder / "calls.pt")
-    static = {key: static_bytes(_tensors(calls[key]), uploads.get(key, ())) for key in calls}
+    static = {key: static_bytes(tensors_of(calls[key]), uploads.get(key, ())) for key in calls}
     keys = tuple(sorted(calls, key=lambda key: (static[key], key), reverse=True))
 
     def request(role: str, number: int, some: tuple[IntKey, ...]) -> Request:
@@ -149,7 +150,7 @@ def record(
     tell("comparing the recordings")
     if a.mutated:
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
-    inputs = {key: tuple(row_major(t) for t in _tensors(call)) for key, call in exam.items()}
+    inputs = {key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()}
     return _recorded(a, b, assemble(a, b, layout.weights_end), layout, static, inputs, tolerance_of(program))
 
 
@@ -186,10 +187,6 @@ def _recorded(
         versions=a.versions,
         notes=a.notes,
     )
-
-
-def _tensors(call: Call) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
 
 
 def _check_calls(calls: Mapping[IntKey, Call], exam: Mapping[IntKey, Call]) -> None:

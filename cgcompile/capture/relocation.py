@@ -36,30 +36,29 @@ class Classified:
 
 def compare(a: Take, b: Take) -> None:
     """Check that two takes hold the same graphs but for addresses and bytes.  Raises recordings-differ."""
+    for difference in _differences(a, b):
+        raise BuildError("recordings-differ", difference)
+
+
+def _differences(a: Take, b: Take) -> Iterator[str]:
     if [(g.key, g.region) for g in a.graphs] != [(g.key, g.region) for g in b.graphs]:
-        raise BuildError(
-            "recordings-differ", f"the recordings hold the keys {[g.key for g in a.graphs]} and {[g.key for g in b.graphs]}"
-        )
+        yield f"the recordings hold the keys {[g.key for g in a.graphs]} and {[g.key for g in b.graphs]}"
     for x, y in zip(a.graphs, b.graphs, strict=True):
         if len(x.nodes) != len(y.nodes):
-            raise BuildError(
-                "recordings-differ", f"int_key {x.key}: {len(x.nodes)} nodes in one recording, {len(y.nodes)} in the other"
-            )
+            yield f"int_key {x.key}: {len(x.nodes)} nodes in one recording, {len(y.nodes)} in the other"
         for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
             for what, mine, theirs in _traits(m, n):
                 if mine != theirs:
-                    raise BuildError(
-                        "recordings-differ", f"{node_name(x, i)}: {what} is {mine} in one recording and {theirs} in the other"
-                    )
+                    yield f"{node_name(x, i)}: {what} is {mine} in one recording and {theirs} in the other"
         if x.edges != y.edges:
-            raise BuildError("recordings-differ", f"int_key {x.key}: the edges differ, first {_first_difference(x.edges, y.edges)}")
-        for side, mine, theirs in (("input", x.inputs, y.inputs), ("output", x.outputs, y.outputs)):
-            shapes = [[(v.dtype, v.shape, v.strides) for v in values] for values in (mine, theirs)]
+            yield f"int_key {x.key}: the edges differ, first {_first_difference(x.edges, y.edges)}"
+        for side, given, others in (("input", x.inputs, y.inputs), ("output", x.outputs, y.outputs)):
+            shapes = [[(v.dtype, v.shape, v.strides) for v in values] for values in (given, others)]
             if shapes[0] != shapes[1]:
-                raise BuildError("recordings-differ", f"int_key {x.key}: the {side}s differ, first {_first_difference(*shapes)}")
+                yield f"int_key {x.key}: the {side}s differ, first {_first_difference(*shapes)}"
     states = [[(s.image[:12], s.symbol, len(s.block.data)) for s in take.states] for take in (a, b)]
     if states[0] != states[1]:
-        raise BuildError("recordings-differ", f"other module variables had changed, first {_first_difference(*states)}")
+        yield f"other module variables had changed, first {_first_difference(*states)}"
 
 
 def classify(mine: Block, theirs: Block, paired: PairedRanges, spot: Callable[[int], str]) -> Classified:

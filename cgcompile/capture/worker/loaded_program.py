@@ -7,13 +7,13 @@ stream; without clearing them, a later key's graph would use a workspace in an e
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export.passes import move_to_device_pass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cgbundle.format.schema import IntKey, Weight
 
@@ -21,7 +21,7 @@ from ...errors import ModelError
 from ...export.weights import weight_tensors
 from ...model.load import load_code
 from ...targets.cuda.lowering import lower, lowering_errors, repair
-from ...targets.cuda.tensors import TensorPlace, apply_settings, place_inputs, place_weights, tensor_at, tensor_place
+from ...targets.cuda.tensors import TensorPlace, apply_settings, place_inputs, place_weights, tensor_at, tensor_place, tensors_of
 from ...targets.memory_layout import PAD
 from ..request import Request
 from .driver import check, driver
@@ -54,10 +54,10 @@ class LoadedProgram:
         buffer = self.state if row.memory == "state" else self.weights
         return tensor_at(buffer, row.offset, row.dtype, row.shape, row.strides)
 
-    def restore_state(self) -> None:
-        """Puts back what the buffers that the program writes to held at first."""
+    def restore(self, names: Collection[str] = ()) -> None:
+        """Puts back what these weights, and all buffers that the program writes to, held at first."""
         for row in self.request.weights:
-            if row.memory == "state":
+            if row.memory == "state" or row.name in names:
                 self.tensor_of(row).copy_(self.originals[row.name])
 
 
@@ -124,7 +124,7 @@ def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[]
     def restore() -> None:
         for i in loaded.request.written:
             static[i].copy_(examples[i])
-        loaded.restore_state()
+        loaded.restore()
 
     run_warm(call, f"int_key {key}, {loaded.request.level}", restore)
     return call, tuple(static)
@@ -150,7 +150,7 @@ def capture(loaded: LoadedProgram, key: IntKey, tell: Tell) -> Captured:
     call, static = warm_up(loaded, key, tell)
     tell(f"capturing {key}")
     graph, result = capture_call(call, f"int_key {key}")
-    outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    outputs = tuple(tensors_of(result))
     return Captured(
         key=key,
         region=0,

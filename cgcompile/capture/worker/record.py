@@ -12,13 +12,13 @@ from functools import cache
 from importlib.metadata import version
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from cgbundle.format.schema import IntKey
 
 from ...errors import ModelError
 from ...targets.cuda.elf import Cubin, read_cubin
-from ...targets.cuda.tensors import TensorPlace, place_inputs
+from ...targets.cuda.tensors import TensorPlace, place_inputs, tensors_of
 from ...targets.weights import contents, row_major
 from ...util.raw_bytes import raw
 from ...util.tolerance import largest_error
@@ -150,12 +150,6 @@ def _mutated(loaded: LoadedProgram) -> tuple[str, ...]:
     return tuple(changed)
 
 
-def _restore(loaded: LoadedProgram, names: Sequence[str]) -> None:
-    for row in loaded.request.weights:
-        if row.name in names:
-            loaded.tensor_of(row).copy_(loaded.originals[row.name])
-
-
 def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
     """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.
 
@@ -163,12 +157,11 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured], muta
     program is not known to write to.
     """
     fresh = loaded.calls[key][1]
-    values = [leaf for leaf in tree_leaves(fresh) if isinstance(leaf, torch.Tensor)]
+    values = tensors_of(fresh)
     opened = open_regions(loaded, key) if loaded.sides else None
-    examples = [leaf for leaf in tree_leaves(loaded.calls[key][0]) if isinstance(leaf, torch.Tensor)]
+    examples = tensors_of(loaded.calls[key][0])
     inputs = [static.copy_(value) for static, value in zip(place_inputs(examples, loaded.inputs), values, strict=True)]
-    _restore(loaded, mutated)
-    loaded.restore_state()
+    loaded.restore(mutated)
     for item in items:
         item.graph.instantiate()
     torch.cuda.synchronize()
@@ -187,12 +180,10 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured], muta
     rows = [row for row in loaded.request.weights if row.memory == "state"]
     state = tuple([(row.name, contents(loaded.tensor_of(row), row.strides)) for row in rows])
     kept = [t.clone() for t in (*made, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
-    _restore(loaded, mutated)
-    loaded.restore_state()
+    loaded.restore(mutated)
     eager = [t.clone() for t in (*_eager(loaded, fresh), *map(loaded.tensor_of, rows))]
     error = max((largest_error(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)), default=0.0)
-    _restore(loaded, mutated)
-    loaded.restore_state()
+    loaded.restore(mutated)
     return RawExam(key=key, outputs=outputs, error=error, written=written, state=state)
 
 
@@ -211,8 +202,8 @@ def _eager(loaded: LoadedProgram, call: Call) -> list[torch.Tensor]:
     for _ in range(loaded.request.exam_calls):
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, copy=True), call)
         with torch.no_grad():
-            made = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            made = tensors_of(module(*args, **kwargs))
+    given = tensors_of((args, kwargs))
     return [*made, *[given[i] for i in loaded.request.written]]
 
 

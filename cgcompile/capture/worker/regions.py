@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import IntKey
 
 from ...partition.isolated import RegionModule, isolated_regions
 from ...partition.split import Partition, partition
 from ...targets.cuda.lowering import lower, repair
-from ...targets.cuda.tensors import TensorPlace, place_inputs, place_weights, tensor_at, tensor_place
+from ...targets.cuda.tensors import TensorPlace, place_inputs, place_weights, tensor_at, tensor_place, tensors_of
 from ...targets.memory_layout import dense_strides
 from .loaded_program import Captured, LoadedProgram, Tell, capture_call, run_warm
 
@@ -44,7 +43,7 @@ def open_regions(loaded: LoadedProgram, key: IntKey) -> OpenedRegions:
     assert loaded.sides is not None
     program, moved = loaded.sides
     planned = partition(program, dict(loaded.request.placements))
-    given = [leaf for leaf in tree_leaves(loaded.calls[key][0]) if isinstance(leaf, torch.Tensor)]
+    given = tensors_of(loaded.calls[key][0])
     static = tuple(place_inputs(given, loaded.inputs))
     on_cpu, on_gpu = isolated_regions(program, planned, given), isolated_regions(moved, planned, static)
     regions = tuple([cpu if cpu.planned.kind == "host" else gpu for cpu, gpu in zip(on_cpu, on_gpu, strict=True)])

@@ -93,6 +93,11 @@ def place_weights(
             setattr(owner, leaf, placed[row.tensor])
 
 
+def tensors_of(call: Any) -> list[torch.Tensor]:
+    """The tensors of a call's arguments, or of what it returns, in order."""
+    return [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+
+
 def input_offsets(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """Where each of the call's tensors begins in memory `inputs`, and where the last one's alignment ends: one behind the other."""
     offsets = [0]
@@ -118,8 +123,8 @@ def static_bytes(tensors: Iterable[torch.Tensor], uploads: Iterable[UploadedValu
 
 def dtype_bound(program: torch.export.ExportedProgram) -> float:
     """The bound for the error against exact eager PyTorch that the narrowest floating dtype in the program's graph sets."""
-    values = tree_leaves([node.meta.get("val") for node in program.graph.nodes])
-    return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
+    values = tensors_of([node.meta.get("val") for node in program.graph.nodes])
+    return max((tolerance(value.dtype) for value in values), default=0.0)
 
 
 def tolerance_of(program: torch.export.ExportedProgram) -> float:
