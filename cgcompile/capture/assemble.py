@@ -1,7 +1,7 @@
 """Two takes -> the rows of a bundle: pair, classify, place.  Pure.
 
-The order matters: ranges are paired over all keys first, then every graph is classified, then what outside the program's
-own memory is constant becomes tables behind the weights, and the rest of what each key refers to is laid into its arena.
+Ranges are paired over all keys first.  Then every graph is classified.  Then what is constant outside the program's own memory
+becomes tables behind the weights, and the rest of what a key refers to is laid into its arena.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ COPY_SHAPE = ("width", "height", "depth", "source_pitch", "source_height", "targ
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """All keys, in the takes' order, each with its graphs in the order in which they run, and what they share: the tables behind
-    the weights, the end of memory `weights`, module state."""
+    """`graphs` by key in the takes' order, each key's in the order in which they run; `tables` lie behind the weights."""
 
     graphs: dict[IntKey, tuple[RecordedGraph, ...]]
     tables: tuple[Table, ...]

@@ -128,7 +128,9 @@ def _proof(recorded: Recorded, key: IntKey) -> Proof:
 
 
 def _lowest_driver(recorded: Recorded) -> int:
-    """The CUDA version that the kernels were compiled with, as drivers count (13000 = 13.0), and at most the recording
-    machine's: a cubin runs on every driver of its major version (CUDA's minor version compatibility)."""
+    """The major CUDA version that the kernels were compiled with (13000 = 13.0), at most the recording machine's driver.
+
+    A cubin runs on every driver of its major version (CUDA's minor version compatibility).
+    """
     toolkit = torch.version.cuda or "0"
     return min(int(toolkit.partition(".")[0]) * 1000, recorded.driver)

@@ -1,10 +1,9 @@
 """Which range of one process is which range of the other.  Pure.
 
-The weights and inputs buffers are known.  Segments and allocations are not: two processes get them in any order.  They
-are paired by the words that point at them: a word of the same node that reads (range, offset) in one process and
-(range', offset) in the other, both ranges alike in kind, size and key, is a vote for the pair.  Garbage may vote too,
-but every real pointer votes for the true pair, and a pair once taken is final for both sides; a pointer left without its
-pair is refused later, never guessed.
+The weights and inputs buffers are known.  Segments and allocations are not: two processes get them in any order.  They are paired
+by the words that point at them.  A word of the same node that reads (range, offset) in one process and (range', offset) in the
+other votes for the pair, if the ranges are alike in kind, size and key.  Garbage may vote too, but every real pointer votes for
+the true pair.  A pair once taken is final for both sides; a pointer left without its pair is refused later, never guessed.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ def pair_takes(a: Take, b: Take) -> PairedRanges:
 def meaning(mine: Word, theirs: Word, paired: PairedRanges) -> Reading | None:
     """The place that a word means, which is an address in both processes; None when they do not agree on one.
 
-    Both may also mean different places of the graph's own pool: among free blocks of one size torch's allocator takes that with the
-    lowest address, so two processes may choose differently.  Then the first process's own choice counts, which is consistent
-    with all its other words; the replay over poisoned memory shows that it is.  An address that ends one segment and begins the
-    next is the beginning, unless the other process can only read it as an end.
+    Both may also mean different places of the graph's own pool: of free blocks of one size torch's allocator takes the lowest.
+    Then the first process's choice counts, which agrees with all its other words; the replay over poisoned memory shows that it
+    does.  An address that ends one segment and begins the next is the beginning, unless the other process can only read it as an
+    end.
     """
     agreed = agree(mine, theirs, paired.pairing)
     if agreed is not None:

@@ -1,8 +1,8 @@
 """The capture recorder: an exported program and one call per int_key -> everything a bundle needs, by way of a GPU.
 
-`record` asks short-lived processes of its own, so that CUPTI can listen before CUDA starts and the caller's process stays clean:
-some that fill the compile cache in parallel, then two that capture every key and say what they saw.  Comparing the two
-names every address (assemble.py); replaying the same fresh inputs in both shows whether the program is deterministic.
+`record` starts processes of its own, so that CUPTI can listen before CUDA starts: some fill the compile cache in parallel, then two
+capture every key and say what they saw.  Comparing the two names every address (assemble.py); replaying the same inputs in both
+shows whether the program is deterministic.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ Sources = tuple[tuple[tuple[str, str], Variant], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """The stages of a program, and what eager PyTorch says of all that is read, in order: `crossing` goes to the host, and in the
-    end come the `outputs` of the call."""
+    """The stages of a program, and what eager PyTorch says of all that is read, in order: first what goes to the host, then the
+    call's outputs."""
 
     key: IntKey
     stages: tuple[Stage, ...]
@@ -123,8 +123,8 @@ def _error(expected: torch.Tensor, got: bytes) -> float:
 
 
 def _difference(expected: torch.Tensor, got: bytes) -> float:
-    """Of numbers as of an output; of integers and booleans the share that differs: rounding may turn a comparison over that is the
-    host's to use, and what follows is computed with eager PyTorch's."""
+    """Of numbers as of an output; of integers and booleans the share that differs.  Rounding may turn a comparison over, and what
+    follows is computed with eager PyTorch's."""
     if expected.is_floating_point() or expected.is_complex() or not expected.numel():
         return _error(expected, got)
     return float((expected != _tensor(expected, got)).double().mean())

@@ -34,8 +34,7 @@ from .node_kinds import (
 from .symbolic_sizes import weigh
 
 SMALL = 5
-"""Kernels below which a graph between two host regions is not worth its launch, two copies and synchronization: about 20 us,
-against 2 to 5 us for each small kernel."""
+"""Kernels below which a graph between two host regions is not worth its launch, two copies and synchronization (see `cut`)."""
 
 TIED = "tied to an operation on the host"
 DATA = "needs a value that depends on data"
@@ -81,8 +80,8 @@ class Partition:
 def partition(program: ExportedProgram, placements: Mapping[str, str], small: int = SMALL) -> Partition:
     """The regions of `program`; `placements` are the nodes that must be on the host, with the reasons.
 
-    On the host are also: what reads a number of the host or a tensor whose size depends on data, control flow, copies to the host,
-    and whatever writes tie to one of these.  A name inside a module of a higher-order operator places the operator.
+    On the host are also: what reads a data-dependent value, control flow, copies to the host, and whatever writes tie to one of
+    these.  A name inside a module of a higher-order operator places the operator.
 
     Raises node-unknown, program-unsupported, data-dependent-output.
     """

@@ -1,7 +1,7 @@
 """Writes to memory: which operations they tie together, and the order that they demand.
 
 An exported program is not functional: `z[:, 1] = y` stands in it as a view of z and a copy into the view.  A value that crosses
-between regions is copied, so a view and what it looks at may be parted only where nothing is written through either any more.
+between regions is copied, so a view and its base may be parted only where nothing is written through either any more.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints
     """The constraints of all writes in `module`'s graph.
 
     In memory that is written to, every access comes after the writes before it and before those after it.  A write after which
-    nobody uses an older name of the memory makes a new value: it may be in another region than the old one.  Otherwise the maker,
-    the views and the writes up to the last such write stay together; for inputs and weights every other access does, too, because
-    they have no maker that could pass the new value on.
+    nobody uses an older name of the memory makes a new value, which may be in another region.  Otherwise the maker, the views and
+    the writes up to the last such write stay together.  For inputs and weights, which have no maker, every other access does, too.
     """
     nodes = [node for node in module.graph.nodes if known[node] in (*_ACCESSING, *_GIVEN)]
     memory = _memories(nodes)
@@ -89,7 +88,7 @@ def _memories(nodes: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _shown(node: Node) -> list[Node]:
-    """The inputs that a node's result is or may be a look at, by the schema and its tags: dropout outside training gives its input
+    """The inputs that a node's result is or may be a view of, by the schema and its tags.  Dropout outside training gives its input
     itself, where export saw a copy."""
     if torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ()):
         return node.all_input_nodes[:1]

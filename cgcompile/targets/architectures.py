@@ -1,9 +1,8 @@
 """The GPUs that a bundle can be built for without one: what lowering has to know of each.
 
-Imports no torch.  Sources: limits per multiprocessor and block come from the CUDA C++ Programming Guide, "Compute Capabilities",
-table "Technical Specifications per Compute Capability"; multiprocessors, caches and memory of the named GPU from its datasheet or
-architecture whitepaper; `tensor_flops` from the same whitepapers: dense half precision operations, divided by multiprocessors and
-clock.
+Imports no torch.  Limits per multiprocessor and block come from the CUDA C++ Programming Guide, table "Technical Specifications
+per Compute Capability".  Multiprocessors, caches and memory of the named GPU come from its datasheet or architecture whitepaper,
+as does `tensor_flops`: dense half precision operations, divided by multiprocessors and clock.
 """
 
 from __future__ import annotations

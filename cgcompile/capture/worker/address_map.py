@@ -22,8 +22,8 @@ Probe = Callable[[int], Pointee | None]
 class AddressMap:
     """The known ranges of one process, and those found on the way.
 
-    `owned` are pieces of memory whose live parts are among the ranges (torch's segments): a number inside them that lies
-    in no range refers to something freed, which no kernel of a captured graph may use, so it is data.
+    `owned` are torch's segments, whose live parts are among the ranges.  A number inside them that lies in no range refers to
+    something freed, which no kernel of a captured graph may use: it is data.
     """
 
     def __init__(self, ranges: Iterable[Range], owned: Iterable[tuple[int, int]], probe: Probe) -> None:

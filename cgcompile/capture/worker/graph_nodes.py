@@ -47,7 +47,7 @@ ATTRIBUTES: dict[int, Callable[[Any], tuple[int, int, int]]] = {
 }
 """CUlaunchAttributeID -> reader of its values.  Programmatic dependent launch is in the edges once a launch was captured.
 
-What a driver reports for an attribute that nobody set is not documented (the cluster scheduling policy reads 1 on driver 580), so a
+What a driver reports for an attribute that nobody set is not documented: the cluster scheduling policy reads 1 on driver 580.  So a
 value is recorded when it differs from that of a node just added with the same function."""
 
 REFUSED_ATTRIBUTES: dict[int, tuple[str, Callable[[Any], int]]] = {
@@ -67,7 +67,7 @@ def walk(
 
     `modules` maps CUmodule handles to images (ImageLog.modules), `functions` an image to its kernels' names.  Returns
     the nodes, the edges as (source, target, from_port, to_port, type), and the module handle of every image used.
-    Raises the refusals of errors.py.
+    Raises node-refused, attribute-refused, copy-refused, image-unseen, parameters-unreadable.
     """
     handle = driver.CUgraph(graph)
     count = check(driver.cuGraphGetNodes(handle, 0))[1]

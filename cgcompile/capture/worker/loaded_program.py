@@ -162,8 +162,10 @@ def capture(loaded: LoadedProgram, key: IntKey, tell: Tell) -> Captured:
 
 
 def capture_call(call: Callable[[], Any], where: str, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A captured graph of a call that ran before, and what the call returned; `pool` is that of an earlier graph, whose memory this
-    one may use as far as nothing holds it.  Raises not-capturable."""
+    """A captured graph of a call that ran before, and what the call returned.  Raises not-capturable.
+
+    `pool`: of an earlier graph, whose memory this one may use as far as nothing holds it.
+    """
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

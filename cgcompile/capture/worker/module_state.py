@@ -1,8 +1,7 @@
 """Module state: variables of kernel images that no longer hold their initial bytes.
 
-A library may set a variable of its module from the host before its first launch (cuFFT's `lut_sp` is a pointer to a
-table that cuFFT allocated); a module loaded afresh would hold the initial bytes instead.  Every data symbol of every
-image used is read and compared.
+A library may set a variable of its module before its first launch: cuFFT's `lut_sp` points to a table that cuFFT allocated.  A
+module loaded afresh would hold the initial bytes instead.  Every data symbol of every image used is read and compared.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ def changed_variables(
 ) -> tuple[tuple[RawModuleState, ...], tuple[str, ...]]:
     """The changed variables of the images in `modules` (image -> CUmodule handle), sorted, and notes on what could not be read.
 
-    A symbol without a handle of its own is read at its distance from one of the same section, where that lies in the same
-    allocation: an address outside could be taken for host memory.  Raises
-    module-state-unreadable when a section that kernels can write has no handle at all.
+    A symbol without a handle is read at its distance from one of the same section, if that lies in the same allocation: an address
+    outside could be host memory.  Raises module-state-unreadable when a section that kernels can write has no handle at all.
     """
     found: list[RawModuleState] = []
     notes: list[str] = []

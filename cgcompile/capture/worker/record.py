@@ -1,7 +1,7 @@
 """Inside a recorder process: everything that one process has to say about its captured graphs, as plain data.
 
-The order is fixed by what replays change: first every graph is walked and every table and module variable read, as they
-are before any graph runs; then each graph is replayed on fresh inputs for the exam.
+Every graph, table and module variable is read before any graph runs: replays change them.  Then each graph is replayed for the
+exam.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def fill_compile_cache(request: Request, tell: Tell) -> None:
 
 
 def record(request: Request, log: ImageLog, tell: Tell) -> Take:
-    """Capture every key and say everything about it.  Raises the refusals of errors.py."""
+    """Capture every key and say everything about it.  Raises what `capture`, `walk`, `changed_variables` and `_examine` do."""
     loaded = load_program(request)
     captured_of = capture_regions if request.placements else lambda *given: (capture(*given),)
     captured = [item for key in request.keys for item in captured_of(loaded, key, tell)]
@@ -194,8 +194,8 @@ def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
 
 
 def _eager(loaded: LoadedProgram, call: Call) -> list[torch.Tensor]:
-    """The outputs of eager PyTorch, and then what the inputs that the program writes to hold: on the GPU, or on the CPU for a
-    program of which a part can only be there."""
+    """The outputs of eager PyTorch, then the inputs that the program writes to: on the GPU, or on the CPU where a part must be
+    there."""
     device, module = loaded.inputs.device, loaded.module
     if loaded.sides:
         device, module = torch.device("cpu"), loaded.sides[0].module(check_guards=False)

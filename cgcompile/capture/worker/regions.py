@@ -1,9 +1,8 @@
 """Inside a recorder process: a program of several regions, for one key.
 
-Graph regions are captured one after the other into one private pool, so that torch's allocator plans their shared arena: a value
-that a later region reads is held and keeps its memory, any other gives it back to the regions behind.  Between them host regions
-run in eager PyTorch on the CPU; in the bundle they are compiled.  Before a region is lowered its inputs hold what eager PyTorch
-computes, because kernels may use them as indices.
+Graph regions are captured one after the other into one private pool, so that torch's allocator plans their shared arena.  A value
+that a later region reads keeps its memory, any other gives it back.  Between them host regions run in eager PyTorch on the CPU; in
+the bundle they are compiled.  Inputs of a region hold what eager PyTorch computes, because kernels may use them as indices.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ RunGraph = Callable[[RegionModule, list[torch.Tensor]], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedRegions:
-    """The regions of a key: on the GPU those of kind graph, on the CPU those of kind host; the call's static inputs, and where what
-    the host makes is put, by name."""
+    """The regions of a key: graphs on the GPU, host regions on the CPU.  `static`: the call's inputs; `uploads`: where what the
+    host makes is put, by name."""
 
     partition: Partition
     regions: tuple[RegionModule, ...]

@@ -1,7 +1,7 @@
 """The traced regions of a program at one int_key -> one traced program over one set of buffers.  Pure.
 
-A value that a later region reads is the same buffer there, so that one plan places them all and knows how long each is needed; what
-the host reads between two regions is an event of its own.  What the host makes lies in memory `inputs`, behind the call's tensors.
+A value that a later region reads is the same buffer there: one plan places them all and knows how long each is needed.  What the
+host reads between two regions is an event of its own.  What it makes lies in memory `inputs`, behind the call's tensors.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def merge(key: IntKey, regions: Sequence[TracedRegion], given: Sequence[str], ou
 
 
 class _MergedProgram:
-    """The merged program as it grows.  `made`: the values that the regions so far made; `shared`: weights and inputs by kind and
-    name, which several regions may take; `on_host`: values that the host has a copy of."""
+    """The merged program as it grows.  `made`: the values of the regions so far; `on_host`: those that the host has a copy of.
+    `shared`: weights and inputs by kind and name, which several regions may take."""
 
     def __init__(self, key: IntKey, given: Mapping[str, int]) -> None:
         self.key = key

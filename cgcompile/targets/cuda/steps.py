@@ -54,8 +54,8 @@ class _Steps:
 def program_row(key: IntKey, partition: Partition, lowered: LoweredRegions, arena: int, static: int) -> tuple[Program, int]:
     """The program of one int_key, and the bytes that it needs of memory host.
 
-    A value is copied to the other side when a region there first reads it, and once; what the host made and the call returns is
-    copied in the end.
+    A value is copied to the other side once, when a region there first reads it.  What the host made and the call returns is copied
+    in the end.
     """
     rows = _Steps(values=[], steps=[], device={}, host={}, end=0)
     for name, value in zip(partition.inputs, lowered.inputs, strict=True):

@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import cgcompile.model.device_tracking  # noqa: F401  defines the marker operators
 from cgcompile.errors import BuildError
 from cgcompile.partition.crossing import crossings, effect_of
 from cgcompile.partition.markers import without_markers
