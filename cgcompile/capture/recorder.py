@@ -71,9 +71,6 @@ class Recorded:
     images: dict[str, bytes] = field(repr=False)
     arch: str
     driver: int
-    machine: str
-    versions: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
 
 
 def record(
@@ -183,9 +180,6 @@ def _recorded(
         images=a.images,
         arch=a.arch,
         driver=a.driver,
-        machine=a.machine,
-        versions=a.versions,
-        notes=a.notes,
     )
 
 

@@ -141,7 +141,7 @@ class RawModuleState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawExam:
-    """A replay on the exam's inputs: contents as in ReplayedBytes, and the worst `tolerance.largest_error` against eager PyTorch."""
+    """A replay on the exam's inputs: contents as in ReplayedBytes, and the worst `largest_error` against eager PyTorch."""
 
     key: IntKey
     outputs: tuple[bytes, ...]
@@ -152,7 +152,7 @@ class RawExam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Take:
-    """Everything that one recorder process saw.  `mutated`: weights outside state that a replay changes; `notes`: for people."""
+    """Everything that one recorder process saw.  `mutated`: weights outside state that a replay changes."""
 
     ranges: tuple[Range, ...]
     graphs: tuple[RawGraph, ...]
@@ -160,8 +160,5 @@ class Take:
     exams: tuple[RawExam, ...]
     images: dict[str, bytes] = field(repr=False)
     mutated: tuple[str, ...]
-    versions: tuple[tuple[str, str], ...]
-    machine: str
     arch: str
     driver: int
-    notes: tuple[str, ...]

@@ -11,6 +11,7 @@ On a GPU each memory ends with PAD bytes that belong to nobody: an address one p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -46,10 +47,7 @@ class Table:
 
 def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
     """Bytes of a dense tensor."""
-    size = DTYPES[dtype]
-    for n in shape:
-        size *= n
-    return size
+    return DTYPES[dtype] * math.prod(shape)
 
 
 def dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

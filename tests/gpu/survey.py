@@ -47,7 +47,7 @@ def survey(name: str, level: str, folder: Path) -> str:
     head = (
         f"{taken:.1f} s, images {len(recorded.images)} ({images / 1e6:.2f} MB), weights {recorded.weights_bytes / 1e6:.1f} MB, "
         f"tables {[len(t.contents) for t in recorded.tables]}, state {[(s.symbol, len(s.relocations)) for s in recorded.states]}, "
-        f"state {recorded.state_bytes} bytes, notes {len(recorded.notes)} {recorded.notes[:2]}"
+        f"state {recorded.state_bytes} bytes"
     )
     timeline = "  " + " | ".join(
         f"{at:.1f} {text}" for at, text in marks if "record0" in text or "prime0" in text or "comparing" in text

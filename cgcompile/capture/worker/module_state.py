@@ -21,20 +21,17 @@ WRITABLE = ".nv.global"
 """The section of variables that kernels can write and that start as zeros; `.nv.global.init` holds the others."""
 
 
-def changed_variables(
-    modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap
-) -> tuple[tuple[RawModuleState, ...], tuple[str, ...]]:
-    """The changed variables of the images in `modules` (image -> CUmodule handle), sorted, and notes on what could not be read.
+def changed_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap) -> tuple[RawModuleState, ...]:
+    """The changed variables of the images in `modules` (image -> CUmodule handle), sorted.
 
     A symbol without a handle is read at its distance from one of the same section, if that lies in the same allocation: an address
     outside could be host memory.  Raises module-state-unreadable when a section that kernels can write has no handle at all.
     """
     found: list[RawModuleState] = []
-    notes: list[str] = []
     for image, module in sorted(modules.items()):
         handles: dict[str, int] = {}
         starts: dict[str, tuple[int, int, int]] = {}
-        lost: dict[str, list[str]] = {}
+        lost: list[str] = []
         variables = [s for s in cubins[image].data if s.section.startswith(SECTIONS)]
         for symbol in variables:
             result = driver.cuModuleGetGlobal(driver.CUmodule(module), symbol.name.encode())
@@ -50,7 +47,7 @@ def changed_variables(
                 if low <= start + symbol.value <= high - len(symbol.initial):
                     address = start + symbol.value
             if address is None:
-                lost.setdefault(symbol.section, []).append(symbol.name)
+                lost += [symbol.name] if symbol.section == WRITABLE else []
                 continue
             contents = read_device(address, len(symbol.initial))
             if contents == symbol.initial:
@@ -61,11 +58,9 @@ def changed_variables(
                     f"image {image[:12]}: variable {symbol.name} was changed, and has no handle to restore it by",
                 )
             found.append(RawModuleState(image=image, symbol=symbol.name, block=addresses.block(contents, None)))
-        if WRITABLE in lost:
-            names = ", ".join(lost[WRITABLE][:3])
+        if lost:
             raise BuildError(
                 "module-state-unreadable",
-                f"image {image[:12]}: {len(lost[WRITABLE])} variables that kernels can write have no handle: {names}",
+                f"image {image[:12]}: {len(lost)} variables that kernels can write have no handle: {', '.join(lost[:3])}",
             )
-        notes += [f"image {image[:12]}: {len(names)} variables of {section} have no handle" for section, names in lost.items()]
-    return tuple(sorted(found, key=lambda s: (s.image, s.symbol))), tuple(notes)
+    return tuple(sorted(found, key=lambda s: (s.image, s.symbol)))

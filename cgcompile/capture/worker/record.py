@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import version
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -69,7 +68,7 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
         used |= theirs
         sides = [tuple(_value(t, item, addresses) for t in tensors) for tensors in (item.inputs, item.outputs)]
         graphs.append(RawGraph(key=item.key, region=item.region, nodes=nodes, edges=edges, inputs=sides[0], outputs=sides[1]))
-    states, notes = changed_variables(used, {image: cubin(image) for image in used}, addresses)
+    states = changed_variables(used, {image: cubin(image) for image in used}, addresses)
     ranges = _filled(addresses, graphs, states)
     tell("replaying")
     mutated = _mutated(loaded)
@@ -82,11 +81,8 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
         exams=tuple(exams),
         images={image: images[image] for image in used},
         mutated=mutated,
-        versions=_versions(),
-        machine=torch.cuda.get_device_name(),
         arch="sm_{}{}".format(*torch.cuda.get_device_capability()),
         driver=int(check(driver.cuDriverGetVersion())),
-        notes=notes,
     )
 
 
@@ -205,10 +201,3 @@ def _eager(loaded: LoadedProgram, call: Call) -> list[torch.Tensor]:
             made = tensors_of(module(*args, **kwargs))
     given = tensors_of((args, kwargs))
     return [*made, *[given[i] for i in loaded.request.written]]
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "cuda-bindings": version("cuda-bindings")}
-    found["cudnn"] = str(torch.backends.cudnn.version() or "")
-    found["triton"] = version("triton")
-    return tuple(sorted(found.items()))

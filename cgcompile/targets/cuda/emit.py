@@ -24,17 +24,13 @@ from .recorded import Name, RecordedProgram
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """The manifest's rows, and what was written: `recordings` by their file, `images` by sha256.
-
-    `fills`: memsets became launches of a kernel of ours (fills.py), which is one of the images.
-    """
+    """The manifest's rows, and the `recordings` by their file.  `fills`: memsets became launches of a kernel of ours (fills.py)."""
 
     weights: tuple[Weight, ...]
     regions: tuple[Region, ...]
     programs: tuple[Program, ...]
     memories: tuple[tuple[str, int], ...]
     recordings: Mapping[str, Recording]
-    images: Mapping[str, bytes]
     fills: bool
 
 
@@ -78,7 +74,6 @@ def write_recorded(
             (CODE, sum(len(image) for image in images.values())),
         ),
         recordings={files[name]: recording for name, recording in recordings.items()},
-        images=images,
         fills=fills,
     )
 

@@ -35,15 +35,19 @@ class _Span:
         return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": (self.address, False), "strides": None}
 
 
-def tensor_at(buffer: torch.Tensor, offset: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor with a storage of its own at `offset` bytes into a one-dimensional uint8 buffer on the device."""
-    empty = torch.empty(0, dtype=getattr(torch, dtype), device=buffer.device)
+def _tensor(address: int, owner: torch.Tensor | None, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with a storage of its own at `address`."""
+    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cuda")
     size = tensor_bytes(dtype, shape)
     if not size:
         return empty.new_empty(shape)
-    span = _Span(address=buffer.data_ptr() + offset, size=size, owner=buffer)
-    storage = torch.as_tensor(span, device=buffer.device).untyped_storage()
+    storage = torch.as_tensor(_Span(address=address, size=size, owner=owner), device="cuda").untyped_storage()
     return empty.set_(storage, 0, shape, strides)
+
+
+def tensor_at(buffer: torch.Tensor, offset: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with a storage of its own at `offset` bytes into a one-dimensional uint8 buffer on the device."""
+    return _tensor(buffer.data_ptr() + offset, buffer, dtype, shape, strides)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +61,7 @@ class TensorPlace:
 
     def tensor(self) -> torch.Tensor:
         """The tensor again, which must be dense; whoever asks knows that its memory is still there."""
-        empty = torch.empty(0, dtype=getattr(torch, self.dtype), device="cuda")
-        size = tensor_bytes(self.dtype, self.shape)
-        if not size:
-            return empty.new_empty(self.shape)
-        storage = torch.as_tensor(_Span(address=self.address, size=size, owner=None), device="cuda").untyped_storage()
-        return empty.set_(storage, 0, self.shape, self.strides)
+        return _tensor(self.address, None, self.dtype, self.shape, self.strides)
 
 
 def tensor_place(tensor: torch.Tensor) -> TensorPlace:

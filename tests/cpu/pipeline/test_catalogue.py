@@ -169,8 +169,8 @@ def test_state_that_shares_memory_is_not_torn_apart(record: SimpleNamespace, exp
 def test_a_weight_that_a_replay_changes(
     record: SimpleNamespace, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams", "versions", "notes")}
-    take = Take(**nothing, images={}, mutated=("whole",), machine="", arch="", driver=0)
+    nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams")}
+    take = Take(**nothing, images={}, mutated=("whole",), arch="", driver=0)
     monkeypatch.setattr(record.recorder, "run_all", lambda *_: [take, take])
     with raises("weight-mutated", match="a replay changes whole"):
         record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, level="eager")

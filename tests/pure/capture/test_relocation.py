@@ -90,11 +90,8 @@ class Process:
             exams=(RawExam(key=KEY, outputs=(), error=0.0),),
             images={},
             mutated=(),
-            versions=(),
-            machine="",
             arch="sm_90",
             driver=13000,
-            notes=(),
         )
 
 
