@@ -27,7 +27,8 @@ from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
 from ..util.progress import Stages
 from ..util.scratch import scratch_folder
-from .recorder import Call, Recorded, record
+from .recorder import Recorded, record
+from .request import Call
 
 STATES_FILE = "graphs/modules.bin"
 EXAM_SEED = 1

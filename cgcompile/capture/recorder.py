@@ -31,11 +31,8 @@ from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay
 from ..targets.weights import row_major, shapes_of
 from .assemble import Assembled, assemble
 from .processes import run_all
-from .request import Request
+from .request import Call, Request
 from .take import Take
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of one call: (args, kwargs)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,9 @@ from cgbundle.format.schema import IntKey, Weight
 
 from ..targets.memory_layout import UploadedValue
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of one call: (args, kwargs)."""
+
 PREFIX = "@cgcompile "
 """Starts a line of progress on a recorder's standard output; every other line is the user's program talking."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from ..targets.cuda.tensors import dtype_bound, input_offsets, static_bytes
 from ..targets.memory_layout import PAD, Table, align, lay_out
 from ..targets.weights import shapes_of
 from ..transforms.output_aliases import with_aliases
-from ..util.progress import Stages
+from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
 from .assemble.arena import plan
 from .assemble.lifetimes import check_plan
@@ -41,8 +41,6 @@ from .lowering_jobs import region_jobs, whole_jobs
 from .proof import kernel_sources, make_task, make_trial, proved
 from .traced import Traced, TracedProgram, Variant
 from .tuning.measured import table_file
-
-Tell = Callable[[str], None]
 
 KERNELS = "kernels.json"
 """The file of a bundle that says which configuration each kernel has, and why; for people, the runtime never reads it."""

@@ -23,15 +23,13 @@ from ...model.load import load_code
 from ...targets.cuda.lowering import lower, lowering_errors, repair
 from ...targets.cuda.tensors import TensorPlace, apply_settings, place_inputs, place_weights, tensor_at, tensor_place, tensors_of
 from ...targets.memory_layout import PAD
-from ..request import Request
+from ...util.progress import Tell
+from ..request import Call, Request
 from .driver import check, driver
 
 WARMUPS = 3
 SHIFTS = (1 << 20, 34 << 20, 200 << 20)
 """Allocations that a shifted process makes first, bytes: one for each size class of the driver's address space."""
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,16 +19,17 @@ from ...errors import ModelError
 from ...targets.cuda.elf import Cubin, read_cubin
 from ...targets.cuda.tensors import TensorPlace, place_inputs, tensors_of
 from ...targets.weights import contents, row_major
+from ...util.progress import Tell
 from ...util.raw_bytes import raw
 from ...util.tolerance import largest_error
 from ..placement import LARGEST_TABLE
-from ..request import Request
+from ..request import Call, Request
 from ..take import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawModuleState, RawValue, Take, Word
 from .address_map import AddressMap
 from .cupti import ImageLog
 from .driver import check, driver, inspect_pointer, read_device
 from .graph_nodes import walk
-from .loaded_program import Call, Captured, LoadedProgram, Tell, capture, load_program, warm_up
+from .loaded_program import Captured, LoadedProgram, capture, load_program, warm_up
 from .module_state import changed_variables
 from .regions import capture_regions, open_regions, replay_regions, warm_up_regions
 

@@ -20,7 +20,8 @@ from ...partition.split import Partition, partition
 from ...targets.cuda.lowering import lower, repair
 from ...targets.cuda.tensors import TensorPlace, place_inputs, place_weights, tensor_at, tensor_place, tensors_of
 from ...targets.memory_layout import dense_strides
-from .loaded_program import Captured, LoadedProgram, Tell, capture_call, run_warm
+from ...util.progress import Tell
+from .loaded_program import Captured, LoadedProgram, capture_call, run_warm
 
 Values = dict[str, torch.Tensor]
 RunGraph = Callable[[RegionModule, list[torch.Tensor]], Sequence[torch.Tensor]]

@@ -6,7 +6,7 @@ Both recorders start from the plan: what crosses, and where it lies.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ...model.user_code import first_line
 from ...partition.isolated import RegionModule, eager_values, isolated_regions, uploaded_values
 from ...partition.split import Partition, partition
 from ...transforms.inlining import inlined
-from ...util.progress import Stages
+from ...util.progress import Stages, Tell
 from ..cpu import layouts
 from ..cpu.aoti import compile_cpu
 from ..memory_layout import UploadedValue, dense_strides
@@ -33,8 +33,6 @@ from ..weights import shapes_of, stored_dtype
 from .recorded import RecordedProgram
 from .steps import LoweredRegions, program_row
 from .tensors import input_offsets
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
