@@ -187,7 +187,7 @@ class Ban:
 sys.meta_path.insert(0, Ban())
 import json
 import cgbundle
-from cgbundle.tensor import from_bytes
+from cgbundle.tensors.tensor import from_bytes
 from array import array
 from tests.helpers.fake_driver import FakeDriver, install
 class Patch:
