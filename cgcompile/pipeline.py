@@ -21,7 +21,7 @@ from .model.declared_sizes import Given, count_keys, declared_sizes
 from .util.progress import Stages, Watcher, silent
 
 if TYPE_CHECKING:
-    from .targets.job import Job, Parts
+    from .targets.build_spec import BuildSpec, ManifestParts
 
 MAX_KEYS = 64
 """int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
@@ -80,16 +80,17 @@ def build(
     need_torch()
     import torch
 
-    from .bundle.emit import provenance, seal, write_program
+    from .bundle.emit import seal, write_program
+    from .bundle.exam import exam_calls
     from .bundle.proof import replay
-    from .bundle.state_exam import exam_calls
+    from .bundle.provenance import provenance
     from .checks import check, functional, placements, refuse, refuse_written, state_buffers, written_inputs
     from .export.export import export
     from .model.flat_module import PREFIX, Computed
     from .model.load import load_source
-    from .partition import without_markers
+    from .partition.markers import without_markers
+    from .targets.build_spec import BuildSpec
     from .targets.choice import choose
-    from .targets.job import Job
     from .transforms.output_aliases import find_aliases
     from .transforms.padding_proof import prove_padding
     from .transforms.rng.rewrite import draws, generator_buffer, with_generator
@@ -131,7 +132,7 @@ def build(
         dimensions = prove_padding(source, exported, wanted, tell)
         proved = [f"{d.name} by {d.pad}" if d.pad != "no" else f"{d.name} not" for d in dimensions]
         tell(", ".join(proved) or "no dimension")
-    job = Job(
+    job = BuildSpec(
         source=source, exported=exported, sizes=wanted, dimensions=dimensions, placements=placed, target=chosen.target,
         recorder=chosen.recorder,
         lower=lower, specialize=specialize, prove=prove,
@@ -159,7 +160,7 @@ def build(
     return Built(path=destination, manifest=manifest, seconds=tuple(stages.seconds))
 
 
-def _parts(job: Job, stage: Path, stages: Stages) -> Parts:
+def _parts(job: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     if job.recorder == "host":
         from .targets.cpu import build as build_cpu
 
@@ -173,7 +174,7 @@ def _parts(job: Job, stage: Path, stages: Stages) -> Parts:
     return build_cuda.build_parts(job, stage, stages)
 
 
-def _manifest(job: Job, parts: Parts, findings: tuple[Finding, ...], waive: Sequence[str], origin: Any) -> Manifest:
+def _manifest(job: BuildSpec, parts: ManifestParts, findings: tuple[Finding, ...], waive: Sequence[str], origin: Any) -> Manifest:
     from .model.flat_module import PREFIX
     from .transforms.output_aliases import manifest_aliases
     from .transforms.rng.rewrite import generator_buffer

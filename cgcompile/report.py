@@ -17,7 +17,7 @@ from .pipeline import MAX_KEYS, need_torch, quiet_torch
 if TYPE_CHECKING:
     from .export.exported import Traced
     from .model.source import Source
-    from .partition import Partition
+    from .partition.split import Partition
 
 ASSUMED = (2, 8)
 """Sizes of a dimension that the user gives none for: a report needs a range, not a list."""
@@ -168,7 +168,7 @@ def _stopped(error: ModelError) -> list[Finding]:
 def _partition(traced: Traced, placed: Mapping[str, str]) -> Partition | str:
     """The partition, or why there is none."""
     from .errors import BuildError
-    from .partition import partition
+    from .partition.split import partition
 
     try:
         return partition(traced.program, placed)
@@ -179,7 +179,8 @@ def _partition(traced: Traced, placed: Mapping[str, str]) -> Partition | str:
 def _regions(parted: Partition, source: Source, traced: Traced) -> tuple[tuple[RegionReport, ...], tuple[tuple[str, int], ...]]:
     from .checks.subject import operator
     from .model.source import sample
-    from .partition import crossings, region_modules
+    from .partition.crossing import crossings
+    from .partition.region_modules import region_modules
 
     largest = {name: values[-1] for name, values in traced.sizes.items()}
     modules = region_modules(traced.program, parted, sample(source, largest).tensors)
@@ -204,7 +205,7 @@ def _regions(parted: Partition, source: Source, traced: Traced) -> tuple[tuple[R
 def _with_partition(findings: Sequence[Finding], parted: Partition, traced: Traced) -> list[Finding]:
     """The findings with the effect that the partition gives them, and a note for every graph that would have been too small."""
     from .checks.sizes import small_region
-    from .partition import effect_of
+    from .partition.crossing import effect_of
 
     nodes = {node.name: node for node in traced.program.graph.nodes}
     exact = [

@@ -1,3 +1,3 @@
-"""The files and the manifest of a bundle, its exam, and the proof in a fresh process.
+"""The files and the manifest of a bundle, its exam, its provenance, and the proof in a fresh process.
 The only writer of the format.
 """

@@ -1,7 +1,7 @@
 """Two takes -> the rows of a bundle: pair, classify, place.  Pure.
 
-The order matters: ranges are paired over all keys first, then every graph is classified, then what outside the program's
-own memory is constant becomes tables behind the weights, and the rest of what each key refers to is laid into its arena.
+Ranges are paired over all keys first.  Then every graph is classified.  Then what is constant outside the program's own memory
+becomes tables behind the weights, and the rest of what a key refers to is laid into its arena.
 """
 
 from __future__ import annotations
@@ -25,51 +25,42 @@ from cgbundle.tables.recording import (
 )
 
 from ..errors import BuildError
-from ..targets.cuda.memory_layout import Table
-from .pairing import Known, know
+from ..targets.cuda.recorded import RecordedGraph
+from ..targets.memory_layout import Table
+from .pairing import PairedRanges, pair_takes
 from .placement import Placement, place, place_tables
-from .relocation import Census, Classified, classify, classify_graph, compare, node_name, place_of
-from .rows import INPUTS, WEIGHTS, RawGraph, RawKernel, RawMemcpy, RawMemset, RawValue, Take, Target
+from .relocation import Classified, classify, classify_graph, compare, node_name, place_of
+from .take import INPUTS, WEIGHTS, RawGraph, RawKernel, RawMemcpy, RawMemset, RawValue, Reading, Take
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Graph:
-    """One graph: its recording, its tensors, the bytes of its key's arena, and how its words were classified."""
-
-    recording: Recording
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    arena: int
-    census: Census
+COPY_SHAPE = ("width", "height", "depth", "source_pitch", "source_height", "target_pitch", "target_height")
+"""The fields of MemcpyNode that RawMemcpy.shape holds, in its order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """All keys, in the takes' order, each with its graphs in the order in which they run, and what they share: the tables behind
-    the weights, the end of memory `weights`, module state."""
+    """`graphs` by key in the takes' order, each key's in the order in which they run; `tables` lie behind the weights."""
 
-    graphs: dict[IntKey, tuple[Graph, ...]]
+    graphs: dict[IntKey, tuple[RecordedGraph, ...]]
     tables: tuple[Table, ...]
     weights_end: int
     states: tuple[ModuleState, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Linked:
-    """A graph whose addresses are targets in the first take: by node for kernels, memsets and copies; then the call's tensors."""
+class _ClassifiedGraph:
+    """A graph whose addresses are readings in the first take: by node for kernels, memsets and copies; then the call's tensors."""
 
     blocks: dict[int, Classified]
-    places: dict[int, tuple[Target, ...]]
-    values: tuple[Target | None, ...]
-    census: Census
+    places: dict[int, tuple[Reading, ...]]
+    values: tuple[Reading | None, ...]
 
     def used(self) -> list[int]:
         """The ranges referred to, in the order of their first use."""
         targets = [t for i in sorted({*self.blocks, *self.places}) for t in self._of(i)]
         return list(dict.fromkeys(t.range for t in (*targets, *(v for v in self.values if v))))
 
-    def _of(self, i: int) -> tuple[Target, ...]:
-        return tuple(t for _, t in self.blocks[i].links) if i in self.blocks else self.places[i]
+    def _of(self, i: int) -> tuple[Reading, ...]:
+        return tuple(t for _, t in self.blocks[i].relocations) if i in self.blocks else self.places[i]
 
 
 def assemble(a: Take, b: Take, weights_end: int) -> Assembled:
@@ -78,61 +69,61 @@ def assemble(a: Take, b: Take, weights_end: int) -> Assembled:
     Raises recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs.
     """
     compare(a, b)
-    known = know(a, b)
-    linked = [_link(x, y, known) for x, y in zip(a.graphs, b.graphs, strict=True)]
+    paired = pair_takes(a, b)
+    classified = [_classified(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
     states = [
-        (s.image, s.symbol, classify(s.block, t.block, known, lambda at, s=s: f"variable {s.symbol}, the word at {at}"))  # type: ignore[misc]
+        (s.image, s.symbol, classify(s.block, t.block, paired, lambda at, s=s: f"variable {s.symbol}, the word at {at}"))  # type: ignore[misc]
         for s, t in zip(a.states, b.states, strict=True)
     ]
-    used = [i for graph in linked for i in graph.used()] + [t.range for _, _, block in states for _, t in block.links]
-    tables, offsets, end = place_tables(a, b, known.pairing, dict.fromkeys(used), weights_end)
+    used = [i for graph in classified for i in graph.used()] + [t.range for _, _, block in states for _, t in block.relocations]
+    tables, offsets, end = place_tables(a, b, paired.pairing, dict.fromkeys(used), weights_end)
     keys = dict.fromkeys(graph.key for graph in a.graphs)
     graphs = {}
     for key in keys:
-        mine = [(graph, links) for graph, links in zip(a.graphs, linked, strict=True) if graph.key == key]
-        placement = place(a, dict.fromkeys(i for _, links in mine for i in links.used()), offsets, key)  # one arena for all of them
-        graphs[key] = tuple([_rows(graph, links, placement) for graph, links in mine])
+        mine = [(graph, own) for graph, own in zip(a.graphs, classified, strict=True) if graph.key == key]
+        placement = place(a, dict.fromkeys(i for _, own in mine for i in own.used()), offsets, key)  # one arena for all of them
+        graphs[key] = tuple([_rows(graph, own, placement) for graph, own in mine])
     return Assembled(graphs=graphs, tables=tables, weights_end=end, states=tuple(_states(states, offsets)))
 
 
-def _link(x: RawGraph, y: RawGraph, known: Known) -> _Linked:
-    blocks, census = classify_graph(x, y, known)
-    places: dict[int, tuple[Target, ...]] = {}
+def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> _ClassifiedGraph:
+    blocks = classify_graph(x, y, paired)
+    places: dict[int, tuple[Reading, ...]] = {}
     for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
         where = node_name(x, i)
         if isinstance(m, RawMemset) and isinstance(n, RawMemset):
-            places[i] = (place_of(m.target, n.target, known, where),)
+            places[i] = (place_of(m.target, n.target, paired, where),)
         elif isinstance(m, RawMemcpy) and isinstance(n, RawMemcpy):
-            places[i] = (place_of(m.source, n.source, known, where), place_of(m.target, n.target, known, where))
+            places[i] = (place_of(m.source, n.source, paired, where), place_of(m.target, n.target, paired, where))
     values = tuple(
-        place_of(v.place, w.place, known, f"int_key {x.key}, tensor {i} of the call") if v.place.targets else None
+        place_of(v.place, w.place, paired, f"int_key {x.key}, tensor {i} of the call") if v.place.readings else None
         for i, (v, w) in enumerate(zip((*x.inputs, *x.outputs), (*y.inputs, *y.outputs), strict=True))
     )
-    return _Linked(blocks=blocks, places=places, values=values, census=census)
+    return _ClassifiedGraph(blocks=blocks, places=places, values=values)
 
 
-def _rows(graph: RawGraph, linked: _Linked, placement: Placement) -> Graph:
+def _rows(graph: RawGraph, classified: _ClassifiedGraph, placement: Placement) -> RecordedGraph:
     functions: dict[Function, int] = {}
     nodes: list[Node] = []
     for i, node in enumerate(graph.nodes):
         if isinstance(node, RawKernel):
             function = Function(image=node.image, symbol=node.symbol, params=node.params, attributes=node.function_attributes)
             number = functions.setdefault(function, len(functions))
-            nodes.append(_kernel(node, number, linked.blocks[i], placement))
+            nodes.append(_kernel(node, number, classified.blocks[i], placement))
         elif isinstance(node, RawMemset):
             value, element, width, height, pitch = node.shape
-            target = placement.address(linked.places[i][0])
+            target = placement.address(classified.places[i][0])
             nodes.append(MemsetNode(target=target, value=value, element=element, width=width, height=height, pitch=pitch))
         elif isinstance(node, RawMemcpy):
-            source, target = (placement.address(t) for t in linked.places[i])
-            nodes.append(_copy(node, source, target))
+            source, target = (placement.address(t) for t in classified.places[i])
+            nodes.append(MemcpyNode(source=source, target=target, **dict(zip(COPY_SHAPE, node.shape, strict=True))))
         else:
             nodes.append(EmptyNode())
     edges = tuple(Edge(source=s, target=t, from_port=p, to_port=q, type=k) for s, t, p, q, k in graph.edges)
     recording = Recording(key=graph.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges)
-    values = tuple(_value(v, t, placement) for v, t in zip((*graph.inputs, *graph.outputs), linked.values, strict=True))
+    values = tuple(_value(v, t, placement) for v, t in zip((*graph.inputs, *graph.outputs), classified.values, strict=True))
     count = len(graph.inputs)
-    return Graph(recording=recording, inputs=values[:count], outputs=values[count:], arena=placement.arena, census=linked.census)
+    return RecordedGraph(recording=recording, inputs=values[:count], outputs=values[count:], arena=placement.arena)
 
 
 def _kernel(node: RawKernel, function: int, block: Classified, placement: Placement) -> KernelNode:
@@ -142,28 +133,13 @@ def _kernel(node: RawKernel, function: int, block: Classified, placement: Placem
         threads=node.threads,
         shared=node.shared,
         block=block.data,
-        relocations=tuple(Relocation(at=at, target=placement.address(target)) for at, target in block.links),
+        relocations=tuple(Relocation(at=at, target=placement.address(target)) for at, target in block.relocations),
         undefined=block.undefined,
         attributes=node.attributes,
     )
 
 
-def _copy(node: RawMemcpy, source: Address, target: Address) -> MemcpyNode:
-    width, height, depth, source_pitch, source_height, target_pitch, target_height = node.shape
-    return MemcpyNode(
-        source=source,
-        target=target,
-        width=width,
-        height=height,
-        depth=depth,
-        source_pitch=source_pitch,
-        source_height=source_height,
-        target_pitch=target_pitch,
-        target_height=target_height,
-    )
-
-
-def _value(value: RawValue, target: Target | None, placement: Placement) -> Value:
+def _value(value: RawValue, target: Reading | None, placement: Placement) -> Value:
     anywhere = Address(memory=MEMORIES.index("arena"), offset=0)  # of an empty tensor
     place = placement.address(target) if target else anywhere
     return Value(dtype=value.dtype, shape=value.shape, strides=value.strides, memory=MEMORIES[place.memory], offset=place.offset)
@@ -178,7 +154,7 @@ def _states(states: Iterable[tuple[str, str, Classified]], tables: dict[int, int
                 "module-state-differs", f"variable {symbol} of image {image[:12]} differs between two processes at byte {at}"
             )
         relocations = []
-        for at, target in block.links:
+        for at, target in block.relocations:
             if target.range not in tables and target.range not in bases:
                 raise BuildError(
                     "module-state-differs",

@@ -1,10 +1,9 @@
 """Which range of one process is which range of the other.  Pure.
 
-The weights and inputs buffers are known.  Segments and allocations are not: two processes get them in any order.  They
-are paired by the words that point at them: a word of the same node that reads (range, offset) in one process and
-(range', offset) in the other, both ranges alike in kind, size and key, is a vote for the pair.  Garbage may vote too,
-but every real pointer votes for the true pair, and a pair once taken is final for both sides; a pointer left without its
-pair is refused later, never guessed.
+The weights and inputs buffers are known.  Segments and allocations are not: two processes get them in any order.  They are paired
+by the words that point at them.  A word of the same node that reads (range, offset) in one process and (range', offset) in the
+other votes for the pair, if the ranges are alike in kind, size and key.  Garbage may vote too, but every real pointer votes for
+the true pair.  A pair once taken is final for both sides; a pointer left without its pair is refused later, never guessed.
 """
 
 from __future__ import annotations
@@ -13,17 +12,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .rows import INPUTS, WEIGHTS, Range, RawGraph, RawKernel, RawMemcpy, RawMemset, Take, Target, Word
+from .take import INPUTS, WEIGHTS, Range, RawGraph, RawKernel, RawMemcpy, RawMemset, Reading, Take, Word
 
 Pairing = dict[int, int]
 """Range of the first process -> range of the second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
-    """What is known of the `ranges` of two takes, as positions: their `pairing`, and which of either are pinned host memory
-    (`hosts`)
-    and segments of a graph's private pool (`pools`)."""
+class PairedRanges:
+    """The `ranges` of two takes and their `pairing`.  `hosts`, `pools`: positions of pinned host memory, and of private pools."""
 
     pairing: Pairing
     ranges: tuple[tuple[Range, ...], tuple[Range, ...]]
@@ -31,36 +28,36 @@ class Known:
     pools: tuple[frozenset[int], frozenset[int]]
 
 
-def know(a: Take, b: Take) -> Known:
-    """All of it, of two takes of the same graphs."""
+def pair_takes(a: Take, b: Take) -> PairedRanges:
+    """The ranges of two takes of the same graphs."""
 
     def of(kind: str) -> tuple[frozenset[int], frozenset[int]]:
         mine, theirs = (frozenset(i for i, piece in enumerate(take.ranges) if piece.kind == kind) for take in (a, b))
         return mine, theirs
 
-    return Known(pairing=pair_ranges(a, b), ranges=(a.ranges, b.ranges), hosts=of("host"), pools=of("pool"))
+    return PairedRanges(pairing=pair_ranges(a, b), ranges=(a.ranges, b.ranges), hosts=of("host"), pools=of("pool"))
 
 
-def meaning(mine: Word, theirs: Word, known: Known) -> Target | None:
+def meaning(mine: Word, theirs: Word, paired: PairedRanges) -> Reading | None:
     """The place that a word means, which is an address in both processes; None when they do not agree on one.
 
-    Both may also mean different places of the graph's own pool: among free blocks of one size torch's allocator takes that with the
-    lowest address, so two processes may choose differently.  Then the first process's own choice counts, which is consistent
-    with all its other words; the replay over poisoned memory shows that it is.  An address that ends one segment and begins the
-    next is the beginning, unless the other process can only read it as an end.
+    Both may also mean different places of the graph's own pool: of free blocks of one size torch's allocator takes the lowest.
+    Then the first process's choice counts, which agrees with all its other words; the replay over poisoned memory shows that it
+    does.  An address that ends one segment and begins the next is the beginning, unless the other process can only read it as an
+    end.
     """
-    agreed = agree(mine, theirs, known.pairing)
+    agreed = agree(mine, theirs, paired.pairing)
     if agreed is not None:
         return agreed
-    others = [target for target in theirs.targets if target.range in known.pools[1]]
+    others = [target for target in theirs.readings if target.range in paired.pools[1]]
     if not others:
         return None
-    data = any(_has_data(target, known.ranges[1]) for target in others)
-    own = [t for t in mine.targets if t.range in known.pools[0] and _has_data(t, known.ranges[0]) == data]
+    data = any(_has_data(target, paired.ranges[1]) for target in others)
+    own = [t for t in mine.readings if t.range in paired.pools[0] and _has_data(t, paired.ranges[0]) == data]
     return own[0] if len(own) == 1 else None
 
 
-def _has_data(target: Target, ranges: tuple[Range, ...]) -> bool:
+def _has_data(target: Reading, ranges: tuple[Range, ...]) -> bool:
     """Whether an address may be that of something: it is not one past the end."""
     return target.offset < ranges[target.range].size
 
@@ -69,8 +66,8 @@ def pair_ranges(a: Take, b: Take) -> Pairing:
     """Pair the ranges of two takes of the same graphs (`relocate.compare` has passed)."""
     votes: Counter[tuple[int, int]] = Counter()
     for mine, theirs in _words(a, b):
-        for x in mine.targets:
-            for y in theirs.targets:
+        for x in mine.readings:
+            for y in theirs.readings:
                 if x.offset == y.offset and alike(a.ranges[x.range], b.ranges[y.range]):
                     votes[x.range, y.range] += 1
     pairing: Pairing = {WEIGHTS: WEIGHTS, INPUTS: INPUTS}
@@ -88,10 +85,10 @@ def alike(x: Range, y: Range) -> bool:
     return (x.kind, x.size, x.key) == (y.kind, y.size, y.key)
 
 
-def agree(mine: Word, theirs: Word, pairing: Pairing) -> Target | None:
+def agree(mine: Word, theirs: Word, pairing: Pairing) -> Reading | None:
     """The reading of `mine` that `theirs` has too, in terms of the first process; None when they share none."""
-    others = {(t.range, t.offset) for t in theirs.targets}
-    return next((t for t in mine.targets if (pairing.get(t.range), t.offset) in others), None)
+    others = {(t.range, t.offset) for t in theirs.readings}
+    return next((t for t in mine.readings if (pairing.get(t.range), t.offset) in others), None)
 
 
 def _words(a: Take, b: Take) -> Iterator[tuple[Word, Word]]:

@@ -1,4 +1,4 @@
-"""Where the ranges of a take lie in the memories of a bundle: tables in `weights`, pool segments and scratch in the arena.  Pure."""
+"""Where the ranges of a take lie in a bundle: tables in memory `weights`, pool segments and scratch in the arena.  Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cgbundle.format.schema import MEMORIES, IntKey
 from cgbundle.tables.recording import Address
 
 from ..errors import ModelError
-from ..targets.cuda.memory_layout import ALIGN, PAD, Table, align
+from ..targets.memory_layout import ALIGN, PAD, Table, align
 from .pairing import Pairing, agree
-from .rows import INPUTS, WEIGHTS, Take, Target
+from .take import INPUTS, WEIGHTS, Reading, Take
 
 SEGMENT_ALIGN = 2 << 20
 """torch's segments start at multiples of 2 MiB; kept, so that an arena has the alignment that the kernels were chosen for."""
@@ -28,7 +28,7 @@ class Placement:
     bases: dict[int, tuple[int, int]]
     arena: int
 
-    def address(self, target: Target) -> Address:
+    def address(self, target: Reading) -> Address:
         """The place in a memory that a target means.  Raises KeyError for a range that was not placed."""
         memory, base = self.bases[target.range]
         return Address(memory=memory, offset=base + target.offset)

@@ -6,15 +6,14 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError, named
+from ..util.progress import Tell
 from .request import PREFIX, REFUSED, Request
-
-Tell = Callable[[str], None]
 
 
 def run_all(requests: Sequence[Request], folder: Path, environment: Mapping[str, str], workers: int, tell: Tell) -> list[Any]:

@@ -1,8 +1,8 @@
 """The capture recorder: an exported program and one call per int_key -> everything a bundle needs, by way of a GPU.
 
-`record` asks short-lived processes of its own, so that CUPTI can listen before CUDA starts and the caller's process stays clean:
-some that fill the compile cache in parallel, then two that capture every key and say what they saw.  Comparing the two
-names every address (assemble.py); replaying the same fresh inputs in both shows whether the program is deterministic.
+`record` starts processes of its own, so that CUPTI can listen before CUDA starts: some fill the compile cache in parallel, then two
+capture every key and say what they saw.  Comparing the two names every address (assemble.py); replaying the same inputs in both
+shows whether the program is deterministic.
 """
 
 from __future__ import annotations
@@ -15,36 +15,34 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from cgbundle.format.schema import IntKey, Weight
+from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables.recording import ModuleState
 
+from ..bundle.exam import ReplayedBytes
 from ..errors import BuildError, ModelError
+from ..export.weights import weight_tensors
 from ..targets.cuda.lowering import cache_environment
-from ..targets.cuda.memory_layout import PAD, Landing, Table, align, lay_out, tensor_bytes
-from ..targets.cuda.tensors import entangled, freshen, inputs_bytes, program_tensors, row_major, settings, shapes_of, tolerance_of
-from .assemble import Assembled, Graph, assemble
+from ..targets.cuda.recorded import RecordedGraph
+from ..targets.cuda.tensors import settings, static_bytes, tensors_of, tolerance_of
+from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay_out
+from ..targets.weights import row_major, shapes_of
+from .assemble import Assembled, assemble
 from .processes import run_all
-from .request import Request
-from .rows import Take
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of one call: (args, kwargs)."""
+from .request import Call, Request
+from .take import Take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """A replay of one key in the recording process: the bytes of every input and output tensor, row-major, in the call's order, and
-    what the inputs that the program writes to held after it; `state`: what its state held, by the weights' names, in memory order.
+class Replay:
+    """A replay of one key in the recording process, on the exam's inputs.
 
     `deterministic`: two processes got the same bits.  `error` and `tolerance` are those of schema.Proof, against eager PyTorch.
     """
 
-    inputs: tuple[bytes, ...]
-    outputs: tuple[bytes, ...]
-    written: tuple[bytes, ...]
-    state: tuple[tuple[str, bytes], ...]
+    contents: ReplayedBytes
     deterministic: bool
     error: float
     tolerance: float
@@ -55,15 +53,13 @@ class Recorded:
     """All that was recorded.  Mappings by int_key hold the keys largest first, as they were captured.
 
     `graphs`: one for a program that is one graph, whose inputs and outputs are those of the call, else one per graph region.
-    `weights` are the program's tensors with their offsets; `tables` follow them in the same memory, which takes
-    `weights_bytes` in all, those that the program writes to in memory `state`, which takes `state_bytes`.  `static` are the bytes
-    that each key needs of memory `inputs`.
-    `images` are cubins by sha256.  `driver` is the CUDA version of the recording machine's driver (13000 = 13.0).
+    `weights`, `tables`, `static` (by key) and the bytes are those of RecordedProgram.  `images` are cubins by sha256.
+    `driver`: the CUDA version of the recording machine's driver (13000 = 13.0).
     """
 
-    graphs: dict[IntKey, tuple[Graph, ...]]
+    graphs: dict[IntKey, tuple[RecordedGraph, ...]]
     static: dict[IntKey, int]
-    trials: dict[IntKey, Trial]
+    replays: dict[IntKey, Replay]
     weights: tuple[Weight, ...]
     tables: tuple[Table, ...]
     weights_bytes: int
@@ -72,9 +68,6 @@ class Recorded:
     images: dict[str, bytes] = field(repr=False)
     arch: str
     driver: int
-    machine: str
-    versions: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
 
 
 def record(
@@ -84,11 +77,11 @@ def record(
     folder: Path,
     level: str = "inductor",
     specialize: str = "size",
-    fresh: Mapping[IntKey, Call] | None = None,
+    exam: Mapping[IntKey, Call],
     code: str = "",
     placements: Mapping[str, str] = MappingProxyType({}),
-    landing: Mapping[IntKey, tuple[Landing, ...]] = MappingProxyType({}),
-    elsewhere: frozenset[str] = frozenset(),
+    uploads: Mapping[IntKey, tuple[UploadedValue, ...]] = MappingProxyType({}),
+    host_only: frozenset[str] = frozenset(),
     written: tuple[int, ...] = (),
     state: Collection[str] = (),
     exam_calls: int = 1,
@@ -99,29 +92,25 @@ def record(
 ) -> Recorded:
     """Record a program at every key of `calls` (example tensors on any device; other leaves are constants of the call).
 
-    `fresh` are other inputs of the same shapes for the exam, drawn here when not given.  `code`: as in `Request`.  `placements`
-    (see `partition`) are nodes that are on the host, and `landing` by key where in memory `inputs`, behind the call's inputs, what
-    the host makes is put; host regions are not part of what is recorded.  `elsewhere`: weights that no graph reads, which get no
-    place.  `written`: positions of the inputs, among the call's tensors, that the program writes to; `state`: buffers that it does,
-    by name.  `exam_calls`: how often the exam replays a key, from the first state on.  `folder` takes working files
-    and the processes' logs; `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).
-    `workers` processes lower at a time (default: half the processors, 1 for max-autotune, whose benchmarks would disturb
-    each other); with `parallel` the two recorders share the GPU, else they run one after the other.
+    `exam`: other inputs of the same shapes, which are replayed `exam_calls` times from the first state on.  `code`: as in
+    `Request`.  `placements` are nodes on the host (see `partition`), `uploads` what the host makes by key, and `host_only`
+    weights that no graph reads.  Host regions are not recorded.  `written`: positions of the inputs, among the call's tensors,
+    that the program writes to; `state`: buffers that it does, by name.  `folder` takes working files and the processes' logs,
+    `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).  `workers` processes lower at a
+    time (default: half the processors; 1 for max-autotune, whose benchmarks would disturb each other).  Without `parallel` the
+    two recorders run one after the other.
 
-    Raises the refusals of errors.py.
+    Raises sizes-differ, shared-storage, weight-mutated, recorder-failed, and what `assemble` and a recorder process raise.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    exam = fresh if fresh is not None else _fresh_calls(calls)
     _check_calls(calls, exam)
-    tensors = program_tensors(program)
+    tensors = weight_tensors(program)
     _check_apart(state, tensors)
-    weights, ends = lay_out({name: shape for name, shape in shapes_of(tensors).items() if name not in elsewhere}, state)
+    layout = lay_out(shapes_of(tensors), state, host_only)
     torch.export.save(program, folder / "program.pt2")
     both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], exam[key])) for key in calls}
     torch.save(both, folder / "calls.pt")
-    static = {key: inputs_bytes(_tensors(calls[key])) for key in calls}
-    for key, rows in landing.items():
-        static[key] = max([static[key], *(align(offset + tensor_bytes(dtype, shape)) for _, offset, dtype, shape, _ in rows)])
+    static = {key: static_bytes(tensors_of(calls[key]), uploads.get(key, ())) for key in calls}
     keys = tuple(sorted(calls, key=lambda key: (static[key], key), reverse=True))
 
     def request(role: str, number: int, some: tuple[IntKey, ...]) -> Request:
@@ -135,10 +124,10 @@ def record(
             specialize=specialize,
             code=code,
             placements=tuple(placements.items()),
-            landing=dict(landing),
-            weights=weights,
-            weights_end=ends.weights,
-            state_end=ends.state,
+            uploads=dict(uploads),
+            weights=tuple([row for row in layout.rows if row.offset != HOST_ONLY]),
+            weights_end=layout.weights_end,
+            state_end=layout.state_end,
             inputs_end=max(static.values(), default=0),
             settings=settings(),
             shift=bool(number),
@@ -155,27 +144,23 @@ def record(
     tell("comparing the recordings")
     if a.mutated:
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
-    exams = {key: tuple(row_major(t) for t in _tensors(call)) for key, call in exam.items()}
-    return _recorded(a, b, assemble(a, b, ends.weights), weights, ends.state, static, exams, tolerance_of(program))
+    inputs = {key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()}
+    return _recorded(a, b, assemble(a, b, layout.weights_end), layout, static, inputs, tolerance_of(program))
 
 
 def _recorded(
     a: Take,
     b: Take,
     assembled: Assembled,
-    weights: tuple[Weight, ...],
-    state_end: int,
+    layout: WeightLayout,
     static: Mapping[IntKey, int],
-    exams: Mapping[IntKey, tuple[bytes, ...]],
+    inputs: Mapping[IntKey, tuple[bytes, ...]],
     tolerance: float,
 ) -> Recorded:
-    trials = {}
+    replays = {}
     for mine, theirs in zip(a.exams, b.exams, strict=True):
-        trials[mine.key] = Trial(
-            inputs=exams[mine.key],
-            outputs=mine.outputs,
-            written=mine.written,
-            state=mine.state,
+        replays[mine.key] = Replay(
+            contents=ReplayedBytes(inputs=inputs[mine.key], outputs=mine.outputs, written=mine.written, state=mine.state),
             deterministic=(mine.outputs, mine.written, mine.state) == (theirs.outputs, theirs.written, theirs.state),
             error=max(mine.error, theirs.error),
             tolerance=tolerance,
@@ -183,29 +168,16 @@ def _recorded(
     return Recorded(
         graphs=assembled.graphs,
         static={key: static[key] + PAD for key in assembled.graphs},
-        trials=trials,
-        weights=weights,
+        replays=replays,
+        weights=layout.rows,
         tables=assembled.tables,
         weights_bytes=assembled.weights_end + PAD,
-        state_bytes=state_end + PAD if state_end else 0,
+        state_bytes=layout.state_end + PAD if layout.state_end else 0,
         states=assembled.states,
         images=a.images,
         arch=a.arch,
         driver=a.driver,
-        machine=a.machine,
-        versions=a.versions,
-        notes=a.notes,
     )
-
-
-def _tensors(call: Call) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
-
-
-def _fresh_calls(calls: Mapping[IntKey, Call]) -> dict[IntKey, Call]:
-    """Other inputs for every key, the same in every build."""
-    generator = torch.Generator().manual_seed(0)
-    return {key: tree_map_only(torch.Tensor, lambda t: freshen(t, generator), call) for key, call in calls.items()}
 
 
 def _check_calls(calls: Mapping[IntKey, Call], exam: Mapping[IntKey, Call]) -> None:
@@ -221,6 +193,14 @@ def _check_calls(calls: Mapping[IntKey, Call], exam: Mapping[IntKey, Call]) -> N
 
 def _check_apart(state: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
     tied = [name for name, shape in shapes_of(tensors).items() if shape.same_as in state or (shape.same_as and name in state)]
-    broken = sorted((set(state) & entangled(tensors)) | set(tied))
+    broken = sorted((set(state) & _overlapping(tensors)) | set(tied))
     if broken:
         raise ModelError("shared-storage", f"the program changes {', '.join(broken)}, which shares memory with another weight")
+
+
+def _overlapping(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Names of tensors that share memory with another without being the same: placed apart, the two no longer follow each other."""
+    groups: dict[int, set[Any]] = {}
+    for t in tensors.values():
+        groups.setdefault(t.untyped_storage().data_ptr(), set()).add((t.data_ptr(), t.shape, t.stride()))
+    return frozenset(n for n, t in tensors.items() if t.numel() and len(groups[t.untyped_storage().data_ptr()]) > 1)

@@ -20,119 +20,91 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..errors import BuildError, ModelError
-from .pairing import Known, meaning
-from .rows import Block, RawEmpty, RawGraph, RawKernel, RawMemcpy, RawMemset, RawNode, Take, Target, Word
-
-Link = tuple[int, Target]
-"""(offset in a block, where the 8 bytes there point)."""
+from .pairing import PairedRanges, meaning
+from .take import Block, RawEmpty, RawGraph, RawKernel, RawMemcpy, RawMemset, RawNode, Reading, Take, Word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classified:
-    """A block without its addresses: `data` has zeros where `links` and `undefined` (offset, size) lie."""
+    """A block without its addresses: `data` has zeros at `relocations`, (offset, where 8 bytes point), and at `undefined`, (offset,
+    size)."""
 
     data: bytes
-    links: tuple[Link, ...]
+    relocations: tuple[tuple[int, Reading], ...]
     undefined: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Census:
-    """How many 8-byte words (the last may be shorter) of all blocks were of each kind; `one_sided` counts the undefined
-    words that were an address in one recording only, `shifted` the relocations whose address differed between the two."""
-
-    words: int
-    relocations: int
-    constants: int
-    undefined: int
-    one_sided: int
-    shifted: int
 
 
 def compare(a: Take, b: Take) -> None:
     """Check that two takes hold the same graphs but for addresses and bytes.  Raises recordings-differ."""
+    for difference in _differences(a, b):
+        raise BuildError("recordings-differ", difference)
+
+
+def _differences(a: Take, b: Take) -> Iterator[str]:
     if [(g.key, g.region) for g in a.graphs] != [(g.key, g.region) for g in b.graphs]:
-        raise BuildError(
-            "recordings-differ", f"the recordings hold the keys {[g.key for g in a.graphs]} and {[g.key for g in b.graphs]}"
-        )
+        yield f"the recordings hold the keys {[g.key for g in a.graphs]} and {[g.key for g in b.graphs]}"
     for x, y in zip(a.graphs, b.graphs, strict=True):
         if len(x.nodes) != len(y.nodes):
-            raise BuildError(
-                "recordings-differ", f"int_key {x.key}: {len(x.nodes)} nodes in one recording, {len(y.nodes)} in the other"
-            )
+            yield f"int_key {x.key}: {len(x.nodes)} nodes in one recording, {len(y.nodes)} in the other"
         for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
             for what, mine, theirs in _traits(m, n):
                 if mine != theirs:
-                    raise BuildError(
-                        "recordings-differ", f"{node_name(x, i)}: {what} is {mine} in one recording and {theirs} in the other"
-                    )
+                    yield f"{node_name(x, i)}: {what} is {mine} in one recording and {theirs} in the other"
         if x.edges != y.edges:
-            raise BuildError("recordings-differ", f"int_key {x.key}: the edges differ, first {_first_difference(x.edges, y.edges)}")
-        for side, mine, theirs in (("input", x.inputs, y.inputs), ("output", x.outputs, y.outputs)):
-            shapes = [[(v.dtype, v.shape, v.strides) for v in values] for values in (mine, theirs)]
+            yield f"int_key {x.key}: the edges differ, first {_first_difference(x.edges, y.edges)}"
+        for side, given, others in (("input", x.inputs, y.inputs), ("output", x.outputs, y.outputs)):
+            shapes = [[(v.dtype, v.shape, v.strides) for v in values] for values in (given, others)]
             if shapes[0] != shapes[1]:
-                raise BuildError("recordings-differ", f"int_key {x.key}: the {side}s differ, first {_first_difference(*shapes)}")
+                yield f"int_key {x.key}: the {side}s differ, first {_first_difference(*shapes)}"
     states = [[(s.image[:12], s.symbol, len(s.block.data)) for s in take.states] for take in (a, b)]
     if states[0] != states[1]:
-        raise BuildError("recordings-differ", f"other module variables had changed, first {_first_difference(*states)}")
+        yield f"other module variables had changed, first {_first_difference(*states)}"
 
 
-def classify(mine: Block, theirs: Block, known: Known, spot: Callable[[int], str]) -> Classified:
+def classify(mine: Block, theirs: Block, paired: PairedRanges, spot: Callable[[int], str]) -> Classified:
     """Classify one block.  `spot` names the word at an offset in messages.  Raises address-disagrees, memory-refused."""
     data = bytearray(mine.data)
-    links: list[Link] = []
+    relocations: list[tuple[int, Reading]] = []
     others = {word.at: word for word in theirs.words}
     for word in mine.words:
         other = others.get(word.at)
         if other is None:
             continue
-        if word.targets[0].range in known.hosts[0] and other.targets[0].range in known.hosts[1]:
+        if word.readings[0].range in paired.hosts[0] and other.readings[0].range in paired.hosts[1]:
             raise ModelError(
                 "memory-refused", f"{spot(word.at)} is an address of pinned host memory ({address_at(mine, word.at):#x})"
             )
-        target = meaning(word, other, known)
+        target = meaning(word, other, paired)
         if target is None:
             raise BuildError(
                 "address-disagrees",
-                f"{spot(word.at)} is an address in both recordings, but not of the same place: {_both(word, other, known)}",
+                f"{spot(word.at)} is an address in both recordings, but not of the same place: {_both(word, other, paired)}",
             )
-        links.append((word.at, target))
+        relocations.append((word.at, target))
         data[word.at : word.at + 8] = bytes(8)
-    linked = {at + i for at, _ in links for i in range(8)}
-    differing = [i for i, (x, y) in enumerate(zip(mine.data, theirs.data, strict=True)) if x != y and i not in linked]
+    addresses = {at + i for at, _ in relocations for i in range(8)}
+    differing = [i for i, (x, y) in enumerate(zip(mine.data, theirs.data, strict=True)) if x != y and i not in addresses]
     for i in differing:
         data[i] = 0
-    return Classified(data=bytes(data), links=tuple(links), undefined=tuple(_runs(differing)))
+    return Classified(data=bytes(data), relocations=tuple(relocations), undefined=tuple(_runs(differing)))
 
 
-def classify_graph(x: RawGraph, y: RawGraph, known: Known) -> tuple[dict[int, Classified], Census]:
+def classify_graph(x: RawGraph, y: RawGraph, paired: PairedRanges) -> dict[int, Classified]:
     """Classify the parameter blocks of a graph's kernels, by position of the node.  Raises as `classify` does."""
-    found: dict[int, Classified] = {}
-    words = links = undefined = one_sided = shifted = 0
-    for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
-        if not isinstance(m, RawKernel) or not isinstance(n, RawKernel):
-            continue
-        part = classify(m.block, n.block, known, partial(_spot, node_name(x, i), m))
-        found[i] = part
-        links_at = {at for at, _ in part.links}
-        undefined_at = {8 * (at // 8) for start, size in part.undefined for at in range(start, start + size)}
-        words += -(-len(m.block.data) // 8)
-        links += len(part.links)
-        undefined += len(undefined_at)
-        one_sided += len(({w.at for w in m.block.words} ^ {w.at for w in n.block.words}) & undefined_at)
-        shifted += sum(address_at(m.block, at) != address_at(n.block, at) for at in links_at)
-    constants = words - links - undefined
-    census = Census(words=words, relocations=links, constants=constants, undefined=undefined, one_sided=one_sided, shifted=shifted)
-    return found, census
+    return {
+        i: classify(m.block, n.block, paired, partial(_spot, node_name(x, i), m))
+        for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True))
+        if isinstance(m, RawKernel) and isinstance(n, RawKernel)
+    }
 
 
-def place_of(mine: Word, theirs: Word, known: Known, where: str) -> Target:
+def place_of(mine: Word, theirs: Word, paired: PairedRanges, where: str) -> Reading:
     """The place that an address outside a block means: of a memset, a copy, an input or output.  Raises address-disagrees."""
-    target = meaning(mine, theirs, known)
+    target = meaning(mine, theirs, paired)
     if target is None:
         raise BuildError(
             "address-disagrees",
-            f"{where} is an address in both recordings, but not of the same place: {_both(mine, theirs, known)}",
+            f"{where} is an address in both recordings, but not of the same place: {_both(mine, theirs, paired)}",
         )
     return target
 
@@ -168,11 +140,11 @@ def _spot(node: str, kernel: RawKernel, at: int) -> str:
     return f"{node}, the word at {at} of the parameters"
 
 
-def _both(mine: Word, theirs: Word, known: Known) -> str:
+def _both(mine: Word, theirs: Word, paired: PairedRanges) -> str:
     """What the two processes read there: kind and bytes of the range, and how far into it."""
     said = []
-    for word, ranges in ((mine, known.ranges[0]), (theirs, known.ranges[1])):
-        places = [(ranges[target.range], target) for target in word.targets]
+    for word, ranges in ((mine, paired.ranges[0]), (theirs, paired.ranges[1])):
+        places = [(ranges[target.range], target) for target in word.readings]
         said.append(" or ".join(f"{piece.kind} of {piece.size:,} bytes, {target.offset:,} into it" for piece, target in places))
     return f"{said[0]}; in the other process {said[1]}"
 

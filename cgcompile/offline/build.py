@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from cgbundle.format import archive
-from cgbundle.format.schema import KERNEL_CODE, Exam, IntKey, Program, Proof, Region, Target, Value, Weight
-from cgbundle.format.spans import HOST_ONLY
-from cgbundle.tables.recording import Recording
+from cgbundle.format.schema import Exam, IntKey, Program, Proof
 
-from ..bundle.emit import eager_exam, write_exam
+from ..bundle.emit import describe_size
+from ..bundle.exam import KeyExam, eager_exam, write_exam
 from ..errors import BuildError
+from ..export.weights import weight_tensors
 from ..model.source import all_keys, sample
 from ..targets.architectures import Arch, arch
-from ..targets.cuda.files import program as row
-from ..targets.cuda.files import write_kernels, write_tables, write_weights
-from ..targets.cuda.fills import fill_image, has_memsets, without_memsets
-from ..targets.cuda.host_regions import Hosts, Mixed, compile_hosts, plan_mixed, rows_of, weight_rows
-from ..targets.cuda.memory_layout import PAD, Table, align, tensor_bytes
+from ..targets.build_spec import BuildSpec, ManifestParts
+from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
+from ..targets.cuda.host_regions import SplitProgram, host_stage, split_stage
 from ..targets.cuda.ptxas import lowest_driver
-from ..targets.cuda.tensors import dtype_bound, dtype_name, inputs_bytes, program_tensors
-from ..targets.job import Job, Parts
+from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
+from ..targets.cuda.tensors import dtype_bound, input_offsets, static_bytes
+from ..targets.memory_layout import PAD, Table, align, lay_out
+from ..targets.weights import shapes_of
 from ..transforms.output_aliases import with_aliases
-from ..util.progress import Stages
+from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
 from .assemble.arena import plan
-from .assemble.merge import Piece, merge, whole
+from .assemble.merge import LoweredRegion, merge, whole
 from .assemble.plan_check import check_plan
-from .assemble.rows import Graph, assemble
+from .assemble.rows import assemble
 from .compile.kernels import CompiledKernel, compile_variants
 from .interpret.interpret import interpret
-from .lower.jobs import RegionKey, lower_all
+from .lower.jobs import lower_all
 from .lowered import KernelVariant, Lowered, LoweredProgram
+from .lowering_jobs import region_jobs, whole_jobs
 from .proof import kernel_sources, make_task, make_trial, proved
-from .regions import WHOLE, region_works, whole_works
 from .tuning.measurements import table_file
 
 KERNELS = "kernels.json"
@@ -54,125 +52,79 @@ BUDGET = 120.0
 """Seconds that interpreting may take: the keys that fit are proved, smallest first, at least one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Layout:
-    """Where the program's tensors lie in memory `weights`, what lowering computed behind them, and where both end."""
-
-    placed: tuple[Weight, ...]
-    folded: dict[str, Table]
-    end: int
-
-
-def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
+def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.
 
-    Raises the refusals of trace/errors.py, those of `mixed`, and proof-failed when an interpreted key is further from eager PyTorch
+    Raises the refusals of lowering and of `split_program`, and proof-failed when an interpreted key is further from eager PyTorch
     than the dtype allows.
     """
-    target, program = arch(job.target), job.exported.program
-    tensors = program_tensors(program)
-    calls = {key: sample(job.source, dict(zip(job.sizes, key, strict=True))).tensors for key in all_keys(job.sizes)}
+    target, program = arch(spec.target), spec.exported.program
+    tensors = weight_tensors(program)
+    calls = {key: sample(spec.source, dict(zip(spec.sizes, key, strict=True))).tensors for key in all_keys(spec.sizes)}
     with scratch_folder() as scratch:
-        mixed = _mixed(job, calls, stages) if job.placements else None
+        split = split_stage(program, spec.placements, calls, stages)
         with stages("lower") as tell:
-            works = region_works(mixed) if mixed else whole_works(program, calls)
-            lowered = lower_all(works, target.name, scratch, cache=cache_folder(), table=table_file(target.name), tell=tell)
-            chains = _chains(lowered, mixed)
-            traced = {key: chain.lowered for key, chain in chains.items()}
+            jobs = region_jobs(split) if split else whole_jobs(program, calls)
+            lowered = lower_all(jobs, target.name, scratch, cache=cache_folder(), table=table_file(target.name), tell=tell)
+            programs = _programs(lowered, split)
+            traced = {key: each.lowered for key, each in programs.items()}
             tell(_summary(traced))
         with stages("compile") as tell:
             compiled = _compile(traced, target, tell)
-            tell(f"{len(set(kernel.sha256 for kernel in compiled.values()))} kernel images")
-        layout = _lay_out(tensors, mixed, traced)
-        hosts = _hosts(mixed, layout, scratch, stage, stages) if mixed else None
+            images = {kernel.sha256: kernel.image for kernel in compiled.values()}
+            tell(f"{len(images)} kernel images")
+        layout = lay_out(shapes_of(tensors), (), split.host_only if split else ())
+        folded, end = folded_tables(traced, layout.weights_end)
+        hosts = host_stage(split, layout.rows, scratch, stage, stages)
         with stages("plan") as tell:
-            graphs, bound = _assemble(chains, compiled, weight_offsets(layout.placed, layout.folded), calls, mixed)
-            recordings, fills = _without_memsets(graphs, target)
-            arena = {key: max([graph.arena for (_, other), graph in graphs.items() if other == key], default=PAD) for key in calls}
-            largest = max(arena.values())
+            offsets = {row.name: row.offset for row in layout.rows} | {name: table.offset for name, table in folded.items()}
+            graphs, bound = _assemble(programs, compiled, offsets, calls, split)
+            uploads = split.uploads if split else {}
+            recorded = RecordedProgram(
+                graphs=graphs,
+                images=images,
+                static={key: static_bytes(given, uploads.get(key, ())) + PAD for key, given in calls.items()},
+                weights=layout.rows,
+                tables=tuple(folded.values()),
+                weights_bytes=end + PAD,
+            )
+            largest = max(arena_bytes(recorded).values())
             above = f", {largest / bound - 1:.1%} above the least that the lifetimes allow" if bound else ""
             tell(f"arena {largest:,} bytes{above}")
         with stages("emit") as tell:
-            images = {kernel.sha256: kernel.image for kernel in compiled.values()} | fills
-            rows = write_weights(stage / archive.WEIGHTS, tensors, layout.placed, tuple(layout.folded.values()))
-            write_kernels(stage, images)
+            written = write_recorded(stage, recorded, tensors, target.name, split, hosts)
             (stage / KERNELS).write_text(_choices(compiled))
-            files = write_tables(stage, recordings)
-            exams = eager_exam(job.source, job.exported, job.sizes, layout.placed)
+            exams = eager_exam(spec.source, spec.exported, spec.sizes, written.weights)
             write_exam(stage / archive.EXAM, exams)
-            static = {key: _static(calls[key], mixed, key) for key in calls}
-            regions, programs, pinned = _rows(graphs, files, arena, static, mixed, hosts)
-            tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
-        memories = (
-            ("weights", layout.end + PAD),
-            ("inputs", max(static.values())),
-            ("arena", largest),
-            *((("host", pinned),) if pinned else ()),
-            (KERNEL_CODE, sum(len(image) for image in images.values())),
-        )
+            tell(describe_size(stage))
         proofs = tuple(Proof(key=exam.key, method="none", error=0.0, tolerance=dtype_bound(program)) for exam in exams)
-        if job.prove == "interpret":
+        if spec.prove == "interpret":
             with stages("interpret") as tell:
-                by_file = {files[name]: recording for name, recording in recordings.items()}
-                trials = [make_trial(each, exam, by_file, mixed) for each, exam in zip(programs, exams, strict=True)]
-                weights = stage / archive.WEIGHTS
-                sources = kernel_sources(compiled)
-                tasks = [make_task(t, p, sources, memories, weights, rows) for t, p in zip(trials, programs, strict=True)]
-                done = interpret(tasks, scratch / "interpret", budget=BUDGET, cache=cache_folder(), tell=tell)
-                proofs = tuple([proved(*each, done) for each in zip(proofs, trials, strict=True)])
-                worst = max(proof.error for proof in proofs)
-                tell(f"{len(done)} of {len(tasks)} int_keys over poisoned memory, largest error {worst:.1e}")
-    return Parts(
-        target=Target(
-            kind="cuda",
-            arch=target.name,
-            features=hosts.features if hosts else (),
-            torch=job.torch_version if hosts and hosts.rows else "",
-            driver=lowest_driver(target.capability),
-        ),
-        weights=rows,
-        memories=memories,
-        regions=regions,
-        programs=with_aliases(programs, job.exported, rows),
+                proofs = _interpret(written, exams, split, compiled, proofs, stage / archive.WEIGHTS, scratch, tell)
+    return ManifestParts(
+        target=cuda_target(target.name, lowest_driver(target.capability), hosts, spec.torch_version),
+        weights=written.weights,
+        memories=written.memories,
+        regions=written.regions,
+        programs=with_aliases(written.programs, spec.exported, written.weights),
         module_state="",
         exam=Exam(compare="tolerance", calls=1, proofs=proofs),
     )
 
 
-def _mixed(job: Job, calls: Mapping[IntKey, Sequence[torch.Tensor]], stages: Stages) -> Mixed:
-    with stages("partition") as tell:
-        mixed = plan_mixed(job.exported.program, job.placements, calls)
-        tell(" -> ".join(part.name for part in mixed.parts.regions))
-    return mixed
-
-
-def _hosts(mixed: Mixed, layout: _Layout, scratch: Path, stage: Path, stages: Stages) -> Hosts:
-    with stages("host") as tell:
-        hosts = compile_hosts(mixed, layout.placed, scratch, stage, tell)
-        tell(", ".join(region.file for region in dict.fromkeys(hosts.rows.values())) or "copies only")
-    return hosts
-
-
-def _chains(lowered: Mapping[RegionKey, Lowered], mixed: Mixed | None) -> dict[IntKey, LoweredProgram]:
+def _programs(lowered: Mapping[RegionKey, Lowered], split: SplitProgram | None) -> dict[IntKey, LoweredProgram]:
     """What was lowered, as one program per key."""
-    if mixed is None:
+    if split is None:
         return {key: whole(traced) for (_, key), traced in lowered.items()}
-    chains = {}
-    for key, landing in mixed.landing.items():
-        pieces = [
-            Piece(name=part.name, inputs=part.inputs, outputs=part.outputs, traced=lowered.get((part.name, key)))
-            for part in mixed.parts.regions
+    programs = {}
+    for key, uploads in split.uploads.items():
+        regions = [
+            LoweredRegion(name=each.name, inputs=each.inputs, outputs=each.outputs, lowered=lowered.get((each.name, key)))
+            for each in split.partition.regions
         ]
-        given = [*mixed.parts.inputs, *[row[0] for row in landing]]
-        chains[key] = merge(key, pieces, given, mixed.parts.outputs)
-    return chains
-
-
-def _lay_out(tensors: Mapping[str, torch.Tensor], mixed: Mixed | None, traced: Mapping[IntKey, Lowered]) -> _Layout:
-    placed = weight_rows(tensors, mixed.elsewhere if mixed else frozenset())
-    ends = [align(row.offset + tensor_bytes(row.dtype, row.shape)) for row in placed if row.offset != HOST_ONLY]
-    folded, end = folded_tables(traced, max(ends, default=0))
-    return _Layout(placed=placed, folded=folded, end=end)
+        given = [*split.partition.inputs, *[value.name for value in uploads]]
+        programs[key] = merge(key, regions, given, split.partition.outputs)
+    return programs
 
 
 def _summary(traced: Mapping[IntKey, Lowered]) -> str:
@@ -182,9 +134,9 @@ def _summary(traced: Mapping[IntKey, Lowered]) -> str:
     return f"{len(chosen)} kernels" + (f"; configurations: {found}" if found else "")
 
 
-def _compile(traced: Mapping[IntKey, Lowered], target: Arch, tell: object) -> dict[KernelVariant, CompiledKernel]:
+def _compile(traced: Mapping[IntKey, Lowered], target: Arch, tell: Tell) -> dict[KernelVariant, CompiledKernel]:
     variants = list(dict.fromkeys(variant for each in traced.values() for variant in each.variants))
-    made = compile_variants(variants, target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=tell)  # type: ignore[arg-type]
+    made = compile_variants(variants, target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=tell)
     return dict(zip(variants, made, strict=True))
 
 
@@ -210,69 +162,47 @@ def folded_tables(traced: Mapping[IntKey, Lowered], end: int) -> tuple[dict[str,
     return found, end
 
 
-def weight_offsets(placed: Sequence[Weight], folded: Mapping[str, Table]) -> dict[str, int]:
-    """Where each weight lies in memory `weights`."""
-    return {weight.name: weight.offset for weight in placed} | {name: table.offset for name, table in folded.items()}
-
-
 def _assemble(
-    chains: Mapping[IntKey, LoweredProgram],
+    programs: Mapping[IntKey, LoweredProgram],
     compiled: Mapping[KernelVariant, CompiledKernel],
     offsets: Mapping[str, int],
     calls: Mapping[IntKey, Sequence[torch.Tensor]],
-    mixed: Mixed | None,
-) -> tuple[dict[RegionKey, Graph], int]:
-    """The rows of every region and key, and the largest lower bound of their arenas."""
+    split: SplitProgram | None,
+) -> tuple[dict[RegionKey, RecordedGraph], int]:
+    """The rows of every region and key, and the largest lower bound of their arenas.  `offsets`: of the weights by name."""
     graphs, bound = {}, 0
-    for key, chain in chains.items():
-        planned = plan(chain.lowered)
-        check_plan(chain.lowered, planned)
-        starts, end = [], 0
-        for tensor in calls[key]:
-            starts.append(end)
-            end = align(end + tensor_bytes(dtype_name(tensor), tensor.shape))
-        starts += [row[1] for row in mixed.landing[key]] if mixed else []
-        made = assemble(chain, [compiled[variant] for variant in chain.lowered.variants], planned, offsets, starts)
-        graphs.update({(section.name, key): graph for section, graph in zip(chain.regions, made, strict=True)})
+    for key, program in programs.items():
+        planned = plan(program.lowered)
+        check_plan(program.lowered, planned)
+        starts = [*input_offsets(calls[key])[:-1], *[value.offset for value in (split.uploads[key] if split else ())]]
+        made = assemble(program, [compiled[variant] for variant in program.lowered.variants], planned, offsets, starts)
+        graphs.update({(region.name, key): graph for region, graph in zip(program.regions, made, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound
 
 
-def _static(tensors: Sequence[torch.Tensor], mixed: Mixed | None, key: IntKey) -> int:
-    """Bytes that a key needs of memory `inputs`."""
-    landing = mixed.landing[key] if mixed else ()
-    return (
-        max([inputs_bytes(tensors), *[align(offset + tensor_bytes(dtype, shape)) for _, offset, dtype, shape, _ in landing]]) + PAD
-    )
-
-
-def _rows(
-    graphs: Mapping[RegionKey, Graph],
-    files: Mapping[RegionKey, str],
-    arena: Mapping[IntKey, int],
-    static: Mapping[IntKey, int],
-    mixed: Mixed | None,
-    hosts: Hosts | None,
-) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
-    """Regions and programs of the manifest, and the bytes of memory host."""
-    if mixed is None or hosts is None:
-        region = Region(name=WHOLE, kind="graph", reason="", file="", constants=())
-        programs = [row(key, g.inputs, g.outputs, files[name, key], g.arena, static[key]) for (name, key), g in graphs.items()]
-        return (region,), tuple(programs), 0
-    made: dict[IntKey, dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]] = {key: {} for key in static}
-    for (name, key), graph in graphs.items():
-        made[key][name] = graph.inputs, graph.outputs
-    return rows_of(mixed, hosts, made, files, arena, static)
-
-
-def _without_memsets(graphs: Mapping[RegionKey, Graph], target: Arch) -> tuple[dict[RegionKey, Recording], dict[str, bytes]]:
-    """The recordings as they are written (see fills.py), and the images that come with that."""
-    recordings = {name: graph.recording for name, graph in graphs.items()}
-    if not has_memsets(recordings.values()):
-        return recordings, {}
-    image = fill_image(target.name)
-    changed = {name: without_memsets(recording, image) for name, recording in recordings.items()}
-    return changed, {hashlib.sha256(image).hexdigest(): image}
+def _interpret(
+    written: Written,
+    exams: Sequence[KeyExam],
+    split: SplitProgram | None,
+    compiled: Mapping[KernelVariant, CompiledKernel],
+    proofs: Sequence[Proof],
+    weights: Path,
+    scratch: Path,
+    tell: Tell,
+) -> tuple[Proof, ...]:
+    """The proofs of the keys whose kernels were interpreted in time; the others as they are."""
+    programs: tuple[Program, ...] = written.programs
+    trials = [make_trial(each, exam, written.recordings, split) for each, exam in zip(programs, exams, strict=True)]
+    sources = kernel_sources(compiled)
+    tasks = [
+        make_task(trial, program, sources, written.memories, weights, written.weights)
+        for trial, program in zip(trials, programs, strict=True)
+    ]
+    done = interpret(tasks, scratch / "interpret", budget=BUDGET, cache=cache_folder(), tell=tell)
+    made = tuple([proved(*each, done) for each in zip(proofs, trials, strict=True)])
+    tell(f"{len(done)} of {len(tasks)} int_keys over poisoned memory, largest error {max(proof.error for proof in made):.1e}")
+    return made
 
 
 def _choices(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:

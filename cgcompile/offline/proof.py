@@ -15,11 +15,11 @@ import torch
 from cgbundle.format.schema import IntKey, Program, Proof, Value, Weight
 from cgbundle.tables.recording import Recording
 
-from ..bundle.emit import KeyExam
+from ..bundle.exam import KeyExam
 from ..errors import BuildError
-from ..partition.regions import run
-from ..targets.cuda.host_regions import Mixed
-from ..targets.cuda.tensors import row_major
+from ..partition.isolated import eager_values
+from ..targets.cuda.host_regions import SplitProgram
+from ..targets.weights import row_major
 from ..util.tolerance import largest_error
 from .compile.kernels import CompiledKernel
 from .interpret.interpret import Outcome, Stage, Task
@@ -31,8 +31,8 @@ Sources = tuple[tuple[tuple[str, str], KernelVariant], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """The stages of a program, and what eager PyTorch says of all that is read, in order: `crossing` goes to the host, and in the
-    end come the `outputs` of the call."""
+    """The stages of a program, and what eager PyTorch says of all that is read, in order: first what goes to the host, then the
+    call's outputs."""
 
     key: IntKey
     stages: tuple[Stage, ...]
@@ -40,34 +40,34 @@ class Trial:
     outputs: tuple[torch.Tensor, ...] = field(repr=False)
 
 
-def make_trial(program: Program, exam: KeyExam, recordings: Mapping[str, Recording], mixed: Mixed | None) -> Trial:
-    """The steps of a program on the exam's inputs.  `recordings` by the file of the step; `mixed` None for one graph alone."""
-    contents = _contents(program, exam, mixed)
-    rows = _Rows()
+def make_trial(program: Program, exam: KeyExam, recordings: Mapping[str, Recording], split: SplitProgram | None) -> Trial:
+    """The steps of a program on the exam's inputs.  `recordings` by the file of the step; `split` None for one graph alone."""
+    contents = _contents(program, exam, split)
+    growing = _Stages()
     crossing = []
-    rows.give([(program.values[index], contents[index]) for index in program.inputs])
+    growing.give([(program.values[index], contents[index]) for index in program.inputs])
     for step in program.steps:
         if step.kind == "graph":
-            rows.run(recordings[step.file])
+            growing.run(recordings[step.file])
         elif step.kind == "copy":
             source, target = step.inputs[0], step.outputs[0]
             if program.values[target].memory != "host":
-                rows.give([(program.values[target], contents[source])])
+                growing.give([(program.values[target], contents[source])])
             else:
-                rows.read.append(program.values[source])
+                growing.read.append(program.values[source])
                 crossing.append(contents[source])
-    rows.read += [program.values[index] for index in program.outputs]
-    rows.close()
-    return Trial(key=program.key, stages=tuple(rows.stages), crossing=tuple(crossing), outputs=exam.outputs)
+    growing.read += [program.values[index] for index in program.outputs]
+    growing.close()
+    return Trial(key=program.key, stages=tuple(growing.stages), crossing=tuple(crossing), outputs=exam.outputs)
 
 
-def _contents(program: Program, exam: KeyExam, mixed: Mixed | None) -> dict[int, torch.Tensor]:
+def _contents(program: Program, exam: KeyExam, split: SplitProgram | None) -> dict[int, torch.Tensor]:
     """Position of a value -> what eager PyTorch says it holds, on the CPU."""
     found = dict(zip(program.inputs, exam.inputs, strict=True))
-    if mixed is None:
+    if split is None:
         return found
-    values = run(mixed.chains[exam.key], mixed.parts, exam.inputs)
-    regions = iter([part for part in mixed.parts.regions if part.kind == "graph" or part.operations])
+    values = eager_values(split.regions[exam.key], split.partition, exam.inputs)
+    regions = iter([region for region in split.partition.regions if region.kind == "graph" or region.operations])
     for step in program.steps:
         if step.kind == "copy":
             found[step.outputs[0]] = found[step.inputs[0]]
@@ -123,8 +123,8 @@ def _error(expected: torch.Tensor, got: bytes) -> float:
 
 
 def _difference(expected: torch.Tensor, got: bytes) -> float:
-    """Of numbers as of an output; of integers and booleans the share that differs: rounding may turn a comparison over that is the
-    host's to use, and what follows is computed with eager PyTorch's."""
+    """Of numbers as of an output; of integers and booleans the share that differs.  Rounding may turn a comparison over, and what
+    follows is computed with eager PyTorch's."""
     if expected.is_floating_point() or expected.is_complex() or not expected.numel():
         return _error(expected, got)
     return float((expected != _tensor(expected, got)).double().mean())
@@ -134,7 +134,7 @@ def _tensor(like: torch.Tensor, contents: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(contents), dtype=like.dtype).reshape(like.shape)
 
 
-class _Rows:
+class _Stages:
     """Stages, growing: what is given after a recording ran begins the next."""
 
     def __init__(self) -> None:

@@ -1,44 +1,13 @@
 """The partitioner: an exported program and the nodes that must run on the host -> as few alternating regions as possible.
 
-    cuts, units      the order and the cuts, for operations that are only numbers and kinds (no torch)
-    roles, writes    what a node of the program is, and which operations writes to memory tie together
-    split            an exported program and placements -> Partition
-    modules, sizing  one module per region at the sizes of one int_key
-    crossing         what is copied between the regions, and sentences for findings
-    markers          a program without the marker operators
-    errors           refusals
+    components, cuts            the order and the cuts, for operations that are only numbers and kinds (no torch)
+    node_kinds                  what a node of the program is
+    dependencies, writes        what depends on what, and which operations writes to memory tie together
+    split                       an exported program and placements -> Partition
+    symbolic_sizes              export's symbols at the sizes of an int_key
+    region_modules, isolated    one module per region at one int_key, and the same sharing no memory
+    crossing                    what is copied between the regions, and sentences for findings
+    markers                     a program without the marker operators
 
-Importing this package is cheap: torch is imported when one of its functions is asked for.
+Importing this package, `components` or `cuts` imports no torch.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .crossing import Crossing, crossings, effect_of
-    from .markers import without_markers
-    from .modules import region_modules
-    from .split import Merged, Part, Partition, partition
-
-__all__ = ["Crossing", "Merged", "Part", "Partition", "crossings", "effect_of", "partition", "region_modules", "without_markers"]
-
-_HOMES = {
-    "Crossing": "crossing",
-    "Merged": "split",
-    "Part": "split",
-    "Partition": "split",
-    "crossings": "crossing",
-    "effect_of": "crossing",
-    "partition": "split",
-    "region_modules": "modules",
-    "without_markers": "markers",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
-from .split import Part, Partition
+from .split import Partition, PlannedRegion
 
 CALL = "call"
 """The other side of the first inputs and the last outputs: the caller, whose tensors are on the device."""
@@ -29,11 +29,11 @@ class Crossing:
 def crossings(partition: Partition, modules: Sequence[GraphModule]) -> tuple[Crossing, ...]:
     """Every value that crosses, by target region in their order; `modules` are `region_modules` at the key.  An input that the
     program returns as it is crosses nothing."""
-    maker = {name: part for part in partition.regions for name in part.outputs}
-    sides = {(name, "graph") for name in partition.inputs} | {(name, part.kind) for name, part in maker.items()}
+    maker = {name: region for region in partition.regions for name in region.outputs}
+    sides = {(name, "graph") for name in partition.inputs} | {(name, region.kind) for name, region in maker.items()}
     bytes_of = _bytes(partition, modules)
     found = []
-    targets = [(part.name, part.kind, part.inputs) for part in partition.regions]
+    targets = [(region.name, region.kind, region.inputs) for region in partition.regions]
     for target, kind, values in [*targets, (CALL, "graph", tuple(dict.fromkeys(partition.outputs)))]:
         for value in values:
             source = maker[value].name if value in maker else CALL
@@ -47,10 +47,10 @@ def crossings(partition: Partition, modules: Sequence[GraphModule]) -> tuple[Cro
 def _bytes(partition: Partition, modules: Sequence[GraphModule]) -> dict[str, int]:
     """Of every value that crosses, from the metadata of the modules' inputs and outputs."""
     found: dict[str, int] = {}
-    for part, module in zip(partition.regions, modules, strict=True):
+    for region, module in zip(partition.regions, modules, strict=True):
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         (output,) = [node for node in module.graph.nodes if node.op == "output"]
-        for name, node in [*zip(part.inputs, placeholders, strict=True), *zip(part.outputs, output.args[0], strict=True)]:
+        for name, node in [*zip(region.inputs, placeholders, strict=True), *zip(region.outputs, output.args[0], strict=True)]:
             value = node.meta["val"]
             assert isinstance(value, torch.Tensor), name
             found[name] = value.numel() * value.element_size()
@@ -59,18 +59,18 @@ def _bytes(partition: Partition, modules: Sequence[GraphModule]) -> dict[str, in
 
 def effect_of(partition: Partition, node: str) -> str:
     """What becomes of the operation `node` of the program: the effect of a finding about it."""
-    homes = [part for part in partition.regions if node in part.nodes]
-    if not homes:
+    regions = [region for region in partition.regions if node in region.nodes]
+    if not regions:
         return "nothing is computed for it when the program is replayed"
-    if homes[0].kind == "graph":
-        return f"it is part of {homes[0].name}"
-    where = " and ".join(dict.fromkeys(_where(partition, part) for part in homes))
-    part = homes[0]
-    if not part.operations:
+    first = regions[0]
+    if first.kind == "graph":
+        return f"it is part of {first.name}"
+    where = " and ".join(dict.fromkeys(_where(partition, region) for region in regions))
+    if not first.operations:
         return f"a value is copied to the host {where}; nothing is computed there"
-    rest = [name for name in part.operations if name != node]
-    place = part.nodes.index(node)
-    before = sum(part.nodes.index(name) < place for name in rest)
+    rest = [name for name in first.operations if name != node]
+    place = first.nodes.index(node)
+    before = sum(first.nodes.index(name) < place for name in rest)
     after = len(rest) - before
     others = {
         (True, True): f", the {before} before it and the {after} after it",
@@ -81,8 +81,8 @@ def effect_of(partition: Partition, node: str) -> str:
     return f"this operation{others} {'run' if others else 'runs'} on the host {where}"
 
 
-def _where(partition: Partition, part: Part) -> str:
-    place = partition.regions.index(part)
+def _where(partition: Partition, region: PlannedRegion) -> str:
+    place = partition.regions.index(region)
     before, after = (
         any(each.kind == "graph" for each in side) for side in (partition.regions[:place], partition.regions[place + 1 :])
     )

@@ -1,17 +1,15 @@
 """The cuts: operations of two kinds and their dependencies -> the fewest alternating layers.  Pure Python.
 
 **The minimum.**  Number the layers from 1 and let the kind of the first one be given; the kinds then alternate.  Give every
-operation the smallest number that its kind allows and that is not below the numbers of the operations it depends on (`_earliest`):
-this is the greedy filling, where each layer takes all that it can.  By induction along the order no valid numbering gives an
-operation a smaller number: its dependencies have at least their smallest numbers, and of the numbers that remain the smallest of
-its kind was taken.  So the largest number given is the fewest layers that can be had with this first kind, and the better of the
-two first kinds is the minimum.  (A first layer that stays empty means that no numbering starts with that kind.)
+operation the smallest number that its kind allows and that is not below those of its dependencies (`_earliest`).  By induction
+along the order no valid numbering gives a smaller one.  So the largest number is the fewest layers with this first kind, and the
+better of the two first kinds is the minimum.  (A first layer that stays empty means that no numbering starts with that kind.)
 
-**The choice among minimal ones.**  Within its range an operation may move.  `_settle` goes backwards from the last operation: each
-takes the largest number that is not above those of what depends on it, and not above the layer that the original order had reached
-when the operation came, so that nothing moves without need.  Two exceptions: an operation of kind "either" takes a graph layer
-wherever its range holds one, and one of kind "host" takes its smallest number, because host operations that read the same are best
-in one layer.  This is greedy: where operations of kind "either" compete, another choice may have one fewer of them on the host.
+**The choice among minimal ones.**  `_settle` goes backwards from the last operation.  Each takes the largest number that is not
+above those of what depends on it, nor above the layer that the original order had reached: nothing moves without need.  An
+operation of kind "either" takes a graph layer wherever its range holds one.  One of kind "host" takes its smallest number: host
+operations that read the same are best in one layer.  This is greedy: another choice may have one operation of kind "either" fewer
+on the host.
 """
 
 from __future__ import annotations
@@ -52,11 +50,10 @@ def cut(
 ) -> tuple[Layer, ...]:
     """The fewest layers that alternate between graph and host and respect `edges`, pairs (earlier, later) of positions.
 
-    `small`: a graph layer between two host layers whose operations of kind "graph" weigh less than this (each 1, or as `weights`
-    says) is given up: those that can be in no other graph layer run on the host, and the two host layers become one.  A launch and
-    two copies cost more than a few small kernels: a copy to the host and back with its synchronization takes about 20 us, a small
-    kernel 2 to 5 us.  The first and the last graph layer stay, however small: the call's values cross there anyhow, so that only a
-    launch would be saved; and of several small ones the largest stays where else none would be left.
+    `small`: a graph layer between two host layers that weighs less is given up.  Its operations that can be in no other graph layer
+    run on the host.  Each of kind "graph" weighs 1, or as `weights` says.  A copy to the host and back takes about 20 us with its
+    synchronization, a small kernel 2 to 5 us.  The first and the last graph layer stay: the call's values cross there anyhow.  Of
+    several small ones the largest stays where else none would be left.
 
     Raises ValueError for an edge that does not point forward: the operations have to stand in a valid order.
     """

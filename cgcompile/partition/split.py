@@ -16,27 +16,38 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..errors import BuildError
+from .components import components
 from .cuts import Kind, Layer, cut
-from .roles import Role, Roles, higher_order, is_free, is_view, marker, needs_host, parts, results, roles
-from .sizing import weigh
-from .units import units
-from .work import Work, gather
+from .dependencies import Dependencies, find_dependencies
+from .node_kinds import (
+    NodeKind,
+    NodeKinds,
+    higher_order,
+    inner_modules,
+    is_free,
+    is_view,
+    marker,
+    needs_host,
+    node_kinds,
+    returned_nodes,
+)
+from .symbolic_sizes import weigh
 
 SMALL = 5
-"""Kernels below which a graph between two host regions is not worth its launch, two copies and synchronization: about 20 us,
-against 2 to 5 us for each small kernel."""
+"""Kernels below which a graph between two host regions is not worth its launch, two copies and synchronization (see `cut`)."""
 
 TIED = "tied to an operation on the host"
-LOOSE = "needs a value that depends on data"
+DATA = "needs a value that depends on data"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """A region before it is lowered.  `nodes`: names in the program's graph, in its order, of all that is computed there; a number
-    of the host, or a tensor whose size depends on data, is computed in every region that reads it, so that it never crosses.
-    `operations`: those of `nodes` that compute something (no markers, assertions or arithmetic on numbers); none: the region hands
-    its inputs on.  `inputs` and `outputs`: the tensors that cross, by the names of the nodes that make them.  `reason`: why the
-    operations of a host region are there, "" for a graph."""
+class PlannedRegion:
+    """A region before it is lowered.  `reason`: why the operations of a host region are there, "" for a graph.
+
+    `nodes`: names in the program's graph, in its order, of all that is computed there, recomputed ones included (dependencies.py).
+    `operations`: those that compute something (no markers, assertions or arithmetic on numbers); none: the region hands its inputs
+    on.  `inputs` and `outputs`: the tensors that cross, by the names of the nodes that make them.
+    """
 
     name: str
     kind: Literal["graph", "host"]
@@ -48,8 +59,8 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Merged:
-    """Operations that could have been in a graph and run in the host region `region`: their graph would have been too small."""
+class MergedGraph:
+    """A graph too small to be worth its launch: its operations `nodes` run in the host region `region`."""
 
     region: str
     nodes: tuple[str, ...]
@@ -60,8 +71,8 @@ class Partition:
     """Regions in the order in which they run; there is at least one.  `inputs` and `outputs`: the values of the call in the
     signature's order; an output is made by a region, or is an input by its name."""
 
-    regions: tuple[Part, ...]
-    merged: tuple[Merged, ...]
+    regions: tuple[PlannedRegion, ...]
+    merged: tuple[MergedGraph, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
@@ -69,33 +80,33 @@ class Partition:
 def partition(program: ExportedProgram, placements: Mapping[str, str], small: int = SMALL) -> Partition:
     """The regions of `program`; `placements` are the nodes that must be on the host, with the reasons.
 
-    On the host are also: what reads a number of the host or a tensor whose size depends on data, control flow, copies to the host,
-    and whatever writes tie to one of these.  A name inside a module of a higher-order operator places the operator.
+    On the host are also: what reads a data-dependent value, control flow, copies to the host, and whatever writes tie to one of
+    these.  A name inside a module of a higher-order operator places the operator.
 
     Raises node-unknown, program-unsupported, data-dependent-output.
     """
-    known = roles(program)
+    known = node_kinds(program)
     placed = _placed(program, known, placements)
-    work = gather(program, known)
-    reasons = _reasons(program, known, work, placed)
-    position = {node: index for index, node in enumerate(work.nodes)}
-    edges = [(position[earlier], position[later]) for earlier, later in work.edges]
-    together = [*work.together, *_narrowed(work, reasons)]
-    grouped = units(len(work.nodes), edges, [[position[node] for node in tied] for tied in together])
-    _follow(grouped, work.nodes, reasons)
-    layers = _cut(program, work, grouped, edges, reasons, small)
-    return _partition(program, known, work, layers, reasons)
+    needed = find_dependencies(program, known)
+    reasons = _reasons(program, known, needed, placed)
+    position = {node: index for index, node in enumerate(needed.nodes)}
+    edges = [(position[earlier], position[later]) for earlier, later in needed.edges]
+    together = [*needed.together, *_narrowed(needed, reasons)]
+    grouped = components(len(needed.nodes), edges, [[position[node] for node in tied] for tied in together])
+    _follow(grouped, needed.nodes, reasons)
+    layers = _cut(program, needed, grouped, edges, reasons, small)
+    return _partition(program, known, needed, layers, reasons)
 
 
-def _placed(program: ExportedProgram, known: Roles, placements: Mapping[str, str]) -> dict[Node, str]:
+def _placed(program: ExportedProgram, known: NodeKinds, placements: Mapping[str, str]) -> dict[Node, str]:
     """Raises node-unknown."""
     names = {node.name: node for node in known}
     inner = {
         each.name: node
         for node in known
         if higher_order(node)
-        for part in parts(node, program.graph_module)
-        for each in part.graph.nodes
+        for module in inner_modules(node, program.graph_module)
+        for each in module.graph.nodes
     }
     for name in placements:
         if name not in names and name not in inner:
@@ -105,24 +116,24 @@ def _placed(program: ExportedProgram, known: Roles, placements: Mapping[str, str
     return {names.get(name) or inner[name]: reason for name, reason in placements.items()}
 
 
-def _reasons(program: ExportedProgram, known: Roles, work: Work, placed: Mapping[Node, str]) -> dict[Node, str]:
-    """Why each operation that must be on the host is there, and of loose values what the placements say."""
-    found = {node: reason for node, reason in placed.items() if known[node] is Role.LOOSE}
-    for node in work.nodes:
-        loose = [source for source in node.all_input_nodes if known[source] is Role.LOOSE]
+def _reasons(program: ExportedProgram, known: NodeKinds, needed: Dependencies, placed: Mapping[Node, str]) -> dict[Node, str]:
+    """Why each operation that must be on the host is there, and of data-dependent values what the placements say."""
+    found = {node: reason for node, reason in placed.items() if known[node] is NodeKind.DATA_DEPENDENT}
+    for node in needed.nodes:
+        dependent = [source for source in node.all_input_nodes if known[source] is NodeKind.DATA_DEPENDENT]
         if node in placed:
             found[node] = placed[node]
         elif reason := needs_host(node, program.graph_module):
             found[node] = reason
-        elif loose or known[node] in (Role.LOOSE, Role.CHECK):
-            found[node] = LOOSE
+        elif dependent or known[node] in (NodeKind.DATA_DEPENDENT, NodeKind.ASSERTION):
+            found[node] = DATA
     return found
 
 
-def _narrowed(work: Work, reasons: Mapping[Node, str]) -> list[tuple[Node, Node]]:
+def _narrowed(needed: Dependencies, reasons: Mapping[Node, str]) -> list[tuple[Node, Node]]:
     """Views of a part of a tensor, each with what makes the tensor: if anything must cross, then the part."""
-    held = set(work.nodes)
-    pairs = [(node.all_input_nodes[0], node) for node in work.nodes if is_view(node) and node not in reasons]
+    held = set(needed.nodes)
+    pairs = [(node.all_input_nodes[0], node) for node in needed.nodes if is_view(node) and node not in reasons]
     return [(source, view) for source, view in pairs if source in held and _elements_less(view, source)]
 
 
@@ -133,48 +144,49 @@ def _elements_less(view: Node, source: Node) -> bool:
 
 
 def _follow(grouped: Sequence[Sequence[int]], nodes: Sequence[Node], reasons: dict[Node, str]) -> None:
-    """A unit with one operation on the host is there as a whole."""
-    for unit in grouped:
-        if any(nodes[member] in reasons for member in unit):
-            for member in unit:
+    """A component with one operation on the host is there as a whole."""
+    for component in grouped:
+        if any(nodes[member] in reasons for member in component):
+            for member in component:
                 reasons.setdefault(nodes[member], TIED)
 
 
 def _cut(
     program: ExportedProgram,
-    work: Work,
+    needed: Dependencies,
     grouped: Sequence[Sequence[int]],
     edges: Iterable[tuple[int, int]],
     reasons: Mapping[Node, str],
     small: int,
 ) -> list[tuple[Literal["graph", "host"], list[Node]]]:
-    home = {member: unit for unit, members in enumerate(grouped) for member in members}
-    between = sorted({(home[a], home[b]) for a, b in edges if home[a] != home[b]})
-    members = [[work.nodes[member] for member in unit] for unit in grouped]
+    component_of = {member: number for number, members in enumerate(grouped) for member in members}
+    between = sorted({(component_of[a], component_of[b]) for a, b in edges if component_of[a] != component_of[b]})
+    members = [[needed.nodes[member] for member in component] for component in grouped]
     kinds = _kinds(members, between, reasons)
-    heavy = [sum(weigh(program, node, small) for node in unit) for unit in members]
+    heavy = [sum(weigh(program, node, small) for node in component) for component in members]
     layers: Sequence[Layer] = cut(kinds, between, small, heavy)
-    order = {node: place for place, node in enumerate(work.nodes)}
+    order = {node: place for place, node in enumerate(needed.nodes)}
     return [
-        (layer.kind, sorted([n for unit in layer.operations for n in members[unit]], key=order.__getitem__)) for layer in layers
+        (layer.kind, sorted([n for number in layer.operations for n in members[number]], key=order.__getitem__)) for layer in layers
     ]
 
 
 def _kinds(members: Sequence[Sequence[Node]], edges: Iterable[tuple[int, int]], reasons: Mapping[Node, str]) -> list[Kind]:
-    """Of the units.  A free one that only the host reads and no graph makes is on the host: there it crosses nothing."""
+    """Of the components.  A free one that only the host reads and no graph makes is on the host: there it crosses nothing."""
     kinds: list[Kind] = [
-        "host" if unit[0] in reasons else "either" if all(is_free(node) for node in unit) else "graph" for unit in members
+        "host" if component[0] in reasons else "either" if all(is_free(node) for node in component) else "graph"
+        for component in members
     ]
     readers: dict[int, list[int]] = {}
     made_by_graph = [kind == "graph" for kind in kinds]
     for earlier, later in sorted(edges, key=lambda edge: edge[1]):
         readers.setdefault(earlier, []).append(later)
         made_by_graph[later] |= kinds[later] == "either" and made_by_graph[earlier]
-    for unit in reversed(range(len(members))):
-        returned = any(user.op == "output" for node in members[unit] for user in node.users)
-        on_host = unit in readers and all(kinds[reader] == "host" for reader in readers[unit])
-        if kinds[unit] == "either" and on_host and not returned and not made_by_graph[unit]:
-            kinds[unit] = "host"
+    for number in reversed(range(len(members))):
+        returned = any(user.op == "output" for node in members[number] for user in node.users)
+        on_host = number in readers and all(kinds[reader] == "host" for reader in readers[number])
+        if kinds[number] == "either" and on_host and not returned and not made_by_graph[number]:
+            kinds[number] = "host"
     return kinds
 
 
@@ -183,28 +195,28 @@ def _kinds(members: Sequence[Sequence[Node]], edges: Iterable[tuple[int, int]], 
 
 def _partition(
     program: ExportedProgram,
-    known: Roles,
-    work: Work,
+    known: NodeKinds,
+    needed: Dependencies,
     layers: Sequence[tuple[Literal["graph", "host"], list[Node]]],
     reasons: Mapping[Node, str],
 ) -> Partition:
     layers = layers or [("graph", [])]
-    returned = [value_of(node) for node in results(program)]
-    own = [node for node in dict.fromkeys(returned) if known[node] is Role.WEIGHT]
+    returned = [value_of(node) for node in returned_nodes(program)]
+    own = [node for node in dict.fromkeys(returned) if known[node] is NodeKind.WEIGHT]
     giving = max([number for number, (kind, _) in enumerate(layers) if kind == "graph"], default=len(layers) - 1)
-    everything = [work.with_loose(nodes) for _, nodes in layers]
+    everything = [needed.with_recomputed(nodes) for _, nodes in layers]
     maker = {node: number for number, (_, nodes) in enumerate(layers) for node in nodes}
     order = {node: place for place, node in enumerate(program.graph.nodes)}
     reads = [_reads(nodes, known) for nodes in everything]
-    made: list[Part] = []
-    merged: list[Merged] = []
+    made: list[PlannedRegion] = []
+    merged: list[MergedGraph] = []
     for number, ((kind, mine), nodes) in enumerate(zip(layers, everything, strict=True)):
-        name = f"{kind}-{1 + sum(part.kind == kind for part in made)}"
+        name = f"{kind}-{1 + sum(region.kind == kind for region in made)}"
         leaving = {node for other, read in enumerate(reads) if other != number for node in read if maker.get(node) == number}
         leaving |= {node for node in returned if maker.get(node) == number}
         outputs = sorted(leaving, key=order.__getitem__) + (own if number == giving else [])
         made.append(
-            Part(
+            PlannedRegion(
                 name=name,
                 kind=kind,
                 reason=_reason([reasons[node] for node in nodes if node in reasons]) if kind == "host" else "",
@@ -216,11 +228,11 @@ def _partition(
         )
         lost = [node for node in mine if kind == "host" and node not in reasons and not is_free(node)]
         if lost:
-            merged.append(Merged(region=name, nodes=_names(lost)))
+            merged.append(MergedGraph(region=name, nodes=_names(lost)))
     return Partition(
         regions=tuple(made),
         merged=tuple(merged),
-        inputs=_names([node for node in program.graph.nodes if known[node] is Role.INPUT]),
+        inputs=_names([node for node in program.graph.nodes if known[node] is NodeKind.INPUT]),
         outputs=_names(returned),
     )
 
@@ -235,15 +247,15 @@ def value_of(node: Node) -> Node:
     return node
 
 
-def _reads(nodes: Sequence[Node], known: Roles) -> set[Node]:
-    """The tensors that a region reads and does not compute loosely itself: what others make, or inputs of the call."""
+def _reads(nodes: Sequence[Node], known: NodeKinds) -> set[Node]:
+    """The tensors that a region reads and does not recompute: what others make, or inputs of the call."""
     held = set(nodes)
     found = {value_of(source) for node in nodes if marker(node) != "to_device" for source in node.all_input_nodes}
-    return {node for node in found if node not in held and known[node] in (Role.INPUT, Role.WORK)}
+    return {node for node in found if node not in held and known[node] in (NodeKind.INPUT, NodeKind.OPERATION)}
 
 
-def _computes(node: Node, known: Roles) -> bool:
-    if marker(node) or known[node] is Role.CHECK or node.target is operator.getitem:
+def _computes(node: Node, known: NodeKinds) -> bool:
+    if marker(node) or known[node] is NodeKind.ASSERTION or node.target is operator.getitem:
         return False
     number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
     return not number or node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
@@ -252,7 +264,7 @@ def _computes(node: Node, known: Roles) -> bool:
 def _reason(reasons: Sequence[str]) -> str:
     """The reasons of a region's operations, each once, in their order; three at most.  Ours only where the placements give none."""
     different = list(dict.fromkeys(reasons))
-    different = [reason for reason in different if reason not in (TIED, LOOSE)] or sorted(different)[:1]
+    different = [reason for reason in different if reason not in (TIED, DATA)] or sorted(different)[:1]
     more = f", and {len(different) - 3} more" if len(different) > 3 else ""
     return ", ".join(different[:3]) + more
 

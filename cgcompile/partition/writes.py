@@ -1,7 +1,7 @@
 """Writes to memory: which operations they tie together, and the order that they demand.
 
 An exported program is not functional: `z[:, 1] = y` stands in it as a view of z and a copy into the view.  A value that crosses
-between regions is copied, so a view and what it looks at may be parted only where nothing is written through either any more.
+between regions is copied, so a view and its base may be parted only where nothing is written through either any more.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from .roles import Role, Roles, higher_order, parts, storages, writes_to
+from .node_kinds import NodeKind, NodeKinds, higher_order, inner_modules, storages, writes_to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ties:
+class WriteConstraints:
     """`order`: pairs (earlier, later) beside those of inputs.  `together`: nodes that must be in one region.  `touched`: every
     node that makes, reads or writes memory that is written to.  `written`: of each writing node, the nodes whose memory it is."""
 
@@ -26,13 +26,12 @@ class Ties:
     written: dict[Node, frozenset[Node]]
 
 
-def ties(module: GraphModule, known: Roles) -> Ties:
-    """The ties of all writes in `module`'s graph.
+def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints:
+    """The constraints of all writes in `module`'s graph.
 
     In memory that is written to, every access comes after the writes before it and before those after it.  A write after which
-    nobody uses an older name of the memory makes a new value: it may be in another region than the old one.  Otherwise the maker,
-    the views and the writes up to the last such write stay together; for inputs and weights every other access does, too, because
-    they have no maker that could pass the new value on.
+    nobody uses an older name of the memory makes a new value, which may be in another region.  Otherwise the maker, the views and
+    the writes up to the last such write stay together.  For inputs and weights, which have no maker, every other access does, too.
     """
     nodes = [node for node in module.graph.nodes if known[node] in (*_ACCESSING, *_GIVEN)]
     memory = _memories(nodes)
@@ -56,7 +55,7 @@ def ties(module: GraphModule, known: Roles) -> Ties:
             written.setdefault(node, set()).update(members[home])
         order += _order(accesses[home], writers)
         together += _together(members[home], accesses[home], writers, known, place)
-    return Ties(
+    return WriteConstraints(
         order=tuple(order),
         together=tuple(together),
         touched=frozenset([node for found in accesses.values() for node in found]),
@@ -64,8 +63,8 @@ def ties(module: GraphModule, known: Roles) -> Ties:
     )
 
 
-_ACCESSING = (Role.WORK, Role.LOOSE)
-_GIVEN = (Role.INPUT, Role.WEIGHT)
+_ACCESSING = (NodeKind.OPERATION, NodeKind.DATA_DEPENDENT)
+_GIVEN = (NodeKind.INPUT, NodeKind.WEIGHT)
 
 
 def _memories(nodes: Sequence[Node]) -> dict[Node, Node]:
@@ -89,7 +88,7 @@ def _memories(nodes: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _shown(node: Node) -> list[Node]:
-    """The inputs that a node's result is or may be a look at, by the schema and its tags: dropout outside training gives its input
+    """The inputs that a node's result is or may be a view of, by the schema and its tags.  Dropout outside training gives its input
     itself, where export saw a copy."""
     if torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ()):
         return node.all_input_nodes[:1]
@@ -104,7 +103,7 @@ def _shown(node: Node) -> list[Node]:
 def _targets(node: Node, module: GraphModule) -> tuple[Node, ...]:
     """The nodes whose memory a node writes to.  A higher-order operator one of whose modules writes to something that it is given
     counts as writing to all of it."""
-    if higher_order(node) and any(_writes_outside(part) for part in parts(node, module)):
+    if higher_order(node) and any(_writes_outside(part) for part in inner_modules(node, module)):
         return tuple([source for source in node.all_input_nodes if source.op != "get_attr"])
     return writes_to(node)
 
@@ -130,7 +129,7 @@ def _order(accesses: Sequence[Node], writers: set[Node]) -> list[tuple[Node, Nod
 
 
 def _together(
-    members: Sequence[Node], accesses: Sequence[Node], writers: set[Node], known: Roles, place: dict[Node, int]
+    members: Sequence[Node], accesses: Sequence[Node], writers: set[Node], known: NodeKinds, place: dict[Node, int]
 ) -> list[tuple[Node, ...]]:
     """The accesses fall into segments, each begun by the maker or by a write that makes a new value; one set per segment that other
     writes bind."""
@@ -156,10 +155,10 @@ def _together(
     return found
 
 
-def _makes_new(node: Node, members: Sequence[Node], known: Roles, place: dict[Node, int]) -> bool:
+def _makes_new(node: Node, members: Sequence[Node], known: NodeKinds, place: dict[Node, int]) -> bool:
     """Whether a write leaves no older name of its memory in use, and nothing that outlives the call."""
     older = [member for member in members if place[member] < place[node]]
     later = [user for member in older for user in member.users if place[user] > place[node]]
-    return not any(known[user] in (*_ACCESSING, Role.RESULT) for user in later) and not any(
-        known[member] is Role.WEIGHT for member in older
+    return not any(known[user] in (*_ACCESSING, NodeKind.OUTPUT) for user in later) and not any(
+        known[member] is NodeKind.WEIGHT for member in older
     )

@@ -1,9 +1,8 @@
 """The GPUs that a bundle can be built for without one: what lowering has to know of each.
 
-Imports no torch.  Sources: limits per multiprocessor and block come from the CUDA C++ Programming Guide, "Compute Capabilities",
-table "Technical Specifications per Compute Capability"; multiprocessors, caches and memory of the named GPU from its datasheet or
-architecture whitepaper; `tensor_flops` from the same whitepapers: dense half precision operations, divided by multiprocessors and
-clock.
+Imports no torch.  Limits per multiprocessor and block come from the CUDA C++ Programming Guide, table "Technical Specifications
+per Compute Capability".  Multiprocessors, caches and memory of the named GPU come from its datasheet or architecture whitepaper,
+as does `tensor_flops`: dense half precision operations, divided by multiprocessors and clock.
 """
 
 from __future__ import annotations
@@ -15,74 +14,55 @@ from ..errors import BuildError
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Arch:
     """A target and a typical GPU of it.  Memory in bytes, `bandwidth` in bytes per second.
 
-    `shared_block` is what a block gets without asking, `shared_optin` the most that it may ask for, `shared_sm` what all blocks of
-    a multiprocessor share.  `tensor_flops`: half precision operations (a multiplication and an addition are two) of the tensor
-    cores per cycle and multiprocessor.
+    `shared_sm`: shared memory of a multiprocessor, for all its blocks.  `tensor_flops`: half precision operations (a multiplication
+    and an addition are two) of the tensor cores per cycle and multiprocessor.  `shared_block`: what a block gets without asking.
     """
 
     name: str
     gpu: str
-    major: int
-    minor: int
     multiprocessors: int
-    shared_block: int
-    shared_optin: int
     shared_sm: int
-    registers: int
     threads_sm: int
-    threads_block: int
-    warp: int
     l2: int
     memory: int
     bandwidth: float
     tensor_flops: int
     source: str
+    shared_block: int = 48 * KIB
+    registers: int = 64 * KIB
+    threads_block: int = 1024
+    warp: int = 32
+
+    @property
+    def shared_optin(self) -> int:
+        """The most shared memory that a block may ask for: the driver keeps one KiB of each."""
+        return self.shared_sm - KIB
 
     @property
     def capability(self) -> int:
         """90 for compute capability 9.0, as Triton writes it."""
-        return 10 * self.major + self.minor
+        return int(self.name.removeprefix("sm_"))
 
+    @property
+    def major(self) -> int:
+        return self.capability // 10
 
-def _row(
-    name: str, gpu: str, multiprocessors: int, shared_sm: int, threads_sm: int, l2: int, memory: int, bandwidth: float,
-    tensor_flops: int, source: str,
-) -> Arch:  # fmt: skip
-    """What all have in common is written once: 64 Ki registers, 1024 threads and 48 KiB per block, one KiB of shared memory per
-    block kept by the driver."""
-    digits = name.removeprefix("sm_")
-    return Arch(
-        name=name,
-        gpu=gpu,
-        major=int(digits[:-1]),
-        minor=int(digits[-1]),
-        multiprocessors=multiprocessors,
-        shared_block=48 * KIB,
-        shared_optin=shared_sm - KIB,
-        shared_sm=shared_sm,
-        registers=64 * KIB,
-        threads_sm=threads_sm,
-        threads_block=1024,
-        warp=32,
-        l2=l2,
-        memory=memory,
-        bandwidth=bandwidth,
-        tensor_flops=tensor_flops,
-        source=source,
-    )
+    @property
+    def minor(self) -> int:
+        return self.capability % 10
 
 
 ARCHES = (
-    _row("sm_80", "NVIDIA A100", 108, 164 * KIB, 2048, 40 * MIB, 80 * GIB, 2.04e12, 2048, "A100 80GB SXM datasheet"),
-    _row("sm_86", "NVIDIA A10", 72, 100 * KIB, 1536, 6 * MIB, 24 * GIB, 0.60e12, 1024, "A10 datasheet, GA102 whitepaper"),
-    _row("sm_89", "NVIDIA L40S", 142, 100 * KIB, 1536, 96 * MIB, 48 * GIB, 0.86e12, 1024, "L40S datasheet, Ada whitepaper"),
-    _row("sm_90", "NVIDIA H200", 132, 228 * KIB, 2048, 60 * MIB, 141 * GIB, 4.80e12, 4096, "H200 datasheet, Hopper whitepaper"),
-    _row("sm_100", "NVIDIA B200", 148, 228 * KIB, 2048, 126 * MIB, 180 * GIB, 8.00e12, 8192, "B200 datasheet, Blackwell brief"),
-    _row(
+    Arch("sm_80", "NVIDIA A100", 108, 164 * KIB, 2048, 40 * MIB, 80 * GIB, 2.04e12, 2048, "A100 80GB SXM datasheet"),
+    Arch("sm_86", "NVIDIA A10", 72, 100 * KIB, 1536, 6 * MIB, 24 * GIB, 0.60e12, 1024, "A10 datasheet, GA102 whitepaper"),
+    Arch("sm_89", "NVIDIA L40S", 142, 100 * KIB, 1536, 96 * MIB, 48 * GIB, 0.86e12, 1024, "L40S datasheet, Ada whitepaper"),
+    Arch("sm_90", "NVIDIA H200", 132, 228 * KIB, 2048, 60 * MIB, 141 * GIB, 4.80e12, 4096, "H200 datasheet, Hopper whitepaper"),
+    Arch("sm_100", "NVIDIA B200", 148, 228 * KIB, 2048, 126 * MIB, 180 * GIB, 8.00e12, 8192, "B200 datasheet, Blackwell brief"),
+    Arch(
         "sm_120", "NVIDIA RTX PRO 6000", 188, 100 * KIB, 1536, 128 * MIB, 96 * GIB, 1.79e12, 1024,
         "RTX PRO 6000 datasheet, RTX Blackwell whitepaper",
     ),

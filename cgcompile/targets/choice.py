@@ -70,37 +70,22 @@ def _here() -> str:
 
 
 def _cpu(lower: str, specialize: str, recorder: str) -> Chosen:
-    if lower != "inductor":
-        raise BuildError(
-            "target-unavailable",
-            f"lower {lower!r}: the cpu target has one lowering, inductor",
-            "leave --lower out, or build for a GPU",
-        )
-    if specialize != "size":
-        raise BuildError(
-            "target-unavailable",
-            f"specialize {specialize!r}: the cpu target always has one lowering for all sizes",
-            "leave --specialize out",
-        )
-    if recorder != "auto":
-        raise BuildError(
-            "target-unavailable", f"record {recorder!r}: the cpu target records nothing", "leave --record out, or build for a GPU"
-        )
+    _expect("lower", lower, "inductor", "the cpu target has one lowering, inductor", "leave --lower out, or build for a GPU")
+    reason = "the cpu target always has one lowering for all sizes"
+    _expect("specialize", specialize, "size", reason, "leave --specialize out")
+    _expect("record", recorder, "auto", "the cpu target records nothing", "leave --record out, or build for a GPU")
     return Chosen(target="cpu", recorder="host", runs_here=True)
 
 
 def _trace(wanted: str, lower: str, specialize: str, runs_here: bool) -> Chosen:
     arch(wanted)  # raises for a GPU that is here, but whose properties nobody wrote down
-    if lower != "inductor":
-        raise BuildError(
-            "target-unavailable",
-            f"lower {lower!r}: a build for {wanted} without that GPU has one lowering, inductor with everything in Triton",
-            f"leave --lower out, or build on a machine with a GPU of {wanted}",
-        )
-    if specialize != "size":
-        raise BuildError(
-            "target-unavailable",
-            f"specialize {specialize!r}: a build for {wanted} without that GPU lowers every size for itself",
-            "leave --specialize out",
-        )
+    without = f"a build for {wanted} without that GPU"
+    reason = f"{without} has one lowering, inductor with everything in Triton"
+    _expect("lower", lower, "inductor", reason, f"leave --lower out, or build on a machine with a GPU of {wanted}")
+    _expect("specialize", specialize, "size", f"{without} lowers every size for itself", "leave --specialize out")
     return Chosen(target=wanted, recorder="trace", runs_here=runs_here)
+
+
+def _expect(option: str, value: str, only: str, reason: str, hint: str) -> None:
+    if value != only:
+        raise BuildError("target-unavailable", f"{option} {value!r}: {reason}", hint)

@@ -19,6 +19,8 @@ class Event:
 
 
 Watcher = Callable[[Event], None]
+Tell = Callable[[str], None]
+"""What a stage says of its progress."""
 
 
 def silent(event: Event) -> None:

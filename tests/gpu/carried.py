@@ -44,7 +44,7 @@ def tensors_of(model: str) -> dict[str, Any]:
 
 def raw(tensor: Any, strides: tuple[int, ...]) -> bytes:
     """The bytes in the order of memory."""
-    from cgcompile.targets.cuda.tensors import contents
+    from cgcompile.targets.weights import contents
 
     return contents(tensor, strides)
 

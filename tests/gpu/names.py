@@ -30,10 +30,10 @@ def main(folder: Path) -> str:
     log = ImageLog()
     import torch
 
-    from cgcompile.capture.rows import Range, RawKernel
-    from cgcompile.capture.worker.addresses import AddressMap
+    from cgcompile.capture.take import Range, RawKernel
+    from cgcompile.capture.worker.address_map import AddressMap
     from cgcompile.capture.worker.driver import inspect_pointer
-    from cgcompile.capture.worker.walk import walk
+    from cgcompile.capture.worker.graph_nodes import walk
     from cgcompile.targets.cuda.elf import read_cubin
 
     x = torch.ones(64, device="cuda")

@@ -23,7 +23,7 @@ def survey(name: str, level: str, folder: Path) -> str:
     marks: list[tuple[float, str]] = []
     start = time.perf_counter()
     try:
-        recorded, _plain = record_case(name, folder, level, tell=lambda text: marks.append((time.perf_counter() - start, text)))
+        recorded, plain = record_case(name, folder, level, tell=lambda text: marks.append((time.perf_counter() - start, text)))
     except BuildError as error:
         return f"REFUSED {type(error).__name__}: {error} ({marks[-1:]})"
     taken = time.perf_counter() - start
@@ -31,7 +31,7 @@ def survey(name: str, level: str, folder: Path) -> str:
     for key, (graph,) in recorded.graphs.items():
         recording = graph.recording
         kinds = dict(Counter(type(node).__name__ for node in recording.nodes))
-        census, trial = recorded.graphs[key][0].census, recorded.trials[key]
+        census, replayed = plain["census"][key], recorded.replays[key]
         attributes = Counter((n, v) for node in recording.nodes for n, v in getattr(node, "attributes", ()))
         functions = Counter(a for f in recording.functions for a in f.attributes)
         edges = {(e.from_port, e.to_port, e.type) for e in recording.edges}
@@ -40,14 +40,14 @@ def survey(name: str, level: str, folder: Path) -> str:
             f"  {key} {kinds} {'chain' if chain else 'BRANCHES'} edges {sorted(edges)} "
             f"words {census.words} reloc {census.relocations} const {census.constants} undef {census.undefined} "
             f"one-sided {census.one_sided} shifted {census.shifted} arena {graph.arena / 2**20:.1f}M "
-            f"error {trial.error:.1e}/{trial.tolerance:.0e} det {trial.deterministic} "
+            f"error {replayed.error:.1e}/{replayed.tolerance:.0e} det {replayed.deterministic} "
             f"attributes {dict(attributes)} {dict(functions)}"
         )
     images = sum(map(len, recorded.images.values()))
     head = (
         f"{taken:.1f} s, images {len(recorded.images)} ({images / 1e6:.2f} MB), weights {recorded.weights_bytes / 1e6:.1f} MB, "
         f"tables {[len(t.contents) for t in recorded.tables]}, state {[(s.symbol, len(s.relocations)) for s in recorded.states]}, "
-        f"state {recorded.state_bytes} bytes, notes {len(recorded.notes)} {recorded.notes[:2]}"
+        f"state {recorded.state_bytes} bytes"
     )
     timeline = "  " + " | ".join(
         f"{at:.1f} {text}" for at, text in marks if "record0" in text or "prime0" in text or "comparing" in text

@@ -23,11 +23,11 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("level", ["eager", "inductor"])
 @pytest.mark.parametrize("name", ["mlp_small", "gpt_two", "lstm", "fft", "conv", "counting", "sorting"])
 def test_a_recording_replays_bit_for_bit_elsewhere(name: str, level: str, tmp_path: Path) -> None:
-    recorded, _plain = record_case(name, tmp_path, level)
+    recorded, plain = record_case(name, tmp_path, level)
     assert replay(tmp_path) == "exact"
-    for key, trial in recorded.trials.items():
-        assert trial.deterministic and trial.error <= trial.tolerance, (key, trial.error)
-        census = recorded.graphs[key][0].census
+    for key, replayed in recorded.replays.items():
+        assert replayed.deterministic and replayed.error <= replayed.tolerance, (key, replayed.error)
+        census = plain["census"][key]
         assert census.shifted == census.relocations, "the two recordings had the same addresses: nothing was proved"
 
 
@@ -78,7 +78,7 @@ def test_a_kernel_is_identified_by_its_image_not_its_name(tmp_path: Path) -> Non
 
 def test_fresh_inputs_of_another_shape_are_refused_before_anything_starts(tmp_path: Path) -> None:
     program, calls = export("mlp_small")
-    fresh = {key: (CASES["mlp_small"].inputs(key[0] + 1), {}) for key in calls}
+    exam = {key: (CASES["mlp_small"].inputs(key[0] + 1), {}) for key in calls}
     with raises("sizes-differ", match=r"int_key \(1,\)|int_key \(4,\)"):
-        record(program, calls, folder=tmp_path, fresh=fresh)
+        record(program, calls, folder=tmp_path, exam=exam)
     assert not list(tmp_path.iterdir())

@@ -1,10 +1,9 @@
 """Every kernel image that a process loads, with the module that it became: what CUPTI tells while it happens.
 
-Two subscriptions work together (cupti_callbacks.h, CUDA 12 and 13).  The resource callback MODULE_LOADED hands over the
-image but no handle; it fires *inside* the driver call that loads.  The driver-API callbacks keep a stack of calls per
-thread, and when such a call returns, its arguments hold the handle: a module that was just created, or the kernel,
-function or library whose first use loaded it.  FACTS.md, "Where kernel images come from".  A load in a call that is not
-in `HOLDERS` is an error: the name of a kernel does not identify it, so there is nothing to guess from.
+Two subscriptions work together (cupti_callbacks.h, CUDA 12 and 13).  The resource callback MODULE_LOADED hands over the image but
+no handle; it fires *inside* the driver call that loads.  The driver-API callbacks keep a stack of calls per thread.  When such a
+call returns, its arguments hold the handle: of the new module, or of the kernel, function or library whose first use loaded it.  A
+load in a call that is not in `HOLDERS` is an error: the name of a kernel does not identify it.
 
 Subscribe before CUDA starts; the callbacks only copy bytes and read integers, and never call CUDA.
 """
@@ -125,10 +124,10 @@ class ImageLog:
         A handle that was used again after an unload maps to its latest image.  Call this with the module's context current and
         before the kernels of the graph may have been unloaded.  Raises loader-unknown.
         """
-        strangers = sorted({load.call for load in self._loads if not load.kind})
-        if strangers:
+        unknown = sorted({load.call for load in self._loads if not load.kind})
+        if unknown:
             raise BuildError(
-                "loader-unknown", f"images were loaded inside {', '.join(strangers)}: the recorder does not know that call's module"
+                "loader-unknown", f"images were loaded inside {', '.join(unknown)}: the recorder does not know that call's module"
             )
         found: dict[int, tuple[str, ...]] = {}
         previous = -1

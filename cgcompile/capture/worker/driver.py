@@ -11,7 +11,7 @@ from typing import Any
 from cuda.bindings import driver
 
 from ...errors import BuildError
-from ..rows import Pointee
+from ..take import Pointee
 
 __all__ = ["allocation", "check", "driver", "inspect_pointer", "read_device", "succeeded"]
 

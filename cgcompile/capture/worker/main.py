@@ -34,12 +34,12 @@ def main(path: str) -> int:
 
 def _run(request: Request) -> object:
     if request.role == "prime":
-        from .take import prime  # here: imports torch
+        from .record import fill_compile_cache  # here: imports torch
 
-        prime(request, tell)
+        fill_compile_cache(request, tell)
         return None
     log = ImageLog()
-    from .take import record  # here: imports torch, after the subscription
+    from .record import record  # here: imports torch, after the subscription
 
     try:
         return record(request, log, tell)

@@ -1,8 +1,7 @@
 """Module state: variables of kernel images that no longer hold their initial bytes.
 
-A library may set a variable of its module from the host before its first launch (cuFFT's `lut_sp` is a pointer to a
-table that cuFFT allocated); a module loaded afresh would hold the initial bytes instead.  Every data symbol of every
-image used is read and compared.
+A library may set a variable of its module before its first launch: cuFFT's `lut_sp` points to a table that cuFFT allocated.  A
+module loaded afresh would hold the initial bytes instead.  Every data symbol of every image used is read and compared.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Mapping
 
 from ...errors import BuildError
 from ...targets.cuda.elf import Cubin
-from ..rows import RawState
-from .addresses import AddressMap
+from ..take import RawModuleState
+from .address_map import AddressMap
 from .driver import allocation, driver, read_device, succeeded
 
 SECTIONS = (".nv.global", ".nv.constant")
@@ -22,21 +21,17 @@ WRITABLE = ".nv.global"
 """The section of variables that kernels can write and that start as zeros; `.nv.global.init` holds the others."""
 
 
-def changed_variables(
-    modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap
-) -> tuple[tuple[RawState, ...], tuple[str, ...]]:
-    """The changed variables of the images in `modules` (image -> CUmodule handle), sorted, and notes on what could not be read.
+def changed_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap) -> tuple[RawModuleState, ...]:
+    """The changed variables of the images in `modules` (image -> CUmodule handle), sorted.
 
-    A symbol without a handle of its own is read at its distance from one of the same section, where that lies in the same
-    allocation: an address outside could be taken for host memory.  Raises
-    module-state-unreadable when a section that kernels can write has no handle at all.
+    A symbol without a handle is read at its distance from one of the same section, if that lies in the same allocation: an address
+    outside could be host memory.  Raises module-state-unreadable when a section that kernels can write has no handle at all.
     """
-    found: list[RawState] = []
-    notes: list[str] = []
+    found: list[RawModuleState] = []
     for image, module in sorted(modules.items()):
         handles: dict[str, int] = {}
         starts: dict[str, tuple[int, int, int]] = {}
-        lost: dict[str, list[str]] = {}
+        lost: list[str] = []
         variables = [s for s in cubins[image].data if s.section.startswith(SECTIONS)]
         for symbol in variables:
             result = driver.cuModuleGetGlobal(driver.CUmodule(module), symbol.name.encode())
@@ -52,7 +47,7 @@ def changed_variables(
                 if low <= start + symbol.value <= high - len(symbol.initial):
                     address = start + symbol.value
             if address is None:
-                lost.setdefault(symbol.section, []).append(symbol.name)
+                lost += [symbol.name] if symbol.section == WRITABLE else []
                 continue
             contents = read_device(address, len(symbol.initial))
             if contents == symbol.initial:
@@ -62,12 +57,10 @@ def changed_variables(
                     "module-state-unreadable",
                     f"image {image[:12]}: variable {symbol.name} was changed, and has no handle to restore it by",
                 )
-            found.append(RawState(image=image, symbol=symbol.name, block=addresses.block(contents, None)))
-        if WRITABLE in lost:
-            names = ", ".join(lost[WRITABLE][:3])
+            found.append(RawModuleState(image=image, symbol=symbol.name, block=addresses.block(contents, None)))
+        if lost:
             raise BuildError(
                 "module-state-unreadable",
-                f"image {image[:12]}: {len(lost[WRITABLE])} variables that kernels can write have no handle: {names}",
+                f"image {image[:12]}: {len(lost)} variables that kernels can write have no handle: {', '.join(lost[:3])}",
             )
-        notes += [f"image {image[:12]}: {len(names)} variables of {section} have no handle" for section, names in lost.items()]
-    return tuple(sorted(found, key=lambda s: (s.image, s.symbol))), tuple(notes)
+    return tuple(sorted(found, key=lambda s: (s.image, s.symbol)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from ...errors import BuildError
-from ...targets.cuda.memory_layout import PAD, align
+from ...targets.memory_layout import PAD, align
 from ..lowered import TEMPORARY, Allocate, Copy, Fill, HostRead, Launch, Lowered, Pointer, Release
 
 WORK = 3_000_000

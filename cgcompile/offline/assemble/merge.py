@@ -1,7 +1,7 @@
 """The traced regions of a program at one int_key -> one traced program over one set of buffers.  Pure.
 
-A value that a later region reads is the same buffer there, so that one plan places them all and knows how long each is needed; what
-the host reads between two regions is an event of its own.  What the host makes lies in memory `inputs`, behind the call's tensors.
+A value that a later region reads is the same buffer there: one plan places them all and knows how long each is needed.  What the
+host reads between two regions is an event of its own.  What it makes lies in memory `inputs`, behind the call's tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError
+from ...targets.rows import WHOLE
 from ..lowered import (
     TEMPORARY,
     WEIGHT,
@@ -32,40 +33,40 @@ from ..lowered import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class LoweredRegion:
     """A region of a program: the names of the values that it takes and makes, and what tracing gave; None for one of the host."""
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    traced: Lowered | None
+    lowered: Lowered | None
 
 
 def whole(traced: Lowered) -> LoweredProgram:
     """A program that is one graph."""
-    section = RegionEvents(name="model", start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
-    return LoweredProgram(lowered=traced, regions=(section,))
+    region = RegionEvents(name=WHOLE, start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
+    return LoweredProgram(lowered=traced, regions=(region,))
 
 
-def merge(key: IntKey, pieces: Sequence[Piece], given: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
+def merge(key: IntKey, regions: Sequence[LoweredRegion], given: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
     """The regions as one program.
 
-    `pieces` in the order in which they run.  `given`: the values that lie in memory `inputs`, in the order of INPUT buffers: the
+    `regions` in the order in which they run.  `given`: the values that lie in memory `inputs`, in the order of INPUT buffers: the
     call's, and behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to
     the end.  Raises sizes-unlike and place-invalid when a region takes a value otherwise than an earlier one made it.
     """
-    growing = _Merged(key=key, given={name: place for place, name in enumerate(given)})
-    for piece in pieces:
-        if piece.traced is None:
-            growing.read(piece.inputs)
+    growing = _MergedProgram(key=key, given={name: place for place, name in enumerate(given)})
+    for region in regions:
+        if region.lowered is None:
+            growing.read(region.inputs)
         else:
-            growing.add(piece, piece.traced)
-    return growing.chain(outputs)
+            growing.add(region, region.lowered)
+    return growing.program(outputs)
 
 
-class _Merged:
-    """The merged program as it grows.  `made`: the values that the regions so far made; `shared`: weights and inputs by kind and
-    name, which several regions may take; `on_host`: values that the host has a copy of."""
+class _MergedProgram:
+    """The merged program as it grows.  `made`: the values of the regions so far; `on_host`: those that the host has a copy of.
+    `shared`: weights and inputs by kind and name, which several regions may take."""
 
     def __init__(self, key: IntKey, given: Mapping[str, int]) -> None:
         self.key = key
@@ -86,20 +87,20 @@ class _Merged:
                 self.on_host.add(name)
                 self.events.append(HostRead(buffer=self.made[name].pointer.buffer))
 
-    def add(self, piece: Piece, traced: Lowered) -> None:
+    def add(self, region: LoweredRegion, traced: Lowered) -> None:
         """A graph region."""
         start = len(self.events)
-        places = [self._place(piece, traced, buffer) for buffer in traced.buffers]
+        places = [self._place(region, traced, buffer) for buffer in traced.buffers]
         variants = [self.variants.setdefault(variant, len(self.variants)) for variant in traced.variants]
         self.events += [_moved(event, places, variants) for event in traced.events]
         inputs, outputs = [[_tensor(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
         self.regions.append(
-            RegionEvents(name=piece.name, start=start, stop=len(self.events), inputs=tuple(inputs), outputs=tuple(outputs))
+            RegionEvents(name=region.name, start=start, stop=len(self.events), inputs=tuple(inputs), outputs=tuple(outputs))
         )
-        self.made.update(zip(piece.outputs, outputs, strict=True))
+        self.made.update(zip(region.outputs, outputs, strict=True))
         self.constants.update({constant.name: constant for constant in traced.constants})
 
-    def chain(self, outputs: Sequence[str]) -> LoweredProgram:
+    def program(self, outputs: Sequence[str]) -> LoweredProgram:
         """All of it; `outputs` of the call."""
         traced = Lowered(
             key=self.key,
@@ -112,16 +113,16 @@ class _Merged:
         )
         return LoweredProgram(lowered=traced, regions=tuple(self.regions))
 
-    def _place(self, piece: Piece, traced: Lowered, buffer: Buffer) -> Pointer:
+    def _place(self, region: LoweredRegion, traced: Lowered, buffer: Buffer) -> Pointer:
         """Where a buffer of a region begins among all buffers."""
         if buffer.kind == TEMPORARY:
-            return self._new(replace(buffer, name=f"{piece.name}.{buffer.name}"))
+            return self._new(replace(buffer, name=f"{region.name}.{buffer.name}"))
         if buffer.kind == WEIGHT:
             return self._shared(buffer)
-        name, tensor = piece.inputs[int(buffer.name)], traced.inputs[int(buffer.name)]
+        name, tensor = region.inputs[int(buffer.name)], traced.inputs[int(buffer.name)]
         if name in self.given:
             return self._shared(replace(buffer, name=str(self.given[name])))
-        made, where = self.made[name], f"int_key {self.key}, {piece.name}"
+        made, where = self.made[name], f"int_key {self.key}, {region.name}"
         if _layout(made) != _layout(tensor):
             raise BuildError("sizes-unlike", f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(made)}")
         if made.pointer.offset + buffer.nbytes > self.buffers[made.pointer.buffer].nbytes:

@@ -14,6 +14,7 @@ from cgbundle.format.schema import MEMORIES, Value
 from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
 
 from ...errors import BuildError
+from ...targets.cuda.recorded import RecordedGraph
 from ..compile.kernels import CompiledKernel
 from ..lowered import INPUT, TEMPORARY, WEIGHT, BufferView, Copy, Fill, Launch, Lowered, LoweredProgram, Pointer, RegionEvents
 from .arena import Plan
@@ -33,16 +34,6 @@ LARGEST_ROW = 1 << 30
 
 DIVISOR = 16
 """What the arguments in `Variant.divisible` are multiples of."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Graph:
-    """A graph region at one key; `arena` counts the bytes of the key's arena."""
-
-    recording: Recording
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    arena: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +57,7 @@ class _Where:
 
 def assemble(
     program: LoweredProgram, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
-) -> tuple[Graph, ...]:
+) -> tuple[RecordedGraph, ...]:
     """The rows of one key, a graph per region.
 
     `compiled`: one per variant.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`.  `inputs`: the offset of
@@ -78,7 +69,7 @@ def assemble(
     return tuple([_assemble(region, compiled, plan.arena, where) for region in program.regions])
 
 
-def _assemble(region: RegionEvents, compiled: Sequence[CompiledKernel], arena: int, where: _Where) -> Graph:
+def _assemble(region: RegionEvents, compiled: Sequence[CompiledKernel], arena: int, where: _Where) -> RecordedGraph:
     lowered = where.lowered
     functions: dict[Function, int] = {}
     nodes: list[Node] = []
@@ -92,7 +83,7 @@ def _assemble(region: RegionEvents, compiled: Sequence[CompiledKernel], arena: i
         elif isinstance(event, Fill) and event.count:
             nodes.append(_fill(event, where, spot))
     edges = tuple(Edge(source=a, target=b, from_port=0, to_port=0, type=0) for a, b in pairwise(range(len(nodes))))
-    return Graph(
+    return RecordedGraph(
         recording=Recording(key=lowered.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges),
         inputs=tuple(_value(tensor, where, f"int_key {lowered.key}, input {i}") for i, tensor in enumerate(region.inputs)),
         outputs=tuple(_value(tensor, where, f"int_key {lowered.key}, output {i}") for i, tensor in enumerate(region.outputs)),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...targets.cuda.tensors import contents, dtype_name
+from ...targets.weights import contents, stored_dtype
 from ..lowered import WEIGHT, FoldedConstant
 from .retrace import Retraced
 
@@ -157,6 +157,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _constant(value: torch.Tensor) -> FoldedConstant:
-    dtype, shape, strides, data = dtype_name(value), tuple(value.shape), value.stride(), contents(value, value.stride())
+    dtype, shape, strides, data = stored_dtype(value), tuple(value.shape), value.stride(), contents(value, value.stride())
     name = hashlib.sha256(repr((dtype, shape, strides)).encode() + data).hexdigest()[:16]
     return FoldedConstant(name=f"cgcompile.folded.{name}", contents=data)

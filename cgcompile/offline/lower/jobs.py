@@ -13,13 +13,13 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
-from ...targets.cuda.tensors import contents, program_tensors, settings
+from ...export.weights import weight_tensors
+from ...targets.cuda.recorded import RegionKey
+from ...targets.cuda.tensors import settings
+from ...targets.weights import contents
 from ...util.content_cache import cache_path, digest, recall, remember
 from ...util.workers import Kind, Request, ask
 from ..lowered import Lowered
-
-RegionKey = tuple[str, IntKey]
-"""A region and an int_key."""
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 """Of each output the strides that it must have, in elements; None for any.  () for any of all."""
@@ -118,7 +118,7 @@ def _described(program: ExportedProgram, hashes: dict[object, bytes]) -> Iterato
         if isinstance(module, torch.fx.GraphModule):
             yield name, module.code
     yield str(program.graph_signature), str(program.call_spec)
-    for name, value in program_tensors(program).items():
+    for name, value in weight_tensors(program).items():
         same = value.data_ptr(), *_meta(value)
         if same not in hashes:
             hashes[same] = hashlib.sha256(contents(value, value.stride())).digest()

@@ -39,8 +39,8 @@ FILE_NAME = re.compile(rb"/c[a-z2-7]{51}\.")
 """Inductor's name of a generated file: "c" and a SHA-256 in base 32 (torch._inductor.codecache.code_hash)."""
 
 UNFOLDED = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
-"""More of them for a program whose weights may change.  Inductor takes small constants, and constants whose elements are all equal,
-for numbers of the code, also buffers that are written to: every call would begin where the build did (seen with 2.13)."""
+"""More of them for a program whose weights may change.  Inductor makes numbers of the code of small constants, and of those whose
+elements are all equal, also of buffers that are written to: every call would begin where the build did (seen with 2.13)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +56,8 @@ def compile_cpu(
 ) -> Compiled:
     """Compiles `program` to a shared object in the folder `work`.
 
-    `shared`: outputs that share memory with something else; of these it gives copies, because compiled code hands out one tensor
-    under two names, or a constant, which the caller would free twice (seen with torch 2.13).  `changing`: its weights may change,
-    because it writes to its buffers or hands weights out.
+    `shared`: outputs that share memory with something else, of which it gives copies.  Compiled code hands out one tensor under two
+    names, or a constant, which the caller would free twice (seen with torch 2.13).  `changing`: its weights may change.
     Raises compiler-failed, torch-unsupported.
     """
     if not hasattr(torch._inductor, "aot_compile"):
@@ -107,9 +106,8 @@ def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.Gr
 
 
 def _make_reproducible(target: Path, work: Path) -> None:
-    """Takes out what differs from build to build: symbols named after files, the build id, and, in the `__FILE__` of checks of
-    indices, the paths of the work folder and of torch, and the files' names, which Inductor makes of a hash over these paths.
-    Others of the same length take their place."""
+    """Takes out what differs from build to build: symbols named after files, the build id, and what the `__FILE__` of checks of
+    indices holds.  Of its paths, and of file names, which Inductor makes of a hash over them, others of the same length remain."""
     strip = shutil.which("strip")
     if strip is None:
         raise BuildError("compiler-failed", "`strip` is not on the PATH", "install binutils")

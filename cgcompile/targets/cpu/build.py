@@ -4,65 +4,109 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from cgbundle.format import archive
-from cgbundle.format.schema import Exam, Proof, Region, Target
+from cgbundle.format import archive, safetensors
+from cgbundle.format.schema import Exam, Proof, Target, Value, Weight
 
-from ...bundle import emit
-from ...export.weights import collect
+from ...bundle.emit import describe_size
+from ...bundle.exam import KeyExam, eager_exam, write_exam
+from ...errors import ModelError
+from ...export.exported import memory_order
+from ...export.weights import weight_tensors
+from ...model.flat_module import PREFIX
+from ...model.pytree import dtype_name
 from ...transforms.output_aliases import with_aliases
 from ...util.progress import Stages
 from ...util.scratch import scratch_folder
 from ...util.tolerance import tolerance
-from ..job import Job, Parts
-from . import aoti as lower_cpu
+from ..build_spec import BuildSpec, ManifestParts
+from ..memory_layout import lay_out, tensor_bytes
+from ..rows import whole_program, whole_region
+from ..weights import shapes_of, write_weights
 from . import layouts
+from .aoti import compile_cpu
 
 HOST_FILE = "host/model.so"
 
 
-def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
+def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Compiles the model, and writes the shared object, the weights and the exam into `stage`."""
-    program = job.exported.program
+    exported = spec.exported
     with scratch_folder() as scratch:
         with stages("lower") as tell:
-            shared = job.exported.aliases
-            changing = bool(job.exported.state) or any(each.name for each in shared)
-            compiled = lower_cpu.compile_cpu(program, scratch, tell, [each.output for each in shared], changing)
+            shared = exported.aliases
+            changing = bool(exported.state) or any(each.name for each in shared)
+            compiled = compile_cpu(exported.program, scratch, tell, [each.output for each in shared], changing)
             tell(f"{HOST_FILE}, {compiled.path.stat().st_size >> 10} KB")
         with stages("emit") as tell:
-            weights = collect(program, job.exported.state)
-            bound = layouts.bind_constants(compiled.path, program, weights.rows)
-            exams = emit.eager_exam(job.source, job.exported, job.sizes, weights.rows)
-            strides = [layouts.output_strides(bound, [_own(tensor) for tensor in exam.inputs], exam.outputs) for exam in exams]
+            tensors = dict(sorted(weight_tensors(exported.program).items()))
+            weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, exported.state))
+            bound = layouts.bind_constants(compiled.path, exported.program, weights)
+            exams = eager_exam(spec.source, exported, spec.sizes, weights)
+            strides = [layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs) for exam in exams]
             bound.region.close()
             (stage / HOST_FILE).parent.mkdir()
             shutil.copyfile(compiled.path, stage / HOST_FILE)
-            emit.write_weights(stage / archive.WEIGHTS, weights)
-            emit.write_exam(stage / archive.EXAM, exams)
-            tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
+            write_exam(stage / archive.EXAM, exams)
+            tell(describe_size(stage))
+    programs = []
+    for exam, found in zip(exams, strides, strict=True):
+        given = [_value(tensor, tensor.stride()) for tensor in exam.inputs]
+        made = [_value(tensor, stride) for tensor, stride in zip(exam.outputs, found, strict=True)]
+        programs.append(whole_program("host", exam.key, given, made))
     proofs = [Proof(key=exam.key, method="none", error=0.0, tolerance=_tolerance(exam)) for exam in exams]
-    return Parts(
-        target=Target(kind="cpu", arch=platform.machine(), features=compiled.features, torch=job.torch_version, driver=0),
-        weights=weights.rows,
-        memories=weights.memories,
-        regions=(
-            Region(name="model", kind="host", reason="the cpu target has no graphs", file=HOST_FILE, constants=bound.constants),
-        ),
-        programs=with_aliases(emit.cpu_programs(exams, strides), job.exported, weights.rows),
+    return ManifestParts(
+        target=Target(kind="cpu", arch=platform.machine(), features=compiled.features, torch=spec.torch_version, driver=0),
+        weights=weights,
+        memories=_memories(weights),
+        regions=(whole_region("host", "the cpu target has no graphs", HOST_FILE, bound.constants),),
+        programs=with_aliases(tuple(programs), exported, weights),
         module_state="",
-        exam=Exam(compare="tolerance", calls=job.exported.calls, proofs=tuple(proofs)),
+        exam=Exam(compare="tolerance", calls=exported.calls, proofs=tuple(proofs)),
     )
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> tuple[Weight, ...]:
+    """The rows under the program's names.  Memory `weights` is the mapped file, which has no offsets of its own.
+
+    Raises dtype-unsupported for dtypes without a safetensors code and for constants with gaps or overlaps.
+    """
+    for full, value in tensors.items():
+        name = full.removeprefix(PREFIX)
+        if dtype_name(value.dtype) not in safetensors.CODES:
+            raise ModelError("dtype-unsupported", f"weight {name!r}: dtype {value.dtype} cannot be stored in a safetensors file")
+        if not value.detach().permute(memory_order(value)).is_contiguous():
+            raise ModelError(
+                "dtype-unsupported",
+                f"weight {name!r}: strides {list(value.stride())} leave gaps or overlap",
+                "call .contiguous() on it in the model",
+            )
+    rows = lay_out(shapes_of(tensors), state).rows
+    return tuple([row if row.memory == "state" else replace(row, offset=0) for row in rows])
+
+
+def _memories(rows: Sequence[Weight]) -> tuple[tuple[str, int], ...]:
+    """The bytes of memory weights, and of memory state where there is any."""
+    sizes = {row.tensor: (row, tensor_bytes(row.dtype, row.shape)) for row in rows}.values()
+    state = [row.offset + size for row, size in sizes if row.memory == "state"]
+    weights = sum(size for row, size in sizes if row.memory == "weights")
+    return (("weights", weights), *((("state", max(state)),) if state else ()))
+
+
+def _value(tensor: torch.Tensor, strides: Sequence[int]) -> Value:
+    return Value(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), strides=tuple(strides), memory="host", offset=0)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides: the compiled code writes to inputs of models that do."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
 
 
-def _tolerance(exam: emit.KeyExam) -> float:
+def _tolerance(exam: KeyExam) -> float:
     compared = (*exam.outputs, *[tensor for _, tensor in exam.written], *[elements for _, _, elements in exam.state])
     return max(tolerance(tensor.dtype) for tensor in compared)

@@ -18,22 +18,14 @@ from typing import Any
 
 import torch
 
-LEVELS = ("eager", "inductor", "max-autotune")
-SPECIALIZE = ("size", "shared")
-
 OPTIONS = {"triton.cudagraphs": False, "use_static_cuda_launcher": False, "dynamic_scale_rblock": False}
-"""Inductor's options at every level.  Two recordings must get the same kernels from the cache, and in torch 2.11 two things tune
-anew in every process: the static launcher (by coordinate descent), and reductions whose best configuration is one that Inductor
-added while it ran ("dynamic_scale_rblock"), which is not found again among those that it starts from."""
+"""Inductor's options at every level.  Two recordings must get the same kernels from the cache.  In torch 2.11 two things tune anew
+in every process: the static launcher (by coordinate descent), and reductions whose best configuration Inductor added while it ran
+("dynamic_scale_rblock")."""
 
 
 def lower(module: torch.nn.Module, level: str, specialize: str) -> Callable[..., Any]:
-    """A callable with the module's signature.  Compilation happens at its first call; see `lowering_errors`.
-
-    Raises ValueError for a level or mode that does not exist.
-    """
-    if level not in LEVELS or specialize not in SPECIALIZE:
-        raise ValueError(f"no lowering {level!r} with specialize={specialize!r}; there are {LEVELS} and {SPECIALIZE}")
+    """A callable with the module's signature.  Compilation happens at its first call; see `lowering_errors`."""
     if level == "eager":
         return module
     if specialize == "size":
@@ -48,8 +40,8 @@ def lower(module: torch.nn.Module, level: str, specialize: str) -> Callable[...,
 def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """`module`, changed in place so that Inductor lowers it rightly.  What it computes in eager mode stays the same.
 
-    torch before 2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200); they have the
-    shapes of the initial states, so they are viewed as those.
+    torch before 2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200).  They are
+    viewed with the shapes of the initial states.
     """
     for node in [n for n in module.graph.nodes if n.target is torch.ops.aten._assert_tensor_metadata.default]:
         module.graph.erase_node(node)  # what export saw holds by the signature; on fake tensors "cuda" is not "cuda:0" (torch 2.11)
@@ -73,8 +65,7 @@ def lowering_errors() -> tuple[type[Exception], ...]:
 def cache_environment(folder: Path) -> dict[str, str]:
     """Environment variables that keep every compiler cache inside `folder` and ask no remote cache.
 
-    With an own folder per build, nothing of another build can leak in; the processes of one build share it, so that what one
-    compiled and benchmarked the others reuse, to the same kernels.
+    With an own folder per build, nothing of another build can leak in.  Its processes share it, and so get the same kernels.
     """
     folder = folder.absolute()
     return {

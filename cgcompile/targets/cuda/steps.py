@@ -8,26 +8,28 @@ from dataclasses import dataclass, replace
 from cgbundle.format.schema import IntKey, Program, Step, Value
 from cgbundle.format.spans import span
 
-from ...partition import Part, Partition
-from .memory_layout import align
+from ...partition.split import Partition, PlannedRegion
+from ..memory_layout import align
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lowered:
-    """What the recorders made of a key: (inputs, outputs) of each graph region by name, the files of their tables, where the call's
-    inputs lie, where on the GPU what the host made is put, and the position of each region in the manifest."""
+class LoweredRegions:
+    """The regions of one int_key as they were lowered, by name.
 
-    graphs: Mapping[str, tuple[tuple[Value, ...], tuple[Value, ...]]]
+    `outputs`: what each makes; `files`: the tables of graph regions; `regions`: positions in the manifest.  `inputs`: the call's.
+    `uploads`: where on the GPU a value that the host makes is put.  `passed_through`: as in RegionModule.
+    """
+
+    outputs: Mapping[str, tuple[Value, ...]]
     files: Mapping[str, str]
-    given: tuple[Value, ...]
-    landing: Mapping[str, Value]
-    hosts: Mapping[str, tuple[Value, ...]]
-    handed: Mapping[str, str]
+    inputs: tuple[Value, ...]
+    uploads: Mapping[str, Value]
+    passed_through: Mapping[str, str]
     regions: Mapping[str, int]
 
 
 @dataclass(slots=True)
-class _Rows:
+class _Steps:
     """Values and steps, growing; `device` and `host` say which value is a name's on either side, `end` where memory host ends."""
 
     values: list[Value]
@@ -49,53 +51,53 @@ class _Rows:
         self.steps.append(Step(kind="copy", region=0, file="", inputs=(source,), outputs=(target,)))
 
 
-def program(key: IntKey, parts: Partition, lowered: Lowered, arena: int, static: int) -> tuple[Program, int]:
+def program_row(key: IntKey, partition: Partition, lowered: LoweredRegions, arena: int, static: int) -> tuple[Program, int]:
     """The program of one int_key, and the bytes that it needs of memory host.
 
-    A value is copied to the other side when a region there first reads it, and once; what the host made and the call returns is
-    copied in the end.
+    A value is copied to the other side once, when a region there first reads it.  What the host made and the call returns is copied
+    in the end.
     """
-    rows = _Rows(values=[], steps=[], device={}, host={}, end=0)
-    for name, value in zip(parts.inputs, lowered.given, strict=True):
+    rows = _Steps(values=[], steps=[], device={}, host={}, end=0)
+    for name, value in zip(partition.inputs, lowered.inputs, strict=True):
         rows.device[name] = rows.add(value)
-    inputs = tuple(range(len(parts.inputs)))
-    for part in parts.regions:
-        if part.kind == "graph":
-            _graph(rows, part, lowered)
+    inputs = tuple(range(len(partition.inputs)))
+    for region in partition.regions:
+        if region.kind == "graph":
+            _graph(rows, region, lowered)
         else:
-            _host(rows, part, lowered)
-    outputs = tuple([_on_device(rows, name, lowered) for name in parts.outputs])
+            _host(rows, region, lowered)
+    outputs = tuple([_on_device(rows, name, lowered) for name in partition.outputs])
     made = Program(
         key=key, values=tuple(rows.values), inputs=inputs, outputs=outputs, steps=tuple(rows.steps), arena=arena, static=static
     )
     return made, rows.end
 
 
-def _graph(rows: _Rows, part: Part, lowered: Lowered) -> None:
-    given = tuple([_on_device(rows, name, lowered) for name in part.inputs])
-    made = tuple([rows.add(value) for value in lowered.graphs[part.name][1]])
-    rows.device.update(zip(part.outputs, made, strict=True))
-    region, file = lowered.regions[part.name], lowered.files[part.name]
-    rows.steps.append(Step(kind="graph", region=region, file=file, inputs=given, outputs=made))
+def _graph(rows: _Steps, region: PlannedRegion, lowered: LoweredRegions) -> None:
+    given = tuple([_on_device(rows, name, lowered) for name in region.inputs])
+    made = tuple([rows.add(value) for value in lowered.outputs[region.name]])
+    rows.device.update(zip(region.outputs, made, strict=True))
+    number, file = lowered.regions[region.name], lowered.files[region.name]
+    rows.steps.append(Step(kind="graph", region=number, file=file, inputs=given, outputs=made))
 
 
-def _host(rows: _Rows, part: Part, lowered: Lowered) -> None:
-    for name in part.inputs:
+def _host(rows: _Steps, region: PlannedRegion, lowered: LoweredRegions) -> None:
+    for name in region.inputs:
         if name not in rows.host:
             source = rows.device[name]
             rows.host[name] = rows.add_host(rows.values[source])
             rows.copy(source, rows.host[name])
-    if not part.operations:
-        rows.host.update({name: rows.host[lowered.handed[name]] for name in part.outputs})
+    if not region.operations:
+        rows.host.update({name: rows.host[lowered.passed_through[name]] for name in region.outputs})
         return
-    made = tuple([rows.add_host(value) for value in lowered.hosts[part.name]])
-    given = tuple([rows.host[name] for name in part.inputs])
-    rows.host.update(zip(part.outputs, made, strict=True))
-    rows.steps.append(Step(kind="host", region=lowered.regions[part.name], file="", inputs=given, outputs=made))
+    made = tuple([rows.add_host(value) for value in lowered.outputs[region.name]])
+    given = tuple([rows.host[name] for name in region.inputs])
+    rows.host.update(zip(region.outputs, made, strict=True))
+    rows.steps.append(Step(kind="host", region=lowered.regions[region.name], file="", inputs=given, outputs=made))
 
 
-def _on_device(rows: _Rows, name: str, lowered: Lowered) -> int:
+def _on_device(rows: _Steps, name: str, lowered: LoweredRegions) -> int:
     if name not in rows.device:
-        rows.device[name] = rows.add(lowered.landing[name])
+        rows.device[name] = rows.add(lowered.uploads[name])
         rows.copy(rows.host[name], rows.device[name])
     return rows.device[name]

@@ -8,66 +8,18 @@ aliases of each other.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from cgbundle.format.schema import DTYPES, Weight
+from cgbundle.format.schema import Weight
 
-from ...errors import ModelError
-from ...util.raw_bytes import raw
 from ...util.tolerance import tolerance
-from .memory_layout import Shape, align, dense_strides, tensor_bytes
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype in schema.DTYPES.  Raises dtype-unsupported."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES or tensor.layout != torch.strided:
-        raise ModelError("dtype-unsupported", f"a tensor is {name} ({tensor.layout}), which a bundle cannot hold")
-    return name
-
-
-def program_tensors(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and tensor constants of a program under their names, in the program's order."""
-    named = {**program.state_dict, **program.constants}
-    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-
-
-def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
-    """What `memory.lay_out` needs.  Tensors that are the same memory are tied; gaps and overlaps inside a tensor are closed."""
-    first: dict[Any, str] = {}
-    shapes = {}
-    for name, tensor in tensors.items():
-        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
-        owner = first.setdefault(identity, name)
-        shape, strides = tuple(tensor.shape), dense_strides(tuple(tensor.shape), tensor.stride())
-        shapes[name] = Shape(dtype=dtype_name(tensor), shape=shape, strides=strides, same_as="" if owner == name else owner)
-    return shapes
-
-
-def entangled(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Names of tensors that share memory with another without being the same: placed apart, the two no longer follow
-    each other."""
-    groups: dict[int, set[Any]] = {}
-    for t in tensors.values():
-        groups.setdefault(t.untyped_storage().data_ptr(), set()).add((t.data_ptr(), t.shape, t.stride()))
-    return frozenset(n for n, t in tensors.items() if t.numel() and len(groups[t.untyped_storage().data_ptr()]) > 1)
-
-
-def contents(tensor: torch.Tensor, strides: Iterable[int]) -> bytes:
-    """The bytes of a tensor in the order of memory that `strides` (dense, in elements) describe."""
-    order = sorted(range(tensor.dim()), key=lambda axis: -tuple(strides)[axis])
-    dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous().cpu()
-    return raw(dense).numpy().tobytes()
-
-
-def row_major(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor in row-major order."""
-    return contents(tensor.contiguous(), tensor.contiguous().stride())
+from ..memory_layout import UploadedValue, align, dense_strides, tensor_bytes
+from ..weights import stored_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,19 +35,23 @@ class _Span:
         return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": (self.address, False), "strides": None}
 
 
-def tensor_at(buffer: torch.Tensor, offset: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor with a storage of its own at `offset` bytes into a one-dimensional uint8 buffer on the device."""
-    empty = torch.empty(0, dtype=getattr(torch, dtype), device=buffer.device)
+def _tensor(address: int, owner: torch.Tensor | None, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with a storage of its own at `address`."""
+    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cuda")
     size = tensor_bytes(dtype, shape)
     if not size:
         return empty.new_empty(shape)
-    span = _Span(address=buffer.data_ptr() + offset, size=size, owner=buffer)
-    storage = torch.as_tensor(span, device=buffer.device).untyped_storage()
+    storage = torch.as_tensor(_Span(address=address, size=size, owner=owner), device="cuda").untyped_storage()
     return empty.set_(storage, 0, shape, strides)
 
 
+def tensor_at(buffer: torch.Tensor, offset: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with a storage of its own at `offset` bytes into a one-dimensional uint8 buffer on the device."""
+    return _tensor(buffer.data_ptr() + offset, buffer, dtype, shape, strides)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spot:
+class TensorPlace:
     """Where a tensor on the device lies and how, without keeping its memory: strides in elements."""
 
     address: int
@@ -105,17 +61,12 @@ class Spot:
 
     def tensor(self) -> torch.Tensor:
         """The tensor again, which must be dense; whoever asks knows that its memory is still there."""
-        empty = torch.empty(0, dtype=getattr(torch, self.dtype), device="cuda")
-        size = tensor_bytes(self.dtype, self.shape)
-        if not size:
-            return empty.new_empty(self.shape)
-        storage = torch.as_tensor(_Span(address=self.address, size=size, owner=None), device="cuda").untyped_storage()
-        return empty.set_(storage, 0, self.shape, self.strides)
+        return _tensor(self.address, None, self.dtype, self.shape, self.strides)
 
 
-def spot_of(tensor: torch.Tensor) -> Spot:
+def tensor_place(tensor: torch.Tensor) -> TensorPlace:
     """The place of a tensor."""
-    return Spot(address=tensor.data_ptr(), dtype=dtype_name(tensor), shape=tuple(tensor.shape), strides=tensor.stride())
+    return TensorPlace(address=tensor.data_ptr(), dtype=stored_dtype(tensor), shape=tuple(tensor.shape), strides=tensor.stride())
 
 
 def place_weights(
@@ -141,39 +92,38 @@ def place_weights(
             setattr(owner, leaf, placed[row.tensor])
 
 
-def place_inputs(tensors: Iterable[torch.Tensor], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Static inputs: tensors like the given ones (values too), one behind the other from the start of `buffer`."""
-    placed = []
-    offset = 0
+def tensors_of(call: Any) -> list[torch.Tensor]:
+    """The tensors of a call's arguments, or of what it returns, in order."""
+    return [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+
+
+def input_offsets(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Where each of the call's tensors begins in memory `inputs`, and where the last one's alignment ends: one behind the other."""
+    offsets = [0]
     for tensor in tensors:
-        name, shape = dtype_name(tensor), tuple(tensor.shape)
-        static = tensor_at(buffer, offset, name, shape, dense_strides(shape, tensor.stride()))
+        offsets.append(align(offsets[-1] + tensor_bytes(stored_dtype(tensor), tensor.shape)))
+    return tuple(offsets)
+
+
+def place_inputs(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Static inputs: tensors like the given ones (values too), at `input_offsets` of `buffer`."""
+    placed = []
+    for tensor, offset in zip(tensors, input_offsets(tensors), strict=False):
+        shape = tuple(tensor.shape)
+        static = tensor_at(buffer, offset, stored_dtype(tensor), shape, dense_strides(shape, tensor.stride()))
         placed.append(static.copy_(tensor))
-        offset = align(offset + tensor_bytes(name, shape))
     return placed
 
 
-def inputs_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that `place_inputs` needs, the last tensor's alignment included."""
-    return sum(align(tensor_bytes(dtype_name(t), t.shape)) for t in tensors)
-
-
-def freshen(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Other values of the same kind: floats of the same mean and spread, everything else permuted, so that indices stay valid."""
-    if tensor.dtype.is_floating_point and tensor.numel() and tensor.element_size() > 1:
-        wide = tensor.detach().cpu().double()
-        spread = wide.std(correction=0).item() or 1.0
-        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * spread + wide.mean().item()
-        return torch.empty_like(tensor, device="cpu").copy_(noise)
-    flat = tensor.detach().cpu().reshape(-1)
-    order = torch.randperm(flat.numel(), generator=generator)
-    return torch.empty_like(tensor, device="cpu").copy_(flat[order].reshape(tensor.shape))
+def static_bytes(tensors: Iterable[torch.Tensor], uploads: Iterable[UploadedValue]) -> int:
+    """Bytes of memory `inputs`, without PAD, for the call's tensors and what the host makes, which lies behind them."""
+    return max([input_offsets(tensors)[-1], *[value.end for value in uploads]])
 
 
 def dtype_bound(program: torch.export.ExportedProgram) -> float:
     """The bound for the error against exact eager PyTorch that the narrowest floating dtype in the program's graph sets."""
-    values = tree_leaves([node.meta.get("val") for node in program.graph.nodes])
-    return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
+    values = tensors_of([node.meta.get("val") for node in program.graph.nodes])
+    return max((tolerance(value.dtype) for value in values), default=0.0)
 
 
 def tolerance_of(program: torch.export.ExportedProgram) -> float:

@@ -26,7 +26,7 @@ from cgbundle.tensors.tensor import memory_order
 
 from ...errors import BuildError
 from ...model.flat_module import PREFIX
-from ...partition import without_markers
+from ...partition.markers import without_markers
 from ...targets.cuda.lowering import repair
 
 HEADED = "def forward(self"

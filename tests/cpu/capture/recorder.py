@@ -1,4 +1,4 @@
-"""`cgcompile.capture.worker.chain`, also where cuda-bindings is not installed: tests that import it here call no driver."""
+"""`cgcompile.capture.worker.regions`, also where cuda-bindings is not installed: tests that import it here call no driver."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import ModuleType
 if importlib.util.find_spec("cuda") is None:
     sys.modules["cuda"], sys.modules["cuda.bindings"] = ModuleType("cuda"), ModuleType("cuda.bindings")
     sys.modules["cuda.bindings"].driver = ModuleType("cuda.bindings.driver")  # type: ignore[attr-defined]
-    from cgcompile.capture.worker import chain
+    from cgcompile.capture.worker import regions
 
     del sys.modules["cuda"], sys.modules["cuda.bindings"]
 else:
-    from cgcompile.capture.worker import chain
+    from cgcompile.capture.worker import regions
 
-__all__ = ["chain"]
+__all__ = ["regions"]

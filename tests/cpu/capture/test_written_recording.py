@@ -14,22 +14,22 @@ from torch import Tensor
 
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
-from tests.cpu.capture.recorder import chain as loaded
+from tests.cpu.capture.recorder import regions
 from tests.helpers.raising import raises
 from tests.helpers.written_models import MODELS, draw, eager
 
-assert loaded, "modules of the recorder can be imported from here on"
+assert regions, "modules of the recorder can be imported from here on"
 from cgcompile.capture.request import Request  # noqa: E402
-from cgcompile.capture.worker import session as recorder  # noqa: E402
-from cgcompile.capture.worker import take  # noqa: E402
-from cgcompile.targets.cuda.tensors import row_major  # noqa: E402
+from cgcompile.capture.worker import loaded_program as recorder  # noqa: E402
+from cgcompile.capture.worker import record  # noqa: E402
+from cgcompile.targets.weights import row_major  # noqa: E402
 
 KEY = (4,)
 
 
 @pytest.fixture(params=sorted(MODELS))
 def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """A session with an example and a fresh call, and the model."""
+    """A loaded program with an example and a fresh call, and the model."""
     made, inputs, written = MODELS[request.param]
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in (
@@ -37,31 +37,31 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         ("synchronize", lambda: None), ("get_rng_state", lambda: torch.zeros(1)),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    for module in (recorder, take):
+    for module in (recorder, record):
         monkeypatch.setattr(module, "place_inputs", lambda tensors, buffer: [tensor.clone() for tensor in tensors])
     network = made()
     program = export(load_source(network, inputs), {"batch": (1, 4)}).program
     asked = Request(
         role="record", program=tmp_path, calls=tmp_path, result=tmp_path, keys=(KEY,), level="eager", specialize="size", code="",
-        placements=(), landing={}, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={}, shift=False, written=written,
+        placements=(), uploads={}, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={}, shift=False, written=written,
     )  # fmt: skip
     nothing = torch.empty(0)
     calls = {KEY: ((draw(inputs, 4, 0), {}), (draw(inputs, 4, 1), {}))}
-    session = recorder.Session(
+    loaded = recorder.LoadedProgram(
         request=asked, sides=None, module=program.module(), originals={}, weights=nothing, state=nothing, inputs=nothing,
         calls=calls,
     )  # fmt: skip
-    return session, network
+    return loaded, network
 
 
 def test_every_warm_up_starts_from_the_examples_values(case: tuple[Any, Any]) -> None:
-    session, _ = case
-    call, static = recorder.warm_up(session, KEY, lambda text: None)
-    examples = session.calls[KEY][0][0]
+    loaded, _ = case
+    call, static = recorder.warm_up(loaded, KEY, lambda text: None)
+    examples = loaded.calls[KEY][0][0]
     assert [torch.equal(one, other) for one, other in zip(static, examples, strict=True)] == [True] * len(examples)
     call()
     changed = {index for index, (one, other) in enumerate(zip(static, examples, strict=True)) if not torch.equal(one, other)}
-    assert changed == set(session.request.written), "the call itself restores nothing"
+    assert changed == set(loaded.request.written), "the call itself restores nothing"
 
 
 class Graph:
@@ -74,7 +74,7 @@ class Graph:
         """Nothing to make."""
 
 
-def examined(session: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list[Tensor]], None] = lambda static: None) -> Any:
+def examined(loaded: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list[Tensor]], None] = lambda static: None) -> Any:
     static: list[Tensor] = []
 
     def place(tensors: Any, buffer: Any) -> list[Tensor]:
@@ -85,34 +85,34 @@ def examined(session: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[lis
 
     def replay() -> None:
         with torch.no_grad():
-            made = session.module(*static)
+            made = loaded.module(*static)
         item.kept = tuple(made)
         spoil(static)
 
     item.graph = Graph(replay)
-    monkeypatch.setattr(take, "place_inputs", place)
-    return take._examine(session, KEY, [item], ())
+    monkeypatch.setattr(record, "place_inputs", place)
+    return record._examine(loaded, KEY, [item], ())
 
 
 def test_the_exam_holds_what_the_replay_leaves_in_the_inputs(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    session, network = case
-    found = examined(session, monkeypatch)
-    fresh = session.calls[KEY][1][0]
+    loaded, network = case
+    found = examined(loaded, monkeypatch)
+    fresh = loaded.calls[KEY][1][0]
     outputs, after = eager(network, fresh)
-    assert found.error == 0 and found.written == tuple([row_major(after[index]) for index in session.request.written])
+    assert found.error == 0 and found.written == tuple([row_major(after[index]) for index in loaded.request.written])
     assert found.outputs == tuple([row_major(output) for output in outputs])
 
 
 def test_a_replay_that_leaves_something_else_there_is_an_error(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    session, _ = case
-    index = session.request.written[-1]
-    assert examined(session, monkeypatch, lambda static: static[index].copy_(static[index].flip(0).logical_not())).error > 0
+    loaded, _ = case
+    index = loaded.request.written[-1]
+    assert examined(loaded, monkeypatch, lambda static: static[index].copy_(static[index].flip(0).logical_not())).error > 0
 
 
 def test_a_write_that_nobody_announced_is_refused(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    session, _ = case
-    others = set(range(len(session.calls[KEY][0][0]))) - set(session.request.written)
+    loaded, _ = case
+    others = set(range(len(loaded.calls[KEY][0][0]))) - set(loaded.request.written)
     if not others:
         pytest.skip("it writes to all of its inputs")
     with raises("input-mutated", match=f"tensor {min(others)} of its inputs"):
-        examined(session, monkeypatch, lambda static: static[min(others)].neg_())
+        examined(loaded, monkeypatch, lambda static: static[min(others)].neg_())

@@ -27,8 +27,8 @@ from cgcompile.offline.interpret.interpret import Stage, Task, interpret
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lowered import KernelVariant, Launch, Lowered
 from cgcompile.targets.architectures import ARCHES, Arch, arch
-from cgcompile.targets.cuda.memory_layout import PAD, align
-from cgcompile.targets.cuda.tensors import row_major
+from cgcompile.targets.memory_layout import PAD, align
+from cgcompile.targets.weights import row_major
 from tests.cpu.offline.written_rows import tensor_of
 from tests.helpers.lowered_programs import assembled
 from tests.helpers.raising import raises

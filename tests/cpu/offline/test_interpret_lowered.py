@@ -15,19 +15,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from cgcompile.export.weights import weight_tensors
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.block_reader import FORMATS
-from cgcompile.offline.build import folded_tables, weight_offsets
+from cgcompile.offline.assemble.rows import assemble
+from cgcompile.offline.build import folded_tables
 from cgcompile.offline.compile.kernels import CompiledKernel
 from cgcompile.offline.interpret.interpret import Stage, Task, interpret
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lowered import KernelVariant
 from cgcompile.targets.architectures import arch
-from cgcompile.targets.cuda.files import write_weights
-from cgcompile.targets.cuda.memory_layout import PAD, lay_out
-from cgcompile.targets.cuda.tensors import program_tensors, row_major, shapes_of
+from cgcompile.targets.memory_layout import PAD, lay_out
+from cgcompile.targets.weights import row_major, shapes_of, write_weights
 from tests.cpu.offline.written_rows import tensor_of
-from tests.helpers.lowered_programs import assembled
 
 
 class Block(nn.Module):
@@ -112,12 +112,13 @@ def test_rows_compute_what_eager_does(name: str, tmp_path: Path) -> None:
 def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: torch.Tensor, folder: Path) -> Task:
     traced = lower_key(program, (1,), [example], arch("sm_90"))
     compiled = [_laid_out(variant) for variant in traced.variants]
-    tensors = program_tensors(program)
-    placed, ends = lay_out(shapes_of(tensors))
-    folded, end = folded_tables({(1,): traced}, ends.weights)
-    graph = assembled(traced, compiled, plan(traced), weight_offsets(placed, folded), [0])
+    tensors = weight_tensors(program)
+    layout = lay_out(shapes_of(tensors))
+    folded, end = folded_tables({(1,): traced}, layout.weights_end)
+    offsets = {row.name: row.offset for row in layout.rows} | {name: table.offset for name, table in folded.items()}
+    graph = assemble(traced, compiled, plan(traced), offsets, [0])
     path = folder / "weights.safetensors"
-    rows = write_weights(path, tensors, placed, tuple(folded.values()))
+    rows = write_weights(path, tensors, layout.rows, tuple(folded.values()))
     return Task(
         key=(1,),
         stages=(Stage(given=((graph.inputs[0], row_major(fresh)),), recording=graph.recording, read=graph.outputs),),

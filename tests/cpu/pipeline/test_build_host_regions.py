@@ -17,10 +17,11 @@ from tests.helpers.raising import raises
 
 pytest.importorskip("triton")
 
+from cgbundle.format.extents import ELSEWHERE
+
 import cgcompile
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, IntKey, Manifest, Program, Proof, Region, Weight
-from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode, Recording
 from cgbundle.validate import bundle as verify
@@ -30,16 +31,17 @@ from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
 from cgcompile.offline import build as build_trace
 from cgcompile.offline.assemble.arena import plan
-from cgcompile.offline.assemble.merge import Piece, merge
+from cgcompile.offline.assemble.merge import LoweredRegion, merge
 from cgcompile.offline.assemble.plan_check import check_plan
 from cgcompile.offline.interpret.interpret import Outcome
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lowered import Lowered, LoweredProgram
+from cgcompile.offline.lowering_jobs import region_jobs
 from cgcompile.offline.proof import Trial, proved
-from cgcompile.offline.regions import region_works
 from cgcompile.targets.architectures import arch
-from cgcompile.targets.cuda.host_regions import Hosts, Mixed, plan_mixed
-from cgcompile.targets.cuda.memory_layout import PAD
+from cgcompile.targets.cuda import host_regions
+from cgcompile.targets.cuda.host_regions import HostRegions, SplitProgram, split_program
+from cgcompile.targets.memory_layout import PAD
 
 HEAD = """
 import torch
@@ -162,9 +164,9 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
         if name not in done:
             alone: dict[IntKey, list[int]] = {}
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(build_trace, "merge", lambda key, pieces, *rest: _noted(alone, key, pieces, rest))
+                patch.setattr(build_trace, "merge", lambda key, regions, *rest: _noted(alone, key, regions, rest))
                 if not compiled:
-                    patch.setattr(build_trace, "compile_hosts", _uncompiled)
+                    patch.setattr(host_regions, "compile_host_regions", _uncompiled)
                 out = tmp_path_factory.mktemp(name) / f"{name}.cgb"
                 built = cgcompile.build(
                     environment / f"{name}.py", sizes=list(sizes), out=out, target="sm_90", host_ops=tuple(host_ops)
@@ -175,21 +177,21 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     return build
 
 
-def _noted(alone: dict[IntKey, list[int]], key: IntKey, pieces: Sequence[Piece], rest: Any) -> LoweredProgram:
-    alone[key] = [plan(piece.traced).arena - PAD for piece in pieces if piece.traced]
-    return merge(key, pieces, *rest)
+def _noted(alone: dict[IntKey, list[int]], key: IntKey, regions: Sequence[LoweredRegion], rest: Any) -> LoweredProgram:
+    alone[key] = [plan(region.lowered).arena - PAD for region in regions if region.lowered]
+    return merge(key, regions, *rest)
 
 
-def _uncompiled(mixed: Mixed, weights: Sequence[Weight], scratch: Path, stage: Path, tell: object) -> Hosts:
-    """In the place of `compile_hosts`: rows and files of its kind."""
+def _uncompiled(split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: object) -> HostRegions:
+    """In the place of `compile_host_regions`: rows and files of its kind."""
     rows = {}
-    for part in [part for part in mixed.parts.regions if part.kind == "host" and part.operations]:
-        for key in mixed.chains:
-            own = f"{part.name}-{'x'.join(map(str, key))}"
+    for region in [region for region in split.partition.regions if region.kind == "host" and region.operations]:
+        for key in split.regions:
+            own = f"{region.name}-{'x'.join(map(str, key))}"
             (stage / "host").mkdir(exist_ok=True)
             (stage / "host" / f"{own}.so").write_bytes(b"\x7fELF")
-            rows[part.name, key] = Region(name=own, kind="host", reason=part.reason, file=f"host/{own}.so", constants=())
-    return Hosts(rows=rows, features=())
+            rows[region.name, key] = Region(name=own, kind="host", reason=region.reason, file=f"host/{own}.so", constants=())
+    return HostRegions(rows=rows, features=())
 
 
 def sound(build: Build, keys: Sequence[IntKey]) -> None:
@@ -254,7 +256,7 @@ def test_a_table_that_the_host_reads_stays_off_the_gpu(make: Make) -> None:
     (program,) = build.manifest.programs
     assert build.regions(program) == ["copy", "host-1", "copy", "graph-1"]
     offsets = {weight.name: weight.offset for weight in build.manifest.weights}
-    assert offsets["table"] == HOST_ONLY and offsets["out.weight"] >= 0
+    assert offsets["table"] == ELSEWHERE and offsets["out.weight"] >= 0
     assert dict(build.manifest.memories)["weights"] < 5000 * 16 * 4
     (row,) = [region for region in build.manifest.regions if region.kind == "host"]
     ((_, weight),) = row.constants
@@ -369,28 +371,28 @@ def test_regions_agree_on_the_layout_of_what_crosses() -> None:
     source = load_source(Views().eval(), lambda batch: (torch.randn(batch, 3, 5, 5),))
     exported = export(source, {"batch": (3, 4)})
     placed = placements(check(exported, "cuda", ()), exported)
-    mixed = plan_mixed(exported.program, placed, {(3,): sample(source, {"batch": 3}).tensors})
-    works = region_works(mixed)
+    split = split_program(exported.program, placed, {(3,): sample(source, {"batch": 3}).tensors})
+    jobs = region_jobs(split)
     lowered = {
-        name: lower_key(work.program, name[1], work.tensors, arch("sm_90"), layouts=work.layouts) for name, work in works.items()
+        name: lower_key(work.program, name[1], work.tensors, arch("sm_90"), layouts=work.layouts) for name, work in jobs.items()
     }
-    pieces = [
-        Piece(name=part.name, inputs=part.inputs, outputs=part.outputs, traced=lowered.get((part.name, (3,))))
-        for part in mixed.parts.regions
+    regions = [
+        LoweredRegion(name=region.name, inputs=region.inputs, outputs=region.outputs, lowered=lowered.get((region.name, (3,))))
+        for region in split.partition.regions
     ]
-    given = [*mixed.parts.inputs, *[row[0] for row in mixed.landing[3,]]]
-    chain = merge((3,), pieces, given, mixed.parts.outputs)
-    check_plan(chain.lowered, plan(chain.lowered))
-    first, second = chain.regions
+    given = [*split.partition.inputs, *[value.name for value in split.uploads[3,]]]
+    merged = merge((3,), regions, given, split.partition.outputs)
+    check_plan(merged.lowered, plan(merged.lowered))
+    first, second = merged.regions
     crossing = {tensor for tensor in first.outputs if tensor in second.inputs}
     shapes = {tensor.shape: tensor.strides for tensor in crossing}
     assert shapes[3, 5, 5, 8] == (200, 8, 40, 1), "transposed"
     assert shapes[3, 5, 5] == (25, 5, 1), "the gaps are closed"
     assert shapes[3, 8, 5, 5] == (200, 1, 40, 8), "channels last"
-    assert all(tensor.pointer.offset % 16 == 0 for tensor in crossing)
-    names = {buffer.name for buffer in chain.lowered.buffers if buffer.kind == "weight"}
+    assert all(tensor.place.offset % 16 == 0 for tensor in crossing)
+    names = {buffer.name for buffer in merged.lowered.buffers if buffer.kind == "weight"}
     assert (
         {"model.one.bias", "model.other.bias"}
         <= names
-        <= exported.program.state_dict.keys() | {constant.name for constant in chain.lowered.constants}
+        <= exported.program.state_dict.keys() | {constant.name for constant in merged.lowered.constants}
     )

@@ -22,10 +22,12 @@ torch = pytest.importorskip("torch")
 
 from cgcompile.capture.rows import Range, Take  # noqa: E402
 from cgcompile.capture.worker.addresses import AddressMap  # noqa: E402
+
 from cgcompile.targets.cuda.elf import Cubin, Symbol  # noqa: E402
 
 MEGA = 1 << 20
 KEY = (4,)
+CALLS = {KEY: ((torch.ones(2),), {})}
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +128,12 @@ def test_the_compiler_fails(record: SimpleNamespace, gpu: None) -> None:
     from torch._dynamo.exc import TorchDynamoException
 
     with raises("lowering-failed", match=r"int_key \(4,\), inductor: TorchDynamoException: no such thing"):
-        record.session.run_warm(fails(TorchDynamoException("no such thing\nand more")), "int_key (4,), inductor")
+        record.loaded_program.run_warm(fails(TorchDynamoException("no such thing\nand more")), "int_key (4,), inductor")
 
 
 def test_the_capture_breaks(record: SimpleNamespace, gpu: None) -> None:
     with raises("not-capturable", match=r"int_key \(4,\): RuntimeError: operation not permitted"):
-        record.session.capture_call(fails(RuntimeError("operation not permitted when stream is capturing")), "int_key (4,)")
+        record.loaded_program.capture_call(fails(RuntimeError("operation not permitted when stream is capturing")), "int_key (4,)")
 
 
 class Counter(torch.nn.Module):
@@ -180,7 +182,7 @@ def test_a_node_of_another_kind(drive: Callable[..., SimpleNamespace]) -> None:
     kind = SimpleNamespace(name="CU_GRAPH_NODE_TYPE_HOST")
     record = drive(cuGraphGetNodes=lambda _, count: (0, [7], 1), cuGraphNodeGetType=lambda _: (0, kind))
     with raises("node-refused", match=r"int_key \(4,\), node 0 is a node of kind HOST: it calls a function of the recording"):
-        record.walk.walk(1, KEY, addresses(), {}, lambda _: frozenset())
+        record.graph_nodes.walk(1, KEY, addresses(), {}, lambda _: frozenset())
 
 
 def copy_params(**changes: Any) -> Callable[..., tuple[Any, ...]]:
@@ -195,19 +197,19 @@ def copy_params(**changes: Any) -> Callable[..., tuple[Any, ...]]:
 def test_copies_of_the_host(drive: Callable[..., SimpleNamespace]) -> None:
     record = drive(cuGraphMemcpyNodeGetParams=copy_params(srcMemoryType=SimpleNamespace(name="CU_MEMORYTYPE_HOST")))
     with raises("copy-refused", match="node 3 copies from host memory"):
-        record.walk._memcpy(0, "node 3", KEY, addresses())
+        record.graph_nodes._memcpy(0, "node 3", KEY, addresses())
     record = drive(cuGraphMemcpyNodeGetParams=copy_params(dstDevice=64 * MEGA))
     with raises("copy-refused", match="node 3 copies to 0x4000000, which is no live device memory"):
-        record.walk._memcpy(0, "node 3", KEY, addresses())
+        record.graph_nodes._memcpy(0, "node 3", KEY, addresses())
     drive(cuGraphMemcpyNodeGetParams=copy_params())
-    assert record.walk._memcpy(0, "node 3", KEY, addresses()).target.targets[0].offset == 64
+    assert record.graph_nodes._memcpy(0, "node 3", KEY, addresses()).target.readings[0].offset == 64
 
 
 def test_an_attribute_that_holds_an_address(drive: Callable[..., SimpleNamespace]) -> None:
     window = SimpleNamespace(accessPolicyWindow=SimpleNamespace(num_bytes=4096))
     record = drive(cuGraphKernelNodeGetAttribute=lambda _, number: (0, window) if number == 1 else (1, None))
     with raises("attribute-refused", match=r"node 3 \(add\) has launch attribute 1: an access policy window"):
-        record.walk._attributes(0, None, 0, "node 3 (add)")
+        record.graph_nodes._attributes(0, None, 0, "node 3 (add)")
 
 
 @pytest.mark.parametrize("extra", [0, 1])
@@ -217,7 +219,7 @@ def test_parameters_of_an_unknown_form(record: SimpleNamespace, extra: int) -> N
     words = (ctypes.c_size_t * 5)(3, 0, 4, 0, 0)
     params = SimpleNamespace(kernelParams=0, extra=ctypes.addressof(words) if extra else 0)
     with raises("parameters-unreadable", match="its `extra` list starts with" if extra else "neither kernelParams nor extra"):
-        record.walk._parameters(params, ((0, 8),), "node 3 (add)")
+        record.graph_nodes._parameters(params, ((0, 8),), "node 3 (add)")
 
 
 # --- images and their variables -----------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def test_a_kernel_whose_image_is_not_known(drive: Callable[..., SimpleNamespace]
         cuFuncGetModule=lambda _: (0, 9),
     )
     with raises("image-unseen", match=rf"node 3 \(add\): {seen} for its module \(0x9\)"):
-        record.walk._kernel(0, "node 3", KEY, addresses(), modules, lambda _: frozenset({"add"}), {}, 0)
+        record.graph_nodes._kernel(0, "node 3", KEY, addresses(), modules, lambda _: frozenset({"add"}), {}, 0)
 
 
 def test_an_image_loaded_by_an_unknown_call(record: SimpleNamespace) -> None:

@@ -3,43 +3,47 @@
 from __future__ import annotations
 
 from cgbundle.format.schema import Value
-from cgcompile.partition import Part, Partition
-from cgcompile.targets.cuda.steps import Lowered, program
+from cgcompile.partition.split import Partition, PlannedRegion
+from cgcompile.targets.cuda.steps import LoweredRegions, program_row
 
 
-def part(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], operations: tuple[str, ...] = ("op",)) -> Part:
+def region(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], operations: tuple[str, ...] = ("op",)) -> PlannedRegion:
     kind = "graph" if name.startswith("graph") else "host"
-    return Part(name=name, kind=kind, reason="", nodes=operations, operations=operations, inputs=inputs, outputs=outputs)  # type: ignore[arg-type]
+    return PlannedRegion(name=name, kind=kind, reason="", nodes=operations, operations=operations, inputs=inputs, outputs=outputs)  # type: ignore[arg-type]
 
 
 def value(memory: str, offset: int, strides: tuple[int, int] = (4, 1)) -> Value:
     return Value(dtype="float32", shape=(2, 4), strides=strides, memory=memory, offset=offset)
 
 
-def lowered(**changed: object) -> Lowered:
-    plain = {"graphs": {}, "files": {}, "given": (), "landing": {}, "hosts": {}, "handed": {}, "regions": {}}
-    return Lowered(**{**plain, **changed})  # type: ignore[arg-type]
+def lowered(**changed: object) -> LoweredRegions:
+    plain = {"outputs": {}, "files": {}, "inputs": (), "uploads": {}, "passed_through": {}, "regions": {}}
+    return LoweredRegions(**{**plain, **changed})  # type: ignore[arg-type]
 
 
 def test_a_value_is_copied_once_when_the_other_side_first_reads_it() -> None:
-    parts = Partition(
+    partition = Partition(
         regions=(
-            part("graph-1", ("x",), ("a", "b")),
-            part("host-1", ("a", "x"), ("h",)),
-            part("graph-2", ("b", "h"), ("c",)),
-            part("host-2", ("a", "c"), ("k",)),
+            region("graph-1", ("x",), ("a", "b")),
+            region("host-1", ("a", "x"), ("h",)),
+            region("graph-2", ("b", "h"), ("c",)),
+            region("host-2", ("a", "c"), ("k",)),
         ),
         merged=(), inputs=("x",), outputs=("k", "c"),
     )  # fmt: skip
-    made, host = program(
+    made, host = program_row(
         (2,),
-        parts,
+        partition,
         lowered(
-            graphs={"graph-1": ((), (value("arena", 0), value("arena", 256))), "graph-2": ((), (value("arena", 512),))},
+            outputs={
+                "graph-1": (value("arena", 0), value("arena", 256)),
+                "graph-2": (value("arena", 512),),
+                "host-1": (value("host", 0),),
+                "host-2": (value("host", 0),),
+            },
             files={"graph-1": "graphs/1", "graph-2": "graphs/2"},
-            given=(value("inputs", 0),),
-            landing={"h": value("inputs", 256), "k": value("inputs", 512)},
-            hosts={"host-1": (value("host", 0),), "host-2": (value("host", 0),)},
+            inputs=(value("inputs", 0),),
+            uploads={"h": value("inputs", 256), "k": value("inputs", 512)},
             regions={"graph-1": 0, "graph-2": 1, "host-1": 2, "host-2": 3},
         ),
         arena=768,
@@ -56,19 +60,19 @@ def test_a_value_is_copied_once_when_the_other_side_first_reads_it() -> None:
 
 
 def test_what_is_only_handed_through_the_host_keeps_its_layout() -> None:
-    parts = Partition(
-        regions=(part("host-1", ("x",), ("y",), ()), part("graph-1", ("y",), ("z",))), merged=(), inputs=("x",), outputs=("z",)
+    partition = Partition(
+        regions=(region("host-1", ("x",), ("y",), ()), region("graph-1", ("y",), ("z",))), merged=(), inputs=("x",), outputs=("z",)
     )
     turned = (1, 2)
-    made, _ = program(
+    made, _ = program_row(
         (2,),
-        parts,
+        partition,
         lowered(
-            graphs={"graph-1": ((), (value("arena", 0),))},
+            outputs={"graph-1": (value("arena", 0),)},
             files={"graph-1": "graphs/1"},
-            given=(value("inputs", 0, turned),),
-            landing={"y": value("inputs", 256, turned)},
-            handed={"y": "x"},
+            inputs=(value("inputs", 0, turned),),
+            uploads={"y": value("inputs", 256, turned)},
+            passed_through={"y": "x"},
             regions={"graph-1": 0},
         ),
         arena=256,

@@ -17,10 +17,12 @@ from cgbundle.format import archive, manifest_json, safetensors
 from cgcompile.bundle import emit
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
-from cgcompile.export.weights import collect
+from cgcompile.export.weights import weight_tensors
 from cgcompile.model.flat_module import run_eager
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
+from cgcompile.targets.cpu.build import weight_rows
+from cgcompile.targets.weights import write_weights
 from cgcompile.tools.bench import measure
 from cgcompile.tools.bench.clock import PHASES, Laps
 from cgcompile.tools.bench.torch_child import Torch, UserModel, Written
@@ -152,10 +154,10 @@ def rows(batch: int) -> tuple[torch.Tensor]:
 
 def job(folder: Path, exported: Exported, **more: Any) -> dict[str, Any]:
     """What a child is told: the program went through a file without weights, the weights through theirs."""
-    weights = collect(exported.program)
+    tensors = weight_tensors(exported.program)
     emit.write_program(folder / archive.PROGRAM, exported.program)
-    emit.write_weights(folder / archive.WEIGHTS, weights)
-    text = write(load(str(folder / archive.PROGRAM), "cpu"), {row.name: row for row in weights.rows})
+    rows = write_weights(folder / archive.WEIGHTS, tensors, weight_rows(tensors, ()))
+    text = write(load(str(folder / archive.PROGRAM), "cpu"), {row.name: row for row in rows})
     (folder / "program.py").write_text(text)
     return {
         "program": str(folder / "program.py"), "weights": str(folder / archive.WEIGHTS), "target": "cpu", "state": False, **more,

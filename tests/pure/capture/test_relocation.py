@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cgbundle.tables.recording import Address, KernelNode, MemcpyNode, MemsetNode, Relocation
 from cgcompile.capture.assemble import assemble
 from cgcompile.capture.placement import SEGMENT_ALIGN
-from cgcompile.capture.rows import (
+from cgcompile.capture.take import (
     Pointee,
     Range,
     RawExam,
@@ -20,14 +20,15 @@ from cgcompile.capture.rows import (
     RawKernel,
     RawMemcpy,
     RawMemset,
+    RawModuleState,
     RawNode,
-    RawState,
     RawValue,
     Take,
     Word,
 )
-from cgcompile.capture.worker.addresses import AddressMap
-from cgcompile.targets.cuda.memory_layout import PAD, Shape, dense_strides, lay_out
+from cgcompile.capture.worker.address_map import AddressMap
+from cgcompile.targets.memory_layout import PAD, Shape, dense_strides, lay_out
+from tests.helpers.census import count
 from tests.helpers.raising import raises
 
 KEY, OTHER = (4,), (1,)
@@ -72,12 +73,12 @@ class Process:
         )
 
     def word(self, address: int) -> Word:
-        return Word(at=0, targets=self.map.readings(address, KEY))
+        return Word(at=0, readings=self.map.readings(address, KEY))
 
     def value(self, address: int) -> RawValue:
         return RawValue(dtype="float32", shape=(4,), strides=(1,), place=self.word(address))
 
-    def take(self, *nodes: RawNode, states: tuple[RawState, ...] = (), contents: bytes = b"", edges: tuple = ()) -> Take:
+    def take(self, *nodes: RawNode, states: tuple[RawModuleState, ...] = (), contents: bytes = b"", edges: tuple = ()) -> Take:
         graph = RawGraph(key=KEY, nodes=nodes, edges=edges, inputs=(), outputs=())
         return Take(
             ranges=tuple(
@@ -89,11 +90,8 @@ class Process:
             exams=(RawExam(key=KEY, outputs=(), error=0.0),),
             images={},
             mutated=(),
-            versions=(),
-            machine="",
             arch="sm_90",
             driver=13000,
-            notes=(),
         )
 
 
@@ -129,7 +127,7 @@ def test_the_census_counts_words() -> None:
     for base, garbage in ((A_BASE, 1), (B_BASE, 2)):
         p = Process(base)
         takes.append(p.take(p.kernel(pack("<QQQI", p.weights, 5, garbage, 9))))
-    census = assemble(*takes, MEGA).graphs[KEY][0].census
+    (census,) = count(*takes)
     assert (census.words, census.relocations, census.constants, census.undefined, census.shifted) == (4, 1, 2, 1, 1)
 
 
@@ -277,7 +275,7 @@ def test_a_module_variable_that_points_at_a_table_is_relocated() -> None:
     takes = []
     for base in (A_BASE, B_BASE):
         p = Process(base)
-        state = RawState(image="cd" * 32, symbol="lut_sp", block=p.map.block(pack("<Q", p.table), None))
+        state = RawModuleState(image="cd" * 32, symbol="lut_sp", block=p.map.block(pack("<Q", p.table), None))
         takes.append(p.take(states=(state,), contents=bytes(512)))
     done = assemble(*takes, MEGA)
     assert done.states[0].relocations == (relocation(0, WEIGHTS, MEGA),) and done.states[0].contents == bytes(8)
@@ -287,7 +285,9 @@ def test_a_module_variable_that_differs_is_refused() -> None:
     takes = []
     for base, value in ((A_BASE, 1), (B_BASE, 2)):
         p = Process(base)
-        takes.append(p.take(states=(RawState(image="cd" * 32, symbol="counter", block=p.map.block(pack("<I", value), None)),)))
+        takes.append(
+            p.take(states=(RawModuleState(image="cd" * 32, symbol="counter", block=p.map.block(pack("<I", value), None)),))
+        )
     with raises("module-state-differs", match="counter"):
         assemble(*takes, MEGA)
 
@@ -360,17 +360,20 @@ def test_every_byte_is_relocation_constant_or_undefined(words: list[tuple[str, i
 
 def test_weights_are_aligned_and_tied_ones_lie_once() -> None:
     one = Shape(dtype="float32", shape=(3, 5), strides=(5, 1), same_as="")
-    rows, ends = lay_out({"a": one, "b": replace(one, same_as="a"), "c": one})
-    assert [(r.tensor, r.offset) for r in rows] == [("a", 0), ("a", 0), ("c", 256)] and (ends.weights, ends.state) == (512, 0)
+    layout = lay_out({"a": one, "b": replace(one, same_as="a"), "c": one})
+    assert [(r.tensor, r.offset) for r in layout.rows] == [("a", 0), ("a", 0), ("c", 256)] and (
+        layout.weights_end,
+        layout.state_end,
+    ) == (512, 0)
 
 
 def test_what_calls_change_lies_in_a_memory_of_its_own() -> None:
     one = Shape(dtype="float32", shape=(3, 5), strides=(5, 1), same_as="")
-    rows, ends = lay_out({"a": one, "cache": one, "b": one, "count": one}, state=("count", "cache"))
-    assert [(r.name, r.memory, r.offset) for r in rows] == [
+    layout = lay_out({"a": one, "cache": one, "b": one, "count": one}, state=("count", "cache"))
+    assert [(r.name, r.memory, r.offset) for r in layout.rows] == [
         ("a", "weights", 0), ("cache", "state", 0), ("b", "weights", 256), ("count", "state", 256)
     ]  # fmt: skip
-    assert (ends.weights, ends.state) == (512, 512)
+    assert (layout.weights_end, layout.state_end) == (512, 512)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from cgcompile.offline.lowered import (
     Pointer,
     Release,
 )
-from cgcompile.targets.cuda.memory_layout import PAD, align
+from cgcompile.targets.memory_layout import PAD, align
 from tests.helpers.raising import raises
 
 KERNEL = KernelVariant(

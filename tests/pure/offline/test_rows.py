@@ -166,7 +166,7 @@ def test_a_launch_becomes_a_node_with_every_pointer_relocated() -> None:
     verify(graph, [compiled()])
 
 
-def test_every_section_of_a_chain_is_a_recording_over_the_same_memory() -> None:
+def test_every_region_of_a_program_is_a_recording_over_the_same_memory() -> None:
     """What one region leaves for the next has one address in both; the host's read between them is no node."""
     program = traced(
         launch(place(INPUT_BUFFER), place(FIRST)),

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cgcompile.partition.components import components
 from cgcompile.partition.cuts import Kind, Layer, cut
-from cgcompile.partition.units import units
 
 Edges = list[tuple[int, int]]
 
@@ -207,7 +207,7 @@ def test_no_small_graph_is_left_between_host_layers(graph: tuple[list[Kind], Edg
     assert any(layer.kind == "graph" for layer in layers) or "graph" not in kinds
 
 
-# --- units ----------------------------------------------------------------------------------------------------
+# --- components ----------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 9), st.data())
@@ -215,7 +215,7 @@ def test_units_are_what_reaches_each_other_once_the_members_are_tied(count: int,
     numbers = st.integers(0, count - 1)
     edges = sorted({(min(pair), max(pair)) for pair in data.draw(st.lists(st.tuples(numbers, numbers))) if pair[0] != pair[1]})
     together = data.draw(st.lists(st.lists(numbers, min_size=1, max_size=3, unique=True), max_size=3))
-    found = units(count, edges, together)
+    found = components(count, edges, together)
     assert sorted(member for unit in found for member in unit) == list(range(count))
     reach = [{position} for position in range(count)]
     steps = edges + [(a, b) for members in together for a in members for b in members]
@@ -232,14 +232,16 @@ def test_units_are_what_reaches_each_other_once_the_members_are_tied(count: int,
 
 
 def test_what_is_between_two_members_comes_along() -> None:
-    assert units(5, [(0, 1), (1, 2), (2, 3), (0, 4)], [(0, 2)]) == ((0, 1, 2), (3,), (4,))
+    assert components(5, [(0, 1), (1, 2), (2, 3), (0, 4)], [(0, 2)]) == ((0, 1, 2), (3,), (4,))
 
 
 def test_a_long_chain_needs_no_deep_stack() -> None:
-    assert len(units(20_000, [(position, position + 1) for position in range(19_999)], [])) == 20_000
+    assert len(components(20_000, [(position, position + 1) for position in range(19_999)], [])) == 20_000
 
 
 def test_the_cuts_need_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from cgcompile.partition import cuts, units; print(cuts.cut(['host'], []))"
+    code = (
+        "import sys; sys.modules['torch'] = None; from cgcompile.partition import cuts, components; print(cuts.cut(['host'], []))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "host" in done.stdout, done.stderr

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cgcompile.offline.assemble.arena import Plan, lifetimes, plan
-from cgcompile.offline.assemble.merge import Piece, merge, whole
+from cgcompile.offline.assemble.merge import LoweredRegion, merge, whole
 from cgcompile.offline.assemble.plan_check import check_plan
 from cgcompile.offline.lowered import (
     INPUT,
@@ -32,7 +32,7 @@ from cgcompile.offline.lowered import (
     Pointer,
     Release,
 )
-from cgcompile.targets.cuda.memory_layout import PAD
+from cgcompile.targets.memory_layout import PAD
 from tests.helpers.raising import raises
 
 KEY = (4,)
@@ -73,15 +73,15 @@ def region(inputs: int, temporaries: Sequence[int], events: Iterable[Event], out
     )
 
 
-def graph(name: str, inputs: str, outputs: str, traced: Lowered) -> Piece:
-    return Piece(name=name, inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), traced=traced)
+def graph(name: str, inputs: str, outputs: str, traced: Lowered) -> LoweredRegion:
+    return LoweredRegion(name=name, inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), lowered=traced)
 
 
-def host(inputs: str, outputs: str) -> Piece:
-    return Piece(name="host", inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), traced=None)
+def host(inputs: str, outputs: str) -> LoweredRegion:
+    return LoweredRegion(name="host", inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), lowered=None)
 
 
-PIECES = (
+REGIONS = (
     graph("graph-1", "x", "a b", region(1, [1024, 256, 256], [launch(0, 2), launch(1, 2, 3), launch(2, 4)], [3, 4])),
     host("b", "c"),
     graph("graph-2", "c", "d", region(1, [1024, 256], [launch(0, 2), launch(2, 3)], [3])),
@@ -90,35 +90,35 @@ PIECES = (
 """x -> a, b; the host: b -> c; c -> d; a, d -> e.  Each graph has a temporary of 1024 bytes."""
 
 
-def chain_of_three() -> LoweredProgram:
-    return merge(KEY, PIECES, given=["x", "c"], outputs=["e", "c", "x"])
+def three_regions() -> LoweredProgram:
+    return merge(KEY, REGIONS, given=["x", "c"], outputs=["e", "c", "x"])
 
 
-def named(chain: LoweredProgram) -> dict[str, int]:
+def named(merged: LoweredProgram) -> dict[str, int]:
     """The temporaries' positions by name."""
-    return {buffer.name: i for i, buffer in enumerate(chain.lowered.buffers) if buffer.kind == TEMPORARY}
+    return {buffer.name: i for i, buffer in enumerate(merged.lowered.buffers) if buffer.kind == TEMPORARY}
 
 
 # --- what is merged -------------------------------------------------------------------------------------------
 
 
 def test_a_value_is_the_same_buffer_in_every_region() -> None:
-    chain = chain_of_three()
-    first, second, third = chain.regions
-    assert [section.name for section in chain.regions] == ["graph-1", "graph-2", "graph-3"]
+    merged = three_regions()
+    first, second, third = merged.regions
+    assert [section.name for section in merged.regions] == ["graph-1", "graph-2", "graph-3"]
     assert third.inputs == (first.outputs[0], second.outputs[0])
-    events = chain.lowered.events
+    events = merged.lowered.events
     assert (first.start, first.stop, second.start, second.stop, third.start, third.stop) == (0, 3, 4, 6, 6, 8)
-    names = named(chain)
+    names = named(merged)
     assert events[3] == HostRead(buffer=names["graph-1.t2"]), "the host reads b before graph-2"
     taken = events[6]
     assert isinstance(taken, Launch)
     assert taken.arguments == (7, place(names["graph-1.t1"]), place(names["graph-2.t1"]), place(names["graph-3.t0"]))
-    assert chain.lowered.outputs == third.outputs, "c and x lie where the caller put them, or the host"
+    assert merged.lowered.outputs == third.outputs, "c and x lie where the caller put them, or the host"
 
 
 def test_inputs_and_weights_stand_once_and_what_the_host_makes_behind_the_calls() -> None:
-    buffers = chain_of_three().lowered.buffers
+    buffers = three_regions().lowered.buffers
     assert [(buffer.kind, buffer.name) for buffer in buffers if buffer.kind != TEMPORARY] == [
         (INPUT, "0"), (WEIGHT, "w"), (INPUT, "1"),
     ]  # fmt: skip
@@ -160,7 +160,7 @@ def test_the_host_reads_a_value_once() -> None:
     assert [event for event in traced.events if isinstance(event, HostRead)] == [HostRead(buffer=1)]
 
 
-def test_one_graph_is_a_chain_of_one() -> None:
+def test_one_graph_is_a_program_of_one() -> None:
     traced = region(1, [256], [launch(0, 2)], [2])
     (section,) = whole(traced).regions
     assert (whole(traced).lowered, section.start, section.stop) == (traced, 0, 1)
@@ -198,28 +198,28 @@ def test_a_value_that_leaves_its_buffer_is_refused() -> None:
 
 
 def test_a_value_keeps_its_memory_until_its_last_reader_and_a_dead_one_gives_it_back() -> None:
-    chain = chain_of_three()
-    found = plan(chain.lowered)
-    check_plan(chain.lowered, found)
-    names, offsets = named(chain), found.offsets
+    merged = three_regions()
+    found = plan(merged.lowered)
+    check_plan(merged.lowered, found)
+    names, offsets = named(merged), found.offsets
     kept = range(offsets[names["graph-1.t1"]], offsets[names["graph-1.t1"]] + 256)
     for name in ("graph-2.t0", "graph-2.t1"):
-        size = chain.lowered.buffers[names[name]].nbytes
+        size = merged.lowered.buffers[names[name]].nbytes
         assert not set(kept) & set(range(offsets[names[name]], offsets[names[name]] + size)), "a is read in graph-3"
-    alone = [plan(piece.traced).arena - PAD for piece in PIECES if piece.traced]
+    alone = [plan(region.lowered).arena - PAD for region in REGIONS if region.lowered]
     assert (alone, found.arena - PAD) == ([1536, 1280, 1280], 1536), "the wide temporary of one region lies where the others' did"
 
 
 def test_a_planted_overlap_of_two_regions_is_caught() -> None:
-    chain = chain_of_three()
-    found, names = plan(chain.lowered), named(chain)
+    merged = three_regions()
+    found, names = plan(merged.lowered), named(merged)
     planted = {**found.offsets, names["graph-2.t1"]: found.offsets[names["graph-1.t1"]]}
     with raises("arena-overlap", match=r"\(graph-2.t1, 256 bytes at \d+\) lies over buffer \d+ \(graph-1.t1, .*until event 6"):
-        check_plan(chain.lowered, replace(found, offsets=planted, arena=1 << 16))
+        check_plan(merged.lowered, replace(found, offsets=planted, arena=1 << 16))
 
 
 def test_what_the_host_reads_later_is_not_written_over_by_the_region_between() -> None:
-    names = named(chain_of_three())
+    names = named(three_regions())
     late = merge(
         KEY,
         [
@@ -243,7 +243,7 @@ def test_what_the_host_reads_later_is_not_written_over_by_the_region_between() -
 class Case:
     """Regions, the values of the call and of the host, and the outputs."""
 
-    pieces: tuple[Piece, ...]
+    regions: tuple[LoweredRegion, ...]
     given: tuple[str, ...]
     outputs: tuple[str, ...]
 
@@ -251,13 +251,13 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Some graphs and hosts; each takes values from before; those of hosts are in `given`."""
-    known, pieces, landed = ["x"], [], []
+    known, regions, landed = ["x"], [], []
     for number in range(draw(st.integers(1, 5))):
         inputs = tuple(draw(st.lists(st.sampled_from(known), unique=True, max_size=3)))
         if draw(st.booleans()) and number:
             outputs = (f"h{number}",) if draw(st.booleans()) else ()
             landed += outputs
-            pieces.append(Piece(name=f"host-{number}", inputs=inputs, outputs=outputs, traced=None))
+            regions.append(LoweredRegion(name=f"host-{number}", inputs=inputs, outputs=outputs, lowered=None))
         else:
             count = draw(st.integers(1, 4))
             own = range(len(inputs) + 1, len(inputs) + 1 + count)
@@ -267,10 +267,10 @@ def cases(draw: st.DrawFn) -> Case:
             made = draw(st.lists(st.sampled_from(touched), unique=True, max_size=2)) if touched else []
             outputs = tuple(f"g{number}.{i}" for i in made)
             traced = region(len(inputs), [256 for _ in own], events, made)
-            pieces.append(Piece(name=f"graph-{number}", inputs=inputs, outputs=outputs, traced=traced))
+            regions.append(LoweredRegion(name=f"graph-{number}", inputs=inputs, outputs=outputs, lowered=traced))
         known += outputs
     outputs = tuple(draw(st.lists(st.sampled_from(known), unique=True, max_size=3)))
-    return Case(pieces=tuple(pieces), given=("x", *landed), outputs=outputs)
+    return Case(regions=tuple(regions), given=("x", *landed), outputs=outputs)
 
 
 Tag = object
@@ -281,23 +281,24 @@ def apart(case: Case) -> list[Tag]:
     """What the host reads, region after region, and the outputs, when every region has memory of its own."""
     values: dict[str, Tag] = dict.fromkeys(case.given, "given")
     seen: list[Tag] = []
-    for piece in case.pieces:
-        if piece.traced is None:
-            seen += [values[name] for name in piece.inputs]
+    for region in case.regions:
+        if region.lowered is None:
+            seen += [values[name] for name in region.inputs]
             continue
-        memory: dict[int, Tag] = {number: values[name] for number, name in enumerate(piece.inputs)}
-        for event in piece.traced.events:
+        memory: dict[int, Tag] = {number: values[name] for number, name in enumerate(region.inputs)}
+        for event in region.lowered.events:
             touched = list(dict.fromkeys(arg.buffer for arg in event.arguments if isinstance(arg, Pointer)))  # type: ignore[union-attr]
             written = hash(tuple(memory.get(i) for i in touched))
-            memory.update({i: (written, place) for place, i in enumerate(touched) if i > len(piece.inputs)})
-        values.update({name: memory.get(t.pointer.buffer) for name, t in zip(piece.outputs, piece.traced.outputs, strict=True)})
+            memory.update({i: (written, place) for place, i in enumerate(touched) if i > len(region.inputs)})
+        values.update({name: memory.get(t.pointer.buffer) for name, t in zip(region.outputs, region.lowered.outputs, strict=True)})
     return [*seen, *[values[name] for name in case.outputs]]
 
 
-def together(case: Case, chain: LoweredProgram, found: Plan) -> list[Tag]:
+def together(case: Case, merged: LoweredProgram, found: Plan) -> list[Tag]:
     """The same from the merged program, temporaries in one arena of blocks of 256 bytes."""
-    traced, memory = chain.lowered, dict[object, Tag]()
+    traced, memory = merged.lowered, dict[object, Tag]()
     made: dict[str, BufferView] = {}
+    on_host: dict[str, Tag] = {}
     seen: list[Tag] = []
 
     def where(buffer: int) -> object:
@@ -305,13 +306,15 @@ def together(case: Case, chain: LoweredProgram, found: Plan) -> list[Tag]:
         return found.offsets[buffer] if held.kind == TEMPORARY else (held.kind, held.name)
 
     memory |= {(INPUT, str(number)): "given" for number in range(len(case.given))}
-    sections = iter(chain.regions)
+    events_of = iter(merged.regions)
     fresh: set[int] = set()
-    for piece in case.pieces:
-        if piece.traced is None:
-            seen += [memory.get(where(made[n].pointer.buffer)) if n in made else "given" for n in piece.inputs]
+    for region in case.regions:
+        if region.lowered is None:
+            for n in region.inputs:  # what the host has read once it has a copy of
+                on_host.setdefault(n, memory.get(where(made[n].pointer.buffer)) if n in made else "given")
+            seen += [on_host[n] for n in region.inputs]
             continue
-        section = next(sections)
+        section = next(events_of)
         for event in traced.events[section.start : section.stop]:
             touched = list(dict.fromkeys(arg.buffer for arg in event.arguments if isinstance(arg, Pointer)))  # type: ignore[union-attr]
             for i in touched:  # what nobody wrote yet holds nothing of its own
@@ -322,25 +325,25 @@ def together(case: Case, chain: LoweredProgram, found: Plan) -> list[Tag]:
             taken = {t.pointer.buffer for t in section.inputs}
             own = {i: number for number, i in enumerate(touched) if traced.buffers[i].kind == TEMPORARY and i not in taken}
             memory.update({where(i): (written, number) for i, number in own.items()})
-        made.update(zip(piece.outputs, section.outputs, strict=True))
+        made.update(zip(region.outputs, section.outputs, strict=True))
     return [*seen, *["given" if name in case.given else memory.get(where(made[name].pointer.buffer)) for name in case.outputs]]
 
 
 @given(cases())
 def test_the_merged_program_computes_what_the_regions_do(case: Case) -> None:
-    chain = merge(KEY, case.pieces, case.given, case.outputs)
-    found = plan(chain.lowered)
-    check_plan(chain.lowered, found)
-    assert together(case, chain, found) == apart(case)
+    merged = merge(KEY, case.regions, case.given, case.outputs)
+    found = plan(merged.lowered)
+    check_plan(merged.lowered, found)
+    assert together(case, merged, found) == apart(case)
 
 
 @given(cases(), st.data())
 def test_an_overlap_of_any_two_lives_is_caught(case: Case, data: st.DataObject) -> None:
-    chain = merge(KEY, case.pieces, case.given, case.outputs)
-    found, lives = plan(chain.lowered), lifetimes(chain.lowered)
+    merged = merge(KEY, case.regions, case.given, case.outputs)
+    found, lives = plan(merged.lowered), lifetimes(merged.lowered)
     pairs = [(a, b) for a in lives for b in lives if a.buffer != b.buffer and a.first <= b.last and b.first <= a.last]
     assume(pairs)
     a, b = data.draw(st.sampled_from(pairs))
     offsets: Mapping[int, int] = {**found.offsets, a.buffer: found.offsets[b.buffer]}
     with raises("arena-overlap"):
-        check_plan(chain.lowered, replace(found, offsets=offsets, arena=1 << 20))
+        check_plan(merged.lowered, replace(found, offsets=offsets, arena=1 << 20))

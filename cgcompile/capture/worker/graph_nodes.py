@@ -13,8 +13,8 @@ from typing import Any
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError, ModelError
-from ..rows import RawEmpty, RawKernel, RawMemcpy, RawMemset, RawNode, Word
-from .addresses import AddressMap
+from ..take import RawEmpty, RawKernel, RawMemcpy, RawMemset, RawNode, Word
+from .address_map import AddressMap
 from .driver import check, driver, succeeded
 
 REFUSED = {
@@ -47,7 +47,7 @@ ATTRIBUTES: dict[int, Callable[[Any], tuple[int, int, int]]] = {
 }
 """CUlaunchAttributeID -> reader of its values.  Programmatic dependent launch is in the edges once a launch was captured.
 
-What a driver reports for an attribute that nobody set is not documented (the cluster scheduling policy reads 1 on driver 580), so a
+What a driver reports for an attribute that nobody set is not documented: the cluster scheduling policy reads 1 on driver 580.  So a
 value is recorded when it differs from that of a node just added with the same function."""
 
 REFUSED_ATTRIBUTES: dict[int, tuple[str, Callable[[Any], int]]] = {
@@ -67,7 +67,7 @@ def walk(
 
     `modules` maps CUmodule handles to images (ImageLog.modules), `functions` an image to its kernels' names.  Returns
     the nodes, the edges as (source, target, from_port, to_port, type), and the module handle of every image used.
-    Raises the refusals of errors.py.
+    Raises node-refused, attribute-refused, copy-refused, image-unseen, parameters-unreadable.
     """
     handle = driver.CUgraph(graph)
     count = check(driver.cuGraphGetNodes(handle, 0))[1]
@@ -196,8 +196,8 @@ def _values(node: Any) -> dict[int, tuple[int, int, int]]:
 
 def _memset(node: Any, where: str, key: IntKey, addresses: AddressMap) -> RawMemset:
     p = check(driver.cuGraphMemsetNodeGetParams(node))
-    target = Word(at=0, targets=addresses.readings(int(p.dst), key))
-    if not target.targets:
+    target = Word(at=0, readings=addresses.readings(int(p.dst), key))
+    if not target.readings:
         raise ModelError("node-refused", f"{where} is a memset of {int(p.dst):#x}, which is no live memory of this graph")
     return RawMemset(target=target, shape=(int(p.value), int(p.elementSize), int(p.width), int(p.height), int(p.pitch)))
 
@@ -212,9 +212,9 @@ def _memcpy(node: Any, where: str, key: IntKey, addresses: AddressMap) -> RawMem
         pitch, rows = getattr(p, side + "Pitch"), getattr(p, side + "Height")
         skipped = getattr(p, side + "XInBytes") + pitch * (getattr(p, side + "Y") + rows * getattr(p, side + "Z"))
         address = int(getattr(p, side + "Device")) + skipped
-        word = Word(at=0, targets=addresses.readings(address, key))
-        if not word.targets or addresses.ranges[word.targets[0].range].kind == "host":
-            what = "pinned host memory" if word.targets else "no live device memory of this graph"
+        word = Word(at=0, readings=addresses.readings(address, key))
+        if not word.readings or addresses.ranges[word.readings[0].range].kind == "host":
+            what = "pinned host memory" if word.readings else "no live device memory of this graph"
             raise ModelError("copy-refused", f"{where} copies {'from' if side == 'src' else 'to'} {address:#x}, which is {what}")
         ends.append(word)
     shape = (p.WidthInBytes, p.Height, p.Depth, p.srcPitch, p.srcHeight, p.dstPitch, p.dstHeight)

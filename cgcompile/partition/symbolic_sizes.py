@@ -14,11 +14,11 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from ..errors import BuildError
-from .roles import is_free
+from .node_kinds import is_free
 
 LIGHT = 16384
-"""Elements that an operation may read and write to be as quick on the host as a small kernel: at 4 bytes, about 7 us at the
-10 GB/s that one core moves at the least."""
+"""Elements that an operation may read and write to be as quick on the host as a small kernel: 4 bytes each at 10 GB/s, about 7 us.
+"""
 
 Bindings = Mapping[Any, int]
 """A number for each of export's symbols."""
@@ -75,8 +75,10 @@ def number(value: Any, known: Bindings) -> Any:
 
 
 def weigh(program: ExportedProgram, node: Node, heavy: int) -> int:
-    """0 for an operation that costs nothing, 1 for a light one, at least `heavy` for what takes the host much longer than a GPU: a
-    large tensor at the largest sizes of the call, or an operation that is not known to pass over its tensors once."""
+    """0 for an operation that costs nothing, 1 for a light one, at least `heavy` for what takes the host much longer than a GPU.
+
+    Heavy are large tensors, at the largest sizes, and operations that are not known to pass over their tensors once.
+    """
     if is_free(node):
         return 0
     tags = getattr(node.target, "tags", ())

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from cgbundle.format.schema import IntKey
 
-from ..rows import Block, Pointee, Range, Target, Word
+from ..take import Block, Pointee, Range, Reading, Word
 
 LOWEST, HIGHEST = 1 << 20, 1 << 57
 """Numbers outside are taken for data without asking the driver: no device address is that low, none has more than 57 bits."""
@@ -22,30 +22,30 @@ Probe = Callable[[int], Pointee | None]
 class AddressMap:
     """The known ranges of one process, and those found on the way.
 
-    `owned` are pieces of memory whose live parts are among the ranges (torch's segments): a number inside them that lies
-    in no range refers to something freed, which no kernel of a captured graph may use, so it is data.
+    `owned` are torch's segments, whose live parts are among the ranges.  A number inside them that lies in no range refers to
+    something freed, which no kernel of a captured graph may use: it is data.
     """
 
     def __init__(self, ranges: Iterable[Range], owned: Iterable[tuple[int, int]], probe: Probe) -> None:
         self.ranges = list(ranges)
         self._probe = probe
         self._owned = sorted(owned)
-        self._probed: dict[int, tuple[Target, ...]] = {}
+        self._probed: dict[int, tuple[Reading, ...]] = {}
         self._order = sorted(range(len(self.ranges)), key=lambda i: self.ranges[i].start)
         self._starts = [self.ranges[i].start for i in self._order]
         self._ends: dict[int, list[int]] = {}
         for i, piece in enumerate(self.ranges):
             self._ends.setdefault(piece.start + piece.size, []).append(i)
 
-    def readings(self, address: int, key: IntKey | None) -> tuple[Target, ...]:
+    def readings(self, address: int, key: IntKey | None) -> tuple[Reading, ...]:
         """Every place that `address` can mean in a graph of `key`, the likeliest first; () when it is no live address.
 
         Private pools of other keys do not count: nothing there is alive while the graph of this key runs.
         """
         if not LOWEST <= address < HIGHEST:
             return ()
-        found = [Target(range=i, offset=address - self.ranges[i].start) for i in self._inside(address)]
-        found += [Target(range=i, offset=self.ranges[i].size) for i in self._ends.get(address, ())]
+        found = [Reading(range=i, offset=address - self.ranges[i].start) for i in self._inside(address)]
+        found += [Reading(range=i, offset=self.ranges[i].size) for i in self._ends.get(address, ())]
         mine = tuple(t for t in found if self.ranges[t.range].key in (None, key))
         if mine or found or self._is_owned(address):
             return mine
@@ -59,7 +59,7 @@ class AddressMap:
         for at in range(0, len(data) - 7, 8):
             targets = self.readings(int.from_bytes(data[at : at + 8], "little"), key)
             if targets:
-                words.append(Word(at=at, targets=targets))
+                words.append(Word(at=at, readings=targets))
         return Block(data=data, words=tuple(words))
 
     def known_words(self, data: bytes) -> tuple[Word, ...]:
@@ -69,7 +69,7 @@ class AddressMap:
         words = []
         for i, value in enumerate(aligned):
             if low <= value <= high and (inside := self._inside(value)):
-                words.append(Word(at=8 * i, targets=(Target(range=inside[0], offset=value - self.ranges[inside[0]].start),)))
+                words.append(Word(at=8 * i, readings=(Reading(range=inside[0], offset=value - self.ranges[inside[0]].start),)))
         return tuple(words)
 
     def fill(self, used: Iterable[int], read: Callable[[int, int], bytes], limit: int) -> tuple[Range, ...]:
@@ -89,11 +89,11 @@ class AddressMap:
         at = bisect_right(self._owned, (address, 1 << 62)) - 1
         return at >= 0 and address < self._owned[at][0] + self._owned[at][1]
 
-    def _ask(self, address: int) -> tuple[Target, ...]:
+    def _ask(self, address: int) -> tuple[Reading, ...]:
         pointee = self._probe(address)
         if pointee is None:
             return ()
         piece = Range(kind=pointee.kind, start=pointee.start, size=pointee.size)
         if piece not in self.ranges:
             self.ranges.append(piece)
-        return (Target(range=self.ranges.index(piece), offset=address - piece.start if piece.kind == "device" else 0),)
+        return (Reading(range=self.ranges.index(piece), offset=address - piece.start if piece.kind == "device" else 0),)

@@ -12,7 +12,7 @@ from ..model.source import Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class BuildSpec:
     """What is built: the model, its sizes per declared dimension, and how.  `placements`: nodes that must be on the host beside a
     GPU, with the reasons.  `recorder` is that of `targets.Chosen`, the rest are options of `build`."""
 
@@ -30,7 +30,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class ManifestParts:
     """The fields of the manifest that depend on the target; the files they name are in the stage."""
 
     target: Target

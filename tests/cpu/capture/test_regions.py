@@ -14,8 +14,8 @@ from cgcompile.checks import check, placements
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
-from cgcompile.targets.cuda.host_regions import Mixed, plan_mixed
-from tests.cpu.capture.recorder import chain
+from cgcompile.targets.cuda.host_regions import SplitProgram, split_program
+from tests.cpu.capture.recorder import regions
 
 KEYS = ((1,), (4,))
 
@@ -79,52 +79,52 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return buffer.setdefault((at, shape), torch.zeros(shape, dtype=dtype))
 
     monkeypatch.setattr(
-        chain, "place_inputs", lambda tensors, buffer: [placed(-i, t.shape, t.dtype).copy_(t) for i, t in enumerate(tensors)]
+        regions, "place_inputs", lambda tensors, buffer: [placed(-i, t.shape, t.dtype).copy_(t) for i, t in enumerate(tensors)]
     )
-    monkeypatch.setattr(chain, "place_weights", lambda *given: None)
-    monkeypatch.setattr(chain, "tensor_at", lambda buffer, at, dtype, shape, strides: placed(at, shape, getattr(torch, dtype)))
-    monkeypatch.setattr(chain, "lower", lambda module, level, specialize: module)
-    monkeypatch.setattr(chain, "run_warm", lambda call, where: call())
-    monkeypatch.setattr(chain, "capture_call", captured)
-    monkeypatch.setattr(chain, "_here", lambda spot: held[spot.address])
+    monkeypatch.setattr(regions, "place_weights", lambda *given: None)
+    monkeypatch.setattr(regions, "tensor_at", lambda buffer, at, dtype, shape, strides: placed(at, shape, getattr(torch, dtype)))
+    monkeypatch.setattr(regions, "lower", lambda module, level, specialize: module)
+    monkeypatch.setattr(regions, "run_warm", lambda call, where: call())
+    monkeypatch.setattr(regions, "capture_call", captured)
+    monkeypatch.setattr(regions, "_here", lambda spot: held[spot.address])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return asked
 
 
-def planned(folder: Path) -> tuple[chain.Session, Mixed]:
+def planned(folder: Path) -> tuple[regions.LoadedProgram, SplitProgram]:
     (folder / "model.py").write_text(MIDDLE)
     source = load_source(str(folder / "model.py"))
     exported = export(source, {"batch": tuple(key[0] for key in KEYS)})
     placed = placements(check(exported), exported)
     calls = {key: [sample(source, {"batch": key[0]}, seed).tensors for seed in (0, 1)] for key in KEYS}
-    mixed = plan_mixed(exported.program, placed, {key: both[0] for key, both in calls.items()})
+    split = split_program(exported.program, placed, {key: both[0] for key, both in calls.items()})
     request = Request(
         role="record", program=folder, calls=folder, result=folder, keys=KEYS, level="eager", specialize="size",
-        code="", placements=tuple(placed.items()), landing=mixed.landing, weights=(), weights_end=0, state_end=0, inputs_end=0,
+        code="", placements=tuple(placed.items()), uploads=split.uploads, weights=(), weights_end=0, state_end=0, inputs_end=0,
         settings={}, shift=False,
     )  # fmt: skip
     nothing = torch.empty(0)
-    session = chain.Session(
+    loaded = regions.LoadedProgram(
         request=request, sides=(exported.program, exported.program), module=exported.flat, originals={}, weights=nothing,
         state=nothing,
         inputs=nothing, calls={key: ((first, {}), (second, {})) for key, (first, second) in calls.items()},
     )  # fmt: skip
-    return session, mixed
+    return loaded, split
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_replay_with_other_inputs_gives_what_the_model_gives(key: tuple[int, ...], tmp_path: Path, pools: list[object]) -> None:
-    session, mixed = planned(tmp_path)
-    captured = chain.capture_chain(session, key, lambda text: None)
-    assert [part.kind for part in mixed.parts.regions] == ["graph", "host", "graph"]
+    loaded, split = planned(tmp_path)
+    captured = regions.capture_regions(loaded, key, lambda text: None)
+    assert [region.kind for region in split.partition.regions] == ["graph", "host", "graph"]
     assert [item.region for item in captured] == [0, 1]
     assert pools == [None, (0, 1)], "one pool for the graphs of a key"
-    opened = chain.open_chain(session, key)
-    fresh = session.calls[key][1][0]
+    opened = regions.open_regions(loaded, key)
+    fresh = loaded.calls[key][1][0]
     for static, value in zip(opened.static, fresh, strict=True):
         static.copy_(value)
-    made = chain.replay_chain(session, opened, captured)
+    made = regions.replay_regions(opened, captured)
     with torch.no_grad():
-        wanted = session.module(*fresh)
+        wanted = loaded.module(*fresh)
     for got, want in zip(made, wanted, strict=True):
         torch.testing.assert_close(got, want)

@@ -15,10 +15,10 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
-from .roles import TENSOR_CHECKS, Role, Roles, higher_order, marker, roles, unbacked, weight_names
-from .sizing import Bindings, bindings, number
-from .split import Part, Partition, value_of
-from .writes import Ties, ties
+from .node_kinds import TENSOR_CHECKS, NodeKind, NodeKinds, higher_order, marker, node_kinds, unbacked, weight_names
+from .split import Partition, PlannedRegion, value_of
+from .symbolic_sizes import Bindings, bindings, number
+from .writes import WriteConstraints, write_constraints
 
 KEPT = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "custom")
 """Metadata that says where a node comes from; the rest speaks of export's symbols."""
@@ -27,8 +27,8 @@ DIRECT = ("cond", "wrap_with_set_grad_enabled", "wrap_with_autocast")
 """Higher-order operators that hand what follows their modules to these as it is."""
 
 
-def region_modules(program: ExportedProgram, parts: Partition, tensors: Sequence[torch.Tensor]) -> tuple[GraphModule, ...]:
-    """One module per region of `parts`, for the int_key whose inputs have the sizes of `tensors` (only shapes and dtypes are read).
+def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequence[torch.Tensor]) -> tuple[GraphModule, ...]:
+    """One module per region of `partition`, for the int_key whose inputs have the sizes of `tensors` (their values are not read).
 
     `module(*inputs) -> tuple of outputs`, tensors in the order of the region's `inputs` and `outputs`.  Weights are attributes
     under their names in the program, the program's own tensors.  A placeholder's `meta["val"]` is a fake tensor of its shape,
@@ -37,21 +37,23 @@ def region_modules(program: ExportedProgram, parts: Partition, tensors: Sequence
 
     Raises inputs-unlike.
     """
-    known = roles(program)
+    known = node_kinds(program)
     sizes = bindings(program, tensors)
-    written = ties(program.graph_module, known)
+    writes = write_constraints(program.graph_module, known)
     names = {node.name: node for node in program.graph.nodes}
-    return tuple([_Region(program, known, sizes, written, names).module(part) for part in parts.regions])
+    return tuple([_ModuleBuilder(program, known, sizes, writes, names).module(region) for region in partition.regions])
 
 
-class _Region:
+class _ModuleBuilder:
     """Builds the module of one region."""
 
-    def __init__(self, program: ExportedProgram, known: Roles, sizes: Bindings, written: Ties, names: dict[str, Node]) -> None:
+    def __init__(
+        self, program: ExportedProgram, known: NodeKinds, sizes: Bindings, writes: WriteConstraints, names: dict[str, Node]
+    ) -> None:
         self.program = program
         self.known = known
         self.sizes = sizes
-        self.written = written
+        self.writes = writes
         self.names = names
         self.weights = weight_names(program)
         self.state: dict[str, Any] = {**program.constants, **program.state_dict}
@@ -60,26 +62,26 @@ class _Region:
         self.made: dict[Node, Any] = {}
         self.held: dict[str, Any] = {}
 
-    def module(self, part: Part) -> GraphModule:
-        nodes = [self.names[name] for name in part.nodes]
-        for name in part.inputs:
+    def module(self, region: PlannedRegion) -> GraphModule:
+        nodes = [self.names[name] for name in region.nodes]
+        for name in region.inputs:
             source = self.names[name]
             self.made[source] = self._described(self.graph.placeholder(name), source)
-        for name in part.inputs:
+        for name in region.inputs:
             source = self.names[name]
-            if any(source in self.written.written.get(node, ()) for node in nodes):
+            if any(source in self.writes.written.get(node, ()) for node in nodes):
                 copied = self.graph.call_function(torch.ops.aten.clone.default, (self.made[source],))
                 self.made[source] = self._described(copied, source)
         for node in nodes:
             self.made[node] = self._value(node.args[0]) if marker(node) else self._call(node)
-        self.graph.output(tuple([self._value(self.names[name]) for name in part.outputs]))
-        made = GraphModule(self.held, self.graph, class_name=part.name.title().replace("-", ""))
+        self.graph.output(tuple([self._value(self.names[name]) for name in region.outputs]))
+        made = GraphModule(self.held, self.graph, class_name=region.name.title().replace("-", ""))
         made.graph.lint()
         return made
 
     def _call(self, node: Node) -> Node:
         if higher_order(node):
-            return self._call_parts(node)
+            return self._call_higher_order(node)
         args = torch.fx.map_arg(node.args, self._value)
         kwargs = torch.fx.map_arg(node.kwargs, self._value)
         return self._described(self.graph.create_node(node.op, node.target, args, kwargs, name=node.name), node)
@@ -88,7 +90,7 @@ class _Region:
         """What stands for a node of the program in this region."""
         node = value_of(node)
         if node not in self.made:
-            if self.known[node] is Role.NUMBER:
+            if self.known[node] is NodeKind.NUMBER:
                 return number_of(node, self.sizes)
             self.made[node] = self._weight(node)
         return self.made[node]
@@ -98,13 +100,13 @@ class _Region:
         self.held[target] = self.state[target]
         return self._described(self.graph.get_attr(target), node)
 
-    def _call_parts(self, node: Node) -> Node:
+    def _call_higher_order(self, node: Node) -> Node:
         """A higher-order operator with copies of its modules.  Numbers that it gave them are constants inside: torch cannot export
         an operator that is given Python numbers."""
         modules = {
             source: specialized(getattr(self.program.graph_module, str(source.target)), self.sizes)
             for source in node.all_input_nodes
-            if self.known[source] is Role.PART
+            if self.known[source] is NodeKind.SUBMODULE
         }
         args = list(node.args)
         if node.target.name() in DIRECT:
@@ -112,7 +114,7 @@ class _Region:
             nested = node.target.name() == "cond"
             operands = list(args[start] if nested else args[start:])
             constant = [
-                index for index, each in enumerate(operands) if not isinstance(each, Node) or self.known[each] is Role.NUMBER
+                index for index, each in enumerate(operands) if not isinstance(each, Node) or self.known[each] is NodeKind.NUMBER
             ]
             values = {index: torch.fx.map_arg(operands[index], self._value) for index in constant}
             for module in modules.values():

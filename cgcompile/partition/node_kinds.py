@@ -1,4 +1,4 @@
-"""What each node of an exported program is to the partitioner.
+"""The kind of each node of an exported program, and of its operator: what the partitioner asks of a node.
 
 Private interfaces (torch 2.11, 2.13): `free_unbacked_symbols` of `torch.fx.experimental.symbolic_shapes`, and the storage's
 `_cdata`, which fake tensors that share memory have in common.
@@ -25,21 +25,22 @@ from ..model.user_code import is_user_file
 aten = torch.ops.aten
 
 
-class Role(Enum):
-    """INPUT: a tensor of the call.  WEIGHT: a parameter, buffer or constant.  PART: a module of a higher-order operator.  NUMBER: a
-    Python value that the sizes of the call decide.  LOOSE: what depends on data in its value (a number of the host) or in its size.
-    CHECK: an assertion about loose values.  NOTHING: an assertion about what is known when the bundle is built.  WORK: any other
-    operation.  RESULT: the output node."""
+class NodeKind(Enum):
+    """INPUT: a tensor of the call.  WEIGHT: a parameter, buffer or constant.  SUBMODULE: a module of a higher-order operator.
+
+    NUMBER: a Python value that the sizes of the call decide.  DATA_DEPENDENT: a number whose value, or a tensor whose size, depends
+    on data.  ASSERTION: about such values.  KNOWN_ASSERTION: about what is known when the bundle is built.  OPERATION: any other.
+    """
 
     INPUT = "input"
     WEIGHT = "weight"
-    PART = "part"
+    SUBMODULE = "submodule"
     NUMBER = "number"
-    LOOSE = "loose"
-    CHECK = "check"
-    NOTHING = "nothing"
-    WORK = "work"
-    RESULT = "result"
+    DATA_DEPENDENT = "data-dependent"
+    ASSERTION = "assertion"
+    KNOWN_ASSERTION = "known assertion"
+    OPERATION = "operation"
+    OUTPUT = "output"
 
 
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -56,43 +57,44 @@ TENSOR_CHECKS = (aten._assert_tensor_metadata.default,)
 """Assertions about dtype, layout and device: they hold by the signature, and on another device than export's they would fail."""
 
 CONTROL_FLOW = ("cond", "while_loop", "map_impl", "map", "scan", "associative_scan")
-"""Higher-order operators that run a part of the program or not, or some number of times: a CUDA graph has one order of kernels."""
+"""Higher-order operators that run a module or not, or several times: a CUDA graph has one order of kernels."""
 
-Roles = dict[Node, Role]
+NodeKinds = dict[Node, NodeKind]
 
 
-def roles(program: ExportedProgram) -> Roles:
-    """The role of every node of `program.graph`.  Raises program-unsupported, data-dependent-output."""
-    made: Roles = {}
+def node_kinds(program: ExportedProgram) -> NodeKinds:
+    """The kind of every node of `program.graph`.  Raises program-unsupported, data-dependent-output."""
+    made: NodeKinds = {}
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = kinds[node.name]
             if spec.kind in WEIGHTS:
-                made[node] = Role.WEIGHT
+                made[node] = NodeKind.WEIGHT
             elif spec.kind is InputKind.USER_INPUT:
-                made[node] = Role.INPUT if isinstance(spec.arg, TensorArgument) else Role.NUMBER
+                made[node] = NodeKind.INPUT if isinstance(spec.arg, TensorArgument) else NodeKind.NUMBER
             else:
                 raise ModelError("program-unsupported", f"input {node.name!r} of the program is of the kind {spec.kind.name}")
         elif node.op == "get_attr":
-            made[node] = Role.PART
+            made[node] = NodeKind.SUBMODULE
         elif node.op == "output":
-            made[node] = Role.RESULT
+            made[node] = NodeKind.OUTPUT
         else:
             made[node] = _of_call(node, made)
     for spec in program.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT:
             raise ModelError("program-unsupported", f"output {spec.arg.name!r} of the program is of the kind {spec.kind.name}")
-    for node in results(program):
-        if made[node] in (Role.LOOSE, Role.NUMBER):
+    for node in returned_nodes(program):
+        if made[node] in (NodeKind.DATA_DEPENDENT, NodeKind.NUMBER):
             raise ModelError(
                 "data-dependent-output",
-                f"{_place(node) or 'model'}: the output {node.name!r} of the program is a number or has a size that depends on data",
+                f"{_place(node) or 'model'}: the output {node.name!r} of the program is a number "
+                "or has a size that depends on data",
             )
     return made
 
 
-def results(program: ExportedProgram) -> tuple[Node, ...]:
+def returned_nodes(program: ExportedProgram) -> tuple[Node, ...]:
     """The nodes that the program returns, in order; one may come twice."""
     (node,) = [node for node in program.graph.nodes if node.op == "output"]
     return tuple([each for each in tree_leaves(node.args[0]) if isinstance(each, Node)])
@@ -105,17 +107,21 @@ def _place(node: Node) -> str:
     return mine[-1] if mine else ""
 
 
-def _of_call(node: Node, made: Roles) -> Role:
+def _of_call(node: Node, made: NodeKinds) -> NodeKind:
     if node.target in TENSOR_CHECKS:
-        return Role.NOTHING
+        return NodeKind.KNOWN_ASSERTION
     if node.target in SCALAR_CHECKS:
-        return Role.CHECK if any(made[source] is Role.LOOSE for source in node.all_input_nodes) else Role.NOTHING
+        return (
+            NodeKind.ASSERTION
+            if any(made[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
+            else NodeKind.KNOWN_ASSERTION
+        )
     value = node.meta.get("val")
     if value is not None and unbacked(value):
-        return Role.LOOSE
+        return NodeKind.DATA_DEPENDENT
     if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
-        return Role.NUMBER
-    return Role.WORK
+        return NodeKind.NUMBER
+    return NodeKind.OPERATION
 
 
 def unbacked(value: Any) -> bool:
@@ -147,15 +153,15 @@ def higher_order(node: Node) -> bool:
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def parts(node: Node, module: GraphModule) -> Iterator[GraphModule]:
+def inner_modules(node: Node, module: GraphModule) -> Iterator[GraphModule]:
     """The modules of a higher-order operator, and theirs."""
     for source in node.all_input_nodes:
         if source.op == "get_attr":
-            part = getattr(module, str(source.target))
-            if isinstance(part, GraphModule):
-                yield part
-                for inner in part.graph.nodes:
-                    yield from parts(inner, part)
+            made = getattr(module, str(source.target))
+            if isinstance(made, GraphModule):
+                yield made
+                for inner in made.graph.nodes:
+                    yield from inner_modules(inner, made)
 
 
 def needs_host(node: Node, module: GraphModule) -> str:
@@ -166,8 +172,8 @@ def needs_host(node: Node, module: GraphModule) -> str:
         return ""
     if node.target.name() in CONTROL_FLOW:
         return "control flow"
-    for part in parts(node, module):
-        for inner in part.graph.nodes:
+    for made in inner_modules(node, module):
+        for inner in made.graph.nodes:
             if marker(inner) == "to_host":
                 return "a copy to the host inside it"
             if higher_order(inner) and inner.target.name() in CONTROL_FLOW:
@@ -178,12 +184,12 @@ def needs_host(node: Node, module: GraphModule) -> str:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node gives another look at its first input (or, for a few, a copy of it): nothing to compute."""
+    """Whether a node gives a view of its first input (or, for a few, a copy of it): nothing to compute."""
     return bool(getattr(node.target, "is_view", False)) and not writes_to(node)
 
 
 def is_free(node: Node) -> bool:
-    """Whether an operation costs nothing anywhere: a look at another tensor, an element of a list, a constant, a marker."""
+    """Whether an operation costs nothing anywhere: a view, an element of a list, a constant, a marker."""
     if node.target in (operator.getitem, aten.lift_fresh_copy.default) or marker(node) == "to_device":
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -210,7 +216,7 @@ def writes_to(node: Node) -> tuple[Node, ...]:
 
 
 def storages(value: Any) -> Iterable[int]:
-    """Identities of the memory that the tensors of a fake value lie in."""
+    """Identities of the storages of the tensors in a fake value."""
     return [leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if type(leaf).__name__ == "FakeTensor" and _strided(leaf)]
 
 

@@ -7,34 +7,33 @@ stream; without clearing them, a later key's graph would use a workspace in an e
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export.passes import move_to_device_pass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cgbundle.format.schema import IntKey, Weight
 
 from ...errors import ModelError
+from ...export.weights import weight_tensors
 from ...model.load import load_code
 from ...targets.cuda.lowering import lower, lowering_errors, repair
-from ...targets.cuda.memory_layout import PAD
-from ...targets.cuda.tensors import Spot, apply_settings, place_inputs, place_weights, program_tensors, spot_of, tensor_at
-from ..request import Request
+from ...targets.cuda.tensors import TensorPlace, apply_settings, place_inputs, place_weights, tensor_at, tensor_place, tensors_of
+from ...targets.memory_layout import PAD
+from ...util.progress import Tell
+from ..request import Call, Request
 from .driver import check, driver
 
 WARMUPS = 3
 SHIFTS = (1 << 20, 34 << 20, 200 << 20)
 """Allocations that a shifted process makes first, bytes: one for each size class of the driver's address space."""
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-Tell = Callable[[str], None]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Session:
+class LoadedProgram:
     """A loaded program: `module` computes with weights in the buffer `weights` and, those that it writes to, in the buffer `state`;
     `originals` are their values before anything ran.  `sides` are the program on the CPU and on the GPU where parts of it stay on
     the host, else None."""
@@ -53,10 +52,10 @@ class Session:
         buffer = self.state if row.memory == "state" else self.weights
         return tensor_at(buffer, row.offset, row.dtype, row.shape, row.strides)
 
-    def restore_state(self) -> None:
-        """Puts back what the buffers that the program writes to held at first."""
+    def restore(self, names: Collection[str] = ()) -> None:
+        """Puts back what these weights, and all buffers that the program writes to, held at first."""
         for row in self.request.weights:
-            if row.memory == "state":
+            if row.memory == "state" or row.name in names:
                 self.tensor_of(row).copy_(self.originals[row.name])
 
 
@@ -68,12 +67,12 @@ class Captured:
     key: IntKey
     region: int
     graph: torch.cuda.CUDAGraph
-    inputs: tuple[Spot, ...]
-    outputs: tuple[Spot, ...]
+    inputs: tuple[TensorPlace, ...]
+    outputs: tuple[TensorPlace, ...]
     kept: tuple[torch.Tensor, ...]
 
 
-def open_session(request: Request) -> Session:
+def load_program(request: Request) -> LoadedProgram:
     """Load the program, move it to the GPU, and place weights and static inputs."""
     apply_settings(request.settings)
     torch.cuda.init()
@@ -81,12 +80,10 @@ def open_session(request: Request) -> Session:
     if request.shift:
         for size in SHIFTS:
             check(driver.cuMemAlloc(size))
-    if request.placements:
-        pass
     if request.code:
         load_code(request.code)
     program = torch.export.load(request.program)
-    originals = program_tensors(program)
+    originals = weight_tensors(program)
     moved = move_to_device_pass(program, "cuda")
     module = repair(moved.module(check_guards=False))  # the signature's checks run before a replay, not inside it
     weights = torch.zeros(request.weights_end + PAD, dtype=torch.uint8, device="cuda")
@@ -98,36 +95,36 @@ def open_session(request: Request) -> Session:
     del program, moved, anchor
     gc.collect()
     torch.cuda.empty_cache()
-    return Session(
+    return LoadedProgram(
         request=request, sides=sides, module=module, originals=originals, weights=weights, state=state, inputs=inputs, calls=calls
     )  # fmt: skip
 
 
-def warm_up(session: Session, key: IntKey, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
+def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
     """Lower the program for a key and run it on a side stream, each time on the example's values, although it may write to its
     inputs and buffers.  Returns the call without arguments, and its static inputs, which hold these values again.
 
     Raises lowering-failed.
     """
     tell(f"lowering {key}")
-    leaves, spec = tree_flatten(session.calls[key][0])
+    leaves, spec = tree_flatten(loaded.calls[key][0])
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     examples = [leaves[i] for i in where]
-    static = place_inputs(examples, session.inputs)
+    static = place_inputs(examples, loaded.inputs)
     for i, tensor in zip(where, static, strict=True):
         leaves[i] = tensor
     args, kwargs = tree_unflatten(leaves, spec)
-    lowered = lower(session.module, session.request.level, session.request.specialize)
+    lowered = lower(loaded.module, loaded.request.level, loaded.request.specialize)
 
     def call() -> Any:
         return lowered(*args, **kwargs)
 
     def restore() -> None:
-        for i in session.request.written:
+        for i in loaded.request.written:
             static[i].copy_(examples[i])
-        session.restore_state()
+        loaded.restore()
 
-    run_warm(call, f"int_key {key}, {session.request.level}", restore)
+    run_warm(call, f"int_key {key}, {loaded.request.level}", restore)
     return call, tuple(static)
 
 
@@ -146,20 +143,27 @@ def run_warm(call: Callable[[], Any], where: str, restore: Callable[[], None] = 
     torch.cuda.synchronize()
 
 
-def capture(session: Session, key: IntKey, tell: Tell) -> Captured:
+def capture(loaded: LoadedProgram, key: IntKey, tell: Tell) -> Captured:
     """Capture the program for a key into a private pool of its own.  Raises lowering-failed, not-capturable."""
-    call, static = warm_up(session, key, tell)
+    call, static = warm_up(loaded, key, tell)
     tell(f"capturing {key}")
     graph, result = capture_call(call, f"int_key {key}")
-    outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    outputs = tuple(tensors_of(result))
     return Captured(
-        key=key, region=0, graph=graph, inputs=tuple(map(spot_of, static)), outputs=tuple(map(spot_of, outputs)), kept=outputs
+        key=key,
+        region=0,
+        graph=graph,
+        inputs=tuple(map(tensor_place, static)),
+        outputs=tuple(map(tensor_place, outputs)),
+        kept=outputs,
     )
 
 
 def capture_call(call: Callable[[], Any], where: str, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A captured graph of a call that ran before, and what the call returned; `pool` is that of an earlier graph, whose memory this
-    one may use as far as nothing holds it.  Raises not-capturable."""
+    """A captured graph of a call that ran before, and what the call returned.  Raises not-capturable.
+
+    `pool`: of an earlier graph, whose memory this one may use as far as nothing holds it.
+    """
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

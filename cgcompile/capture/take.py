@@ -16,7 +16,7 @@ WEIGHTS, INPUTS = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class Reading:
     """One reading of an address: `offset` bytes into range `range` of the process's table (offset = size: one past the end)."""
 
     range: int
@@ -28,17 +28,16 @@ class Word:
     """The 8 bytes at `at` of a block are a live address, with these readings; the first is the likeliest."""
 
     at: int
-    targets: tuple[Target, ...]
+    readings: tuple[Reading, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
     """A piece of device memory that an address may lie in.
 
-    `kind`: "weights", "inputs" and "state" (ours, the same in both processes), "pool" (a segment of the private pool of `key`),
-    "torch" (a live block of torch's ordinary pool), "device" (an allocation that torch did not make), "host" (pinned
-    host memory).  `contents` is what a "torch" or "device" range held when the graphs had been captured and none had
-    run, for ranges that something refers to; `words` are the live addresses in it.
+    `kind`: "weights", "inputs" and "state" are ours.  "pool" is a segment of the private pool of `key`, "torch" a live block of
+    torch's ordinary pool, "device" an allocation that torch did not make, "host" pinned host memory.  `contents` is what a "torch"
+    or "device" range held before any graph ran, if something refers to it; `words` are the live addresses in it.
     """
 
     kind: str
@@ -120,8 +119,8 @@ class RawValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawGraph:
-    """One captured graph.  `edges` are (source, target, from_port, to_port, type); `inputs` and `outputs` its tensors, which are
-    those of the call where the whole program is one graph.  `region`: position among the graphs of its key."""
+    """One captured graph, number `region` of its key.  `edges` are (source, target, from_port, to_port, type); `inputs` and
+    `outputs` its tensors."""
 
     key: IntKey
     nodes: tuple[RawNode, ...]
@@ -132,7 +131,7 @@ class RawGraph:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RawState:
+class RawModuleState:
     """A variable of an image that no longer holds its initial bytes."""
 
     image: str
@@ -142,10 +141,7 @@ class RawState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawExam:
-    """A replay on fresh inputs: the bytes of every output tensor in row-major order, and how far eager PyTorch is from it
-    (`error`: the worst `tolerance.largest_error` of an output).  `written`: likewise what the inputs that the program writes to
-    hold after the replay, in their order; `state` what the buffers that it writes to hold, in the order of their memory and by the
-    weights' names."""
+    """A replay on the exam's inputs: contents as in ReplayedBytes, and the worst `largest_error` against eager PyTorch."""
 
     key: IntKey
     outputs: tuple[bytes, ...]
@@ -156,17 +152,13 @@ class RawExam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Take:
-    """Everything that one recorder process saw.  `mutated` names the weights outside state that a replay changes; `notes` are
-    remarks for people."""
+    """Everything that one recorder process saw.  `mutated`: weights outside state that a replay changes."""
 
     ranges: tuple[Range, ...]
     graphs: tuple[RawGraph, ...]
-    states: tuple[RawState, ...]
+    states: tuple[RawModuleState, ...]
     exams: tuple[RawExam, ...]
     images: dict[str, bytes] = field(repr=False)
     mutated: tuple[str, ...]
-    versions: tuple[tuple[str, str], ...]
-    machine: str
     arch: str
     driver: int
-    notes: tuple[str, ...]

@@ -1,16 +1,15 @@
-"""Units: operations that must stay in one region, made one.  Pure Python."""
+"""Components: operations that must stay in one region, made one.  Pure Python."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 
-def units(count: int, edges: Iterable[tuple[int, int]], together: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """`count` operations as units, each in the original order, the units in an order that `edges` (earlier, later) allow.
+def components(count: int, edges: Iterable[tuple[int, int]], together: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """`count` operations as components, each in the original order, the components in an order that `edges` (earlier, later) allow.
 
-    The members of each of `together` are in one unit, and so is everything that depends on one member and that another depends
-    on: a region cannot be left and entered again.  In terms of graphs: the strongly connected components after the members of each
-    of `together` were tied into a circle (Tarjan 1972).
+    The members of each of `together` are in one component, and so is what depends on one member and another depends on: a region
+    cannot be left and entered again.  With each of `together` as a circle these are the strongly connected ones (Tarjan 1972).
     """
     after: list[set[int]] = [set() for _ in range(count)]
     for earlier, later in edges:
@@ -18,11 +17,11 @@ def units(count: int, edges: Iterable[tuple[int, int]], together: Iterable[Seque
     for members in together:
         for left, right in zip(members, [*members[1:], *members[:1]], strict=True):
             after[left].add(right)
-    found = [tuple(sorted(component)) for component in _components([sorted(readers) for readers in after])]
+    found = [tuple(sorted(component)) for component in _strongly_connected([sorted(readers) for readers in after])]
     return _ordered(found, after)
 
 
-def _components(after: Sequence[Sequence[int]]) -> list[list[int]]:
+def _strongly_connected(after: Sequence[Sequence[int]]) -> list[list[int]]:
     """Tarjan's algorithm, without recursion: programs have thousands of operations in a row."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
@@ -65,9 +64,10 @@ def _ordered(components: Sequence[tuple[int, ...]], after: Sequence[set[int]]) -
     first operation comes first."""
     import heapq
 
-    home = {member: number for number, component in enumerate(components) for member in component}
+    component_of = {member: number for number, component in enumerate(components) for member in component}
     readers = [
-        {home[reader] for member in component for reader in after[member]} - {number} for number, component in enumerate(components)
+        {component_of[reader] for member in component for reader in after[member]} - {number}
+        for number, component in enumerate(components)
     ]
     missing = [0] * len(components)
     for each in readers:

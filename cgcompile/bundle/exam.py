@@ -1,0 +1,172 @@
+"""The exam of a bundle: inputs and expected outputs per int_key, what the call leaves in written inputs, and in state.
+
+Of state the exam holds the elements that changed, as runs: a cache of a few hundred MB changes in a few rows per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cgbundle.format import archive, safetensors
+from cgbundle.format.schema import DTYPES, IntKey, Program, Value, Weight
+
+from ..export.exported import Exported
+from ..export.weights import weight_tensors
+from ..model.flat_module import PREFIX, run_writing
+from ..model.pytree import dtype_name
+from ..model.source import Source, all_keys, sample
+from ..util.raw_bytes import raw
+
+Changed = tuple[int, torch.Tensor, torch.Tensor]
+"""Position of a weight; pairs [first element, number of elements] in memory order, int64 [runs, 2]; these elements, [elements]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyExam:
+    """The exam at one int_key.  `written`: what inputs that the model writes to hold after the call, by their position."""
+
+    key: IntKey
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    written: tuple[tuple[int, torch.Tensor], ...] = ()
+    state: tuple[Changed, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedBytes:
+    """A replay as bytes: tensors of the call, row-major, in its order; `written` holds the inputs that it writes to.
+
+    `state`: what its state held after it, by the weights' names in the program, in memory order.
+    """
+
+    inputs: tuple[bytes, ...]
+    outputs: tuple[bytes, ...]
+    written: tuple[bytes, ...]
+    state: tuple[tuple[str, bytes], ...]
+
+
+def exam_calls(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]]) -> int:
+    """How often the exam calls an int_key: twice for a model with state, to show that the second call begins where the first ended.
+
+    Once where eager PyTorch fails at that, as a cache does that one call fills.
+    """
+    if not exported.state:
+        return 1
+    for key in all_keys(sizes):
+        tensors = sample(source, dict(zip(sizes, key, strict=True))).tensors
+        try:
+            run_writing(exported.eager, tensors, calls=2)
+        except (RuntimeError, IndexError, ValueError):
+            return 1
+    return 2
+
+
+def eager_exam(
+    source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[Weight]
+) -> list[KeyExam]:
+    """What eager PyTorch gives at every int_key, on the inputs that the source draws, from the model's first state.
+
+    `weights`: the manifest's rows.
+    """
+    exams = []
+    before = _first_state(exported)
+    rows = [row for row in weights if row.memory == "state"]
+    for key in all_keys(sizes):
+        inputs = sample(source, dict(zip(sizes, key, strict=True))).tensors
+        ran = run_writing(exported.eager, inputs, exported.calls)
+        written = tuple([(index, ran.given[index]) for index in exported.written])
+        after = {row.name: _flat(ran.state[row.name], row) for row in rows}
+        state = _changed(weights, before, after)
+        exams.append(KeyExam(key=key, inputs=inputs, outputs=ran.outputs, written=written, state=state))
+    return exams
+
+
+def replayed_exam(
+    programs: Sequence[Program], replays: Mapping[IntKey, ReplayedBytes], exported: Exported, weights: Sequence[Weight]
+) -> list[KeyExam]:
+    """What replays gave at every int_key, as tensors of the dtypes and shapes that the manifest's `programs` say."""
+    exams = []
+    before = _first_state(exported)
+    rows = {row.name: row for row in weights}
+    for program in programs:
+        replay = replays[program.key]
+        given, made = [[program.values[index] for index in side] for side in (program.inputs, program.outputs)]
+        after = {}
+        for name, data in replay.state:
+            row = rows[name.removeprefix(PREFIX)]
+            after[row.name] = _from_bytes(data, row.dtype)
+        exams.append(
+            KeyExam(
+                key=program.key,
+                inputs=_tensors(given, replay.inputs),
+                outputs=_tensors(made, replay.outputs),
+                written=tuple(zip(exported.written, _tensors([given[i] for i in exported.written], replay.written), strict=True)),
+                state=_changed(weights, before, after),
+            )
+        )
+    return exams
+
+
+def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
+    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/written/0`, `8x128/state/3`, `8x128/state-at/3`."""
+    tensors: dict[str, safetensors.Tensor] = {}
+    for exam in exams:
+        at = [(index, runs) for index, runs, _ in exam.state]
+        elements = [(index, changed) for index, _, changed in exam.state]
+        for kind, values in (
+            ("input", enumerate(exam.inputs)),
+            ("output", enumerate(exam.outputs)),
+            ("written", exam.written),
+            ("state-at", at),
+            ("state", elements),
+        ):
+            for index, value in values:
+                tensors[archive.exam_entry(exam.key, kind, index)] = _stored(value)
+    with open(path, "wb") as file:
+        safetensors.write(file, tensors)
+
+
+def _first_state(exported: Exported) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(PREFIX): value for name, value in weight_tensors(exported.program).items()}
+
+
+def _changed(rows: Sequence[Weight], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> tuple[Changed, ...]:
+    """The runs of every row of memory state.  `before`: what the weights held, by name; `after`: flat, in memory order."""
+    return tuple(
+        [(index, *_runs(_flat(before[row.name], row), after[row.name])) for index, row in enumerate(rows) if row.memory == "state"]
+    )
+
+
+def _runs(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where two flat tensors differ in a bit."""
+    if not after.numel():
+        return torch.zeros(0, 2, dtype=torch.int64), after
+    width = DTYPES[dtype_name(after.dtype)]
+    pairs = [raw(value).reshape(-1, width) for value in (before, after)]
+    differ = (pairs[0] != pairs[1]).any(dim=1)
+    edges = torch.diff(torch.nn.functional.pad(differ.to(torch.int8), (1, 1)))
+    first, end = (edges == 1).nonzero().reshape(-1), (edges == -1).nonzero().reshape(-1)
+    return torch.stack([first, end - first], dim=1), after[differ]
+
+
+def _flat(value: torch.Tensor, row: Weight) -> torch.Tensor:
+    """The elements in the order of memory that the row's strides say."""
+    order = sorted(range(value.dim()), key=lambda axis: (-row.strides[axis], axis))
+    return value.detach().cpu().permute(order).contiguous().reshape(-1)
+
+
+def _tensors(values: Sequence[Value], data: Sequence[bytes]) -> tuple[torch.Tensor, ...]:
+    return tuple([_from_bytes(each, value.dtype).reshape(value.shape) for value, each in zip(values, data, strict=True)])
+
+
+def _from_bytes(data: bytes, dtype: str) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    return torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
+
+
+def _stored(value: torch.Tensor) -> safetensors.Tensor:
+    return dtype_name(value.dtype), tuple(value.shape), lambda: raw(value).numpy()

@@ -1,0 +1,37 @@
+"""Where, when and with what a bundle was built."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping
+
+import torch
+
+from cgbundle.cpu.processor import processor_name
+from cgbundle.format.schema import Provenance
+
+from ..util.version import VERSION
+
+
+def provenance(label: str, options: Mapping[str, str]) -> Provenance:
+    """SOURCE_DATE_EPOCH, where set, is the time: two builds are then equal byte for byte."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    now = (
+        datetime.datetime.fromtimestamp(int(epoch), datetime.UTC)
+        if epoch and epoch.isdigit()
+        else datetime.datetime.now(datetime.UTC)
+    )
+    versions = {"cgcompile": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
+    if importlib.util.find_spec("triton") is not None:
+        versions["triton"] = importlib.metadata.version("triton")
+    return Provenance(
+        source=os.path.basename(label) if os.path.exists(label) else label,
+        created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        versions=tuple(sorted(versions.items())),
+        machine=processor_name(),
+        options=tuple(sorted(options.items())),
+    )

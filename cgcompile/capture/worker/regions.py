@@ -1,0 +1,159 @@
+"""Inside a recorder process: a program of several regions, for one key.
+
+Graph regions are captured one after the other into one private pool, so that torch's allocator plans their shared arena.  A value
+that a later region reads keeps its memory, any other gives it back.  Between them host regions run in eager PyTorch on the CPU; in
+the bundle they are compiled.  Inputs of a region hold what eager PyTorch computes, because kernels may use them as indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgbundle.format.schema import IntKey
+
+from ...partition.isolated import RegionModule, isolated_regions
+from ...partition.split import Partition, partition
+from ...targets.cuda.lowering import lower, repair
+from ...targets.cuda.tensors import TensorPlace, place_inputs, place_weights, tensor_at, tensor_place, tensors_of
+from ...targets.memory_layout import dense_strides
+from ...util.progress import Tell
+from .loaded_program import Captured, LoadedProgram, capture_call, run_warm
+
+Values = dict[str, torch.Tensor]
+RunGraph = Callable[[RegionModule, list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedRegions:
+    """The regions of a key: graphs on the GPU, host regions on the CPU.  `static`: the call's inputs; `uploads`: where what the
+    host makes is put, by name."""
+
+    partition: Partition
+    regions: tuple[RegionModule, ...]
+    static: tuple[torch.Tensor, ...]
+    uploads: dict[str, torch.Tensor]
+
+
+def open_regions(loaded: LoadedProgram, key: IntKey) -> OpenedRegions:
+    """The regions of a key, with weights and inputs in their places."""
+    assert loaded.sides is not None
+    program, moved = loaded.sides
+    planned = partition(program, dict(loaded.request.placements))
+    given = tensors_of(loaded.calls[key][0])
+    static = tuple(place_inputs(given, loaded.inputs))
+    on_cpu, on_gpu = isolated_regions(program, planned, given), isolated_regions(moved, planned, static)
+    regions = tuple([cpu if cpu.planned.kind == "host" else gpu for cpu, gpu in zip(on_cpu, on_gpu, strict=True)])
+    buffers = {"weights": loaded.weights, "state": loaded.state}
+    for region in regions:
+        if region.planned.kind == "graph":
+            place_weights(region.module, loaded.request.weights, loaded.originals, buffers)
+            repair(region.module)
+    uploads = {
+        each.name: tensor_at(loaded.inputs, each.offset, each.dtype, each.shape, each.strides)
+        for each in loaded.request.uploads[key]
+    }
+    return OpenedRegions(partition=planned, regions=regions, static=static, uploads=uploads)
+
+
+def warm_up_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> None:
+    """Lower the graph regions of a key and run them, so that the compile cache holds what they need.  Raises lowering-failed."""
+
+    def run(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        call = _lowered(loaded, key, region, given, tell)
+        with torch.no_grad():
+            return tuple(call())
+
+    _run_all(open_regions(loaded, key), run)
+
+
+def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Captured, ...]:
+    """Capture the graph regions of a key, in order.  Raises lowering-failed, not-capturable."""
+    opened = open_regions(loaded, key)
+    last = {name: place for place, region in enumerate(opened.regions) for name in region.planned.inputs}
+    values: Values = {}
+    captured: list[Captured] = []
+
+    def capture(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        call = _lowered(loaded, key, region, given, tell)
+        tell(f"capturing {key}, {region.planned.name}")
+        pool = captured[0].graph.pool() if captured else None
+        graph, result = capture_call(call, f"int_key {key}, {region.planned.name}", pool)
+        made = list(result)
+        with torch.no_grad():
+            for target, value in zip(made, region.module(*given), strict=True):
+                target.copy_(value)
+        kept = tuple([t for name, t in zip(region.planned.outputs, made, strict=True) if name in opened.partition.outputs])
+        spots = tuple(map(tensor_place, given)), tuple(map(tensor_place, made))
+        captured.append(Captured(key=key, region=len(captured), graph=graph, inputs=spots[0], outputs=spots[1], kept=kept))
+        return made
+
+    def forget(done: int) -> None:
+        for name in [name for name, place in last.items() if place == done and name not in opened.partition.outputs]:
+            values.pop(name, None)
+
+    _run_all(opened, capture, values, forget)
+    return tuple(captured)
+
+
+def replay_regions(opened: OpenedRegions, captured: Sequence[Captured]) -> tuple[torch.Tensor, ...]:
+    """Replay the graphs of a key, instantiated before, with the host regions between them; returns the outputs of the call."""
+    graphs = iter(captured)
+    kept: Values = {}
+
+    def replay(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        item = next(graphs)
+        item.graph.replay()
+        torch.cuda.synchronize()
+        names = [name for name in region.planned.outputs if name in opened.partition.outputs]
+        kept.update(zip(names, item.kept, strict=True))
+        return [
+            kept[name] if name in kept else _here(spot) for name, spot in zip(region.planned.outputs, item.outputs, strict=True)
+        ]
+
+    values = _run_all(opened, replay)
+    return tuple([values[name] for name in opened.partition.outputs])
+
+
+def _here(spot: TensorPlace) -> torch.Tensor:
+    """A tensor between two regions: only the host reads it through this, and what the host reads is dense."""
+    dense = spot.strides == dense_strides(spot.shape, spot.strides)
+    return spot.tensor() if dense else torch.empty(0, device="cuda")
+
+
+def _run_all(
+    opened: OpenedRegions, run_graph: RunGraph, values: Values | None = None, forget: Callable[[int], None] = lambda done: None
+) -> Values:
+    """Run all regions in order, graphs by `run_graph`; `forget` is told the position of each that is done.  Returns the values."""
+    values = {} if values is None else values
+    values.update(zip(opened.partition.inputs, opened.static, strict=True))
+    for place, region in enumerate(opened.regions):
+        given = [values[name] for name in region.planned.inputs]
+        if region.planned.kind == "graph":
+            values.update(zip(region.planned.outputs, run_graph(region, given), strict=True))
+        else:
+            with torch.no_grad():
+                made = region.module(*[tensor.cpu() for tensor in given])
+            for name, tensor in zip(region.planned.outputs, made, strict=True):
+                if name in opened.uploads:
+                    opened.uploads[name].copy_(tensor)
+                values[name] = opened.uploads.get(name, tensor)
+        del given
+        forget(place)
+    return values
+
+
+def _lowered(
+    loaded: LoadedProgram, key: IntKey, region: RegionModule, given: Sequence[torch.Tensor], tell: Tell
+) -> Callable[[], Any]:
+    tell(f"lowering {key}, {region.planned.name}")
+    lowered = lower(region.module, loaded.request.level, loaded.request.specialize)
+
+    def call() -> Any:
+        return lowered(*given)
+
+    run_warm(call, f"int_key {key}, {region.planned.name}, {loaded.request.level}")
+    return call

@@ -1,0 +1,56 @@
+"""What has to be lowered of a program: all of it at every int_key, or each of its graph regions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.export import ExportedProgram
+
+from cgbundle.format.schema import IntKey
+
+from ..errors import BuildError
+from ..model.user_code import first_line
+from ..partition.isolated import RegionModule
+from ..targets.cuda.host_regions import SplitProgram
+from ..targets.memory_layout import dense_strides
+from ..targets.rows import WHOLE
+from .lower.jobs import LoweringJob, RegionKey
+
+
+def whole_jobs(program: ExportedProgram, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> dict[RegionKey, LoweringJob]:
+    """A program that is one graph, at every key."""
+    return {(WHOLE, key): LoweringJob(program=program, tensors=tuple(tensors), layouts=()) for key, tensors in calls.items()}
+
+
+def region_jobs(split: SplitProgram) -> dict[RegionKey, LoweringJob]:
+    """Every graph region at every key.  What another region reads has the strides that eager PyTorch gives it, dense ones where
+    these leave gaps: the regions are lowered apart and must agree.  Raises lowering-broken."""
+    read = {name for region in split.partition.regions for name in region.inputs}
+    jobs = {}
+    for key, regions in split.regions.items():
+        values = {name: _laid_out(value) for name, value in split.values[key].items()}
+        for region in regions:
+            planned = region.planned
+            if planned.kind == "graph":
+                given = tuple([values[name] for name in planned.inputs])
+                layouts = tuple([values[name].stride() if name in read else None for name in planned.outputs])
+                jobs[planned.name, key] = LoweringJob(program=_exported(region, key, given), tensors=given, layouts=layouts)
+    return jobs
+
+
+def _laid_out(value: torch.Tensor) -> torch.Tensor:
+    """A tensor like a value, laid out as it is between regions."""
+    shape = tuple(value.shape)
+    return torch.empty_strided(shape, dense_strides(shape, value.stride()), dtype=value.dtype)
+
+
+def _exported(region: RegionModule, key: IntKey, given: Sequence[torch.Tensor]) -> ExportedProgram:
+    try:
+        with torch.no_grad():
+            return torch.export.export(region.module, tuple(given), strict=False)
+    except Exception as error:
+        raise BuildError(
+            "lowering-broken",
+            f"int_key {key}, {region.planned.name}: torch.export cannot take it alone: {type(error).__name__}: {first_line(error)}",
+        ) from error

@@ -1,0 +1,114 @@
+"""emit, for a cuda target: what a recorder gives -> the files of the bundle, and the manifest's rows of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cgbundle.format import archive
+from cgbundle.format.schema import KERNEL_CODE, IntKey, Program, Region, Target, Weight
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Recording
+
+from ..memory_layout import PAD
+from ..rows import WHOLE, whole_program, whole_region
+from ..weights import write_weights
+from .fills import fill_image, has_memsets, without_memsets
+from .host_regions import HostRegions, SplitProgram, split_rows
+from .recorded import RecordedProgram, RegionKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """The manifest's rows, and the `recordings` by their file.  `fills`: memsets became launches of a kernel of ours (fills.py)."""
+
+    weights: tuple[Weight, ...]
+    regions: tuple[Region, ...]
+    programs: tuple[Program, ...]
+    memories: tuple[tuple[str, int], ...]
+    recordings: Mapping[str, Recording]
+    fills: bool
+
+
+def write_recorded(
+    stage: Path,
+    recorded: RecordedProgram,
+    tensors: Mapping[str, torch.Tensor],
+    arch: str,
+    split: SplitProgram | None,
+    hosts: HostRegions,
+) -> Written:
+    """Writes weights, kernel images and graph tables into `stage`.  `tensors`: the weights by their names in the program; `arch`:
+    "sm_90".  Raises extra-missing, kernel-failed."""
+    weights = write_weights(stage / archive.WEIGHTS, tensors, recorded.weights, recorded.tables)
+    recordings = {name: graph.recording for name, graph in recorded.graphs.items()}
+    images = dict(recorded.images)
+    fills = has_memsets(recordings.values())
+    if fills:
+        image = fill_image(arch)
+        images[hashlib.sha256(image).hexdigest()] = image
+        recordings = {name: without_memsets(recording, image) for name, recording in recordings.items()}
+    _write_kernels(stage, images)
+    files = _write_tables(stage, recordings)
+    arena = arena_bytes(recorded)
+    if split is None:
+        regions: tuple[Region, ...] = (whole_region("graph"),)
+        programs = tuple([_whole(recorded, key, files[WHOLE, key]) for key in recorded.static])
+        host_bytes = 0
+    else:
+        regions, programs, host_bytes = split_rows(split, hosts, recorded, files, arena)
+    return Written(
+        weights=weights,
+        regions=regions,
+        programs=programs,
+        memories=(
+            ("weights", recorded.weights_bytes),
+            *((("state", recorded.state_bytes),) if recorded.state_bytes else ()),
+            ("inputs", max(recorded.static.values())),
+            ("arena", max(arena.values())),
+            *((("host", host_bytes),) if host_bytes else ()),
+            (KERNEL_CODE, sum(len(image) for image in images.values())),
+        ),
+        recordings={files[name]: recording for name, recording in recordings.items()},
+        fills=fills,
+    )
+
+
+def arena_bytes(recorded: RecordedProgram) -> dict[IntKey, int]:
+    """Bytes of memory `arena` that each key needs."""
+    return {
+        key: max([graph.arena for (_, other), graph in recorded.graphs.items() if other == key], default=PAD)
+        for key in recorded.static
+    }
+
+
+def cuda_target(arch: str, driver: int, hosts: HostRegions, torch_version: str) -> Target:
+    """What the bundle needs: a GPU of `arch`, a driver (13000 = 13.0), and for host regions a processor and a version of torch."""
+    return Target(kind="cuda", arch=arch, features=hosts.features, torch=torch_version if hosts.rows else "", driver=driver)
+
+
+def _whole(recorded: RecordedProgram, key: IntKey, file: str) -> Program:
+    graph = recorded.graphs[WHOLE, key]
+    return whole_program("graph", key, graph.inputs, graph.outputs, file, graph.arena, recorded.static[key])
+
+
+def _write_kernels(stage: Path, images: Mapping[str, bytes]) -> None:
+    """kernels/<sha256>, each image once."""
+    (stage / "kernels").mkdir()
+    for name, image in images.items():
+        assert hashlib.sha256(image).hexdigest() == name, name
+        (stage / "kernels" / name).write_bytes(image)
+
+
+def _write_tables(stage: Path, recordings: Mapping[RegionKey, Recording]) -> dict[RegionKey, str]:
+    """graphs/<region>-<key>.bin of every region and int_key; returns their paths in the bundle."""
+    (stage / "graphs").mkdir()
+    files = {}
+    for (region, key), recording in recordings.items():
+        file = files[region, key] = f"graphs/{region}-{'x'.join(map(str, key)) or 'fixed'}.bin"
+        (stage / file).write_bytes(tables.encode(recording))
+    return files

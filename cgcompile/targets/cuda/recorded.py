@@ -1,0 +1,41 @@
+"""What both recorders of a cuda target give: the graphs of a program with every address named.  Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cgbundle.format.schema import IntKey, Value, Weight
+from cgbundle.tables.recording import Recording
+
+from ..memory_layout import Table
+
+RegionKey = tuple[str, IntKey]
+"""A region and an int_key."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedGraph:
+    """A graph region at one int_key: its recording, the tensors that it takes and makes, and the bytes of the key's arena."""
+
+    recording: Recording
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    arena: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedProgram:
+    """A program as it was recorded.  `images`: cubins by sha256.  `static`: bytes of memory `inputs` by key, in the bundle's order.
+
+    `weights`: the program's tensors with their offsets, under its own names; `tables` lie behind them.  Bytes include PAD;
+    `state_bytes` is 0 where no call writes to buffers.
+    """
+
+    graphs: Mapping[RegionKey, RecordedGraph]
+    images: Mapping[str, bytes]
+    static: Mapping[IntKey, int]
+    weights: tuple[Weight, ...]
+    tables: tuple[Table, ...]
+    weights_bytes: int
+    state_bytes: int = 0

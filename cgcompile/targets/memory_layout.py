@@ -1,0 +1,113 @@
+"""Where everything lies: weights, tables, static inputs and the arena.  Pure; offsets and sizes in bytes.
+
+*weights*: every parameter, buffer and constant of the program at 256-byte aligned offsets, tied ones once.  Behind them lie the
+tables that kernels read but no tensor of the program holds (cuFFT's twiddle factors, constants that Inductor folded).
+*state*: the buffers that the program writes to, likewise.
+*inputs*: the tensors of the call, each key from offset 0: keys overlay each other.
+*arena*: the temporaries of a key; keys overlay each other, so a bundle needs the largest, not the sum.
+
+On a GPU each memory ends with PAD bytes that belong to nobody: an address one past the end of the last tensor stays inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from cgbundle.format.schema import DTYPES, Weight
+from cgbundle.format.spans import HOST_ONLY
+
+ALIGN = 256
+PAD = 256
+
+
+def align(value: int, to: int = ALIGN) -> int:
+    """`value` rounded up to a multiple of `to`."""
+    return -(-value // to) * to
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A tensor without its contents.  `same_as` names an earlier tensor that is the same memory, or ""."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    same_as: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Constant contents at `offset` of memory `weights` that no tensor of the program holds."""
+
+    offset: int
+    contents: bytes
+
+
+def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of a dense tensor."""
+    return DTYPES[dtype] * math.prod(shape)
+
+
+def dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """`strides` where they describe a dense tensor without overlaps (any order of axes), else those of a contiguous one."""
+    expected = 1
+    for n, stride in sorted(((n, s) for n, s in zip(shape, strides, strict=True) if n != 1), key=lambda axis: (axis[1], axis[0])):
+        if stride != expected:
+            break
+        expected *= n
+    else:
+        return strides
+    contiguous = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        contiguous[i] = contiguous[i + 1] * max(shape[i + 1], 1)
+    return tuple(contiguous)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UploadedValue:
+    """A value that the host makes and a graph takes: its `name`, and where it lies in memory `inputs`; strides in elements."""
+
+    name: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The aligned end, in bytes."""
+        return align(self.offset + tensor_bytes(self.dtype, self.shape))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightLayout:
+    """Where every weight lies, and the bytes up to the end of the last one in memory `weights` and in memory `state`."""
+
+    rows: tuple[Weight, ...]
+    weights_end: int
+    state_end: int
+
+
+def lay_out(shapes: Mapping[str, Shape], state: Collection[str] = (), host_only: Collection[str] = ()) -> WeightLayout:
+    """Offsets of the program's tensors, in their order: those named in `state` in memory `state`, the others in `weights`.
+
+    Those in `host_only` have no place on the GPU; their rows are the last.
+    """
+    rows: list[Weight] = []
+    last: list[Weight] = []
+    offsets: dict[str, int] = {}
+    ends = {"weights": 0, "state": 0}
+    for name, s in shapes.items():
+        tensor = s.same_as or name
+        memory = "state" if name in state and name not in host_only else "weights"
+        row = Weight(name=name, tensor=tensor, dtype=s.dtype, shape=s.shape, strides=s.strides, memory=memory, offset=HOST_ONLY)
+        if name in host_only:
+            last.append(row)
+            continue
+        if tensor not in offsets:
+            offsets[tensor] = ends[memory]
+            ends[memory] = align(ends[memory] + tensor_bytes(s.dtype, s.shape))
+        rows.append(replace(row, offset=offsets[tensor]))
+    return WeightLayout(rows=(*rows, *last), weights_end=ends["weights"], state_end=ends["state"])

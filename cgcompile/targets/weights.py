@@ -1,0 +1,78 @@
+"""The weights of a program on their way into a bundle: their shapes, their bytes, and weights.safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgbundle.format import safetensors
+from cgbundle.format.schema import DTYPES, Weight
+from cgbundle.tensors.tensor import memory_order
+
+from ..errors import ModelError
+from ..model.flat_module import PREFIX
+from ..util.raw_bytes import raw
+from .memory_layout import Shape, Table, dense_strides
+
+
+def stored_dtype(tensor: torch.Tensor) -> str:
+    """The name of a tensor's dtype in schema.DTYPES.  Raises dtype-unsupported."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES or tensor.layout != torch.strided:
+        raise ModelError("dtype-unsupported", f"a tensor is {name} ({tensor.layout}), which a bundle cannot hold")
+    return name
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    """What `lay_out` needs.  Tensors that are the same memory are tied; gaps and overlaps inside a tensor are closed."""
+    first: dict[Any, str] = {}
+    shapes = {}
+    for name, tensor in tensors.items():
+        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
+        owner = first.setdefault(identity, name)
+        shape, strides = tuple(tensor.shape), dense_strides(tuple(tensor.shape), tensor.stride())
+        shapes[name] = Shape(dtype=stored_dtype(tensor), shape=shape, strides=strides, same_as="" if owner == name else owner)
+    return shapes
+
+
+def contents(tensor: torch.Tensor, strides: Iterable[int]) -> bytes:
+    """The bytes of a tensor in the order of memory that `strides` (dense, in elements) describe."""
+    order = sorted(range(tensor.dim()), key=lambda axis: -tuple(strides)[axis])
+    dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous().cpu()
+    return raw(dense).numpy().tobytes()
+
+
+def row_major(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor in row-major order."""
+    return contents(tensor.contiguous(), tensor.contiguous().stride())
+
+
+def write_weights(
+    path: Path, tensors: Mapping[str, torch.Tensor], placed: Iterable[Weight], tables: Sequence[Table] = ()
+) -> tuple[Weight, ...]:
+    """weights.safetensors: the tensors as `lay_out` placed them, and the tables behind them as `cgcompile.table.N`.
+
+    `tensors` and `placed` have the program's names.  Returns the manifest's rows, under the model's own.  A weight that is not
+    row-major is stored with its axes in memory order.
+    """
+    rows: list[Weight] = []
+    stored: dict[str, safetensors.Tensor] = {}
+    for row in placed:
+        shape = tuple([row.shape[axis] for axis in memory_order(row.shape, row.strides)])
+        tensor = row.tensor.removeprefix(PREFIX)
+        stored[tensor] = row.dtype, shape, partial(contents, tensors[row.tensor], row.strides)
+        rows.append(replace(row, name=row.name.removeprefix(PREFIX), tensor=tensor))
+    for index, table in enumerate(tables):
+        name, size = f"cgcompile.table.{index}", len(table.contents)
+        stored[name] = "uint8", (size,), partial(bytes, table.contents)
+        rows.append(
+            Weight(name=name, tensor=name, dtype="uint8", shape=(size,), strides=(1,), memory="weights", offset=table.offset)
+        )
+    with open(path, "wb") as file:
+        safetensors.write(file, stored)
+    return tuple(rows)

@@ -1,0 +1,39 @@
+"""The exam of a replay: bytes of the recording process become tensors of the manifest's dtypes and shapes, and runs of state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from cgbundle.format.schema import Value, Weight
+from cgcompile.bundle.exam import ReplayedBytes, replayed_exam, write_exam
+from cgcompile.targets.rows import whole_program
+
+
+def value(dtype: str, shape: tuple[int, ...]) -> Value:
+    strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+    return Value(dtype=dtype, shape=shape, strides=strides, memory="inputs", offset=0)
+
+
+def test_a_replay_becomes_tensors_and_runs_of_state(tmp_path: Path) -> None:
+    x, kept = torch.arange(6, dtype=torch.float32).reshape(2, 3), torch.tensor([True, False])
+    cache = torch.zeros(2, 4, dtype=torch.bfloat16)
+    after = cache.clone()
+    after[1, :2] = 3
+    program = whole_program("graph", (2,), [value("float32", (2, 3)), value("int64", (0,))], [value("bool", (2,))])
+    raw = [each.contiguous().view(torch.uint8).numpy().tobytes() for each in (x, kept, x + 1, after)]
+    replay = ReplayedBytes(inputs=(raw[0], b""), outputs=(raw[1],), written=(raw[2],), state=(("model.cache", raw[3]),))
+    row = Weight(name="cache", tensor="cache", dtype="bfloat16", shape=(2, 4), strides=(4, 1), memory="state", offset=0)
+    exported = SimpleNamespace(program=SimpleNamespace(state_dict={"model.cache": cache}, constants={}), written=(0,))
+    (exam,) = replayed_exam([program], {(2,): replay}, exported, [row])  # type: ignore[arg-type]
+    assert torch.equal(exam.inputs[0], x) and exam.inputs[1].shape == (0,) and torch.equal(exam.outputs[0], kept)
+    assert [(index, each.tolist()) for index, each in exam.written] == [(0, (x + 1).tolist())]
+    ((index, runs, elements),) = exam.state
+    assert (index, runs.tolist(), elements.tolist()) == (0, [[4, 2]], [3, 3])
+    write_exam(tmp_path / "exam.safetensors", [exam])
+    text = (tmp_path / "exam.safetensors").read_bytes()
+    for name in ("2/input/0", "2/input/1", "2/output/0", "2/written/0", "2/state/0", "2/state-at/0"):
+        assert name.encode() in text, name
