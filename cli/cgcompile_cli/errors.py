@@ -32,6 +32,9 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 class UsageError(CgbundleError):
     """Options or a file of the user's that do not fit the command."""
 
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__("usage", message, hint)
+
 
 UsageError.catalogue = {"usage": Cause(UsageError, ENVIRONMENT, "Options or a file of the user's that do not fit the command.")}
 

@@ -34,6 +34,9 @@ CLASSES = {
 }  # fmt: skip
 """What callers catch."""
 
+OWN_CODE = {"UsageError": ast.Constant("usage")}
+"""Classes of one code, which is not given where they are made."""
+
 PASSED_ON = {("cgcompile/util/workers.py", "died")}
 """Where an error is made of a code that a caller gives: (file, variable)."""
 
@@ -60,7 +63,7 @@ def made() -> Iterator[tuple[str, str, ast.expr | None]]:
         for path, tree in trees(folder).items():
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and (name := ast.unparse(node.func).rpartition(".")[2]) in CLASSES:
-                    yield f"{path}:{node.lineno}", name, node.args[0] if node.args else None
+                    yield f"{path}:{node.lineno}", name, OWN_CODE.get(name) or (node.args[0] if node.args else None)
 
 
 @cache

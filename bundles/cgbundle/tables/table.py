@@ -6,6 +6,8 @@ Making a `Table` checks its structure (header, bounds, references), so whoever i
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..format.schema import MEMORIES
 from .column_file import Column, Data, Layout, check_below, check_bounds, image_names, invalid, strings, unpack
 
@@ -84,54 +86,9 @@ class Table:
 
     __slots__ = ("counts", "images", "symbols", "where", *(column.name for column in RECORDING.columns if column.name != "symbols"))
 
-    counts: dict[str, int]
-    key: memoryview
-    image: memoryview
-    symbol_bounds: memoryview
-    param_bounds: memoryview
-    function_attribute_bounds: memoryview
-    param_offset: memoryview
-    param_size: memoryview
-    function_attribute_id: memoryview
-    function_attribute_value: memoryview
-    kind: memoryview
-    function: memoryview
-    grid_x: memoryview
-    grid_y: memoryview
-    grid_z: memoryview
-    threads_x: memoryview
-    threads_y: memoryview
-    threads_z: memoryview
-    shared: memoryview
-    block_offset: memoryview
-    block_size: memoryview
-    relocation_bounds: memoryview
-    undefined_bounds: memoryview
-    attribute_bounds: memoryview
-    relocation_at: memoryview
-    relocation_memory: memoryview
-    relocation_offset: memoryview
-    undefined_offset: memoryview
-    undefined_size: memoryview
-    attribute_id: memoryview
-    attribute_value: memoryview
-    memset_memory: memoryview
-    memset_offset: memoryview
-    memset_value: memoryview
-    memset_element: memoryview
-    memset_width: memoryview
-    memset_height: memoryview
-    memset_pitch: memoryview
-    memcpy_memory: memoryview
-    memcpy_offset: memoryview
-    memcpy_extent: memoryview
-    memcpy_pitch: memoryview
-    edge_source: memoryview
-    edge_target: memoryview
-    edge_from_port: memoryview
-    edge_to_port: memoryview
-    edge_type: memoryview
-    blocks: memoryview
+    if TYPE_CHECKING:
+
+        def __getattr__(self, column: str) -> memoryview: ...  # one per column but `symbols`: the slots above
 
     def __init__(self, data: Data, where: str = "table") -> None:
         self.where = where

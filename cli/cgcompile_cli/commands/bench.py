@@ -115,7 +115,7 @@ def _check_writable(path: str) -> None:
     """Before minutes of measuring, not after."""
     folder = os.path.dirname(os.path.abspath(path))
     if path and path != "-" and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
-        raise UsageError("usage", f"{path}: cannot be written", "name a file in a folder that exists")
+        raise UsageError(f"{path}: cannot be written", "name a file in a folder that exists")
 
 
 def _write_json(path: str, report: Report) -> None:

@@ -98,7 +98,7 @@ def build(
     import cgcompile
 
     if quiet and verbose:
-        raise UsageError("usage", "--quiet and --verbose cannot be used together", "leave one of them out")
+        raise UsageError("--quiet and --verbose cannot be used together", "leave one of them out")
     begin = time.perf_counter()
     with watching(quiet, verbose) as progress:
         built = cgcompile.build(

@@ -83,12 +83,12 @@ def _check_options(graph: str | None, given: dict[str, bool]) -> None:
     views = [name for name in ("--kernels", "--memory", "--html", "--dot") if given[name]]
     if len(views) > 1:
         raise UsageError(
-            "usage", f"{views[0]} and {views[1]} show different things: they cannot be used together", "run inspect once for each"
+            f"{views[0]} and {views[1]} show different things: they cannot be used together", "run inspect once for each"
         )
     if views and views[0] in ("--html", "--dot") and given["--json"]:
-        raise UsageError("usage", f"{views[0]} is not JSON: it cannot be used with --json", "leave one of them out")
+        raise UsageError(f"{views[0]} is not JSON: it cannot be used with --json", "leave one of them out")
     if graph is not None and views and views[0] in ("--html", "--kernels"):
-        raise UsageError("usage", f"{views[0]} shows all int_keys: it cannot be used with --graph", "leave one of them out")
+        raise UsageError(f"{views[0]} shows all int_keys: it cannot be used with --graph", "leave one of them out")
 
 
 def _kernels(path: str, manifest: Manifest, as_json: bool) -> None:

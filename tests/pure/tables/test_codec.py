@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import struct
 from dataclasses import replace
@@ -27,6 +28,7 @@ from cgbundle.tables.recording import (
 )
 from cgbundle.tables.table import RECORDING, Table, launch_order
 from cgbundle.validate.recordings import check_module_states, check_recording
+from tests.helpers.imports import modules
 from tests.helpers.raising import raises
 from tests.helpers.recordings import (
     ARENA,
@@ -171,9 +173,20 @@ def test_the_columns_stand_in_the_order_of_the_layout() -> None:
     assert data[-64:] == 2 * (KERNEL.block + bytes(4))
 
 
-def test_the_view_names_every_column() -> None:
-    named = {name for name, kind in Table.__annotations__.items() if kind == "memoryview"}
-    assert named == {column.name for column in RECORDING.columns} - {"symbols"}
+def test_only_columns_are_asked_of_a_table() -> None:
+    """A type checker takes any name for a column's."""
+    known = {column.name for column in RECORDING.columns} | {"counts", "images", "symbols", "where"}
+    assert set(Table.__slots__) == known
+    asked = set()
+    for text in [path.read_text() for path in modules().values()]:
+        for function in ast.walk(ast.parse(text)) if "table import" in text else ():
+            if isinstance(function, ast.FunctionDef):
+                given = {arg.arg for arg in function.args.args if arg.annotation and ast.unparse(arg.annotation) == "Table"}
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in given:
+                        asked.add(node.attr)
+    assert len(asked) > 30
+    assert asked <= known
 
 
 # --- damage ---------------------------------------------------------------------------------------------------
