@@ -31,6 +31,8 @@ class Flat(torch.nn.Module):
     and `names` say what it gave.  `watch` is told the Run of each call before it begins; a trace goes as `run`, a call with real
     tensors, did, and takes the reads from it that `known` names (see placing.py)."""
 
+    __module__ = "cgcompile.flat"  # stored programs name it: they must not change with the place of this file
+
     def __init__(self, model: torch.nn.Module, like: Sample) -> None:
         super().__init__()
         self.model = model
