@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import typer
 
-from cgbundle.errors import CgbundleError
+from cgbundle.errors import Cause, CgbundleError
 
 from .output import complain
 
@@ -32,7 +32,11 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 class Usage(CgbundleError):
     """Options or a file of the user's that do not fit the command."""
 
-    exit_code = ENVIRONMENT
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__("usage", message, hint)
+
+
+Usage.catalogue = {"usage": Cause(Usage, ENVIRONMENT, "Options or a file that do not fit the command.")}
 
 
 @contextmanager
@@ -63,7 +67,7 @@ KEPT = ("--sizes", "--target", "--host-op")
 
 def hint(error: CgbundleError, arguments: Sequence[str]) -> str:
     """What to do about `error`, as something to type where the library's own hint speaks of Python, or of the user's command."""
-    spell = _SPELLED.get(error.code)
+    spell = SPELLED.get(error.code)
     told = spell(error, arguments) if spell else error.hint
     return told.replace(COMMAND, again(arguments)) if arguments else told
 
@@ -108,9 +112,10 @@ def _is_kept(arguments: Sequence[str], place: int) -> bool:
 FLAGS = ("--strict", "--force", "--quiet", "-q", "--verbose", "-v", "--json")
 """Options of a build that take no value."""
 
-_SPELLED: dict[str, Callable[[CgbundleError, Sequence[str]], str]] = {
+SPELLED: dict[str, Callable[[CgbundleError, Sequence[str]], str]] = {
     "output-exists": _exists,
     "too-many-keys": _more_keys,
     "lowering-failed": _easier,
     "not-capturable": _cut,
 }
+"""By the code of an error: its hint as a command."""

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+    Field = tuple[str, RenderableType | Sequence[str]]
+    """A name and what stands behind it."""
+
 UNBROKEN = 100_000
 """Columns of an output that is no terminal."""
 
@@ -65,9 +68,14 @@ def complain(message: str, hint: str) -> None:
         show(Text.assemble(("hint: ", "bold cyan"), safe(" ".join(hint.split()))), sys.stderr)
 
 
+def as_json(value: Any) -> str:
+    """`value` as JSON: ASCII, so that no name in it can drive a terminal."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
 def write_json(value: Any) -> None:
-    """`value` as JSON on stdout: ASCII, so that no name in it can drive a terminal."""
-    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    """`value` as JSON on stdout."""
+    sys.stdout.write(as_json(value))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -83,7 +91,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     return made
 
 
-def record(fields: Iterable[tuple[str, RenderableType | Sequence[str]]]) -> Table:
+def record(fields: Iterable[Field]) -> Table:
     """Named fields one below the other, each a line or lines of text (made safe) or something of Rich's."""
     from rich.table import Table
 

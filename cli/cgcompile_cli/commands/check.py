@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..output import count, listed, record, safe, show, size, write_json
+from .options import HostOps, ModelName
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,9 +29,7 @@ OPERATIONS = 8
 
 
 def check(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="model.py, package.module:attribute, or a .pt2 file.", show_default=False)
-    ],
+    model: ModelName,
     sizes: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,12 +43,7 @@ def check(
         str, typer.Option("--target", metavar="TARGET", help="cuda, an architecture, or cpu; no GPU is needed.")
     ] = "cuda",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
-    host_ops: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated.", show_default=False
-        ),
-    ] = None,
+    host_ops: HostOps = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Report what a model does that a CUDA graph cannot replay.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..output import complain, count, listed, safe, shortened, show, table, write_json
+from .options import BundlePath
 
 if TYPE_CHECKING:
     from cgbundle.errors import CgbundleError
@@ -17,7 +18,7 @@ FAILED = 1
 
 
 def verify(
-    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
+    bundle: BundlePath,
     run: Annotated[bool, typer.Option("--run", help="Also replay the stored exam in a fresh process.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing where the bundle is sound.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -35,13 +36,18 @@ def verify(
         write_json({
             "path": bundle,
             "ok": ok,
-            "damage": [{"kind": error.code.title().replace("-", ""), "message": str(error), "hint": error.hint} for error in damage],
+            "damage": [{"kind": _kind(error), "message": str(error), "hint": error.hint} for error in damage],
             "exam": answer or None,
         })  # fmt: skip
     elif not (ok and quiet):
         _report(bundle, manifest, damage, answer)
     if not ok:
         raise typer.Exit(answer.get("exit_code") or FAILED)
+
+
+def _kind(error: CgbundleError) -> str:
+    """`FileDamaged` for file-damaged."""
+    return error.code.title().replace("-", "")
 
 
 def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:

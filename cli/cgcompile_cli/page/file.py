@@ -13,19 +13,19 @@ def check_place(file: str, bundle: str) -> None:
     """Raises Usage where the page cannot go: a directory, a missing folder, the bundle itself, or a file that is no report."""
     folder = os.path.dirname(file) or "."
     if not file:
-        raise Usage("usage", "--html: no name of a file", "name one, or - for stdout")
+        raise Usage("--html: no name of a file", "name one, or - for stdout")
     if os.path.isdir(file):
-        raise Usage("usage", f"{file}: a directory, not a file", f"to write into it: --html {os.path.join(file, 'report.html')}")
+        raise Usage(f"{file}: a directory, not a file", f"to write into it: --html {os.path.join(file, 'report.html')}")
     if not os.path.isdir(folder):
-        raise Usage("usage", f"{folder}: no such folder", f"make it first, or name a file elsewhere than {file}")
+        raise Usage(f"{folder}: no such folder", f"make it first, or name a file elsewhere than {file}")
     home = os.path.realpath(bundle)
     if os.path.commonpath([home, os.path.realpath(folder)]) == home:
-        raise Usage("usage", f"{file}: inside the bundle, which holds no file but its own", "name a file elsewhere")
+        raise Usage(f"{file}: inside the bundle, which holds no file but its own", "name a file elsewhere")
     if os.path.isfile(file):
         with open(file, "rb") as known:
             begin = known.read(len(OPENING))
         if begin and begin != OPENING.encode():
-            raise Usage("usage", f"{file}: exists, and is no report of cgcompile's", "name another file, or remove that one first")
+            raise Usage(f"{file}: exists, and is no report of cgcompile's", "name another file, or remove that one first")
 
 
 def write(file: str, page: str) -> int:
