@@ -292,7 +292,7 @@ def test_lanes_lead_every_edge_to_its_node(data: st.DataObject) -> None:
 
 def test_a_chain_has_one_lane() -> None:
     rows = lanes.lanes([node(0), node(1, 0), node(2, 1)])
-    assert rows == [lanes.Row(0, (), (), True), lanes.Row(0, (), (0,), True), lanes.Row(0, (), (0,), False)]
+    assert rows == [lanes.LaneRow(0, (), (), True), lanes.LaneRow(0, (), (0,), True), lanes.LaneRow(0, (), (0,), False)]
 
 
 # --- --dot --------------------------------------------------------------------------------------------------------
