@@ -16,8 +16,10 @@ from cgbundle.errors import Cause, CgbundleError
 
 from .output import complain
 
-INTERRUPTED = 130
+FINDINGS = 1
 ENVIRONMENT = 2
+INTERRUPTED = 130
+"""Exit status: the model or bundle has findings or fails verification; usage or environment; Ctrl-C."""
 
 FORESEEN = frozenset({
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG,

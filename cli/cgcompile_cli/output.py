@@ -1,7 +1,7 @@
 """What commands write: data on stdout, everything else on stderr.
 
-On a terminal Rich fits text to its width and colours it unless NO_COLOR is set; elsewhere there are no control codes and a line is
-never broken or cut.  `safe` is for every text that comes from a bundle: a hostile name must not drive the terminal.
+On a terminal Rich fits text to its width and colours it unless NO_COLOR is set.  Elsewhere there are no control codes, and a line
+is never broken or cut.  `safe` is for every text that comes from a bundle: a hostile name must not drive the terminal.
 """
 
 from __future__ import annotations

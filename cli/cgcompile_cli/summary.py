@@ -80,8 +80,8 @@ def signature(manifest: Manifest) -> Table:
 
 
 def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
-    """(in or out, name, dtype, shape, remark) of every input and output; the remark is `(updated by the call)` for an input that
-    the model writes to, and `(shares memory with input x)` for an output that does."""
+    """(in or out, name, dtype, shape, remark) of every input and output.
+    The remark is `(updated by the call)`, `(shares memory with input x)` or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, alias)})" for alias in manifest.aliases}
     updated = dict.fromkeys(manifest.written, UPDATED)
     return [

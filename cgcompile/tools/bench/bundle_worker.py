@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .protocol import difference
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -55,24 +57,19 @@ class BundleModel:
             self.call(key)
 
     def differs(self, key: int) -> dict[str, Any]:
-        """As `cgbundle.exam` compares."""
         from cgbundle import exam
         from cgbundle.format import archive
 
         if self._resets:
             self._program.reset()
-        number = self._keys[key]
+        int_key = self._keys[key]
         for _ in range(self._program.manifest.exam.calls):
-            given = exam.inputs_of(self._exam, self._program.manifest, number)
+            given = exam.inputs_of(self._exam, self._program.manifest, int_key)
             made = [_plain(output) for output in self._program.replay(given)]
         found = [("output", index, value) for index, value in enumerate(made)]
         found += [("written", index, given[index]) for index in self._program.manifest.written]
-        worst, exact = 0.0, True
-        for kind, index, value in found:
-            expected, got = bytes(self._exam.data(archive.exam_entry(number, kind, index))), value.tobytes()
-            if expected != got:
-                exact, worst = False, max(worst, exam.relative_error(value.dtype, expected, got))
-        return {"error": worst, "exact": exact}
+        expected = [bytes(self._exam.data(archive.exam_entry(int_key, kind, index))) for kind, index, _ in found]
+        return difference([(value.dtype, data, value.tobytes()) for (_, _, value), data in zip(found, expected, strict=True)])
 
     def prepare(self, key: int) -> Callable[[], object]:
         given = (

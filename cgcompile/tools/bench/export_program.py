@@ -31,7 +31,7 @@ from ...errors import BuildError
 from ...model.flat_module import PREFIX
 from ...partition import without_markers
 from ...targets.cuda.lowering import repair
-from .protocol import fail
+from .protocol import fail, say
 
 FORWARD = "def forward(self"
 """How torch begins the code of a graph."""
@@ -151,7 +151,7 @@ def _definition(name: str, value: Any) -> str:
 
 
 def main(path: str, form: str) -> None:
-    """Writes the file that the job names, or says why not."""
+    """Writes the file that the job names; answers when it is there, or why it is not."""
     sys.excepthook = fail
     with open(path) as file:
         job = json.load(file)
@@ -163,6 +163,7 @@ def main(path: str, form: str) -> None:
     else:
         warnings.filterwarnings("ignore")
         torch.onnx.export(with_weights(program, weights, job["weights"]), f=job["onnx"], dynamo=True, verbose=False)
+    say({})
 
 
 if __name__ == "__main__":

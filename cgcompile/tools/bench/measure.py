@@ -66,8 +66,8 @@ def measure(
     - `model`: a model.py or package.module:attribute that PyTorch runs instead of the bundle's own program.
 
     A peer that fails, or whose packages are missing, has a row that says why.  KeyboardInterrupt ends the measuring: what was found
-    by then is returned.  Raises peer-unknown, source-missing, bench-failed where the bundle itself does not run, and what cgbundle
-    finds wrong with it; ValueError for rounds below 1 or an int_key that the bundle lacks.
+    by then is returned.  Raises peer-unknown, source-missing, bench-failed where the bundle does not run, and the errors of a bad
+    bundle.  ValueError: rounds below 1, or an int_key that the bundle lacks.
     """
     folder = os.path.abspath(path)
     manifest = archive.read_manifest(os.fspath(path))
@@ -147,7 +147,7 @@ class _Run:
                 tell(what)
                 log = self.folder / "prepare.log"
                 with self._failing(*names), WorkerProcess("cgcompile.tools.bench.export_program", self.job, form, log=log) as child:
-                    child.finish()
+                    child.answer()
             tell(", ".join(["the bundle runs", *(what for _, _, what in exports)]))
 
     def cold(self, peers: Sequence[str], rounds: int, stages: Stages) -> None:

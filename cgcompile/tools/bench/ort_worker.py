@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .protocol import Laps
+from .protocol import Laps, difference
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -47,17 +47,13 @@ class OnnxModel:
             self.call(key)
 
     def differs(self, key: int) -> dict[str, Any]:
-        """As `cgbundle.exam` compares."""
-        from cgbundle.exam import relative_error
         from cgbundle.format import archive
 
-        worst, exact = 0.0, True
+        found = []
         for index, value in enumerate(self._session.run(None, self._given[key])):
             name = archive.exam_entry(self._job["keys"][key], "output", index)
-            expected, got = bytes(self._exam.data(name)), value.tobytes()
-            if expected != got:
-                exact, worst = False, max(worst, relative_error(self._exam.entries[name].dtype, expected, got))
-        return {"error": worst, "exact": exact}
+            found.append((self._exam.entries[name].dtype, bytes(self._exam.data(name)), value.tobytes()))
+        return difference(found)
 
     def prepare(self, key: int) -> Callable[[], object]:
         session, given = self._session, self._given[key]

@@ -67,15 +67,6 @@ class WorkerProcess:
             self._process.stdin.flush()
         return self.answer()
 
-    def finish(self) -> None:
-        """Waits for a process that answers nothing.  Raises peer-failed unless it ends well."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                raise BuildError("peer-failed", json.loads(line.removeprefix(MARK))["failed"][:LONGEST])
-        if self._process.wait():
-            raise BuildError("peer-failed", self._death(self._process.returncode))
-
     def __enter__(self) -> WorkerProcess:
         return self
 

@@ -22,7 +22,10 @@ import os
 import sys
 import time
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SPAWNED = "CGCOMPILE_BENCH_SPAWNED"
 """Environment variable: when this process was started, in seconds of the monotonic clock, which all processes share."""
@@ -59,6 +62,14 @@ class Laps:
     def skip(self) -> None:
         """What happened since the last mark was the benchmark's own and counts nowhere."""
         self._last = now()
+
+
+def difference(found: Iterable[tuple[str, bytes, bytes]]) -> dict[str, Any]:
+    """{"error", "exact"} of a worker that has no PyTorch; `found` holds (dtype, expected, got) of every output."""
+    from cgbundle.exam import relative_error
+
+    errors = [relative_error(dtype, expected, got) for dtype, expected, got in found if expected != got]
+    return {"error": max(errors, default=0.0), "exact": not errors}
 
 
 def say(answer: dict[str, Any]) -> None:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from .protocol import Laps
 
 WARMUPS = 3
-"""Runs before a capture, as PyTorch's documentation has them.  torch.compile with mode="reduce-overhead" takes as many calls until
-an int_key is replayed: one that runs, one that records, one that replays."""
+"""Runs before a capture, as PyTorch's documentation has them.
+
+As many calls bring torch.compile with mode="reduce-overhead" to replaying an int_key: one runs, one records, one replays."""
 
 
 class TorchModel:
@@ -33,6 +34,7 @@ class TorchModel:
         self._gpu = self._device == "cuda"
         self._free = torch.cuda.mem_get_info()[0] if self._gpu else 0
         self._model = UserModule(job) if job["model"] else ProgramModule(job)
+        self._buffers = InitialBuffers(self._model.module if job["state"] else None)
         laps.mark("load")
         self._graphs: dict[int, _CapturedGraph] = {}
         self._pool: Any = None
@@ -60,7 +62,7 @@ class TorchModel:
     def differs(self, key: int) -> dict[str, Any]:
         from ...util.tolerance import largest_error
 
-        self._model.reset()
+        self._buffers.restore()
         for _ in range(self._job["calls"]):
             given = self._fresh(key)
             made = [output.to("cpu", copy=True) for output in self._model.outputs(self._run(key, given))]
@@ -129,7 +131,7 @@ class TorchModel:
             outputs = self._function(*args, **kwargs)
         self._pool = self._pool or graph.pool()
         self._graphs[key] = _CapturedGraph(graph, static, outputs)
-        self._model.reset()
+        self._buffers.restore()
 
 
 class _CapturedGraph:
@@ -151,6 +153,19 @@ class _CapturedGraph:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+class InitialBuffers:
+    """The buffers of a module as they are now; none without a module."""
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        buffers = list(module.buffers()) if module is not None else []
+        self._pairs = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def restore(self) -> None:
+        """Puts back what calls have changed."""
+        for buffer, value in self._pairs:
+            buffer.copy_(value)
+
+
 class ProgramModule:
     """The bundle's program as Python source, with the bundle's weights."""
 
@@ -169,7 +184,6 @@ class ProgramModule:
                 self.module.register_parameter(name, placed[tensor, order, parameter])
             else:
                 self.module.register_buffer(name, placed[tensor, order, parameter])
-        self._start = _state(self.module) if job["state"] else {}
 
     def arrange(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         """(args, kwargs) of a call."""
@@ -180,10 +194,6 @@ class ProgramModule:
         found: Sequence[torch.Tensor] = result
         return found
 
-    def reset(self) -> None:
-        """Puts buffers that calls change back to what they start with."""
-        _restore(self.module, self._start)
-
 
 class UserModule:
     """The user's own module with its own weights."""
@@ -192,7 +202,6 @@ class UserModule:
         from ...model.load import load_source
 
         self.module: Any = load_source(job["model"]).model.to(job["target"])
-        self._start = _state(self.module) if job["state"] else {}
         from cgbundle.format.pytree import builder
 
         self._call = [(name, builder(tree)) for name, tree in job["call"]]
@@ -224,10 +233,6 @@ class UserModule:
         leaves: list[tuple[str, torch.Tensor]] = []
         describe(result, "", leaves)
         return [tensor for _, tensor in leaves]
-
-    def reset(self) -> None:
-        """See `ProgramModule`."""
-        _restore(self.module, self._start)
 
 
 def _stored(job: dict[str, Any], key: int, kind: str) -> list[torch.Tensor]:
@@ -269,13 +274,3 @@ def _position(function: Any, name: str) -> int:
     import inspect
 
     return list(inspect.signature(function).parameters).index(name)
-
-
-def _state(module: Any) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-
-def _restore(module: Any, start: dict[str, torch.Tensor]) -> None:
-    for name, buffer in module.named_buffers():
-        if name in start:
-            buffer.copy_(start[name])

@@ -7,13 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ..errors import INTERRUPTED, Usage
+from ..errors import FINDINGS, INTERRUPTED, Usage
 from ..output import as_json, complain, write_json
 from ..progress import watching
 from .options import BundlePath
-
-WRONG = 1
-"""Exit status where outputs are not the model's."""
 
 
 def bench(
@@ -98,7 +95,7 @@ def bench(
         complain("interrupted: what was measured by then is above" if report.bundle.starts else "interrupted", "")
         raise typer.Exit(INTERRUPTED)
     if wrong:
-        raise typer.Exit(WRONG)
+        raise typer.Exit(FINDINGS)
 
 
 def _check_writable(path: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import FINDINGS
 from ..output import count, listed, record, safe, show, size, write_json
 from .options import HostOps, ModelName
 
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
     from cgbundle.format.schema import Finding
     from cgcompile.report import RegionReport, Report
-
-FOUND = 1
-"""Exit status where a finding refuses a build."""
 
 MEANING = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
 COLOURS = {"refuse": "bold red", "host": "yellow", "note": "dim"}
@@ -66,7 +64,7 @@ def check(
             show(_finding(found))
         show(_regions(report))
     if report.refused:
-        raise typer.Exit(FOUND)
+        raise typer.Exit(FINDINGS)
 
 
 def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:

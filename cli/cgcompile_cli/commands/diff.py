@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import FINDINGS
 from ..output import record, shortened, show, table, write_json
 
 if TYPE_CHECKING:
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 
     from cgcompile.tools.diff.bundle_files import BundleFiles
     from cgcompile.tools.diff.differences import Difference
-
-DIFFERENT = 1
-"""Exit status where the bundles differ."""
 
 SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 
@@ -49,7 +47,7 @@ def diff(
         show("")
         show(record([(part, _rows(list(rows))) for part, rows in groupby(found, key=lambda each: each.part)]))
     if found:
-        raise typer.Exit(DIFFERENT)
+        raise typer.Exit(FINDINGS)
 
 
 def _origin(bundle: BundleFiles, fields: Sequence[str]) -> dict[str, str]:

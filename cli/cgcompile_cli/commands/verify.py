@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import FINDINGS
 from ..output import complain, count, listed, safe, shortened, show, table, write_json
 from .options import BundlePath
 
 if TYPE_CHECKING:
     from cgbundle.errors import CgbundleError
     from cgbundle.format.schema import Manifest
-
-FAILED = 1
 
 
 def verify(
@@ -42,7 +41,7 @@ def verify(
     elif not (ok and quiet):
         _report(bundle, manifest, damage, answer)
     if not ok:
-        raise typer.Exit(answer.get("exit_code") or FAILED)
+        raise typer.Exit(answer.get("exit_code") or FINDINGS)
 
 
 def _kind(error: CgbundleError) -> str:

@@ -26,8 +26,9 @@ ROWS = 400
 
 
 class Place(NamedTuple):
-    """`end` is the byte behind the place, at the most; `name` what lies there, "" where nobody says; `uses` maps the position of a
-    node in the program's order to READS, WRITES or REFERS (where it does several, the one that stands first in LETTERS)."""
+    """`end` is the byte behind the place, at the most; `name` is what lies there, "" where that is not known.
+
+    `uses` maps the position of a node in the program's order to READS, WRITES or REFERS; of several, the first in LETTERS."""
 
     memory: str
     begin: int

@@ -1,7 +1,7 @@
 """`inspect --html`: everything about a bundle as one page that needs nothing else.
 
-Every name that a bundle brings passes `markup.text`, and the page's own policy lets no script and no style run but the two whose
-hashes it holds: a bundle cannot drive the page.
+Every name that a bundle brings passes `markup.text`.  The page's own policy lets no script and no style run but the two whose
+hashes it holds.  So a bundle cannot drive the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cgbundle.format.schema import Finding, Manifest
 
 GENERATOR = "cgcompile inspect"
-"""What the page says that it was made by: `pagefile` replaces no other file."""
+"""What the page says that it was made by: `page.file` replaces no other file."""
 
 OPENING = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="{GENERATOR}">\n'
 

@@ -24,7 +24,7 @@ from cgcompile.model.source import sample
 from cgcompile.tools.bench.export_program import load, python_source
 from cgcompile.tools.bench.measure import measure
 from cgcompile.tools.bench.protocol import PHASES, Laps
-from cgcompile.tools.bench.torch_worker import ProgramModule, TorchModel, UserModule
+from cgcompile.tools.bench.torch_worker import InitialBuffers, ProgramModule, TorchModel, UserModule
 from cgcompile.util.progress import Event
 from cgcompile_cli.main import app
 from tests.cpu.models import Everything, Image, everything_inputs, image_inputs
@@ -195,9 +195,10 @@ def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
 
 def test_buffers_that_calls_change_are_put_back(tmp_path: Path) -> None:
     made = ProgramModule(job(tmp_path, export(load_source(Counter(), rows), {"batch": (2, 5)}), state=True))
+    buffers = InitialBuffers(made.module)
     x = torch.zeros(2, 3)
     first, second = (made.outputs(made.module(x))[0] for _ in range(2))
-    made.reset()
+    buffers.restore()
     assert [float(each[0, 0]) for each in (first, second, made.outputs(made.module(x))[0])] == [1.0, 2.0, 1.0]
 
 
