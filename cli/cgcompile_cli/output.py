@@ -109,6 +109,19 @@ def shortened(rows: Sequence[Any], limit: int = SHOWN) -> tuple[Sequence[Any], i
     return (rows, 0) if len(rows) <= limit + 1 else (rows[:limit], len(rows) - limit)
 
 
+def first_lines(lines: Sequence[str], limit: int = SHOWN) -> list[str]:
+    """The lines that are shown, then how many are not."""
+    shown, hidden = shortened(lines, limit)
+    return [*shown, *([f"and {hidden} more"] if hidden else [])]
+
+
+def first_rows(rows: Sequence[Sequence[object]], counted: int = 0) -> list[Sequence[object]]:
+    """The rows that are shown, then one that says in column `counted` how many are not."""
+    shown, hidden = shortened(rows)
+    rest = [f"and {hidden} more" if column == counted else "" for column in range(len(rows[0]) if hidden else 0)]
+    return [*shown, *([rest] if rest else [])]
+
+
 def listed(words: Sequence[object], limit: int = SHOWN) -> str:
     """`1, 8, 32, and 40 more`."""
     shown, hidden = shortened(words, limit)

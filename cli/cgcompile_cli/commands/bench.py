@@ -17,17 +17,12 @@ def bench(
     bundle: BundlePath,
     against: Annotated[
         str,
-        typer.Option(
-            "--against", metavar="PEERS", help="Of eager, compile, compile-warm, manual, ort. Default: all.", show_default=False
-        ),
+        typer.Option("--against", metavar="PEERS", help="Of eager, compile, compile-warm, manual, ort. Default: all."),
     ] = "",
     sizes: Annotated[
         list[str] | None,
         typer.Option(
-            "--size",
-            metavar="KEY",
-            help="Measure this int_key: 8, or 8x128; may be repeated. Default: all, or 4 of many.",
-            show_default=False,
+            "--size", metavar="KEY", help="Measure this int_key: 8, or 8x128; may be repeated. Default: all, or 4 of many."
         ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Fresh processes per peer, and turns of calls.")] = 5,
@@ -37,13 +32,10 @@ def bench(
             "--model",
             metavar="MODEL",
             help="Let PyTorch run this model.py instead of the bundle's own program.",
-            show_default=False,
         ),
     ] = "",
-    json_file: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write all numbers as JSON; - for stdout.", show_default=False)
-    ] = "",
-    plot: Annotated[str, typer.Option("--plot", metavar="FILE", help="Draw the medians as an SVG file.", show_default=False)] = "",
+    json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Write all numbers as JSON; - for stdout.")] = "",
+    plot: Annotated[str, typer.Option("--plot", metavar="FILE", help="Draw the medians as an SVG file.")] = "",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure a bundle beside other ways to serve its model.

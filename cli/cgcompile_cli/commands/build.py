@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..errors import Usage
-from ..output import duration, listed, record, shortened, show, write_json
+from ..output import duration, first_lines, listed, record, show, write_json
 from ..progress import watching
 from .options import HostOps, ModelName
 
@@ -30,12 +30,7 @@ def build(
     model: ModelName,
     sizes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sizes",
-            metavar="SIZES",
-            help="Sizes to record: 1,8,32, or batch=1,8 for each of several dimensions.",
-            show_default=False,
-        ),
+        typer.Option("--sizes", metavar="SIZES", help="Sizes to record: 1,8,32, or batch=1,8 for each of several dimensions."),
     ] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
@@ -109,7 +104,6 @@ def _summary(built: Built, seconds: float) -> Table:
 
     manifest = built.manifest
     findings = [f"{finding.where or finding.rule}: {finding.message}" for finding in manifest.findings]
-    shown, hidden = shortened(findings)
     return record([
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
         ("target", summary.target(manifest.target)),
@@ -119,7 +113,7 @@ def _summary(built: Built, seconds: float) -> Table:
         ("files", summary.files(manifest)),
         ("programs", summary.programs(manifest)),
         ("proof", _proof(manifest)),
-        *([("findings", [*shown, *([f"and {hidden} more"] if hidden else [])])] if findings else []),
+        *([("findings", first_lines(findings))] if findings else []),
         *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
         ("load", summary.load_lines(str(built.path), manifest)),
     ])  # fmt: skip

@@ -30,12 +30,7 @@ def check(
     model: ModelName,
     sizes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sizes",
-            metavar="SIZES",
-            help="Sizes to check for: 1,8,32, or batch=1,8 for each of several dimensions.",
-            show_default=False,
-        ),
+        typer.Option("--sizes", metavar="SIZES", help="Sizes to check for: 1,8,32, or batch=1,8 for each of several dimensions."),
     ] = None,
     target: Annotated[
         str, typer.Option("--target", metavar="TARGET", help="cuda, an architecture, or cpu; no GPU is needed.")

@@ -14,7 +14,5 @@ ModelName = Annotated[
 
 HostOps = Annotated[
     list[str] | None,
-    typer.Option(
-        "--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated.", show_default=False
-    ),
+    typer.Option("--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated."),
 ]

@@ -27,7 +27,7 @@ def sizes(
     most: Annotated[int, typer.Option("--max", metavar="N", help="The largest number of capture sizes.")] = 8,
     column: Annotated[
         str | None,
-        typer.Option("--column", metavar="NAME", help="The column of a CSV file that holds the sizes.", show_default=False),
+        typer.Option("--column", metavar="NAME", help="The column of a CSV file that holds the sizes."),
     ] = None,
     multiple: Annotated[int, typer.Option("--multiple", metavar="N", help="Propose multiples of N only.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
-from ..output import complain, count, listed, safe, shortened, show, table, write_json
+from ..output import complain, count, first_rows, listed, safe, show, table, write_json
 from .options import BundlePath
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def verify(
     bundle is damaged or the exam fails.
     """
     manifest, damage = _examine(bundle)
-    answer = _sit(bundle) if run and manifest and not damage else {}
+    answer = _replay_exam(bundle) if run and manifest and not damage else {}
     ok = not damage and all(row["passed"] for row in answer.get("results", [])) and "error" not in answer
     if as_json:
         write_json({
@@ -64,7 +64,7 @@ def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:
     return manifest, invariants.examine(path, manifest)
 
 
-def _sit(path: str) -> dict[str, Any]:
+def _replay_exam(path: str) -> dict[str, Any]:
     from cgbundle.exam import fresh
 
     answer = fresh(path)
@@ -87,8 +87,7 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
     elif answer:
         rows = [_row(manifest, row) for row in answer["results"]]
         wrong = [row for row in rows if row[-1] == "FAILED"]
-        shown, hidden = shortened(wrong or rows)
-        show(table(("int_key", ">error", ">allowed", ""), [*shown, *([(f"and {hidden} more", "", "", "")] if hidden else [])]))
+        show(table(("int_key", ">error", ">allowed", ""), first_rows(wrong or rows)))
         if wrong:
             complain(
                 f"{path}: the exam failed for {listed([row[0] for row in wrong], 4)}",

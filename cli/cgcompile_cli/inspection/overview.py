@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .. import summary
-from ..output import shortened, table
+from ..output import first_rows, shortened, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,8 +47,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
 
 def _regions(manifest: Manifest) -> RenderableType:
     rows = [(region.kind, region.name, region.file, region.reason) for region in manifest.regions]
-    shown, hidden = shortened(rows)
-    return table(("", "", "", ""), [*shown, *([("", f"and {hidden} more", "", "")] if hidden else [])])
+    return table(("", "", "", ""), first_rows(rows, 1))
 
 
 def _findings(findings: Sequence[Finding], waivers: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where `inspect --html` writes: a new file, or the report of before."""
+"""Where `inspect --html` writes: a new file, or over an earlier report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def check_place(file: str, bundle: str) -> None:
         raise Usage(f"{file}: a directory, not a file", f"to write into it: --html {os.path.join(file, 'report.html')}")
     if not os.path.isdir(folder):
         raise Usage(f"{folder}: no such folder", f"make it first, or name a file elsewhere than {file}")
-    home = os.path.realpath(bundle)
-    if os.path.commonpath([home, os.path.realpath(folder)]) == home:
+    root = os.path.realpath(bundle)
+    if os.path.commonpath([root, os.path.realpath(folder)]) == root:
         raise Usage(f"{file}: inside the bundle, which holds no file but its own", "name a file elsewhere")
     if os.path.isfile(file):
         with open(file, "rb") as known:
