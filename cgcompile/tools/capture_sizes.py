@@ -33,9 +33,6 @@ STDIN = "-"
 DIGITS = 15
 """Digits that a size may have: what is longer is a timestamp or an identifier, not a size."""
 
-DENSE = 4
-"""Sizes up to this many times their number are counted in a list: with 100,000 different ones thrice as fast as a dictionary."""
-
 MARGIN = 1.0
 """Percentage points of waste that are given away for fewer sizes: each costs time to build and memory for its graphs."""
 
@@ -163,15 +160,7 @@ def _count(cells: Sequence[str]) -> Counter[int] | None:
     if not (digits.isascii() and digits.isdigit() and all(cells) and max(map(len, cells)) <= DIGITS):
         return None if cells else Counter()
     sizes = list(map(int, cells))
-    top = max(sizes)
-    if top > DENSE * len(sizes):
-        found = Counter(sizes)
-    else:
-        often = [0] * (top + 1)
-        for size in sizes:
-            often[size] += 1
-        found = Counter({size: count for size, count in enumerate(often) if count})
-    return None if 0 in found else found
+    return None if 0 in sizes else Counter(sizes)
 
 
 def _sound(cell: str) -> bool:

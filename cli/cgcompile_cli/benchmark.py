@@ -70,7 +70,7 @@ def cold(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         spread = f"{number(min(firsts))}-{number(max(firsts))}" if len(firsts) > 1 else "once"
         phases = [number(peer.phase(index)) for index in range(len(FIRST))]
         rows.append([
-            peer.name, times(ratio(firsts, report.bundle.firsts())), number(median(firsts)), spread, *phases,
+            peer.name, _ratio(ratio(firsts, report.bundle.firsts())), number(median(firsts)), spread, *phases,
             number(median(peer.readies())),
         ])  # fmt: skip
     return ("", ">ratio", ">first", ">min-max", *[f">{phase}" for phase in FIRST], ">ready"), rows
@@ -89,7 +89,7 @@ def calls(report: Benchmark, what: str) -> tuple[Sequence[str], Sequence[Sequenc
             low, high = precise(min(seconds), median(seconds)), precise(max(seconds), median(seconds))
             spread = f"{low.split()[0]}-{high.split()[0]}" if len(seconds) > 1 else NONE
             shown = name if peer is report.bundle else ""
-            rows.append([shown, peer.name, times(ratio(seconds, base.seconds if base else ())), precise(median(seconds)), spread])
+            rows.append([shown, peer.name, _ratio(ratio(seconds, base.seconds if base else ())), precise(median(seconds)), spread])
     return ("int_key", "", ">ratio", ">median", ">min-max"), rows
 
 
@@ -105,7 +105,7 @@ def memory(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]
         ours, theirs = (base.device, used.device) if gpu else (base.resident, used.resident)
         device = [size(used.device) if used.device >= 0 else NONE] if gpu else []
         rows.append([
-            peer.name, times(theirs / ours if ours > 0 and theirs >= 0 else None), *device, size(used.resident), size(used.own),
+            peer.name, _ratio(theirs / ours if ours > 0 and theirs >= 0 else None), *device, size(used.resident), size(used.own),
         ])  # fmt: skip
     return ("", ">ratio", *([">GPU, beside the context"] if gpu else []), ">resident", ">of it unshared"), rows
 
@@ -125,18 +125,18 @@ def outputs(report: Benchmark) -> str:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def number(seconds: float) -> str:
-    """Three digits: `0.288`, `2.72`, `14.4`, `102`."""
-    if seconds < 1:
-        return f"{seconds:.3f}"
-    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}" if seconds < 100 else f"{seconds:.0f}"
+def _ratio(value: float | None) -> str:
+    return NONE if value is None else digits(value)
 
 
-def times(value: float | None) -> str:
-    """`1.00`, `9.41`, `31.9`, `120`; a dash for none."""
-    if value is None:
-        return NONE
+def digits(value: float) -> str:
+    """Three digits: `2.72`, `14.4`, `102`."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def number(seconds: float) -> str:
+    """As `digits`, but `0.288`."""
+    return f"{seconds:.3f}" if seconds < 1 else digits(seconds)
 
 
 def precise(seconds: float, like: float | None = None) -> str:
@@ -144,5 +144,4 @@ def precise(seconds: float, like: float | None = None) -> str:
     scale, unit = next(
         (pair for pair in ((1e6, "us"), (1e3, "ms")) if (seconds if like is None else like) * pair[0] < 1000), (1, "s")
     )
-    value = seconds * scale
-    return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{digits(seconds * scale)} {unit}"

@@ -79,13 +79,5 @@ def _text(each: Difference) -> str:
 
 
 def _plain(each: Difference) -> dict[str, Any]:
-    return {
-        "part": each.part,
-        "name": each.name,
-        "field": each.field,
-        "change": each.change,
-        "a": each.a,
-        "b": each.b,
-        "note": each.note,
-        "facts": dict(each.facts),
-    }
+    fields = ("part", "name", "field", "change", "a", "b", "note")
+    return {name: getattr(each, name) for name in fields} | {"facts": dict(each.facts)}
