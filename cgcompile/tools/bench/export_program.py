@@ -144,9 +144,9 @@ def _definition(name: str, value: Any) -> str:
         return f'{name} = float("{value}")'
     if value is type(None):
         return f"{name} = type(None)"
-    home, word = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if home and word and getattr(sys.modules.get(home), word, None) is value:
-        return f"from {home} import {word} as {name}"
+    module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module and attribute and getattr(sys.modules.get(module), attribute, None) is value:
+        return f"from {module} import {attribute} as {name}"
     raise BuildError("peer-unwritable", f"program.pt2: its code uses {value!r}, which cannot be imported by a name")
 
 

@@ -146,8 +146,11 @@ class _Run:
             for names, form, what in exports:
                 tell(what)
                 log = self.folder / "prepare.log"
-                with self._failing(*names), WorkerProcess("cgcompile.tools.bench.export_program", self.job, form, log=log) as child:
-                    child.answer()
+                with (
+                    self._failing(*names),
+                    WorkerProcess("cgcompile.tools.bench.export_program", self.job, form, log=log) as worker,
+                ):
+                    worker.answer()
             tell(", ".join(["the bundle runs", *(what for _, _, what in exports)]))
 
     def cold(self, peers: Sequence[str], rounds: int, stages: Stages) -> None:
@@ -172,40 +175,40 @@ class _Run:
         timed = [name for name in peers if not (several and name == WARM)]
         kinds = ("call",) if self.manifest.target.kind == "cpu" else ("device", "dispatch")
         with stages("calls") as tell, ExitStack() as stack:
-            children: dict[str, WorkerProcess] = {}
+            workers: dict[str, WorkerProcess] = {}
             for name in timed:
                 if self.found[name].why:
                     continue
                 tell(f"starting {name}")
                 with self._failing(name):
-                    child = stack.enter_context(self._worker(name, self._cache(), STAY))
-                    self._take(name, child.answer(), start=False)
-                    children[name] = child
+                    worker = stack.enter_context(self._worker(name, self._cache(), STAY))
+                    self._take(name, worker.answer(), start=False)
+                    workers[name] = worker
             for index in range(rounds):
                 for number in range(len(self.keys)):
                     for what in kinds:
-                        for name, child in list(children.items()):
+                        for name, worker in list(workers.items()):
                             tell(f"round {index + 1} of {rounds}, {name}")
                             with self._failing(name):
-                                seconds = child.ask(f"{what} {number}")["seconds"]
+                                seconds = worker.ask(f"{what} {number}")["seconds"]
                                 self.found[name].seconds.setdefault((what, number), []).append(seconds)
                             if self.found[name].why:
-                                del children[name]
+                                del workers[name]
             tell(f"{rounds} round{'s' if rounds > 1 else ''} in turns")
 
     def _start(self, name: str, tell: Callable[[str], None], when: str, measured: bool = True) -> None:
         """One cold start."""
         if not self.found[name].why:
             tell(f"{when}{name}")
-            with self._failing(name), self._worker(name, self._cache() if name == WARM else {}) as child:
-                self._take(name, child.answer(), start=measured)
+            with self._failing(name), self._worker(name, self._cache() if name == WARM else {}) as worker:
+                self._take(name, worker.answer(), start=measured)
 
     def _fill(self, name: str, tell: Callable[[str], None]) -> None:
         """torch.compile with an empty cache, which is warm afterwards."""
         if not self.found[name].why:
             tell(f"{COLD}, empty cache")
-            with self._failing(*[each for each in (COLD, WARM) if each in self.found]), self._worker(COLD, self._cache()) as child:
-                self._take(name, child.answer(), start=name == COLD)
+            with self._failing(*[each for each in (COLD, WARM) if each in self.found]), self._worker(COLD, self._cache()) as worker:
+                self._take(name, worker.answer(), start=name == COLD)
 
     def _worker(self, name: str, environment: dict[str, str], *more: str) -> WorkerProcess:
         log = self.folder / f"{name}.log"
