@@ -34,7 +34,7 @@ class TorchModel:
         self._gpu = self._device == "cuda"
         self._free = torch.cuda.mem_get_info()[0] if self._gpu else 0
         self._model = UserModule(job) if job["model"] else ProgramModule(job)
-        self._buffers = InitialBuffers(self._model.module if job["state"] else None)
+        self._buffers = InitialBuffers(self._model.module) if job["state"] else None
         laps.mark("load")
         self._graphs: dict[int, _CapturedGraph] = {}
         self._pool: Any = None
@@ -62,7 +62,8 @@ class TorchModel:
     def differs(self, key: int) -> dict[str, Any]:
         from ...util.tolerance import largest_error
 
-        self._buffers.restore()
+        if self._buffers is not None:
+            self._buffers.restore()
         for _ in range(self._job["calls"]):
             given = self._fresh(key)
             made = [output.to("cpu", copy=True) for output in self._model.outputs(self._run(key, given))]
@@ -131,7 +132,8 @@ class TorchModel:
             outputs = self._function(*args, **kwargs)
         self._pool = self._pool or graph.pool()
         self._graphs[key] = _CapturedGraph(graph, static, outputs)
-        self._buffers.restore()
+        if self._buffers is not None:
+            self._buffers.restore()
 
 
 class _CapturedGraph:
@@ -154,16 +156,17 @@ class _CapturedGraph:
 
 
 class InitialBuffers:
-    """The buffers of a module as they are now; none without a module."""
+    """The buffers of a module as they are now, by name: a call may put another tensor in their place."""
 
-    def __init__(self, module: torch.nn.Module | None) -> None:
-        buffers = list(module.buffers()) if module is not None else []
-        self._pairs = [(buffer, buffer.clone()) for buffer in buffers]
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._values = {name: buffer.clone() for name, buffer in module.named_buffers()}
 
     def restore(self) -> None:
         """Puts back what calls have changed."""
-        for buffer, value in self._pairs:
-            buffer.copy_(value)
+        for name, buffer in self._module.named_buffers():
+            if name in self._values:
+                buffer.copy_(self._values[name])
 
 
 class ProgramModule:
