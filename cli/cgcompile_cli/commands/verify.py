@@ -35,7 +35,7 @@ def verify(
         write_json({
             "path": bundle,
             "ok": ok,
-            "damage": [{"kind": _kind(error), "message": str(error), "hint": error.hint} for error in damage],
+            "damage": [{"kind": _kind(error.code), "message": str(error), "hint": error.hint} for error in damage],
             "exam": answer or None,
         })  # fmt: skip
     elif not (ok and quiet):
@@ -44,9 +44,9 @@ def verify(
         raise typer.Exit(answer.get("exit_code") or FINDINGS)
 
 
-def _kind(error: CgbundleError) -> str:
+def _kind(code: str) -> str:
     """`FileDamaged` for file-damaged."""
-    return error.code.title().replace("-", "")
+    return code.title().replace("-", "")
 
 
 def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:
@@ -68,6 +68,8 @@ def _replay_exam(path: str) -> dict[str, Any]:
     from cgbundle.exam import fresh
 
     answer = fresh(path)
+    if "kind" in answer:
+        answer["kind"] = _kind(answer["kind"])
     for row in answer.get("results", []):
         row["error"] = row["error"] if math.isfinite(row["error"]) else str(row["error"])  # JSON has no infinity
     return answer
