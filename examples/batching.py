@@ -81,7 +81,7 @@ class Batcher:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        while (length := await self._ripe()) is not None:
+        while (length := await self._next_length()) is not None:
             queue = self._queues[length]
             taken = [queue.popleft() for _ in range(min(self._largest, len(queue)))]
             batch = [waiting for waiting in taken if not waiting.answer.done()]  # a client may have gone away
@@ -98,18 +98,18 @@ class Batcher:
                 else:
                     waiting.answer.set_result(done.result()[index])
 
-    async def _ripe(self) -> int | None:
-        """The length whose requests go next: the one that waits longest among those that are full or have waited long enough.  None
-        when nothing waits and nothing more will come."""
+    async def _next_length(self) -> int | None:
+        """The length whose requests go next: of those that are full or have waited long enough, the one that waits longest.
+        None when nothing waits and nothing more will come."""
         loop = asyncio.get_running_loop()
         while True:
             self._arrived.clear()
             now = loop.time()
             due = {length: queue[0].since + self._wait for length, queue in self._queues.items() if queue}
             full = {length for length, queue in self._queues.items() if len(queue) >= self._largest}
-            ripe = [length for length in due if due[length] <= now or length in full or not self._open]
-            if ripe:
-                return min(ripe, key=lambda length: due[length])
+            ready = [length for length in due if due[length] <= now or length in full or not self._open]
+            if ready:
+                return min(ready, key=lambda length: due[length])
             if not self._open:
                 return None
             with suppress(TimeoutError):

@@ -1,14 +1,14 @@
-"""Capture sizes for a trace of requests: those that waste the least padding.  Pure.
+"""Capture sizes for a log of requests: those that waste the least padding.  Pure.
 
 A request of size s is served by the smallest capture size that holds it, and the rest is padding.  Some best choice consists of
-sizes that occur in the trace (lowering a capture size to the largest request that it serves wastes less), and the largest one is
-always among them.  With n distinct sizes s[0] < s[1] < ..., of which `reach[j]` requests are no larger than s[j], the fewest rows
-that k capture sizes compute for the requests up to s[j] are
+sizes that occur in the log: lowering a capture size to the largest request that it serves wastes less.  The largest size is always
+among them.  Let s[0] < s[1] < ... be the n distinct sizes, and `reach[j]` the number of requests no larger than s[j].  The fewest
+rows that k capture sizes compute for the requests up to s[j] are
 
     rows[k][j] = min over i < j of rows[k - 1][i] + s[j] * (reach[j] - reach[i])
 
-For one j these are lines in s[j], of slope -reach[i] and height rows[k - 1][i]: slopes fall and s[j] rises, so the lower envelope
-of the lines so far, kept in a queue, answers all j in O(n) (the "convex hull trick").  Whole numbers throughout: nothing rounds.
+For one j these are lines in s[j], of slope -reach[i] and height rows[k - 1][i].  Slopes fall and s[j] rises, so the lower envelope
+of the lines so far, kept in a queue, answers all j in O(n): the "convex hull trick".  Whole numbers throughout: nothing rounds.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ STDIN = "-"
 DIGITS = 15
 """Digits that a size may have: what is longer is a timestamp or an identifier, not a size."""
 
-DENSE = 4
-"""Sizes up to this many times their number are counted in a list: with 100,000 different ones thrice as fast as a dictionary."""
-
 MARGIN = 1.0
 """Percentage points of waste that are given away for fewer sizes: each costs time to build and memory for its graphs."""
 
@@ -54,10 +51,10 @@ class Proposal:
         return 100 * self.padded / (self.served + self.padded)
 
 
-def read_trace(path: str, column: str | None = None) -> Counter[int]:
-    """How often each size occurs in a file of one size per line, or in a column of a file with a header and values separated by
-    commas, semicolons or tabs.  `path` may be "-" for standard input; empty lines are skipped.
+def read_request_log(path: str, column: str | None = None) -> Counter[int]:
+    """How often each size occurs in a file of one size per line, or in the `column` of a CSV file with a header.
 
+    A CSV file may be separated by commas, semicolons or tabs.  `path` may be "-" for standard input; empty lines are skipped.
     Raises request-log-missing, request-log-invalid (with the line), request-log-column-unknown.
     """
     where = "standard input" if path == STDIN else path
@@ -163,15 +160,7 @@ def _count(cells: Sequence[str]) -> Counter[int] | None:
     if not (digits.isascii() and digits.isdigit() and all(cells) and max(map(len, cells)) <= DIGITS):
         return None if cells else Counter()
     sizes = list(map(int, cells))
-    top = max(sizes)
-    if top > DENSE * len(sizes):
-        found = Counter(sizes)
-    else:
-        often = [0] * (top + 1)
-        for size in sizes:
-            often[size] += 1
-        found = Counter({size: count for size, count in enumerate(often) if count})
-    return None if 0 in found else found
+    return None if 0 in sizes else Counter(sizes)
 
 
 def _sound(cell: str) -> bool:

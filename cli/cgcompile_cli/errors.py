@@ -16,8 +16,10 @@ from cgbundle.errors import Cause, CgbundleError
 
 from .output import complain
 
-INTERRUPTED = 130
+FINDINGS = 1
 ENVIRONMENT = 2
+INTERRUPTED = 130
+"""Exit status: the model or bundle has findings or fails verification; usage or environment; Ctrl-C."""
 
 FORESEEN = frozenset({
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG,
@@ -36,7 +38,7 @@ class UsageError(CgbundleError):
         super().__init__("usage", message, hint)
 
 
-UsageError.catalogue = {"usage": Cause(UsageError, ENVIRONMENT, "Options or a file of the user's that do not fit the command.")}
+Usage.catalogue = {"usage": Cause(Usage, ENVIRONMENT, "Options or a file that do not fit the command.")}
 
 
 @contextmanager
@@ -67,7 +69,7 @@ KEPT = ("--sizes", "--target", "--host-op")
 
 def hint(error: CgbundleError, arguments: Sequence[str]) -> str:
     """What to do about `error`, as something to type where the library's own hint speaks of Python, or of the user's command."""
-    spell = _SPELLED.get(error.code)
+    spell = SPELLED.get(error.code)
     told = spell(error, arguments) if spell else error.hint
     return told.replace(COMMAND, again(arguments)) if arguments else told
 
@@ -112,9 +114,10 @@ def _is_kept(arguments: Sequence[str], place: int) -> bool:
 FLAGS = ("--strict", "--force", "--quiet", "-q", "--verbose", "-v", "--json")
 """Options of a build that take no value."""
 
-_SPELLED: dict[str, Callable[[CgbundleError, Sequence[str]], str]] = {
+SPELLED: dict[str, Callable[[CgbundleError, Sequence[str]], str]] = {
     "output-exists": _exists,
     "too-many-keys": _more_keys,
     "lowering-failed": _easier,
     "not-capturable": _cut,
 }
+"""By the code of an error: its hint as a command."""

@@ -1,7 +1,7 @@
 """What commands write: data on stdout, everything else on stderr.
 
-On a terminal Rich fits text to its width and colours it unless NO_COLOR is set; elsewhere there are no control codes and a line is
-never broken or cut.  `safe` is for every text that comes from a bundle: a hostile name must not drive the terminal.
+On a terminal Rich fits text to its width and colours it unless NO_COLOR is set.  Elsewhere there are no control codes, and a line
+is never broken or cut.  `safe` is for every text that comes from a bundle: a hostile name must not drive the terminal.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
+
+    Field = tuple[str, RenderableType | Sequence[str]]
+    """A name and what stands behind it."""
 
 UNBROKEN = 100_000
 """Columns of an output that is no terminal."""
@@ -65,9 +68,14 @@ def complain(message: str, hint: str) -> None:
         show(Text.assemble(("hint: ", "bold cyan"), safe(" ".join(hint.split()))), sys.stderr)
 
 
+def as_json(value: Any) -> str:
+    """`value` as JSON: ASCII, so that no name in it can drive a terminal."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
 def write_json(value: Any) -> None:
-    """`value` as JSON on stdout: ASCII, so that no name in it can drive a terminal."""
-    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    """`value` as JSON on stdout."""
+    sys.stdout.write(as_json(value))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -83,7 +91,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     return made
 
 
-def record(fields: Iterable[tuple[str, RenderableType | Sequence[str]]]) -> Table:
+def record(fields: Iterable[Field]) -> Table:
     """Named fields one below the other, each a line or lines of text (made safe) or something of Rich's."""
     from rich.table import Table
 
@@ -99,6 +107,19 @@ def record(fields: Iterable[tuple[str, RenderableType | Sequence[str]]]) -> Tabl
 def shortened(rows: Sequence[Any], limit: int = SHOWN) -> tuple[Sequence[Any], int]:
     """The rows that are shown, and how many are not: never hides a single one."""
     return (rows, 0) if len(rows) <= limit + 1 else (rows[:limit], len(rows) - limit)
+
+
+def first_lines(lines: Sequence[str], limit: int = SHOWN) -> list[str]:
+    """The lines that are shown, then how many are not."""
+    shown, hidden = shortened(lines, limit)
+    return [*shown, *([f"and {hidden} more"] if hidden else [])]
+
+
+def first_rows(rows: Sequence[Sequence[object]], counted: int = 0) -> list[Sequence[object]]:
+    """The rows that are shown, then one that says in column `counted` how many are not."""
+    shown, hidden = shortened(rows)
+    rest = [f"and {hidden} more" if column == counted else "" for column in range(len(rows[0]) if hidden else 0)]
+    return [*shown, *([rest] if rest else [])]
 
 
 def listed(words: Sequence[object], limit: int = SHOWN) -> str:

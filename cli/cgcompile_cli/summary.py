@@ -13,7 +13,7 @@ from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, 
 from cgbundle.format.size_expressions import text
 
 from .int_keys import spell
-from .output import count, listed, shortened, size, table
+from .output import count, first_lines, first_rows, listed, shortened, size, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,8 +80,8 @@ def signature(manifest: Manifest) -> Table:
 
 
 def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
-    """(in or out, name, dtype, shape, remark) of every input and output; the remark is `(updated by the call)` for an input that
-    the model writes to, and `(shares memory with input x)` for an output that does."""
+    """(in or out, name, dtype, shape, remark) of every input and output.
+    The remark is `(updated by the call)`, `(shares memory with input x)` or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, alias)})" for alias in manifest.aliases}
     updated = dict.fromkeys(manifest.written, UPDATED)
     return [
@@ -146,13 +146,10 @@ def stateful(manifest: Manifest) -> list[Weight]:
 def state(manifest: Manifest) -> list[str]:
     """`2 buffers that calls change, 1.2 MiB in every session` and a line for the first of them; no line without any."""
     buffers = [weight for index, weight in enumerate(manifest.weights) if weight.memory == "state" and index != manifest.random]
-    shown, hidden = shortened(buffers, 4)
     total = sum(nbytes(weight.dtype, weight.shape) for weight in buffers)
     lines = [f"{count(len(buffers), 'buffer')} that calls change, {size(total)} in every session"] if buffers else []
-    lines += [
-        f"{weight.name}  {weight.dtype} {shape(weight.shape)}  {size(nbytes(weight.dtype, weight.shape))}" for weight in shown
-    ]
-    lines += [f"and {hidden} more"] if hidden else []
+    rows = [f"{each.name}  {each.dtype} {shape(each.shape)}  {size(nbytes(each.dtype, each.shape))}" for each in buffers]
+    lines += first_lines(rows, 4)
     return lines + ([f"{manifest.weights[manifest.random].name}: {RANDOM}"] if manifest.random >= 0 else [])
 
 
@@ -190,8 +187,7 @@ def files(manifest: Manifest) -> Table:
     rows = [(size(len(manifest_json.encode(manifest))), archive.MANIFEST)]
     rows += [(size(file.bytes), file.path) for file in manifest.files if file.path.rpartition("/")[0] not in many]
     rows += [(size(sum(folders[folder])), f"{folder}/ ({count(len(folders[folder]), 'file')})") for folder in sorted(many)]
-    shown, hidden = shortened(rows)
-    return table((">", ""), [*shown, *([("", f"and {hidden} more")] if hidden else [])])
+    return table((">", ""), first_rows(rows, 1))
 
 
 def load_lines(path: str, manifest: Manifest) -> list[str]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from statistics import median
 
-from .clock import PHASES
-from .report import Peer, Report
+from .protocol import PHASES
+from .report import Benchmark, Peer
 
 WIDTH, LEFT, RIGHT = 800, 130, 120
 """Pixels: of the picture, before the bars, behind them."""
@@ -39,7 +39,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A bar of pieces (class, length), with whiskers from `low` to `high`, all in the panel's unit, and what stands behind it."""
+    """A bar of pieces (class, length) with whiskers from `low` to `high`, in the panel's unit; `text` stands behind it."""
 
     name: str
     pieces: tuple[tuple[str, float], ...]
@@ -57,7 +57,7 @@ class Panel:
     legend: tuple[tuple[str, str], ...] = ()
 
 
-def svg(report: Report) -> str:
+def svg(report: Benchmark) -> str:
     """The picture's text."""
     found = [panel for panel in panels(report) if panel.bars]
     body: list[str] = []
@@ -79,7 +79,7 @@ def svg(report: Report) -> str:
     )
 
 
-def panels(report: Report) -> list[Panel]:
+def panels(report: Benchmark) -> list[Panel]:
     """Cold starts, calls per kind and int_key, memory."""
     found = [
         Panel(
@@ -89,7 +89,7 @@ def panels(report: Report) -> list[Panel]:
         )
     ]
     titles = {"call": "time of a call", "device": "GPU time of a call", "dispatch": "CPU time of a call"}
-    for what in report.whats():
+    for what in report.kinds():
         for key, name in zip(report.keys, report.names, strict=True):
             timings = [(peer, timing) for peer in report.peers if (timing := peer.timing(what, key))]
             bars = [_bar(peer, [second * 1e6 for second in timing.seconds], "us") for peer, timing in timings]

@@ -1,4 +1,4 @@
-"""Starting measured processes and hearing what they say."""
+"""Starting workers and reading their answers."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import cgbundle
+from cgbundle.format import archive
+from cgbundle.format.schema import IntKey, Manifest
 
 from ...errors import BuildError
-from .clock import MARK, SPAWNED, now
+from .protocol import MARK, SPAWNED, now
 
-HOME = Path(__file__).resolve().parents[3]
-"""The folder that holds cgcompile."""
+PACKAGES = (Path(__file__).resolve().parents[3], Path(cgbundle.__file__).resolve().parents[1])
+"""The folders that hold cgcompile and cgbundle."""
 
 LONGEST = 300
 """Characters of a reason."""
 
 
-class Child:
-    """`python -m MODULE ARGUMENTS` in a session of its own, so that it and whatever it starts (compile workers) can be ended
-    together, and an interrupt of the terminal's reaches the parent alone.  What it writes to its standard error goes to `log`.
+class WorkerProcess:
+    """`python -m MODULE ARGUMENTS`; its standard error goes to `log`.  A context manager that ends it, whatever it is doing.
 
-    A context manager that ends the process, whatever it is doing.
+    It has a session of its own: it ends together with all that it starts (compile workers), and an interrupt of the terminal's
+    reaches the parent alone.
     """
 
     def __init__(self, module: str, *arguments: object, log: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -65,16 +67,7 @@ class Child:
             self._process.stdin.flush()
         return self.answer()
 
-    def finish(self) -> None:
-        """Waits for a process that answers nothing.  Raises peer-failed unless it ends well."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                raise BuildError("peer-failed", json.loads(line.removeprefix(MARK))["failed"][:LONGEST])
-        if self._process.wait():
-            raise BuildError("peer-failed", self._death(self._process.returncode))
-
-    def __enter__(self) -> Child:
+    def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -94,6 +87,29 @@ class Child:
         return f"killed by signal {-status}{said}" if status < 0 else f"ended with exit status {status}{said}"
 
 
+def write_job(folder: str, manifest: Manifest, keys: Sequence[IntKey], model: str, scratch: Path) -> Path:
+    """The file that tells workers what to serve; `protocol` says what its fields are."""
+    job = {
+        "bundle": folder,
+        "target": manifest.target.kind,
+        "keys": keys,
+        "orders": [spec.order for spec in manifest.inputs],
+        "outputs": len(manifest.outputs),
+        "written": manifest.written,
+        "call": manifest.call["call"],
+        "calls": manifest.exam.calls,
+        "state": any(weight.memory == "state" for weight in manifest.weights),
+        "compared": manifest.random < 0,
+        "weights": os.path.join(folder, archive.WEIGHTS),
+        "model": os.path.abspath(model) if os.path.exists(model) else model,
+        "program": os.fspath(scratch / "cgcompile_bench_program.py"),
+        "onnx": os.fspath(scratch / "program.onnx"),
+    }
+    path = scratch / "job.json"
+    path.write_text(json.dumps(job))
+    return path
+
+
 def compiler_cache(folder: Path) -> dict[str, str]:
     """Environment variables that keep what torch.compile caches inside `folder`, and ask no remote cache."""
     return {
@@ -109,7 +125,6 @@ def compiler_cache(folder: Path) -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """What every child inherits: this environment, with the packages of this tree where they are not installed."""
-    runtime = Path(cgbundle.__file__).resolve().parents[1]
-    paths = [os.fspath(HOME), os.fspath(runtime), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """What every worker inherits: this environment, with the packages of this tree where they are not installed."""
+    paths = [*map(os.fspath, PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

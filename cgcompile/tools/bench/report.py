@@ -1,27 +1,37 @@
-"""What a benchmark found: values, their medians, and ratios to the bundle's.  Pure."""
+"""What a benchmark found: values, their medians, ratios to the bundle's, and where it ran."""
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
 import math
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from cgbundle.cpu.processor import processor_name
 from cgbundle.format.schema import IntKey
 
-from .clock import PHASES
+from ...util.version import VERSION
+from .protocol import PHASES
 
 BUNDLE = "bundle"
 
 FIRST = PHASES[:-1]
 """The phases up to the first output."""
 
+PACKAGES = ("torch", "triton", "onnxruntime", "cuda-bindings")
+"""Those whose versions matter, where they are installed."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds of one call at an int_key, a value per round.  `what`: "call" is the whole call on the CPU; "dispatch" the CPU's part
-    of it on a GPU; "device" its time by the GPU's clock, calls back to back."""
+    """Seconds of one call at an int_key, a value per round.
+
+    `what`: "call" is the whole call on the CPU; "dispatch" the CPU's part of it on a GPU; "device" its time by the GPU's clock."""
 
     what: str
     key: IntKey
@@ -30,8 +40,10 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes that a process takes when every int_key is ready: `resident` in main memory, `own` those of it that no other process
-    shares and no file backs, `device` on the GPU beside the CUDA context (-1: no GPU, or not known)."""
+    """Bytes that a worker takes when every int_key is ready.
+
+    `resident`: in main memory; `own`: those of it that no other process shares and no file backs; `device`: on the GPU beside the
+    CUDA context (-1: no GPU, or not known)."""
 
     resident: int
     own: int
@@ -40,8 +52,8 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Error:
-    """The largest difference of a peer's outputs to the exam's, divided by the largest element, and what is allowed; `exact`: all
-    bits were the same."""
+    """The largest difference of a peer's outputs to the exam's, divided by the largest element, and what is allowed.
+    `exact`: all bits were the same."""
 
     key: IntKey
     error: float
@@ -56,7 +68,7 @@ class Error:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """One way to serve the model.  `starts`: seconds of each phase (`clock.PHASES`), a row per fresh process.  `why` says in one
+    """One way to serve the model.  `starts`: seconds of each phase (`protocol.PHASES`), a row per fresh process.  `why` says in one
     line why there is nothing, or nothing more, about it ("" where all was measured)."""
 
     name: str
@@ -85,8 +97,8 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Where it was measured: the processor and its cores, the GPU and its driver's CUDA version ("" and 0: the bundle is for the
-    CPU), versions of what took part, load average before measuring, date and time (UTC, ISO 8601)."""
+    """Where it was measured.  `gpu` and `driver`, its CUDA version, are "" and 0 for a bundle of the cpu target.
+    `load`: the load average before measuring; `date`: UTC, ISO 8601."""
 
     processor: str
     cores: int
@@ -98,10 +110,11 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """A benchmark of the bundle at `path`: `keys` are the int_keys that were measured, named in `names`, of `recorded` in all.
-    `peers` begins with the bundle.  `notes` (topic, text) say what one must know to read it.  `interrupted`: not everything was
-    measured."""
+class Benchmark:
+    """The bundle at `path` beside its peers; the first of `peers` is the bundle.
+
+    `keys`: the int_keys that were measured, named in `names`, of `recorded` in all.  `notes` (topic, text): what one must know to
+    read it.  `interrupted`: not everything was measured."""
 
     path: str
     name: str
@@ -131,12 +144,12 @@ class Report:
             if each.wrong
         ]
 
-    def whats(self) -> tuple[str, ...]:
+    def kinds(self) -> tuple[str, ...]:
         """The kinds of timings that this target has."""
         return ("call",) if self.target == "cpu" else ("device", "dispatch")
 
     def plain(self) -> dict[str, Any]:
-        """All numbers, for JSON, and ratios of medians to the bundle's.  Infinities are text."""
+        """All numbers and ratios of medians to the bundle's, for JSON: infinities are text."""
         found = _finite(asdict(self))
         for peer, row in zip(self.peers, found["peers"], strict=True):
             row["starts"] = [dict(zip(PHASES, start, strict=True)) for start in peer.starts]
@@ -145,6 +158,25 @@ class Report:
                 base = self.bundle.timing(timing.what, timing.key)
                 each["ratio"] = ratio(timing.seconds, base.seconds if base else ())
         return {**found, "wrong": self.wrong()}
+
+
+def this_machine(about: dict[str, Any], load: float) -> Machine:
+    """This machine, now; `about` is what the bundle's worker said of the GPU, `load` the load average before."""
+    versions = {"python": platform.python_version(), "cgcompile": VERSION}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Machine(
+        processor=processor_name(),
+        cores=len(os.sched_getaffinity(0)),
+        gpu=about.get("gpu", ""),
+        driver=about.get("driver", 0),
+        versions=tuple(versions.items()),
+        load=load,
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
 
 
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float | None:

@@ -9,14 +9,14 @@ from cgbundle.format import archive
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import DTYPES
 
-from .differences import Difference, said
-from .reading import Bundle, tensors
+from .bundle_files import BundleFiles, tensors
+from .differences import Difference, value_text
 
 BLOCK = 1 << 16
 """Bytes compared at a time: both blocks stay in the processor's cache.  Equal ones pass at 5 GB/s, others are counted at 0.25."""
 
 
-def weights(a: Bundle, b: Bundle) -> Iterator[Difference]:
+def weights(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
     """The tensors of weights.safetensors that both have in one dtype and layout: how many elements differ, as bits."""
     if not _both_other(a, b, archive.WEIGHTS):
         return
@@ -27,7 +27,7 @@ def weights(a: Bundle, b: Bundle) -> Iterator[Difference]:
                 yield from _elements("weights", name, mine, theirs)
 
 
-def exam(a: Bundle, b: Bundle) -> Iterator[Difference]:
+def exam(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
     """The tensors of exam.safetensors for the int_keys that both have."""
     if not _both_other(a, b, archive.EXAM):
         return
@@ -37,7 +37,8 @@ def exam(a: Bundle, b: Bundle) -> Iterator[Difference]:
             if name.split("/")[0] not in keys[0] & keys[1]:
                 continue
             shapes = [
-                f"{entry.dtype} {said(entry.shape)}" if (entry := found.entries.get(name)) else None for found in (mine, theirs)
+                f"{entry.dtype} {value_text(entry.shape)}" if (entry := found.entries.get(name)) else None
+                for found in (mine, theirs)
             ]
             if shapes[0] == shapes[1]:
                 yield from _elements("exam", name, mine, theirs)
@@ -45,7 +46,7 @@ def exam(a: Bundle, b: Bundle) -> Iterator[Difference]:
                 yield Difference(part="exam", name=name, a=shapes[0], b=shapes[1])
 
 
-def files(a: Bundle, b: Bundle, told: Collection[str]) -> Iterator[Difference]:
+def files(a: BundleFiles, b: BundleFiles, told: Collection[str]) -> Iterator[Difference]:
     """Files that only one has, or that have other contents, but for those of which another part has `told`."""
     for name in sorted({*a.files, *b.files} - {*told}):
         mine, theirs = a.files.get(name), b.files.get(name)
@@ -55,7 +56,7 @@ def files(a: Bundle, b: Bundle, told: Collection[str]) -> Iterator[Difference]:
             yield Difference(part="files", name=name, a=sizes[0], b=sizes[1], note=note)
 
 
-def _both_other(a: Bundle, b: Bundle, name: str) -> bool:
+def _both_other(a: BundleFiles, b: BundleFiles, name: str) -> bool:
     """Whether both have the file, with other contents."""
     return name in a.files and name in b.files and a.files[name].sha256 != b.files[name].sha256
 

@@ -47,57 +47,57 @@ PLAIN = ("", (), None, False, ROW_MAJOR, "weights")
 """Values that go without saying where a whole row is told."""
 
 
-def row(record: Any, *leave: str, **instead: Any) -> Row:
+def as_row(record: Any, *leave: str, **instead: Any) -> Row:
     """A dataclass as a Row: without the fields `leave`, `instead` in the place of others or beside them."""
     return {each.name: getattr(record, each.name) for each in dataclasses.fields(record) if each.name not in leave} | instead
 
 
-def said(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A field's value as text: `[batch, 2*seq]`, `rows`, `none`."""
     if isinstance(value, tuple | list):
         operation = len(value) == 3 and value[0] in ("+", "-", "*", "//", "%")
-        return size_text(tuple(value)) if operation else f"[{', '.join(map(said, value))}]"
+        return size_text(tuple(value)) if operation else f"[{', '.join(map(value_text, value))}]"
     if value is None or value == "":
         return "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def told(found: Row) -> str:
+def row_text(found: Row) -> str:
     """A whole row on one line: `float32 [2, 3], memory state`."""
-    texts = [said(found[name]) for name in BARE if name in found]
-    rest = [f"{name} {said(value)}" for name, value in found.items() if name not in BARE and value not in PLAIN]
+    texts = [value_text(found[name]) for name in BARE if name in found]
+    rest = [f"{name} {value_text(value)}" for name, value in found.items() if name not in BARE and value not in PLAIN]
     return ", ".join([*([" ".join(texts)] if texts else []), *rest])
 
 
-def fields_beside(part: str, name: str, a: Row, b: Row) -> Iterator[Difference]:
+def compare_fields(part: str, name: str, a: Row, b: Row) -> Iterator[Difference]:
     """The differences between two rows of one name; where `name` is "", the fields are what has names."""
     for key in dict.fromkeys([*a, *b]):
         one, other = a.get(key), b.get(key)
         if one != other:
             facts = {"a": one, "b": other} if type(one) is int and type(other) is int else {}
             yield Difference(
-                part=part, name=name or key, field=key if name else "", a=said(one), b=said(other), facts=facts
+                part=part, name=name or key, field=key if name else "", a=value_text(one), b=value_text(other), facts=facts
             )  # fmt: skip
 
 
-def rows_beside(part: str, a: Mapping[str, Row], b: Mapping[str, Row], *, ordered: bool = True) -> Iterator[Difference]:
+def compare_rows(part: str, a: Mapping[str, Row], b: Mapping[str, Row], *, ordered: bool = True) -> Iterator[Difference]:
     """The differences between named rows: those changed and removed in A's order, those added, and, if it matters, whether those in
     both stand in another order."""
     for name, mine in a.items():
         if name in b:
-            yield from fields_beside(part, name, mine, b[name])
+            yield from compare_fields(part, name, mine, b[name])
         else:
-            yield Difference(part=part, name=name, a=told(mine))
+            yield Difference(part=part, name=name, a=row_text(mine))
     for name, theirs in b.items():
         if name not in a:
-            yield Difference(part=part, name=name, b=told(theirs))
+            yield Difference(part=part, name=name, b=row_text(theirs))
     before, after = [name for name in a if name in b], [name for name in b if name in a]
     if ordered and before != after:
         first = next(index for index, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
         yield Difference(part=part, name="order", note=f"of those in both, number {first} is {before[first]} -> {after[first]}")
 
 
-def numbered(rows: Iterable[tuple[str, T]]) -> dict[str, T]:
+def unique_names(rows: Iterable[tuple[str, T]]) -> dict[str, T]:
     """Rows by name; one that has the name of an earlier one is numbered: `relu`, `relu (2)`."""
     found: dict[str, T] = {}
     seen: Counter[str] = Counter()

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from cgbundle.format.schema import Alias, Manifest, Program, Value, Weight
 from cgbundle.tensors.tensor import dense
 
-from .differences import ROW_MAJOR, Difference, Row, fields_beside, numbered, row, rows_beside, said
+from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, compare_rows, unique_names, value_text
 
 ELSEWHERE = frozenset({
     "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "result", "weights", "memories", "regions",
@@ -25,37 +25,39 @@ ELSEWHERE = frozenset({
 def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     """The differences, part by part."""
     both = (a, b)
-    yield from fields_beside("bundle", "", *[row(each, *ELSEWHERE) for each in both])
-    yield from fields_beside("target", "", *[row(each.target, "features") for each in both])
+    yield from compare_fields("bundle", "", *[as_row(each, *ELSEWHERE) for each in both])
+    yield from compare_fields("target", "", *[as_row(each.target, "features") for each in both])
     yield from _sets("target", "features", a.target.features, b.target.features)
     yield from _signature(a, b)
-    yield from rows_beside("sizes", *[{each.name: row(each, "name") for each in found.dimensions} for found in both])
+    yield from compare_rows("sizes", *[{each.name: as_row(each, "name") for each in found.dimensions} for found in both])
     yield from _memory(a, b)
-    yield from rows_beside("weights", *[{each.name: _weight(each) for each in found.weights} for found in both])
+    yield from compare_rows("weights", *[{each.name: _weight(each) for each in found.weights} for found in both])
     yield from _regions(a, b)
     yield from _steps(a, b)
-    yield from rows_beside("findings", *[numbered([(each.rule, row(each, "rule")) for each in found.findings]) for found in both])
+    yield from compare_rows(
+        "findings", *[unique_names([(each.rule, as_row(each, "rule")) for each in found.findings]) for found in both]
+    )
     yield from _sets("findings", "waivers", a.waivers, b.waivers)
     yield from _proofs(a, b)
     for part, pairs in (
         ("versions", [dict(each.provenance.versions) for each in both]),
         ("options", [dict(each.provenance.options) for each in both]),
     ):
-        yield from fields_beside(part, "", *pairs)
+        yield from compare_fields(part, "", *pairs)
 
 
-def spelled(manifest: Manifest, key: Sequence[int]) -> str:
+def key_text(manifest: Manifest, key: Sequence[int]) -> str:
     """An int_key for people: `batch=8, seq=128`."""
     return ", ".join([f"{each.name}={size}" for each, size in zip(manifest.dimensions, key, strict=True)]) or "no dimensions"
 
 
-def common(a: Manifest, b: Manifest) -> list[tuple[str, Program, Program]]:
+def common_programs(a: Manifest, b: Manifest) -> list[tuple[str, Program, Program]]:
     """The programs of the int_keys that both have, with the key as text; `sizes` tells of the others."""
     theirs = {program.key: program for program in b.programs}
-    return [(spelled(a, mine.key), mine, theirs[mine.key]) for mine in a.programs if mine.key in theirs]
+    return [(key_text(a, mine.key), mine, theirs[mine.key]) for mine in a.programs if mine.key in theirs]
 
 
-def regions(manifest: Manifest, program: Program) -> list[str]:
+def step_regions(manifest: Manifest, program: Program) -> list[str]:
     """The name of every step's region, "" for a copy."""
     return ["" if step.kind == "copy" else manifest.regions[step.region].name for step in program.steps]
 
@@ -72,29 +74,29 @@ def _sets(part: str, name: str, a: Sequence[str], b: Sequence[str]) -> Iterator[
     gone, new = sorted(set(a) - set(b)), sorted(set(b) - set(a))
     texts = [f"only in {side}: {', '.join(found)}" for side, found in (("A", gone), ("B", new)) if found]
     if texts or tuple(a) != tuple(b):
-        yield Difference(part=part, name=name, note="; ".join(texts) or f"{said(a)} -> {said(b)}")
+        yield Difference(part=part, name=name, note="; ".join(texts) or f"{value_text(a)} -> {value_text(b)}")
 
 
 def _signature(a: Manifest, b: Manifest) -> Iterator[Difference]:
     for side in ("input", "output"):
-        yield from rows_beside("signature", *[_specs(each, side) for each in (a, b)])
+        yield from compare_rows("signature", *[_specs(each, side) for each in (a, b)])
     trees = [{"call": each.call, "result": each.result} for each in (a, b)]
     for name, what in (("call", "nesting of the inputs"), ("result", "nesting of the outputs")):
         texts = [json.dumps(each[name], separators=(",", ":")) for each in trees]
-        yield from fields_beside("signature", "", {what: texts[0]}, {what: texts[1]})
-    yield from fields_beside("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in (a, b)])
+        yield from compare_fields("signature", "", {what: texts[0]}, {what: texts[1]})
+    yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in (a, b)])
 
 
 def _specs(manifest: Manifest, side: str) -> dict[str, Row]:
     """The inputs or outputs: what the call does to them is a property of theirs."""
     if side == "input":
         return {
-            f"{side} {spec.name}": row(spec, "name", updated=index in manifest.written)
+            f"{side} {spec.name}": as_row(spec, "name", updated=index in manifest.written)
             for index, spec in enumerate(manifest.inputs)
         }
     aliases = {alias.output: alias for alias in manifest.aliases}
     return {
-        f"{side} {spec.name}": row(spec, "name", shares=_shared(manifest, aliases.get(index)))
+        f"{side} {spec.name}": as_row(spec, "name", shares=_shared(manifest, aliases.get(index)))
         for index, spec in enumerate(manifest.outputs)
     }
 
@@ -115,7 +117,7 @@ def _weight_name(manifest: Manifest, index: int) -> str:
 
 def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from _bytes("", dict(a.memories), dict(b.memories))
-    for key, mine, theirs in common(a, b):
+    for key, mine, theirs in common_programs(a, b):
         yield from _bytes(key, *[{"arena": each.arena, "inputs": each.static} for each in (mine, theirs)])
     before, after = [{each.name: each.offset for each in found.weights} for found in (a, b)]
     moved = [name for name, offset in before.items() if after.get(name, offset) != offset]
@@ -125,20 +127,20 @@ def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
 
 
 def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Difference]:
-    for each in fields_beside("memory", name, a, b):
+    for each in compare_fields("memory", name, a, b):
         known = each.facts
         yield replace(each, b=f"{each.b} bytes ({known['b'] - known['a']:+})" if known else each.b)
 
 
 def _weight(weight: Weight) -> Row:
     layout = ROW_MAJOR if weight.strides == dense(weight.shape) else weight.strides
-    return row(weight, "name", "offset", "strides", layout=layout, tensor="" if weight.tensor == weight.name else weight.tensor)
+    return as_row(weight, "name", "offset", "strides", layout=layout, tensor="" if weight.tensor == weight.name else weight.tensor)
 
 
 def _regions(a: Manifest, b: Manifest) -> Iterator[Difference]:
     both = (a, b)
-    yield from rows_beside(
-        "regions", *[numbered([(each.name, row(each, "name", "constants")) for each in found.regions]) for found in both]
+    yield from compare_rows(
+        "regions", *[unique_names([(each.name, as_row(each, "name", "constants")) for each in found.regions]) for found in both]
     )
     named_a, named_b = [
         {each.name: {constant: _weight_name(found, index) for constant, index in each.constants} for each in found.regions}
@@ -146,15 +148,15 @@ def _regions(a: Manifest, b: Manifest) -> Iterator[Difference]:
     ]
     for name in named_a:
         if name in named_b:
-            for each in fields_beside("regions", "", named_a[name], named_b[name]):
+            for each in compare_fields("regions", "", named_a[name], named_b[name]):
                 yield Difference(part="regions", name=name, field=f"constant {each.name}", a=each.a, b=each.b)
 
 
 def _steps(a: Manifest, b: Manifest) -> Iterator[Difference]:
     """Per int_key the chain of steps, and where that is the same the first value that differs."""
-    for key, mine, theirs in common(a, b):
+    for key, mine, theirs in common_programs(a, b):
         chains = [
-            said([f"{step.kind} {name}".strip() for step, name in zip(each.steps, regions(found, each), strict=True)])
+            value_text([f"{step.kind} {name}".strip() for step, name in zip(each.steps, step_regions(found, each), strict=True)])
             for found, each in ((a, mine), (b, theirs))
         ]
         if chains[0] != chains[1]:
@@ -182,11 +184,11 @@ def _values(manifest: Manifest, program: Program) -> list[tuple[str, str]]:
 
 
 def _value(value: Value) -> str:
-    return f"{value.dtype} {said(value.shape)} strides {said(value.strides)} at {place(value.memory, value.offset)}"
+    return f"{value.dtype} {value_text(value.shape)} strides {value_text(value.strides)} at {place(value.memory, value.offset)}"
 
 
 def _proofs(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    yield from fields_beside("exam", "", row(a.exam, "proofs"), row(b.exam, "proofs"))
+    yield from compare_fields("exam", "", as_row(a.exam, "proofs"), as_row(b.exam, "proofs"))
     proofs = [{each.key: each for each in found.exam.proofs} for found in (a, b)]
-    for key, mine, _ in common(a, b):
-        yield from fields_beside("exam", f"proof {key}", *[row(each[mine.key], "key") for each in proofs])
+    for key, mine, _ in common_programs(a, b):
+        yield from compare_fields("exam", f"proof {key}", *[as_row(each[mine.key], "key") for each in proofs])

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..errors import UsageError
-from ..output import console, duration, listed, record, safe, say, shortened, show, write_json
+from ..errors import Usage
+from ..output import duration, first_lines, listed, record, show, write_json
+from ..progress import watching
+from .options import HostOps, ModelName
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from cgbundle.format.schema import Manifest
     from cgcompile.pipeline import Built
-    from cgcompile.util.progress import Event, Watcher
 
 PROVED = {
     "replay": "replayed in a fresh process, compared with eager PyTorch",
@@ -27,22 +25,12 @@ PROVED = {
 }
 """What the methods of a `schema.Proof` mean; "none" is none."""
 
-NAMES = 10
-"""Columns for the name of a stage."""
-
 
 def build(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="model.py, package.module:attribute, or a .pt2 file.", show_default=False)
-    ],
+    model: ModelName,
     sizes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sizes",
-            metavar="SIZES",
-            help="Sizes to record: 1,8,32, or batch=1,8 for each of several dimensions.",
-            show_default=False,
-        ),
+        typer.Option("--sizes", metavar="SIZES", help="Sizes to record: 1,8,32, or batch=1,8 for each of several dimensions."),
     ] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
@@ -70,12 +58,7 @@ def build(
             "--waive", metavar="RULE", help="Accept a rule's findings; may be repeated. What is refused cannot be waived."
         ),
     ] = None,
-    host_ops: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated.", show_default=False
-        ),
-    ] = None,
+    host_ops: HostOps = None,
     max_keys: Annotated[
         int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")
     ] = 64,
@@ -98,7 +81,7 @@ def build(
     import cgcompile
 
     if quiet and verbose:
-        raise UsageError("--quiet and --verbose cannot be used together", "leave one of them out")
+        raise Usage("--quiet and --verbose cannot be used together", "leave one of them out")
     begin = time.perf_counter()
     with watching(quiet, verbose) as progress:
         built = cgcompile.build(
@@ -116,69 +99,11 @@ def build(
         sys.stdout.write(f"{built.path}\n")
 
 
-@contextmanager
-def watching(quiet: bool, verbose: bool = False) -> Iterator[Watcher | None]:
-    if quiet:
-        yield None
-        return
-    target = console(sys.stderr)
-    if not target.is_terminal or target.is_dumb_terminal:
-        yield Progress(verbose)
-        return
-    from rich.live import Live
-
-    shown = Progress(verbose)
-    with Live(console=target, get_renderable=shown.running, refresh_per_second=8, transient=True):
-        shown.console = target  # above the live line
-        yield shown
-
-
-class Progress:
-    """Watches a build: prints a line for every finished stage, with `verbose` also for what happens inside one, and gives a live
-    line for the stage that runs."""
-
-    def __init__(self, verbose: bool = False) -> None:
-        from rich.spinner import Spinner
-
-        self.console: Console | None = None
-        self._verbose = verbose
-        self._spinner = Spinner("line")
-        self._stage, self._detail, self._begin = "", "", 0.0
-
-    def __call__(self, event: Event) -> None:
-        if event.state == "done":
-            self._print(f"{event.stage:<{NAMES}} {duration(event.seconds):>10}  {event.text}")
-            self._stage = ""
-            return
-        if self._verbose and event.state == "detail" and event.text:
-            self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {event.text}")
-        self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
-
-    def _print(self, line: str) -> None:
-        if self.console is None:
-            say(line.rstrip())
-        else:
-            self.console.print(safe(line.rstrip()), no_wrap=True, overflow="ellipsis")
-
-    def running(self) -> Table:
-        """The live line: a spinner, the stage, how long it has run, the latest detail."""
-        from rich.table import Table
-
-        line = Table.grid(padding=(0, 1, 0, 0))
-        for _ in range(3):
-            line.add_column(no_wrap=True, overflow="ellipsis")
-        if self._stage:
-            seconds = f"{time.perf_counter() - self._begin:.1f} s"
-            line.add_row(f"{safe(self._stage):<{NAMES}} {seconds:>10}", self._spinner, safe(self._detail))
-        return line
-
-
 def _summary(built: Built, seconds: float) -> Table:
     from .. import summary
 
     manifest = built.manifest
     findings = [f"{finding.where or finding.rule}: {finding.message}" for finding in manifest.findings]
-    shown, hidden = shortened(findings)
     return record([
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
         ("target", summary.target(manifest.target)),
@@ -188,7 +113,7 @@ def _summary(built: Built, seconds: float) -> Table:
         ("files", summary.files(manifest)),
         ("programs", summary.programs(manifest)),
         ("proof", _proof(manifest)),
-        *([("findings", [*shown, *([f"and {hidden} more"] if hidden else [])])] if findings else []),
+        *([("findings", first_lines(findings))] if findings else []),
         *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
         ("load", summary.load_lines(str(built.path), manifest)),
     ])  # fmt: skip

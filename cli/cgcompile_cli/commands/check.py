@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import FINDINGS
 from ..output import count, listed, record, safe, show, size, write_json
+from .options import HostOps, ModelName
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,9 +18,6 @@ if TYPE_CHECKING:
 
     from cgbundle.format.schema import Finding
     from cgcompile.report import RegionReport, Report
-
-FOUND = 1
-"""Exit status where a finding refuses a build."""
 
 MEANING = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
 COLOURS = {"refuse": "bold red", "host": "yellow", "note": "dim"}
@@ -28,28 +27,16 @@ OPERATIONS = 8
 
 
 def check(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="model.py, package.module:attribute, or a .pt2 file.", show_default=False)
-    ],
+    model: ModelName,
     sizes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sizes",
-            metavar="SIZES",
-            help="Sizes to check for: 1,8,32, or batch=1,8 for each of several dimensions.",
-            show_default=False,
-        ),
+        typer.Option("--sizes", metavar="SIZES", help="Sizes to check for: 1,8,32, or batch=1,8 for each of several dimensions."),
     ] = None,
     target: Annotated[
         str, typer.Option("--target", metavar="TARGET", help="cuda, an architecture, or cpu; no GPU is needed.")
     ] = "cuda",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
-    host_ops: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated.", show_default=False
-        ),
-    ] = None,
+    host_ops: HostOps = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Report what a model does that a CUDA graph cannot replay.
@@ -72,7 +59,7 @@ def check(
             show(_finding(found))
         show(_regions(report))
     if report.refused:
-        raise typer.Exit(FOUND)
+        raise typer.Exit(FINDINGS)
 
 
 def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import FINDINGS
 from ..output import record, shortened, show, table, write_json
 
 if TYPE_CHECKING:
@@ -14,10 +15,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from cgcompile.tools.diff import Bundle, Difference
-
-DIFFERENT = 1
-"""Exit status where the bundles differ."""
+    from cgcompile.tools.diff.bundle_files import BundleFiles
+    from cgcompile.tools.diff.differences import Difference
 
 SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 
@@ -33,12 +32,13 @@ def diff(
     options and versions, from the files alone: no GPU, no torch. Where and
     when a bundle was built does not count. Exit status 1 where they differ.
     """
-    from cgcompile.tools.diff import compare, open_bundle
+    from cgcompile.tools.diff.bundle_files import open_bundle
+    from cgcompile.tools.diff.compare import UNCOUNTED, compare
 
     bundles = (open_bundle(a), open_bundle(b))
     found = compare(*bundles)
     if as_json:
-        sides = {name: _origin(bundle) for name, bundle in zip("ab", bundles, strict=True)}
+        sides = {name: _origin(bundle, UNCOUNTED) for name, bundle in zip("ab", bundles, strict=True)}
         write_json(sides | {"different": bool(found), "differences": [_plain(each) for each in found]})
     elif not found:
         show("no difference")
@@ -47,17 +47,15 @@ def diff(
         show("")
         show(record([(part, _rows(list(rows))) for part, rows in groupby(found, key=lambda each: each.part)]))
     if found:
-        raise typer.Exit(DIFFERENT)
+        raise typer.Exit(FINDINGS)
 
 
-def _origin(bundle: Bundle) -> dict[str, str]:
-    from cgcompile.tools.diff import UNCOUNTED
-
+def _origin(bundle: BundleFiles, fields: Sequence[str]) -> dict[str, str]:
     origin = bundle.manifest.provenance
-    return {"path": bundle.path, "name": bundle.manifest.name} | {name: getattr(origin, name) for name in UNCOUNTED}
+    return {"path": bundle.path, "name": bundle.manifest.name} | {name: getattr(origin, name) for name in fields}
 
 
-def _headline(bundle: Bundle) -> str:
+def _headline(bundle: BundleFiles) -> str:
     manifest = bundle.manifest
     return f"{bundle.path}: {manifest.name}, {manifest.target.kind} {manifest.target.arch}, built {manifest.provenance.created}"
 
@@ -81,13 +79,5 @@ def _text(each: Difference) -> str:
 
 
 def _plain(each: Difference) -> dict[str, Any]:
-    return {
-        "part": each.part,
-        "name": each.name,
-        "field": each.field,
-        "change": each.change,
-        "a": each.a,
-        "b": each.b,
-        "note": each.note,
-        "facts": dict(each.facts),
-    }
+    fields = ("part", "name", "field", "change", "a", "b", "note")
+    return {name: getattr(each, name) for name in fields} | {"facts": dict(each.facts)}

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import UsageError
-from ..output import listed, record, say, shortened, show, size, table, write_json
+from ..errors import Usage
+from ..output import record, say, show, size, write_json
+from .options import BundlePath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import RenderableType
 
-    from cgbundle.format.schema import Finding, Manifest, Program
+    from cgbundle.format.schema import Manifest, Program
 
-    from ..inspection.nodes import Node
-
-    Field = tuple[str, RenderableType | Sequence[str]]
+    from ..output import Field
 
 WIDTH = 100
 """Columns of a map where the output is no terminal and COLUMNS is not set."""
 
 
 def inspect(
-    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
+    bundle: BundlePath,
     graph: Annotated[
         str | None, typer.Option("--graph", metavar="KEY", help="Show steps, values and nodes of one int_key: 8, or 8x128.")
     ] = None,
@@ -49,15 +48,15 @@ def inspect(
     from cgbundle.format import archive
     from cgbundle.validate import bundle as verify
 
-    from .. import int_keys as keys
-    from .. import summary
+    from .. import int_keys, summary
+    from ..inspection.overview import overview
 
     _check_options(graph, {"--kernels": kernels, "--memory": memory, "--html": html is not None, "--dot": dot, "--json": as_json})
     manifest = archive.read_manifest(bundle)
     verify.check_manifest(manifest)
     programs = list(manifest.programs)
     if graph is not None:
-        key = keys.parse(manifest, graph)
+        key = int_keys.parse(manifest, graph)
         programs = [next(each for each in programs if each.key == key)]
     if kernels:
         _kernels(bundle, manifest, as_json)
@@ -75,30 +74,28 @@ def inspect(
     elif as_json:
         write_json(summary.plain(bundle, manifest))
     else:
-        show(record(_overview(bundle, manifest)))
+        show(record(overview(bundle, manifest)))
 
 
 def _check_options(graph: str | None, given: dict[str, bool]) -> None:
     """Raises UsageError where two options ask for different things."""
     views = [name for name in ("--kernels", "--memory", "--html", "--dot") if given[name]]
     if len(views) > 1:
-        raise UsageError(
-            f"{views[0]} and {views[1]} show different things: they cannot be used together", "run inspect once for each"
-        )
+        raise Usage(f"{views[0]} and {views[1]} show different things: they cannot be used together", "run inspect once for each")
     if views and views[0] in ("--html", "--dot") and given["--json"]:
-        raise UsageError(f"{views[0]} is not JSON: it cannot be used with --json", "leave one of them out")
+        raise Usage(f"{views[0]} is not JSON: it cannot be used with --json", "leave one of them out")
     if graph is not None and views and views[0] in ("--html", "--kernels"):
-        raise UsageError(f"{views[0]} shows all int_keys: it cannot be used with --graph", "leave one of them out")
+        raise Usage(f"{views[0]} shows all int_keys: it cannot be used with --graph", "leave one of them out")
 
 
 def _kernels(path: str, manifest: Manifest, as_json: bool) -> None:
-    from ..inspection.kernels import kernels, shown
+    from ..inspection.kernels import kernel_table, kernels
 
     rows = kernels(path, manifest)
     if as_json:
         write_json([row._asdict() for row in rows])
     elif rows:
-        show(shown(rows))
+        show(kernel_table(rows))
     else:
         show(record([("kernels", "none: this bundle has no recorded graphs")]))
 
@@ -115,134 +112,43 @@ def _html(path: str, manifest: Manifest, file: str) -> None:
     say(f"{file}: {size(written)}")
 
 
-# --- the overview -------------------------------------------------------------------------------------------------
-
-
-def _overview(path: str, manifest: Manifest) -> list[Field]:
-    from .. import summary
-
-    origin = manifest.provenance
-    fields: list[Field] = [
-        ("bundle", f"{manifest.name}, format {manifest.format}, {summary.bulk(manifest)}"),
-        ("target", summary.target(manifest.target)),
-        ("signature", summary.signature(manifest)),
-        ("sizes", summary.sizes(manifest)),
-    ]
-    if manifest.dimensions:
-        fields.append(("padding", [summary.padding(dimension) for dimension in manifest.dimensions]))
-    fields += [
-        ("memory", summary.memory(manifest)),
-        ("weights", summary.weights(manifest)),
-        *([("state", summary.state(manifest))] if summary.state(manifest) else []),
-        ("regions", _regions(manifest)),
-        ("programs", summary.programs(manifest)),
-        ("files", summary.files(manifest)),
-        ("findings", _findings(manifest.findings, manifest.waivers)),
-        *([("waived", ", ".join(manifest.waivers))] if manifest.waivers else []),
-        ("built", f"{origin.created} from {origin.source}"),
-        ("with", ", ".join([f"{name} {version}" for name, version in origin.versions])),
-        ("on", origin.machine),
-        ("options", ", ".join([f"{name}={value}" for name, value in origin.options]) or "none"),
-        ("load", summary.load_lines(path, manifest)),
-    ]
-    return fields
-
-
-def _regions(manifest: Manifest) -> RenderableType:
-    rows = [(region.kind, region.name, region.file, region.reason) for region in manifest.regions]
-    shown, hidden = shortened(rows)
-    return table(("", "", "", ""), [*shown, *([("", f"and {hidden} more", "", "")] if hidden else [])])
-
-
-def _findings(findings: Sequence[Finding], waivers: Sequence[str]) -> list[str]:
-    if not (findings or waivers):
-        return ["none, nothing was waived"]
-    shown, hidden = shortened(findings)
-    lines = []
-    for finding in shown:
-        lines.append(f"{finding.severity} {finding.rule}: {finding.message}" + (f" ({finding.where})" if finding.where else ""))
-        lines += [f"  {name}: {text}" for name, text in (("effect", finding.effect), ("fix", finding.fix)) if text]
-    return [*lines, *([f"and {hidden} more"] if hidden else [])] or ["none"]
-
-
-# --- one program --------------------------------------------------------------------------------------------------
+# --- recordings ---------------------------------------------------------------------------------------------------
 
 
 def _graph(path: str, manifest: Manifest, program: Program, as_json: bool) -> None:
-    from ..inspection.node_text import columns, fitted, heading, shown
     from ..inspection.nodes import read_nodes
+    from ..inspection.program_text import fitted, heading, node_columns, node_table, program_fields
 
     steps = read_nodes(path, manifest, program)
     if as_json:
         from .. import summary
 
         plain = next(p for p in summary.plain(path, manifest)["manifest"]["programs"] if tuple(p["key"]) == program.key)
-        write_json(plain | {"nodes": [_plain(node) for nodes in steps for node in nodes]})
+        write_json(plain | {"nodes": [node.plain() for nodes in steps for node in nodes]})
         return
-    show(record(_program(manifest, program)))
+    show(record(program_fields(manifest, program)))
     cut = False
     for index, nodes in enumerate(steps):
         if program.steps[index].kind == "graph":
             show(record([("", ""), ("nodes", heading(manifest, program, index, nodes))]))
-            whole = columns(nodes)
+            whole = node_columns(nodes)
             fitting = fitted(whole, _width()) if sys.stdout.isatty() else whole
-            show(shown(fitting))
+            show(node_table(fitting))
             cut = cut or fitting != whole
     if cut:
         say("lines are cut to the terminal's width; all of it: | less -S")
 
 
-def _plain(node: Node) -> dict[str, Any]:
-    return node._asdict() | {"references": [each._asdict() for each in node.references]}
-
-
-def _program(manifest: Manifest, program: Program) -> list[Field]:
-    from cgbundle.exam import name_key
-
-    return [
-        ("int_key", name_key(manifest, program.key)),
-        ("memory", f"arena {size(program.arena)}, inputs {size(program.static)}"),
-        ("steps", table((">", "", "region", "reads", "writes", "file"), _steps(manifest, program))),
-        ("values", table((">", "", "", "strides", "memory", ">offset", ""), _values(manifest, program))),
-    ]
-
-
-def _steps(manifest: Manifest, program: Program) -> list[tuple[Any, ...]]:
-    rows: list[tuple[Any, ...]] = []
-    for index, step in enumerate(program.steps):
-        name, file = "", ""
-        if step.kind != "copy":
-            region = manifest.regions[step.region]
-            name, file = region.name, step.file or region.file
-        reads, writes = (listed([f"v{value}" for value in values], 4) for values in (step.inputs, step.outputs))
-        rows.append((index, step.kind, name, reads, writes, file))
-    return rows
-
-
-def _values(manifest: Manifest, program: Program) -> list[tuple[Any, ...]]:
-    from ..inspection.names import roles
-
-    named = roles(manifest, program)
-    return [
-        (f"v{index}", value.dtype, list(value.shape), list(value.strides), value.memory, value.offset, named.get(index, ""))
-        for index, value in enumerate(program.values)
-    ]
-
-
-# --- memory -------------------------------------------------------------------------------------------------------
-
-
 def _memory(path: str, manifest: Manifest, programs: Sequence[Program], as_json: bool) -> None:
     from .. import summary
-    from ..inspection import memory_map as memorymap
-    from ..inspection import memory_text as memorytext
+    from ..inspection import memory_map, memory_text
     from ..inspection.nodes import read_nodes
 
     found = []
     for program in programs:
         steps = read_nodes(path, manifest, program)
-        nodes = memorymap.order(steps)
-        found.append((program, steps, memorymap.places(manifest, program, nodes)))
+        nodes = memory_map.order(steps)
+        found.append((program, steps, memory_map.places(manifest, program, nodes)))
     if as_json:
         write_json({
             "memories": dict(manifest.memories),
@@ -256,16 +162,16 @@ def _memory(path: str, manifest: Manifest, programs: Sequence[Program], as_json:
             ],
         })  # fmt: skip
         return
-    fields: list[Field] = [("memory", summary.memory(manifest)), ("weights", memorytext.largest(manifest))]
+    fields: list[Field] = [("memory", summary.memory(manifest)), ("weights", memory_text.weights_line(manifest))]
     if summary.state(manifest):
         fields.append(("state", summary.state(manifest)))
     parts: Sequence[RenderableType] = ()
     if not any(places for _, _, places in found):
         fields.append(("values", "in memory that the caller brings or the host region allocates during the call: nothing to draw"))
     elif len(found) == 1:
-        parts = memorytext.one(manifest, *found[0], _width())
+        parts = memory_text.one_program(manifest, *found[0], _width())
     else:
-        parts = memorytext.many(manifest, found, _width())
+        parts = memory_text.all_programs(manifest, found, _width())
     for part in (record(fields), *parts):
         show(part)
 

@@ -11,6 +11,7 @@ import typer
 
 from ..errors import UsageError
 from ..output import duration, listed, say, show, table, write_json
+from .options import BundlePath
 
 if TYPE_CHECKING:
     from cgbundle.format.schema import Manifest
@@ -21,7 +22,7 @@ VALUES = 4
 
 
 def run(
-    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
+    bundle: BundlePath,
     inputs: Annotated[
         str | None,
         typer.Option("--inputs", metavar="FILE", help="A safetensors file with the inputs by name. Default: the stored exam's."),
@@ -50,7 +51,7 @@ def run(
     from cgbundle.validate import bundle as verify
 
     if inputs is not None and key is not None:
-        raise UsageError("--size picks among the stored inputs: it cannot be used with --inputs")
+        raise Usage("--size picks among the stored inputs: it cannot be used with --inputs")
     manifest = archive.read_manifest(bundle)
     verify.check_manifest(manifest)
     given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
@@ -117,9 +118,9 @@ def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
     from cgbundle.format.safetensors import Mapped
     from cgbundle.validate.exam import check_exam
 
-    from .. import int_keys as keys
+    from .. import int_keys
 
-    chosen = min(program.key for program in manifest.programs) if key is None else keys.parse(manifest, key)
+    chosen = min(program.key for program in manifest.programs) if key is None else int_keys.parse(manifest, key)
     archive.check_sizes(path, manifest)
     check_exam(path, manifest)
     stored = Mapped(os.path.join(path, archive.EXAM), archive.EXAM)
@@ -139,14 +140,14 @@ def _read(path: str, manifest: Manifest) -> list[Tensor]:
     try:
         file = Mapped(path, path)
     except BundleError as error:
-        raise UsageError(str(error), "--inputs takes a safetensors file that holds every input under its name") from None
+        raise Usage(str(error), "--inputs takes a safetensors file that holds every input under its name") from None
     try:
         takes = f"the bundle takes {listed(wanted)}"
         for name in [*wanted, *file.entries]:
             if name not in file.entries:
-                raise UsageError(f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
+                raise Usage(f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
             if name not in wanted:
-                raise UsageError(f"{path}: no input is called {name!r}", takes)
+                raise Usage(f"{path}: no input is called {name!r}", takes)
         return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in wanted]
     finally:
         file.close()
@@ -158,7 +159,7 @@ def _write(path: str, found: list[tuple[str, Tensor]]) -> None:
 
     for name, value in found:
         if value.dtype not in CODES:
-            raise UsageError(f"--outputs: output {name!r} is {value.dtype}, which safetensors cannot hold")
+            raise Usage(f"--outputs: output {name!r} is {value.dtype}, which safetensors cannot hold")
     tensors = {name: (value.dtype, value.shape, value.tobytes) for name, value in found}
     with open(path, "wb") as file:
         write(file, tensors)

@@ -27,7 +27,7 @@ def sizes(
     most: Annotated[int, typer.Option("--max", metavar="N", help="The largest number of capture sizes.")] = 8,
     column: Annotated[
         str | None,
-        typer.Option("--column", metavar="NAME", help="The column of a CSV file that holds the sizes.", show_default=False),
+        typer.Option("--column", metavar="NAME", help="The column of a CSV file that holds the sizes."),
     ] = None,
     multiple: Annotated[int, typer.Option("--multiple", metavar="N", help="Propose multiples of N only.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
@@ -42,9 +42,9 @@ def sizes(
     cgcompile sizes requests.txt --max 8
     cgcompile sizes log.csv --column tokens --multiple 8
     """
-    from cgcompile.tools.capture_sizes import MARGIN, choose, propose, read_trace
+    from cgcompile.tools.capture_sizes import MARGIN, choose, propose, read_request_log
 
-    counts = read_trace(trace, column)
+    counts = read_request_log(trace, column)
     proposals = propose(counts, most, multiple)
     chosen = choose(proposals)
     line = f"cgcompile build MODEL --sizes {_spelled(chosen)}"
@@ -64,7 +64,7 @@ def sizes(
             "command": line,
         })  # fmt: skip
         return
-    show(_trace(counts))
+    show(_log_line(counts))
     show("")
     show(
         table((">number", ">padded rows", ">wasted", "", "sizes"), [_row(proposal, proposals[0].wasted) for proposal in proposals])
@@ -74,7 +74,7 @@ def sizes(
     typer.echo(line)  # one line on any terminal: it is there to be copied
 
 
-def _trace(counts: Mapping[int, int]) -> str:
+def _log_line(counts: Mapping[int, int]) -> str:
     requests, rows = sum(counts.values()), sum([size * often for size, often in counts.items()])
     return (
         f"{count(requests, 'request')} of {count(rows, 'row')}, "

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..output import complain, count, listed, safe, shortened, show, table, write_json
+from ..errors import FINDINGS
+from ..output import complain, count, first_rows, listed, safe, show, table, write_json
+from .options import BundlePath
 
 if TYPE_CHECKING:
     from cgbundle.errors import CgbundleError
     from cgbundle.format.schema import Manifest
 
-FAILED = 1
-
 
 def verify(
-    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)],
+    bundle: BundlePath,
     run: Annotated[bool, typer.Option("--run", help="Also replay the stored exam in a fresh process.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing where the bundle is sound.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -29,19 +29,24 @@ def verify(
     bundle is damaged or the exam fails.
     """
     manifest, damage = _examine(bundle)
-    answer = _sit(bundle) if run and manifest and not damage else {}
+    answer = _replay_exam(bundle) if run and manifest and not damage else {}
     ok = not damage and all(row["passed"] for row in answer.get("results", [])) and "error" not in answer
     if as_json:
         write_json({
             "path": bundle,
             "ok": ok,
-            "damage": [{"kind": error.kind, "message": str(error), "hint": error.hint} for error in damage],
+            "damage": [{"kind": _kind(error.code), "message": str(error), "hint": error.hint} for error in damage],
             "exam": answer or None,
         })  # fmt: skip
     elif not (ok and quiet):
         _report(bundle, manifest, damage, answer)
     if not ok:
-        raise typer.Exit(answer.get("exit_code") or FAILED)
+        raise typer.Exit(answer.get("exit_code") or FINDINGS)
+
+
+def _kind(code: str) -> str:
+    """`FileDamaged` for file-damaged."""
+    return code.title().replace("-", "")
 
 
 def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:
@@ -59,10 +64,12 @@ def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:
     return manifest, invariants.examine(path, manifest)
 
 
-def _sit(path: str) -> dict[str, Any]:
+def _replay_exam(path: str) -> dict[str, Any]:
     from cgbundle.exam import fresh
 
     answer = fresh(path)
+    if "kind" in answer:
+        answer["kind"] = _kind(answer["kind"])
     for row in answer.get("results", []):
         row["error"] = row["error"] if math.isfinite(row["error"]) else str(row["error"])  # JSON has no infinity
     return answer
@@ -82,8 +89,7 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
     elif answer:
         rows = [_row(manifest, row) for row in answer["results"]]
         wrong = [row for row in rows if row[-1] == "FAILED"]
-        shown, hidden = shortened(wrong or rows)
-        show(table(("int_key", ">error", ">allowed", ""), [*shown, *([(f"and {hidden} more", "", "", "")] if hidden else [])]))
+        show(table(("int_key", ">error", ">allowed", ""), first_rows(wrong or rows)))
         if wrong:
             complain(
                 f"{path}: the exam failed for {listed([row[0] for row in wrong], 4)}",

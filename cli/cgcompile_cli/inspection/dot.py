@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ..int_keys import spell
 from ..output import safe
-from .node_text import axes, memory
-from .nodes import Node
+from .nodes import NodeRow
+from .program_text import axes, memory
 
 if TYPE_CHECKING:
     from cgbundle.format.schema import Manifest, Program
@@ -21,12 +21,12 @@ LINE = 60
 """Characters of a label's line."""
 
 
-def dot(manifest: Manifest, program: Program, steps: Sequence[Sequence[Node]]) -> str:
+def dot(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRow]]) -> str:
     """The digraph: a cluster per graph step, a node per node, copy and host region; its edges and the order of the steps."""
     return "\n".join(["digraph {", *(f"  {line}" for line in _lines(manifest, program, steps)), "}", ""])
 
 
-def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[Node]]) -> Iterator[str]:
+def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRow]]) -> Iterator[str]:
     yield f"label={quoted(f'{manifest.name}, int_key {spell(program.key)}')}; labelloc=t; fontname=sans;"
     yield 'node [fontname=sans, fontsize=10]; edge [color="#666666"];'
     last: list[str] = []
@@ -57,11 +57,11 @@ def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[Node]]
         last = [_name(node) for node in nodes if node.number not in leads] or last
 
 
-def _name(node: Node) -> str:
+def _name(node: NodeRow) -> str:
     return f"n{node.step}_{node.number}"
 
 
-def _box(node: Node, head: str) -> str:
+def _box(node: NodeRow, head: str) -> str:
     size = f"grid {axes(node.grid)}  block {axes(node.block)}" if node.grid else ""
     lines = [line for line in (f"{head}  {node.what}", size, *memory(node).split("; ")) if line]
     label = "\\l".join([_escaped(line if len(line) <= 2 * LINE else f"{line[: 2 * LINE]}...") for line in lines]) + "\\l"

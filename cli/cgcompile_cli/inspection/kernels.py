@@ -18,7 +18,7 @@ CHOICES = "kernels.json"
 """What the compiler says of every kernel that it chose itself."""
 
 
-class Kernel(NamedTuple):
+class KernelLaunches(NamedTuple):
     """A kernel of an image: launches per call summed over all int_keys, bytes of its image, and its configuration as text."""
 
     symbol: str
@@ -29,7 +29,7 @@ class Kernel(NamedTuple):
     chosen: str
 
 
-def kernels(path: str, manifest: Manifest) -> list[Kernel]:
+def kernels(path: str, manifest: Manifest) -> list[KernelLaunches]:
     """All kernels, those launched most first, then those with the larger images.  Raises file-damaged, table-invalid."""
     from cgbundle.errors import BundleError
 
@@ -46,11 +46,11 @@ def kernels(path: str, manifest: Manifest) -> list[Kernel]:
     rows = []
     for (image, symbol), count in launches.items():
         configuration, chosen = said.get((image, symbol), ("", ""))
-        rows.append(Kernel(symbol, image, count, files[f"kernels/{image}"].bytes, configuration, chosen))
+        rows.append(KernelLaunches(symbol, image, count, files[f"kernels/{image}"].bytes, configuration, chosen))
     return sorted(rows, key=lambda row: (-row.launches, -row.image_bytes, row.symbol, row.image))
 
 
-def shown(rows: list[Kernel]) -> Table:
+def kernel_table(rows: list[KernelLaunches]) -> Table:
     """A line per kernel."""
     heads = (">launches", ">image", "sha256", "kernel", "configuration", "chosen by")
     return table(heads, [(r.launches, size(r.image_bytes), r.image[:12], r.symbol, r.configuration, r.chosen) for r in rows])

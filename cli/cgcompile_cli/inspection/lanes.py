@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .nodes import Node
+from .nodes import NodeRow
 
 
-class Row(NamedTuple):
-    """Beside one node: the `lane` that it stands in; `passing` lanes run on to later rows; `arriving` lanes lead into it from the
-    row above; `leaving` says whether a later node waits for it."""
+class LaneRow(NamedTuple):
+    """Beside one node: the `lane` of it; `passing` lanes run on to later rows; `arriving` lanes lead into it from the row above;
+    `leaving`: a later node waits for it."""
 
     lane: int
     passing: tuple[int, ...]
@@ -18,7 +18,7 @@ class Row(NamedTuple):
     leaving: bool
 
 
-def lanes(nodes: Sequence[Node]) -> list[Row]:
+def lanes(nodes: Sequence[NodeRow]) -> list[LaneRow]:
     """A row per node.  A node's own lane runs on until the last node that waits for it; then another may take it."""
     last: dict[int, int] = {}
     for position, node in enumerate(nodes):
@@ -33,5 +33,5 @@ def lanes(nodes: Sequence[Node]) -> list[Row]:
         leaving = node.number in last
         if leaving:
             held[lane] = node.number
-        rows.append(Row(lane, passing, arriving, leaving))
+        rows.append(LaneRow(lane, passing, arriving, leaving))
     return rows

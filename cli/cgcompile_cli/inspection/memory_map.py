@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .names import roles
-from .nodes import READS, REFERS, WRITES, Node
+from .nodes import READS, REFERS, WRITES, NodeRow
 
 if TYPE_CHECKING:
     from cgbundle.format.schema import Manifest, Program
@@ -26,8 +26,9 @@ ROWS = 400
 
 
 class Place(NamedTuple):
-    """`end` is the byte behind the place, at the most; `name` what lies there, "" where nobody says; `uses` maps the position of a
-    node in the program's order to READS, WRITES or REFERS (where it does several, the one that stands first in LETTERS)."""
+    """`end` is the byte behind the place, at the most; `name` is what lies there, "" where that is not known.
+
+    `uses` maps the position of a node in the program's order to READS, WRITES or REFERS; of several, the first in LETTERS."""
 
     memory: str
     begin: int
@@ -36,12 +37,12 @@ class Place(NamedTuple):
     uses: dict[int, str]
 
 
-def order(steps: Sequence[Sequence[Node]]) -> list[Node]:
+def order(steps: Sequence[Sequence[NodeRow]]) -> list[NodeRow]:
     """All nodes of a program in its order: their positions are the columns of a map."""
     return [node for nodes in steps for node in nodes]
 
 
-def places(manifest: Manifest, program: Program, nodes: Sequence[Node]) -> list[Place]:
+def places(manifest: Manifest, program: Program, nodes: Sequence[NodeRow]) -> list[Place]:
     """The places of the memories in DRAWN, by memory and address.  A program of the cpu target has none: its values lie in memory
     that a call brings or its host region allocates."""
     if manifest.target.kind == "cpu":

@@ -11,7 +11,7 @@ from cgbundle.format.spans import span
 from ..int_keys import spell
 from ..output import count, record, shortened, size, table
 from .memory_map import LETTERS, ROWS, Place, order
-from .nodes import Node
+from .nodes import NodeRow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,8 +25,8 @@ SHADES = " .:=+*#@"
 LEGEND = "w written, r read, x one or both, - between the first and the last use"
 
 
-def one(
-    manifest: Manifest, program: Program, steps: Sequence[Sequence[Node]], places: Sequence[Place], columns: int
+def one_program(
+    manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRow]], places: Sequence[Place], columns: int
 ) -> tuple[RenderableType, ...]:
     """What uses which place of one program's memory, along its steps."""
     from cgbundle.exam import name_key
@@ -45,8 +45,8 @@ def one(
     return head, table(("place", ">up to", "", ruler(total, width)), drawn)
 
 
-def many(
-    manifest: Manifest, found: Sequence[tuple[Program, Sequence[Sequence[Node]], Sequence[Place]]], columns: int
+def all_programs(
+    manifest: Manifest, found: Sequence[tuple[Program, Sequence[Sequence[NodeRow]], Sequence[Place]]], columns: int
 ) -> tuple[RenderableType, ...]:
     """A line per program: how much it needs, and how busy each part of the arena is."""
     whole = dict(manifest.memories).get("arena", 0)
@@ -68,7 +68,7 @@ def many(
     return table((*heads, scale), drawn), record([("", legend)])
 
 
-def strip(uses: dict[int, str], total: int, width: int) -> str:
+def uses_strip(uses: dict[int, str], total: int, width: int) -> str:
     """The uses of a place along the order of `total` nodes, in at most `width` characters."""
     step = max(1, -(-total // max(width, 1)))
     cells = [" "] * -(-total // step)
@@ -83,7 +83,7 @@ def strip(uses: dict[int, str], total: int, width: int) -> str:
 
 
 def ruler(total: int, width: int) -> str:
-    """`0         10        20`: positions above the cells of `strip`."""
+    """`0         10        20`: positions above the cells of `uses_strip`."""
     step = max(1, -(-total // max(width, 1)))
     line = ""
     for cell in range(0, -(-total // step), 10):
@@ -92,18 +92,18 @@ def ruler(total: int, width: int) -> str:
     return line.rstrip()
 
 
-def timeline(program: Program, steps: Sequence[Sequence[Node]], width: int) -> str:
-    """The steps above the cells of `strip`: `h` where there is a host step, else `c` for a copy, else `g` for nodes of a graph."""
+def timeline(program: Program, steps: Sequence[Sequence[NodeRow]], width: int) -> str:
+    """The steps above the cells of `uses_strip`: `h` for a host step, else `c` for a copy, else `g` for nodes of a graph."""
     kinds = [program.steps[node.step].kind[0] for node in order(steps)]
     step = max(1, -(-len(kinds) // max(width, 1)))
     return "".join([max(kinds[begin : begin + step], key="gch".index) for begin in range(0, len(kinds), step)])
 
 
 def rows(found: Sequence[Place], total: int, width: int) -> Iterator[tuple[str, str, str, str]]:
-    """(address, size, name, strip) of each place."""
+    """(address, size, name, uses_strip) of each place."""
     drawn, hidden = shortened(found, ROWS)
     for each in drawn:
-        yield f"{each.memory}+{each.begin}", size(each.end - each.begin), each.name, strip(each.uses, total, width)
+        yield f"{each.memory}+{each.begin}", size(each.end - each.begin), each.name, uses_strip(each.uses, total, width)
     if hidden:
         yield f"and {hidden} more", "", "", ""
 
@@ -127,7 +127,7 @@ def shades(found: Iterable[Place], memory: str, whole: int, own: int, width: int
     return "".join(cells)
 
 
-def largest(manifest: Manifest, limit: int = 4) -> str:
+def weights_line(manifest: Manifest, limit: int = 4) -> str:
     """`30 weights, 59.5 KiB: the largest token.weight 6.0 KiB, ...`."""
     found = {each.tensor: each for each in reversed(manifest.weights) if each.memory == "weights"}
     sized = sorted(((span(w), w.name) for w in found.values()), key=lambda row: (-row[0], row[1]))

@@ -1,4 +1,4 @@
-"""What the steps of a program do, a row per node, copy and host region: `inspect --graph`, the memory map, the page and the DOT.
+"""What the steps of a program do, a row per node, copy and host region.
 
 A recording knows addresses and not what a kernel does there.  What follows all the same:
 - memory `weights` is only read, and so are inputs, of the call and of a step, that the manifest does not list as `written`;
@@ -10,7 +10,7 @@ Of every other address it is only known that the kernel refers to it.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..output import size
 from .names import Names
@@ -39,13 +39,13 @@ class Reference(NamedTuple):
     name: str
 
 
-class Node(NamedTuple):
+class NodeRow(NamedTuple):
     """A node of a recording, or a whole copy or host step.
 
-    `kind` is kernel, memset, memcpy, empty, copy or host; `number` the node's position in its recording; `what` the kernel's
-    symbol, or in words what is done; `after` the numbers of the nodes that it waits for, those with programmatic edges also in
-    `early`.
-    `grid`, `block` and `cluster` are (x, y, z), () where there is none; `shared` are bytes of dynamic shared memory.
+    `kind` is kernel, memset, memcpy, empty, copy or host; `number` the node's position in its recording.  `what` is the kernel's
+    symbol, or in words what is done.  `after` are the numbers of the nodes that it waits for; `early` those of them with
+    programmatic edges.  `grid`, `block` and `cluster` are (x, y, z), () where there is none; `shared` are bytes of dynamic shared
+    memory.
     """
 
     step: int
@@ -61,8 +61,12 @@ class Node(NamedTuple):
     early: tuple[int, ...]
     references: tuple[Reference, ...]
 
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return self._asdict() | {"references": [each._asdict() for each in self.references]}
 
-_BARE = Node(0, 0, "empty", "(orders other nodes)", "", (), (), (), 0, (), (), ())
+
+_BARE = NodeRow(0, 0, "empty", "(orders other nodes)", "", (), (), (), 0, (), (), ())
 
 
 def read_table(path: str, files: dict[str, File], name: str) -> Table:
@@ -75,7 +79,7 @@ def read_table(path: str, files: dict[str, File], name: str) -> Table:
         return Table(file.read(), name)
 
 
-def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Node]]:
+def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[NodeRow]]:
     """The nodes of every step, in an order in which they may run.  Raises file-damaged, table-invalid."""
     from cgbundle.format.archive import kernel_images
     from cgbundle.format.spans import graph_memories
@@ -84,20 +88,20 @@ def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Nod
     files = {file.path: file for file in manifest.files}
     images = kernel_images(manifest)
     names = Names(manifest, program)
-    found: list[list[Node]] = []
+    found: list[list[NodeRow]] = []
     for index, step in enumerate(program.steps):
         if step.kind == "graph":
             table = read_table(path, files, step.file)
-            check_recording(table, graph_memories(manifest.memories), images)
-            found.append(recorded(table, manifest, program, index, names))
+            tablecheck.check(table, step.file, graph_memories(manifest.memories), images)
+            found.append(graph_rows(table, manifest, program, index, names))
         else:
-            found.append([_whole(manifest, program, index, step, names)])
+            found.append([_step_row(manifest, program, index, step, names)])
     return found
 
 
-def recorded(table: Table, manifest: Manifest, program: Program, index: int, names: Names) -> list[Node]:
-    """The nodes of a graph step, as `launch_order` puts them."""
-    from cgbundle.tables.table import launch_order
+def graph_rows(table: Table, manifest: Manifest, program: Program, index: int, names: Names) -> list[NodeRow]:
+    """The nodes of a graph step, as `tablecheck.order` puts them."""
+    from cgbundle.tables import validation as tablecheck
 
     step = program.steps[index]
     reader = _Reader(manifest, program, step, names)
@@ -112,8 +116,8 @@ def recorded(table: Table, manifest: Manifest, program: Program, index: int, nam
         rows.append(seen[kind])
         seen[kind] += 1
     made = []
-    for number in launch_order(table):
-        done = _DONE[table.kind[number]](table, rows[number], reader)
+    for number in tablecheck.order(table):
+        done = _READ[table.kind[number]](table, rows[number], reader)
         before, sooner = (tuple(sorted(each.get(number, ()))) for each in (after, early))
         made.append(done._replace(step=index, number=number, after=before, early=sooner))
     return made
@@ -147,11 +151,11 @@ class _Reader(NamedTuple):
         return bool(covering) and not any(index in changed or index in self.step.outputs for index in covering)
 
 
-def _empty(table: Table, row: int, reader: _Reader) -> Node:
+def _empty(table: Table, row: int, reader: _Reader) -> NodeRow:
     return _BARE
 
 
-def _kernel(table: Table, row: int, reader: _Reader) -> Node:
+def _kernel(table: Table, row: int, reader: _Reader) -> NodeRow:
     function = table.function[row]
     places = slice(*table.relocation_bounds[row : row + 2])
     addresses = list(dict.fromkeys(zip(table.relocation_memory[places], table.relocation_offset[places], strict=True)))
@@ -174,7 +178,7 @@ def _kernel(table: Table, row: int, reader: _Reader) -> Node:
     )
 
 
-def _memset(table: Table, row: int, reader: _Reader) -> Node:
+def _memset(table: Table, row: int, reader: _Reader) -> NodeRow:
     width, height, pitch = table.memset_width[row] * table.memset_element[row], table.memset_height[row], table.memset_pitch[row]
     rows = f" in {height} rows, {pitch} B apart" if height > 1 else ""
     what = f"memset {size(width * height)} to {table.memset_value[row]:#x}{rows}"
@@ -183,7 +187,7 @@ def _memset(table: Table, row: int, reader: _Reader) -> Node:
     return _BARE._replace(kind="memset", what=what, references=(target,))
 
 
-def _memcpy(table: Table, row: int, reader: _Reader) -> Node:
+def _memcpy(table: Table, row: int, reader: _Reader) -> NodeRow:
     width, height, depth = table.memcpy_extent[3 * row : 3 * row + 3]
     pitches = table.memcpy_pitch[4 * row : 4 * row + 4].tolist()
     ends = []
@@ -194,20 +198,20 @@ def _memcpy(table: Table, row: int, reader: _Reader) -> Node:
     return _BARE._replace(kind="memcpy", what=f"memcpy {size(width * height * depth)}", references=tuple(ends))
 
 
-_DONE = (_empty, _kernel, _memset, _memcpy)
-"""By the kinds of nodes in cgbundle.tables.table."""
+_READ = (_empty, _kernel, _memset, _memcpy)
+"""By the kinds of nodes in cgbundle.tables.view."""
 
 
-def _whole(manifest: Manifest, program: Program, index: int, step: Step, names: Names) -> Node:
-    """A copy or host step as one row."""
-    from cgbundle.format.spans import span
+def _step_row(manifest: Manifest, program: Program, index: int, step: Step, names: Names) -> NodeRow:
+    """A copy or host step as one row; a value of the cpu target has no address."""
+    from cgbundle.format.extents import span
 
     references = []
     for how, values in ((READS, step.inputs), (WRITES, step.outputs)):
         for each in values:
             value = program.values[each]
-            own = manifest.target.kind == "cpu"  # its values lie in memory of the call's own: there are no addresses
-            name = names.value(each) if own else names.of(value.memory, value.offset, made=(each,))
+            cpu = manifest.target.kind == "cpu"
+            name = names.value(each) if cpu else names.of(value.memory, value.offset, made=(each,))
             references.append(Reference(how, value.memory, value.offset, span(value), name))
     what = f"copy {size(span(program.values[step.inputs[0]]))}"
     if step.kind == "host":

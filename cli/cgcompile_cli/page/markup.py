@@ -21,8 +21,7 @@ class Html(str):
 
 
 def text(value: object) -> Html:
-    """`value` as text, also inside a quoted attribute: what is not printable (control characters, direction marks) is shown by its
-    number, as on the terminal, and nothing in it is markup."""
+    """`value` as text, also inside a quoted attribute: nothing in it is markup, and what is not printable is escaped."""
     return value if isinstance(value, Html) else Html(escape(safe(value), quote=True))
 
 
@@ -32,8 +31,8 @@ def joined(parts: Iterable[object], between: str = "") -> Html:
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """An element.  An attribute `class_` is called class, `_` in a name stands for `-`; one whose value is None or False is left
-    out, one whose value is True has none."""
+    """An element.  An attribute `class_` is called class; `_` in a name stands for `-`.
+    None and False leave an attribute out; True is one without a value."""
     words = [name]
     for key, value in attributes.items():
         spelled = key.rstrip("_").replace("_", "-")

@@ -1,7 +1,7 @@
 """`inspect --html`: everything about a bundle as one page that needs nothing else.
 
-Every name that a bundle brings passes `markup.text`, and the page's own policy lets no script and no style run but the two whose
-hashes it holds: a bundle cannot drive the page.
+Every name that a bundle brings passes `markup.text`.  The page's own policy lets no script and no style run but the two whose
+hashes it holds.  So a bundle cannot drive the page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from .. import summary
 from ..inspection.kernels import kernels
 from ..inspection.memory_map import order, places
-from ..inspection.nodes import Node, read_nodes
+from ..inspection.nodes import NodeRow, read_nodes
 from ..int_keys import spell
 from ..output import listed, shortened, size
 from . import parts as pageparts
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cgbundle.format.schema import Finding, Manifest
 
 GENERATOR = "cgcompile inspect"
-"""What the page says that it was made by: `pagefile` replaces no other file."""
+"""What the page says that it was made by: `page.file` replaces no other file."""
 
 OPENING = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="{GENERATOR}">\n'
 
@@ -74,7 +74,7 @@ def _policy(style: str, script: str) -> str:
     return f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'sha256-{own[0]}'; script-src 'sha256-{own[1]}'"
 
 
-def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[Node]]]) -> Html:
+def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) -> Html:
     memories = dict(manifest.memories)
     most = max([sum(node.kind not in ("copy", "host") for nodes in each for node in nodes) for each in steps], default=0)
     found = [finding.severity for finding in manifest.findings]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from cgbundle.format.spans import span
 
-from ..inspection.kernels import Kernel
-from ..inspection.lanes import Row, lanes
+from ..inspection.kernels import KernelLaunches
+from ..inspection.lanes import LaneRow, lanes
 from ..inspection.memory_map import ROWS, Place, order
-from ..inspection.node_text import axes, is_chain, waits
-from ..inspection.nodes import HOWS, READS, REFERS, WRITES, Node
+from ..inspection.nodes import HOWS, READS, REFERS, WRITES, NodeRow
+from ..inspection.program_text import axes, is_chain, waits
 from ..int_keys import spell
 from ..output import count, listed, shortened, size
 from .markup import Html, joined, tag
@@ -31,7 +31,7 @@ MOST_LANES = 12
 LANE = 12
 """Width of a lane; the height of a row is what its text needs."""
 
-Steps = Sequence[Sequence[Node]]
+Steps = Sequence[Sequence[NodeRow]]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], class_: str | None = None) -> Html:
@@ -75,7 +75,7 @@ def _region(manifest: Manifest, step: Step) -> str:
     return "" if step.kind == "copy" else manifest.regions[step.region].name
 
 
-def _box(manifest: Manifest, index: int, place: int, nodes: Sequence[Sequence[Node]], linked: bool) -> Html:
+def _box(manifest: Manifest, index: int, place: int, nodes: Sequence[Sequence[NodeRow]], linked: bool) -> Html:
     """A step: its kind and region, how many nodes it has over the int_keys, what goes in and comes out, why it is on the host."""
     program = manifest.programs[index]
     step = program.steps[place]
@@ -130,7 +130,7 @@ def _that_fit(steps: Sequence[Steps]) -> set[int]:
     return fitting
 
 
-def _list(manifest: Manifest, index: int, place: int, found: Sequence[Node], opened: bool) -> Html:
+def _list(manifest: Manifest, index: int, place: int, found: Sequence[NodeRow], opened: bool) -> Html:
     program = manifest.programs[index]
     chain = is_chain(found)
     shape = "each behind the one before" if chain else "in several branches"
@@ -153,7 +153,7 @@ def _list(manifest: Manifest, index: int, place: int, found: Sequence[Node], ope
     )  # fmt: skip
 
 
-def _lanes(row: Row, width: int) -> Html:
+def _lanes(row: LaneRow, width: int) -> Html:
     """A row of lanes; a line of no length with round ends is a dot, however tall the row is."""
     middle = [LANE // 2 + LANE * lane for lane in range(width)]
     own = middle[row.lane]
@@ -165,7 +165,7 @@ def _lanes(row: Row, width: int) -> Html:
     return tag("svg", *parts, width=LANE * width, viewBox=f"0 0 {LANE * width} 20", preserveAspectRatio="none", aria_hidden="true")
 
 
-def _row(node: Node, lane: Html, chain: bool) -> Html:
+def _row(node: NodeRow, lane: Html, chain: bool) -> Html:
     cells = [lane, tag("td", node.number, class_="n")]
     if not chain:
         cells.append(tag("td", waits(node), class_="s", data_h="after"))
@@ -181,7 +181,7 @@ def _row(node: Node, lane: Html, chain: bool) -> Html:
     return tag("tr", *cells)
 
 
-def kernel_rows(rows: Sequence[Kernel]) -> Iterator[Html]:
+def kernel_rows(rows: Sequence[KernelLaunches]) -> Iterator[Html]:
     """The kernels, those launched most first."""
     known = any(row.configuration or row.chosen for row in rows)
     heads = (">launches", ">image", "kernel", *(("configuration", "chosen by") if known else ()), "SHA-256")
@@ -268,7 +268,7 @@ def _uses(place: Place, total: int) -> Html:
     return _svg(total, between, *kinds)
 
 
-def _timeline(program: Program, found: Sequence[Node]) -> Html:
+def _timeline(program: Program, found: Sequence[NodeRow]) -> Html:
     kinds: dict[str, list[int]] = {}
     for position, node in enumerate(found):
         kinds.setdefault(program.steps[node.step].kind, []).append(position)

@@ -21,12 +21,10 @@ from cgcompile.export.weights import weight_tensors
 from cgcompile.model.flat_module import run_eager
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
-from cgcompile.targets.cpu.build import weight_rows
-from cgcompile.targets.weights import write_weights
-from cgcompile.tools.bench import measure
-from cgcompile.tools.bench.clock import PHASES, Laps
-from cgcompile.tools.bench.torch_child import Torch, UserModel, Written
-from cgcompile.tools.bench.written import load, write
+from cgcompile.tools.bench.export_program import load, python_source
+from cgcompile.tools.bench.measure import measure
+from cgcompile.tools.bench.protocol import PHASES, Laps
+from cgcompile.tools.bench.torch_worker import InitialBuffers, ProgramModule, TorchModel, UserModule
 from cgcompile.util.progress import Event
 from cgcompile_cli.main import app
 from tests.cpu.models import Everything, Image, everything_inputs, image_inputs
@@ -153,11 +151,11 @@ def rows(batch: int) -> tuple[torch.Tensor]:
 
 
 def job(folder: Path, exported: Exported, **more: Any) -> dict[str, Any]:
-    """What a child is told: the program went through a file without weights, the weights through theirs."""
-    tensors = weight_tensors(exported.program)
+    """What a worker is told: the program went through a file without weights, the weights through theirs."""
+    weights = collect(exported.program)
     emit.write_program(folder / archive.PROGRAM, exported.program)
-    rows = write_weights(folder / archive.WEIGHTS, tensors, weight_rows(tensors, ()))
-    text = write(load(str(folder / archive.PROGRAM), "cpu"), {row.name: row for row in rows})
+    emit.write_weights(folder / archive.WEIGHTS, weights)
+    text = python_source(load(str(folder / archive.PROGRAM), "cpu"), {row.name: row for row in weights.rows})
     (folder / "program.py").write_text(text)
     return {
         "program": str(folder / "program.py"), "weights": str(folder / archive.WEIGHTS), "target": "cpu", "state": False, **more,
@@ -178,7 +176,7 @@ def test_the_program_as_python_gives_eagers_bits(
 ) -> None:
     source = load_source(model, inputs)
     exported = export(source, sizes)
-    written = Written(job(tmp_path, exported))
+    written = ProgramModule(job(tmp_path, exported))
     for pick in (0, -1):
         tensors = sample(source, {name: values[pick] for name, values in sizes.items()}).tensors
         args, kwargs = written.arrange(tensors)
@@ -190,16 +188,17 @@ def test_the_program_as_python_gives_eagers_bits(
 
 
 def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
-    written = Written(job(tmp_path, export(load_source(Everything(), everything_inputs), {"batch": (2, 5)})))
+    written = ProgramModule(job(tmp_path, export(load_source(Everything(), everything_inputs), {"batch": (2, 5)})))
     names = [name for name, _ in written.module.named_parameters(remove_duplicate=False)]
     assert len(names) > len(list(written.module.parameters()))  # the embedding and the head
 
 
 def test_buffers_that_calls_change_are_put_back(tmp_path: Path) -> None:
-    made = Written(job(tmp_path, export(load_source(Counter(), rows), {"batch": (2, 5)}), state=True))
+    made = ProgramModule(job(tmp_path, export(load_source(Counter(), rows), {"batch": (2, 5)}), state=True))
+    buffers = InitialBuffers(made.module)
     x = torch.zeros(2, 3)
     first, second = (made.outputs(made.module(x))[0] for _ in range(2))
-    made.reset()
+    buffers.restore()
     assert [float(each[0, 0]) for each in (first, second, made.outputs(made.module(x))[0])] == [1.0, 2.0, 1.0]
 
 
@@ -227,14 +226,14 @@ def test_a_users_module_is_called_as_its_forward_wants(tmp_path: Path) -> None:
         ["a", tensor[0]], ["rest_0", tensor[1]], ["rest_1", tensor[2]], ["scale", {"value": 3}],
         ["extra", {"dict": [["b", tensor[3]]]}], ["c", tensor[4]],
     ]  # fmt: skip
-    user = UserModel({"model": str(path), "target": "cpu", "state": False, "call": call})
+    user = UserModule({"model": str(path), "target": "cpu", "state": False, "call": call})
     tensors = [torch.tensor([float(10**index)]) for index in range(5)]
     args, kwargs = user.arrange(tensors)
     found = user.outputs(user.module(*args, **kwargs))
     assert [each.tolist() for each in found] == [[3 * 11111.0], [1.0]]
 
 
-def test_the_compilers_child_serves_in_this_process_too(bundle: Path, model_file: Path) -> None:
+def test_the_compilers_worker_serves_in_this_process_too(bundle: Path, model_file: Path) -> None:
     """What a fresh process does, without one: the exam's inputs in, the exam's outputs out."""
     manifest = archive.read_manifest(str(bundle))
     given = {
@@ -242,7 +241,7 @@ def test_the_compilers_child_serves_in_this_process_too(bundle: Path, model_file
         "calls": 1, "call": manifest.call["call"], "model": str(model_file),
     }  # fmt: skip
     try:
-        served = Torch("eager", given, Laps(started=0.0))
+        served = TorchModel("eager", given, Laps(started=0.0))
         served.call(0)
         served.settle(0)
         assert served.differs(0)["error"] < 1e-5 and served.prepare(0)() is not None and served.about() == {}

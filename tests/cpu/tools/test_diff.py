@@ -7,7 +7,8 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 import cgcompile
-from cgcompile.tools.diff import compare, open_bundle
+from cgcompile.tools.diff.bundle_files import open_bundle
+from cgcompile.tools.diff.compare import compare
 from cgcompile_cli import main
 from tests.cpu.conftest import MODEL
 

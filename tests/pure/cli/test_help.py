@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from cgcompile.util.progress import Event
 from cgcompile_cli import main
-from cgcompile_cli.commands import build
+from cgcompile_cli.progress import watching
 from tests.helpers import support
 from tests.helpers.places import ROOT
 
@@ -141,7 +141,7 @@ EVENTS = (
 
 def watched(capsys: pytest.CaptureFixture[str], *options: bool) -> list[str]:
     """The lines that a build writes while EVENTS happen."""
-    with build.watching(*options) as progress:
+    with watching(*options) as progress:
         for event in EVENTS:
             if progress is not None:
                 progress(event)

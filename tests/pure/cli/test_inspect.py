@@ -21,10 +21,7 @@ from cgbundle.format.spans import span
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Edge, KernelNode, Recording
 from cgcompile_cli import main, summary
-from cgcompile_cli.inspection import dot, lanes, names, nodes
-from cgcompile_cli.inspection import memory_map as memorymap
-from cgcompile_cli.inspection import memory_text as memorytext
-from cgcompile_cli.inspection import node_text as nodetext
+from cgcompile_cli.inspection import dot, lanes, memory_map, memory_text, names, nodes, program_text
 from cgcompile_cli.output import safe
 from tests.helpers import cuda_bundles, shown_bundles, support
 from tests.helpers.places import GOLDEN
@@ -50,13 +47,13 @@ def bundle(tmp_path: Path) -> Path:
     return shown_bundles.write(tmp_path / "tiny.cgb")
 
 
-def read(path: Path, which: int = 0) -> tuple[Manifest, list[list[nodes.Node]]]:
+def read(path: Path, which: int = 0) -> tuple[Manifest, list[list[nodes.NodeRow]]]:
     manifest = archive.read_manifest(str(path))
     return manifest, nodes.read_nodes(str(path), manifest, manifest.programs[which])
 
 
-def node(number: int, *after: int, what: str = "k", early: tuple[int, ...] = ()) -> nodes.Node:
-    return nodes.Node(0, number, "kernel", what, "", (1, 1, 1), (32, 1, 1), (), 0, tuple(sorted(after)), early, ())
+def node(number: int, *after: int, what: str = "k", early: tuple[int, ...] = ()) -> nodes.NodeRow:
+    return nodes.NodeRow(0, number, "kernel", what, "", (1, 1, 1), (32, 1, 1), (), 0, tuple(sorted(after)), early, ())
 
 
 # --- nodes --------------------------------------------------------------------------------------------------------
@@ -71,12 +68,12 @@ def test_nodes_come_in_an_order_in_which_they_may_run(bundle: Path) -> None:
 
 def test_what_nodes_use_has_a_name_and_a_direction_where_it_is_known(bundle: Path) -> None:
     _, ((memset, add, memcpy, combine, empty), (copy,)) = read(bundle)
-    assert nodetext.memory(memset) == "writes arena+0"
-    assert nodetext.memory(add) == "reads input x; refers to arena+512, arena+0"
-    assert nodetext.memory(memcpy) == "reads arena+0; writes arena+1024"
-    assert nodetext.memory(combine) == "refers to arena+1536 (v1), arena+512, arena+1024"
-    assert nodetext.memory(empty) == ""
-    assert nodetext.memory(copy) == "reads arena+1536 (v1); writes arena+2048 (output y)"
+    assert program_text.memory(memset) == "writes arena+0"
+    assert program_text.memory(add) == "reads input x; refers to arena+512, arena+0"
+    assert program_text.memory(memcpy) == "reads arena+0; writes arena+1024"
+    assert program_text.memory(combine) == "refers to arena+1536 (v1), arena+512, arena+1024"
+    assert program_text.memory(empty) == ""
+    assert program_text.memory(copy) == "reads arena+1536 (v1); writes arena+2048 (output y)"
     assert [each.bytes for each in (*memset.references, *memcpy.references, *copy.references)] == [256] * 5
 
 
@@ -88,10 +85,10 @@ def test_a_kernel_that_can_write_one_place_alone_writes_it(tmp_path: Path) -> No
 
     path = shown_bundles.write(tmp_path / "one.cgb", record=record)
     manifest, ((kernel,), _) = read(path)
-    assert nodetext.memory(kernel) == "reads offsets, input x+4; writes arena+512"
+    assert program_text.memory(kernel) == "reads offsets, input x+4; writes arena+512"
     written = replace(manifest, written=(0,))
     ((kernel,), _) = nodes.read_nodes(str(path), written, written.programs[0])
-    assert nodetext.memory(kernel) == "reads offsets; refers to arena+512, input x+4", "a call may change this input"
+    assert program_text.memory(kernel) == "reads offsets; refers to arena+512, input x+4", "a call may change this input"
 
 
 def test_an_early_start_is_said(tmp_path: Path) -> None:
@@ -101,8 +98,8 @@ def test_an_early_start_is_said(tmp_path: Path) -> None:
         return replace(base, nodes=base.nodes[:2], edges=(early,))
 
     _, (found, _) = read(shown_bundles.write(tmp_path / "early.cgb", record=record))
-    assert [nodetext.waits(each) for each in found] == ["", "0 early"]
-    assert not nodetext.is_chain(found) and nodetext.is_chain([node(3), node(1, 3)])
+    assert [program_text.waits(each) for each in found] == ["", "0 early"]
+    assert not program_text.is_chain(found) and program_text.is_chain([node(3), node(1, 3)])
 
 
 @pytest.mark.parametrize("name", ["gpt_two", "mlp"])
@@ -190,11 +187,11 @@ def test_nodes_as_json(bundle: Path) -> None:
 @given(st.integers(80, 200), st.lists(st.tuples(st.text("abc_", max_size=90), st.text("xyz ", max_size=200)), min_size=1))
 def test_cut_lines_fit(width: int, rows: list[tuple[str, str]]) -> None:
     whole = [("#", [str(n) for n in range(len(rows))]), ("kernel", [a for a, _ in rows]), ("memory", [b for _, b in rows])]
-    cut = dict(nodetext.fitted(whole, width))
+    cut = dict(program_text.fitted(whole, width))
     for number, (kernel, memory) in enumerate(rows):
         assert len(cut["kernel"][number]) + len(cut["memory"][number]) <= width - 4
         for full, part in ((kernel, cut["kernel"][number]), (memory, cut["memory"][number])):
-            begin, dots, end = part.partition(nodetext.DOTS)
+            begin, dots, end = part.partition(program_text.DOTS)
             assert part == full or (dots and full.startswith(begin) and full.endswith(end))
 
 
@@ -203,12 +200,12 @@ def test_cut_lines_fit(width: int, rows: list[tuple[str, str]]) -> None:
 
 def test_places_and_what_uses_them(bundle: Path) -> None:
     manifest, steps = read(bundle)
-    found = memorymap.places(manifest, manifest.programs[0], memorymap.order(steps))
+    found = memory_map.places(manifest, manifest.programs[0], memory_map.order(steps))
     assert [(each.memory, each.begin, each.end, each.name) for each in found] == [
         ("inputs", 0, 512, "input x"), ("inputs", 512, 1024, "input places"), ("arena", 0, 512, ""), ("arena", 512, 1024, ""),
         ("arena", 1024, 1536, ""), ("arena", 1536, 2048, "v1"), ("arena", 2048, 4096, "output y"),
     ]  # fmt: skip
-    assert [memorytext.strip(each.uses, 6, 80) for each in found] == [" r", "", "wxr", " x-x", "  wx", "   x-r", "     w"]
+    assert [memory_text.uses_strip(each.uses, 6, 80) for each in found] == [" r", "", "wxr", " x-x", "  wx", "   x-r", "     w"]
 
 
 def test_the_map_of_one_int_key(bundle: Path) -> None:
@@ -218,7 +215,7 @@ def test_the_map_of_one_int_key(bundle: Path) -> None:
     assert re.search(r"steps +gggggc$", result.stdout, re.MULTILINE)
     assert call("inspect", HOME / "gpt_two.cgb", "--memory").stdout.count("arena+") == 10, "a single int_key needs no --graph"
     manifest, steps = read(bundle)
-    assert memorytext.timeline(manifest.programs[0], steps, 2) == "gc", "a column with a copy says so"
+    assert memory_text.timeline(manifest.programs[0], steps, 2) == "gc", "a column with a copy says so"
 
 
 def test_the_map_of_32_int_keys_is_a_line_each(tmp_path: Path) -> None:
@@ -242,20 +239,20 @@ def test_a_cpu_bundle_has_nothing_to_draw() -> None:
 
 @given(st.dictionaries(st.integers(0, 399), st.sampled_from(nodes.HOWS)), st.integers(1, 120))
 def test_a_strip_shows_every_use(uses: dict[int, str], width: int) -> None:
-    strip = memorytext.strip(uses, 400, width)
+    strip = memory_text.uses_strip(uses, 400, width)
     step = -(-400 // width)
     assert len(strip) <= width
     for cell, letter in enumerate(strip):
         inside = {how for position, how in uses.items() if position // step == cell}
-        expected = next((memorymap.LETTERS[how] for how in memorymap.LETTERS if how in inside), None)
-        assert letter == (expected or (memorytext.BETWEEN if min(uses) // step < cell else " "))
+        expected = next((memory_map.LETTERS[how] for how in memory_map.LETTERS if how in inside), None)
+        assert letter == (expected or (memory_text.BETWEEN if min(uses) // step < cell else " "))
     assert {position // step for position in uses} <= set(range(len(strip)))
 
 
 @given(st.integers(1, 5000), st.integers(20, 200))
 def test_a_ruler_says_which_node_stands_below(total: int, width: int) -> None:
     step = -(-total // width)
-    for found in re.finditer(r"\d+", memorytext.ruler(total, width)):
+    for found in re.finditer(r"\d+", memory_text.ruler(total, width)):
         assert int(found[0]) == found.start() * step
 
 
@@ -263,9 +260,9 @@ def test_a_ruler_says_which_node_stands_below(total: int, width: int) -> None:
 def test_shades_stop_where_the_program_does(sizes: list[int], width: int) -> None:
     ends = [sum(sizes[:count]) for count in range(1, len(sizes) + 1)]
     own = sum(sizes)
-    found = [memorymap.Place("arena", e - s, e, "", {0: nodes.READS}) for s, e in zip(sizes, ends, strict=True)]
-    line = memorytext.shades(found, "arena", 2 * own, own, width)
-    assert set(line) <= {memorytext.SHADES[1]}
+    found = [memory_map.Place("arena", e - s, e, "", {0: nodes.READS}) for s, e in zip(sizes, ends, strict=True)]
+    line = memory_text.shades(found, "arena", 2 * own, own, width)
+    assert set(line) <= {memory_text.SHADES[1]}
     assert abs(len(line) - width / 2) <= 1 if own else line == ""
 
 
@@ -295,7 +292,7 @@ def test_lanes_lead_every_edge_to_its_node(data: st.DataObject) -> None:
 
 def test_a_chain_has_one_lane() -> None:
     rows = lanes.lanes([node(0), node(1, 0), node(2, 1)])
-    assert rows == [lanes.Row(0, (), (), True), lanes.Row(0, (), (0,), True), lanes.Row(0, (), (0,), False)]
+    assert rows == [lanes.LaneRow(0, (), (), True), lanes.LaneRow(0, (), (0,), True), lanes.LaneRow(0, (), (0,), False)]
 
 
 # --- --dot --------------------------------------------------------------------------------------------------------

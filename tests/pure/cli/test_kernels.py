@@ -15,7 +15,7 @@ from cgbundle.format import archive
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode
 from cgcompile_cli import main
-from cgcompile_cli.inspection.kernels import CHOICES, Kernel, kernels
+from cgcompile_cli.inspection.kernels import CHOICES, KernelLaunches, kernels
 from tests.helpers import support
 from tests.helpers.places import GOLDEN
 
@@ -37,7 +37,7 @@ def call(*arguments: object) -> Result:
     return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
-def listed(path: Path) -> list[Kernel]:
+def listed(path: Path) -> list[KernelLaunches]:
     return kernels(str(path), archive.read_manifest(str(path)))
 
 

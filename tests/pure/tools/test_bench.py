@@ -19,18 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-import cgcompile.tools.bench
-from cgbundle.format import archive, manifest_json, safetensors
+from cgbundle.format import archive, codec, safetensors
 from cgbundle.format.schema import Dimension, Manifest, Proof, TensorSpec
 from cgcompile.tools.bench import peers
-from cgcompile.tools.bench.bundle_child import Bundle
-from cgcompile.tools.bench.child import reason, time_device, time_dispatch
-from cgcompile.tools.bench.clock import PHASES, Laps
-from cgcompile.tools.bench.measuring import some
+from cgcompile.tools.bench.bundle_worker import BundleModel
+from cgcompile.tools.bench.measure import some
 from cgcompile.tools.bench.plot import svg
-from cgcompile.tools.bench.processes import Child
-from cgcompile.tools.bench.report import Error, Machine, Memory, Peer, Report, Timing, ratio
-from cgcompile_cli.commands import bench as command
+from cgcompile.tools.bench.processes import WorkerProcess
+from cgcompile.tools.bench.protocol import PHASES, Laps, reason
+from cgcompile.tools.bench.report import Benchmark, Error, Machine, Memory, Peer, Timing, ratio
+from cgcompile.tools.bench.worker import time_device, time_dispatch
+from cgcompile_cli.benchmark import precise
 from cgcompile_cli.main import app
 from tests.helpers import cuda_bundles
 from tests.helpers.fake_driver import FakeDriver, install
@@ -54,7 +53,7 @@ def peer(name: str, scale: float, why: str = "") -> Peer:
     )
 
 
-REPORT = Report(
+REPORT = Benchmark(
     path="tiny.cgb", name="tiny", target="cpu",
     machine=Machine(
         processor="a processor", cores=2, gpu="", driver=0, versions=(("torch", "2.13.0"),), load=0.1, date="2026-11-21T10:00:00Z"
@@ -155,19 +154,19 @@ def test_an_unknown_peer_is_refused_with_the_list() -> None:
 
 
 @pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A process that runs the given code."""
     monkeypatch.setenv("PYTHONPATH", os.fspath(tmp_path))
 
-    def start(code: str) -> Child:
-        (tmp_path / "measured.py").write_text("import os, sys, time\nfrom cgcompile.tools.bench.child import fail, say\n" + code)
-        return Child("measured", log=tmp_path / "log")
+    def start(code: str) -> WorkerProcess:
+        (tmp_path / "measured.py").write_text("import os, sys, time\nfrom cgcompile.tools.bench.protocol import fail, say\n" + code)
+        return WorkerProcess("measured", log=tmp_path / "log")
 
     return start
 
 
-def test_answers_are_found_among_what_a_model_prints(child: Any) -> None:
-    with child("print('loading'); say({'laps': 1}); print('{}')\nfor line in sys.stdin: say({'seconds': line.strip()})") as process:
+def test_answers_are_found_among_what_a_model_prints(start: Any) -> None:
+    with start("print('loading'); say({'laps': 1}); print('{}')\nfor line in sys.stdin: say({'seconds': line.strip()})") as process:
         assert process.answer() == {"laps": 1}
         assert [process.ask("call 0"), process.ask("call 1")] == [{"seconds": "call 0"}, {"seconds": "call 1"}]
 
@@ -183,23 +182,23 @@ def test_answers_are_found_among_what_a_model_prints(child: Any) -> None:
         ("", "ended with exit status 0"),
     ],
 )
-def test_a_process_that_fails_says_why_in_one_line(child: Any, code: str, says: str) -> None:
-    with child(code) as process, raises("peer-failed") as raised:
+def test_a_process_that_fails_says_why_in_one_line(start: Any, code: str, says: str) -> None:
+    with start(code) as process, raises("peer-failed") as raised:
         process.answer()
     assert str(raised.value) == says
 
 
-def test_a_process_that_dies_between_requests_says_why(child: Any) -> None:
-    with child("say({}); sys.stdin.readline(); sys.exit(5)") as process:
+def test_a_process_that_dies_between_requests_says_why(start: Any) -> None:
+    with start("say({}); sys.stdin.readline(); sys.exit(5)") as process:
         process.answer()
         with raises("peer-failed", match="exit status 5"):
             process.ask("call 0")
 
 
-def test_leaving_ends_a_process_and_what_it_started(child: Any, tmp_path: Path) -> None:
+def test_leaving_ends_a_process_and_what_it_started(start: Any, tmp_path: Path) -> None:
     mark = tmp_path / "worker"
     code = f"import subprocess\nworker = subprocess.Popen(['sleep', '600'])\nopen({str(mark)!r}, 'w').write(str(worker.pid))\n"
-    with child(code + "say({})\ntime.sleep(600)") as process:
+    with start(code + "say({})\ntime.sleep(600)") as process:
         process.answer()
     state = Path(f"/proc/{mark.read_text()}/stat")
     for _ in range(100):  # the system takes a moment; a dead one that nobody waits for stays as a zombie
@@ -222,12 +221,12 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The command over a report that is given; `call.given` is what the library was asked."""
     bundle = write_bundle(tmp_path / "tiny.cgb")
 
-    def run(report: Report, *arguments: str) -> Result:
-        def measure(path: str, **options: Any) -> Report:
+    def run(report: Benchmark, *arguments: str) -> Result:
+        def measure(path: str, **options: Any) -> Benchmark:
             run.given = {"path": path, **options}  # type: ignore[attr-defined]
             return report
 
-        monkeypatch.setattr(cgcompile.tools.bench, "measure", measure, raising=False)
+        monkeypatch.setattr("cgcompile.tools.bench.measure.measure", measure)
         return CliRunner().invoke(app, ["bench", str(bundle), *arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
     return run
@@ -334,7 +333,7 @@ def test_a_file_that_cannot_be_written_is_found_before_measuring(call: Any, tmp_
     ],
 )
 def test_times_have_three_digits_and_a_unit(seconds: float, like: float | None, text: str) -> None:
-    assert command.precise(seconds, like) == text
+    assert precise(seconds, like) == text
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -376,8 +375,8 @@ def test_nothing_of_a_benchmark_is_imported_by_a_build_or_by_serving() -> None:
 
 
 def test_what_runs_before_the_clocks_first_mark_imports_nothing() -> None:
-    """A child's own imports are in the time of every peer: only what the interpreter has loaded already is allowed."""
-    code = "import sys; before = set(sys.modules); import cgcompile.tools.bench.child; print(*sorted(set(sys.modules) - before))"
+    """A worker's own imports are in the time of every peer: only what the interpreter has loaded already is allowed."""
+    code = "import sys; before = set(sys.modules); import cgcompile.tools.bench.worker; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", f"import runpy, typing\n{code}"], capture_output=True, text=True, check=True)
     extra = {name for name in done.stdout.split() if not name.startswith("cgcompile")}
     assert not extra & {"json", "dataclasses", "inspect", "subprocess", "statistics", "torch", "cgbundle"}, extra
@@ -427,7 +426,7 @@ def test_the_bundles_process_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = tmp_path / "tiny.cgb"
     manifest = gpu_bundle(folder)
     job = {"bundle": str(folder), "target": "cuda", "keys": [[size] for size in cuda_bundles.KEYS], "state": False}
-    served = Bundle(job, Laps(started=0.0), stays)
+    served = BundleModel(job, Laps(started=0.0), stays)
     served.call(0)
     served.settle(1)
     assert [served.differs(key)["exact"] for key in (0, 1)] == [True, True]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgcompile.tools import capture_sizes as proposing
-from cgcompile.tools.capture_sizes import MARGIN, Proposal, choose, propose, read_trace
+from cgcompile.tools.capture_sizes import MARGIN, Proposal, choose, propose, read_request_log
 from cgcompile_cli import main
 from tests.helpers.raising import raises
 
@@ -122,7 +122,7 @@ def written(folder: Path, text: str | bytes) -> str:
 
 @pytest.mark.parametrize("text", ["8\n3\n8\n", "8\r\n3\r\n8", "\n8\n\n 3 \n8\n\n", "\ufeff8\n3\n8", "08\n3\n8\t\n"])
 def test_one_size_per_line(text: str, tmp_path: Path) -> None:
-    assert read_trace(written(tmp_path, text)) == {8: 2, 3: 1}
+    assert read_request_log(written(tmp_path, text)) == {8: 2, 3: 1}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_one_size_per_line(text: str, tmp_path: Path) -> None:
     [CSV, "\ufeff" + CSV, CSV.replace("\n", "\r\n"), "tokens\n8\n3\n8\n", "a;tokens\n1,5;8\n;3\n;8", "tokens\tb\n8\t\n3\t\n8\t"],
 )
 def test_a_column(text: str, tmp_path: Path) -> None:
-    assert read_trace(written(tmp_path, text), "tokens") == {8: 2, 3: 1}
+    assert read_request_log(written(tmp_path, text), "tokens") == {8: 2, 3: 1}
 
 
 @given(st.lists(st.integers(1, 10**15 - 1), min_size=1))
@@ -154,7 +154,7 @@ def test_what_was_written_is_counted(sizes: list[int]) -> None:
 )  # fmt: skip
 def test_lines_that_are_no_sizes(text: str | bytes, message: str, tmp_path: Path) -> None:
     with raises("request-log-invalid", match=message):
-        read_trace(written(tmp_path, text))
+        read_request_log(written(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_lines_that_are_no_sizes(text: str | bytes, message: str, tmp_path: Path
 )  # fmt: skip
 def test_columns_that_hold_no_sizes(text: str, message: str, tmp_path: Path) -> None:
     with raises("request-log-invalid", match=message):
-        read_trace(written(tmp_path, text), "tokens")
+        read_request_log(written(tmp_path, text), "tokens")
 
 
 @pytest.mark.parametrize(
@@ -180,19 +180,19 @@ def test_columns_that_hold_no_sizes(text: str, message: str, tmp_path: Path) -> 
 )  # fmt: skip
 def test_unknown_columns(text: str, message: str, tmp_path: Path) -> None:
     with raises("request-log-column-unknown", match=message):
-        read_trace(written(tmp_path, text), "tokens")
+        read_request_log(written(tmp_path, text), "tokens")
 
 
 def test_no_such_trace(tmp_path: Path) -> None:
     with raises("request-log-missing", match="no such file"):
-        read_trace(str(tmp_path / "missing"))
+        read_request_log(str(tmp_path / "missing"))
 
 
 def test_a_wrong_line_far_down_is_found_at_once(tmp_path: Path) -> None:
     path = written(tmp_path, "100000\n" * 200_000 + "x\n")
     begin = time.process_time()
     with raises("request-log-invalid", match="line 200001: 'x'"):
-        read_trace(path)
+        read_request_log(path)
     assert time.process_time() - begin < 2
 
 
@@ -200,9 +200,9 @@ def test_a_million_requests_take_a_second_or_so(tmp_path: Path) -> None:
     pick = random.Random(0)
     path = written(tmp_path, "\n".join([str(pick.randint(1, 4096)) for _ in range(1_000_000)]))
     begin = time.process_time()
-    proposals = propose(read_trace(path), 8)
+    proposals = propose(read_request_log(path), 8)
     assert time.process_time() - begin < 3, "0.4 s on the machine that this was written on: thrice and more for a slow one"
-    assert sum(read_trace(path).values()) == 1_000_000 and len(proposals) == 8
+    assert sum(read_request_log(path).values()) == 1_000_000 and len(proposals) == 8
 
 
 # --- the command ------------------------------------------------------------------------------------------------

@@ -17,13 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgbundle.errors import BundleError
-from cgbundle.format import archive, manifest_json, safetensors
+from cgbundle.errors import CgbundleError
+from cgbundle.format import archive, codec, safetensors
 from cgbundle.format.schema import FORMAT_VERSION, Alias, Exam, File, Finding, Manifest, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemsetNode, Recording, Relocation
-from cgcompile.tools.diff import UNCOUNTED, Bundle, Difference, compare, contents, graphs, manifests, open_bundle
+from cgcompile.tools.diff import contents, manifests, recordings
+from cgcompile.tools.diff.bundle_files import BundleFiles, open_bundle
+from cgcompile.tools.diff.compare import UNCOUNTED, compare
+from cgcompile.tools.diff.differences import Difference
 from cgcompile_cli import main
 from tests.helpers import cuda_bundles, support
 from tests.helpers.places import GOLDEN, ROOT
@@ -174,7 +177,7 @@ def test_everything_else_in_a_manifest_counts(golden: Path | None) -> None:
         try:
             other = decoded(changed)
             told = list(manifests.compare(manifest, other))
-        except (BundleError, IndexError, KeyError, ValueError):
+        except (CgbundleError, IndexError, KeyError, ValueError):
             continue  # such a manifest is refused when it is opened
         assert told, path
         tried += 1
@@ -303,7 +306,7 @@ def finding(rule: str, **changes: str) -> Finding:
 def test_what_a_manifest_says(change: support.Change, expected: list[str], tiny: Path) -> None:
     a = open_bundle(str(tiny))
     manifest = change(a.manifest)
-    b = Bundle(path=a.path, manifest=manifest, files={file.path: file for file in manifest.files})
+    b = BundleFiles(path=a.path, manifest=manifest, files={file.path: file for file in manifest.files})
     assert lines(compare(a, b)) == expected
     assert {row.part for row in compare(b, a)} == {row.part for row in compare(a, b)}
 
@@ -435,10 +438,10 @@ def test_a_kernel_from_another_image(gpu: Path) -> None:
 
 
 def test_kernels_added_removed_and_launched_more_often() -> None:
-    count = graphs.Counter
+    count = recordings.Counter
     a = {"gone": count({"aa": 2}), "often": count({"bb": 1}), "same": count({"cc": 5})}
     b = {"new": count({"dd": 1, "ee": 2, "ff": 1, "gg": 1}), "often": count({"bb": 3}), "same": count({"cc": 5})}
-    assert lines(tuple(graphs.kernels(a, b))) == [
+    assert lines(tuple(recordings.compare_kernels(a, b))) == [
         "kernels: new: None -> ee (2 launches), dd (1 launch), ff (1 launch), 1 more images",
         "kernels: often: bb (1 launch) -> bb (3 launches)",
         "kernels: gone: aa (2 launches) -> None",
@@ -452,7 +455,7 @@ def test_two_images_of_one_symbol_that_change_places() -> None:
         return Recording(key=(1,), functions=tuple(functions), nodes=(node, replace(node, function=1)), edges=())
 
     one, two = "1" * 64, "2" * 64
-    (row,) = graphs.recordings("g", made(one, two), made(two, one))
+    (row,) = recordings.compare_recordings("g", made(one, two), made(two, one))
     assert row.note == f"2 of 2 nodes differ, 2 in the kernel's image alone; node 0 (kernel add): image {one[:12]} -> {two[:12]}"
 
 
@@ -513,19 +516,19 @@ def _moved(number: int, at: int) -> tuple[Relocation, ...]:
     ],
 )  # fmt: skip
 def test_what_two_recordings_do(after: Recording, expected: str) -> None:
-    (row,) = graphs.recordings("g", BEFORE, after)
+    (row,) = recordings.compare_recordings("g", BEFORE, after)
     assert row.note == expected
 
 
 def test_nodes_by_kind_where_their_number_differs() -> None:
     fewer = replace(BEFORE, nodes=BEFORE.nodes[:-1], edges=())
-    assert [row.note or f"{row.a} -> {row.b}" for row in graphs.recordings("g", BEFORE, fewer)] == [
+    assert [row.note or f"{row.a} -> {row.b}" for row in recordings.compare_recordings("g", BEFORE, fewer)] == [
         "5 nodes: 2 kernel, 1 memcpy, 1 memset, 1 empty -> 4 nodes: 2 kernel, 1 memcpy, 1 memset",
         "node 4 (empty) and what follows it: only in A",
     ]
     memset: MemsetNode = BEFORE.nodes[3]  # type: ignore[assignment]
     more = replace(BEFORE, nodes=(BEFORE.nodes[0], memset, *BEFORE.nodes[1:]), edges=())
-    assert [row.note for row in graphs.recordings("g", BEFORE, more)][1] == (
+    assert [row.note for row in recordings.compare_recordings("g", BEFORE, more)][1] == (
         "alike up to node 1; node 1 (kernel add): kind kernel add -> memset"
     )
 
@@ -533,7 +536,7 @@ def test_nodes_by_kind_where_their_number_differs() -> None:
 def test_the_order_of_functions_and_edges_is_no_difference() -> None:
     kernels = [replace(each, function=1 - each.function) if isinstance(each, KernelNode) else each for each in BEFORE.nodes]
     other = replace(BEFORE, nodes=tuple(kernels), functions=BEFORE.functions[::-1], edges=BEFORE.edges[::-1])
-    assert list(graphs.recordings("g", BEFORE, other)) == []
+    assert list(recordings.compare_recordings("g", BEFORE, other)) == []
     assert isinstance(other.edges[0], Edge)
 
 
@@ -547,12 +550,12 @@ def test_a_recording_of_a_bundle(gpu: Path) -> None:
 def test_contents_of_modules() -> None:
     before = cuda_bundles.module_states("0" * 64)
     after = (replace(before[0], contents=bytes(4)), replace(before[1], relocations=()))
-    assert lines(tuple(graphs.states(before, after))) == [
+    assert lines(tuple(recordings.compare_module_states(before, after))) == [
         "module state: bias: contents 00002040 -> 00000000", "module state: table: addresses [0: weights+256] -> []",
     ]  # fmt: skip
     large = [(replace(before[0], contents=bytes(64)[:-1] + bytes([last])),) for last in (0, 1)]
-    assert [row.field for row in graphs.states(*large)] == ["contents"]
-    assert [row.change for row in graphs.states(before, before[1:])] == ["removed"]
+    assert [row.field for row in recordings.compare_module_states(*large)] == ["contents"]
+    assert [row.change for row in recordings.compare_module_states(before, before[1:])] == ["removed"]
 
 
 def test_module_states_of_a_bundle(gpu: Path) -> None:

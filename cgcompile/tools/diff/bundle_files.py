@@ -20,7 +20,7 @@ from cgbundle.validate.exam import check_exam
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bundle:
+class BundleFiles:
     """A bundle on disk: its sound manifest, and the manifest's files by path."""
 
     path: str
@@ -28,7 +28,7 @@ class Bundle:
     files: dict[str, File]
 
 
-def open_bundle(path: str) -> Bundle:
+def open_bundle(path: str) -> BundleFiles:
     """The bundle at `path`: its manifest is checked, and every file has its length.
 
     Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid, file-damaged.
@@ -37,22 +37,22 @@ def open_bundle(path: str) -> Bundle:
         manifest = archive.read_manifest(path)
         verify.check_manifest(manifest)
         archive.check_sizes(path, manifest)
-    return Bundle(path=path, manifest=manifest, files={file.path: file for file in manifest.files})
+    return BundleFiles(path=path, manifest=manifest, files={file.path: file for file in manifest.files})
 
 
-def recording(bundle: Bundle, name: str) -> Recording:
+def recording(bundle: BundleFiles, name: str) -> Recording:
     """The recording in a file of the bundle.  Raises file-damaged, table-invalid."""
     with _about(bundle.path):
         return decode(_read(bundle, name), name)
 
 
-def table(bundle: Bundle, name: str) -> Table:
+def table(bundle: BundleFiles, name: str) -> Table:
     """The columns of a recording in a file of the bundle.  Raises file-damaged, table-invalid."""
     with _about(bundle.path):
         return Table(_read(bundle, name), name)
 
 
-def module_states(bundle: Bundle) -> tuple[ModuleState, ...]:
+def module_states(bundle: BundleFiles) -> tuple[ModuleState, ...]:
     """What the data symbols of the bundle's images hold; () without any.  Raises file-damaged, table-invalid."""
     if not bundle.manifest.module_state:
         return ()
@@ -61,7 +61,7 @@ def module_states(bundle: Bundle) -> tuple[ModuleState, ...]:
 
 
 @contextmanager
-def tensors(bundle: Bundle, name: str) -> Iterator[Mapped]:
+def tensors(bundle: BundleFiles, name: str) -> Iterator[Mapped]:
     """A safetensors file of the bundle, mapped, its header checked against the manifest; the data is not hashed, gigabytes may be.
 
     Raises weights-invalid.
@@ -75,13 +75,10 @@ def tensors(bundle: Bundle, name: str) -> Iterator[Mapped]:
         mapped.close()
 
 
-_CHECKS: dict[str, Callable[[str, Manifest], None]] = {
-    archive.WEIGHTS: verify.check_weights,
-    archive.EXAM: check_exam,
-}
+_CHECKS: dict[str, Callable[[str, Manifest], None]] = {archive.WEIGHTS: verify.check_weights, archive.EXAM: verify.check_exam}
 
 
-def _read(bundle: Bundle, name: str) -> bytes:
+def _read(bundle: BundleFiles, name: str) -> bytes:
     archive.check_hash(bundle.path, bundle.files[name])
     with open(os.path.join(bundle.path, name), "rb") as file:
         return file.read()

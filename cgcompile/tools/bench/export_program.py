@@ -1,9 +1,10 @@
-"""The bundle's exported program as a Python file of plain PyTorch operations, so that a peer starts without torch.export.
+"""The bundle's exported program in the forms that peers load: a Python file, so that they start without torch.export, or ONNX.
 
-    python -m cgcompile.tools.bench.written JOB
+    python -m cgcompile.tools.bench.export_program JOB python|onnx
 
-writes `job["program"]`, with a class `Program` (a module without weights) and `WEIGHTS`: for each of its parameters and buffers the
-name, the tensor in weights.safetensors, the order of its axes in memory, and whether it is a parameter.
+`python` writes `job["program"]`: plain PyTorch operations in a class `Program`, a module without weights, and `WEIGHTS`.  A row of
+`WEIGHTS` is a parameter or buffer: its name, the tensor in weights.safetensors, the order of its axes in memory, whether it is a
+parameter.  `onnx` writes `job["onnx"]`, weights included; it needs the packages onnx and onnxscript.
 
 Private torch interfaces, in 2.11 and 2.13: `Graph.python_code` and its `globals`.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -21,6 +23,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.export.passes import move_to_device_pass
 
+from cgbundle.format import archive
 from cgbundle.format.schema import Weight
 from cgbundle.tensors.tensor import memory_order
 
@@ -28,8 +31,9 @@ from ...errors import BuildError
 from ...model.flat_module import PREFIX
 from ...partition.markers import without_markers
 from ...targets.cuda.lowering import repair
+from .protocol import fail, say
 
-HEADED = "def forward(self"
+FORWARD = "def forward(self"
 """How torch begins the code of a graph."""
 
 KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -50,31 +54,29 @@ def load(path: str, target: str) -> ExportedProgram:
     return program
 
 
-def filled(program: ExportedProgram, weights: Mapping[str, Weight], path: str) -> ExportedProgram:
+def with_weights(program: ExportedProgram, weights: Mapping[str, Weight], path: str) -> ExportedProgram:
     """`program`, changed in place, with its weights from the file at `path`; `weights` are the manifest's rows by name."""
     from safetensors.torch import load_file
 
     tensors = load_file(path)
 
-    def value(name: str) -> torch.Tensor:
+    def weight(name: str) -> torch.Tensor:
         row = weights[name.removeprefix(PREFIX)]
         order = memory_order(row.shape, row.strides)
         return tensors[row.tensor].permute(sorted(range(len(order)), key=order.__getitem__))
 
     for name, hollow in program.state_dict.items():
-        made = value(name)
-        program.state_dict[name] = torch.nn.Parameter(made, hollow.requires_grad) if _is_parameter(hollow) else made
+        made = weight(name)
+        program.state_dict[name] = (
+            torch.nn.Parameter(made, hollow.requires_grad) if isinstance(hollow, torch.nn.Parameter) else made
+        )
     for name, hollow in program.constants.items():
         if isinstance(hollow, torch.Tensor):
-            program.constants[name] = value(name)
+            program.constants[name] = weight(name)
     return program
 
 
-def _is_parameter(value: torch.Tensor) -> bool:
-    return isinstance(value, torch.nn.Parameter)
-
-
-def write(program: ExportedProgram, weights: Mapping[str, Weight]) -> str:
+def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> str:
     """The file's text; `weights` are the manifest's rows by name.  Raises peer-unwritable for what cannot be spelled."""
     inputs: list[str] = []
     rows: list[tuple[str, str, tuple[int, ...], bool]] = []
@@ -97,8 +99,8 @@ def write(program: ExportedProgram, weights: Mapping[str, Weight]) -> str:
     known: dict[str, Any] = {}
     body = "\n".join(_class("Graph", program.graph_module, known))
     given = ", ".join(name for name in inputs if not name.startswith("self."))
-    spelled = "\n".join(_spell(name, value) for name, value in sorted(known.items()))
-    return f"""{spelled}
+    definitions = "\n".join(_definition(name, value) for name, value in sorted(known.items()))
+    return f"""{definitions}
 
 WEIGHTS = {rows!r}
 
@@ -123,7 +125,7 @@ def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
     for word, value in code.globals.items():
         if known.setdefault(word, value) is not value and value == value:
             raise BuildError("peer-unwritable", f"program.pt2: {word!r} means two things in its graphs")
-    head, found, source = code.src.partition(HEADED)
+    head, found, source = code.src.partition(FORWARD)
     if not found or head.strip():
         raise BuildError("peer-unwritable", "program.pt2: torch writes the code of a graph in another way than cgcompile knows")
     yield f"class {name}(torch.nn.Module):"
@@ -134,34 +136,34 @@ def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _spell(name: str, value: Any) -> str:
-    """The line that gives `name` its meaning.  Raises peer-unwritable."""
+def _definition(name: str, value: Any) -> str:
+    """The line that defines `name` as `value`.  Raises peer-unwritable."""
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
     if isinstance(value, float):
         return f'{name} = float("{value}")'
     if value is type(None):
         return f"{name} = type(None)"
-    home, word = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if home and word and getattr(sys.modules.get(home), word, None) is value:
-        return f"from {home} import {word} as {name}"
+    module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module and attribute and getattr(sys.modules.get(module), attribute, None) is value:
+        return f"from {module} import {attribute} as {name}"
     raise BuildError("peer-unwritable", f"program.pt2: its code uses {value!r}, which cannot be imported by a name")
 
 
-def main(path: str) -> None:
-    """Writes the file that the job names, or says why not."""
-    from cgbundle.format import archive
-
-    from .child import fail
-
+def main(path: str, form: str) -> None:
+    """Writes the file that the job names; answers when it is there, or why it is not."""
     sys.excepthook = fail
     with open(path) as file:
         job = json.load(file)
-    manifest = archive.read_manifest(job["bundle"])
-    program = load(f"{job['bundle']}/{archive.PROGRAM}", job["target"])
-    text = write(program, {row.name: row for row in manifest.weights})
-    with open(job["program"], "w") as file:
-        file.write(text)
+    weights = {row.name: row for row in archive.read_manifest(job["bundle"]).weights}
+    program = load(f"{job['bundle']}/{archive.PROGRAM}", job["target"] if form == "python" else "cpu")
+    if form == "python":
+        with open(job["program"], "w") as file:
+            file.write(python_source(program, weights))
+    else:
+        warnings.filterwarnings("ignore")
+        torch.onnx.export(with_weights(program, weights, job["weights"]), f=job["onnx"], dynamo=True, verbose=False)
+    say({})
 
 
 if __name__ == "__main__":

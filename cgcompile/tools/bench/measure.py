@@ -1,6 +1,6 @@
-"""The benchmark: fresh processes in turns for cold starts, then one process per peer whose calls are timed in turns.
+"""The benchmark: fresh workers in turns for cold starts, then one worker per peer whose calls are timed in turns.
 
-Turns, because a machine drifts: what slows one peer down for a while slows down the others as much.
+In turns, because a machine drifts: what slows down one peer for a while slows down the others as much.
 """
 
 from __future__ import annotations
@@ -21,26 +21,24 @@ from cgbundle.validate import bundle as verify
 
 from ...errors import BuildError
 from ...util.progress import Stages, Watcher, silent
-from .clock import PHASES, STAY
-from .jobs import write
-from .machine import machine
-from .peers import TORCH, choose
-from .processes import Child, compiler_cache
-from .report import BUNDLE, Error, Memory, Peer, Report, Timing
+from .peers import PEERS, TORCH, choose
+from .processes import WorkerProcess, compiler_cache, write_job
+from .protocol import PHASES, STAY
+from .report import BUNDLE, Benchmark, Error, Memory, Peer, Timing, this_machine
 
 ROUNDS = 5
 SHOWN = 4
-"""int_keys that are measured without being asked: each is compiled and captured by every peer that does so."""
+"""int_keys that are measured without being asked for: peers compile or capture each of them."""
 
 COLD, WARM = "compile", "compile-warm"
-"""The two peers that differ in their cache alone: the first fills it, once; calls are timed in one process for both."""
+"""Peers that differ in their cache alone: the first fills it, once; calls are timed in one worker for both."""
 
-HOW = {COLD: "compile", WARM: "compile"}
-"""What a child is told to be, where it is not the peer's own name."""
+WORKER = {COLD: "compile", WARM: "compile"}
+"""What a worker is told to be, where it is not the peer's own name."""
 
 
 @dataclass(kw_only=True, slots=True)
-class _Found:
+class _PeerState:
     """What is known of one peer so far."""
 
     starts: list[tuple[float, ...]] = field(default_factory=list)
@@ -59,17 +57,17 @@ def measure(
     rounds: int = ROUNDS,
     model: str = "",
     progress: Watcher | None = None,
-) -> Report:
-    """Measures the bundle at `path` beside its peers, and compares everybody's outputs with the exam's.
+) -> Benchmark:
+    """Measures the bundle at `path` beside its peers, and compares all outputs with the exam's.
 
-    `against`: names among `peers.PEERS` (default: all that this bundle's target has; those whose packages are missing are skipped
-    and say so).  `keys`: int_keys of the bundle (default: all, or four of many).  `rounds`: fresh processes per peer, and turns of
-    timed calls; torch.compile with an empty cache is measured once.  `model`: a model.py or package.module:attribute that PyTorch
-    runs instead of the bundle's own program.  A peer that fails has a row that says why.  KeyboardInterrupt ends the measuring:
-    what was found by then is returned.
+    - `against`: names among `peers.PEERS`; default: all that this bundle's target has.
+    - `keys`: int_keys of the bundle; default: all, or four of many.
+    - `rounds`: fresh workers per peer, and turns of timed calls; torch.compile with an empty cache is measured once.
+    - `model`: a model.py or package.module:attribute that PyTorch runs instead of the bundle's own program.
 
-    Raises peer-unknown, source-missing, bench-failed where the bundle itself does not run, and what cgbundle finds wrong with the
-    bundle; ValueError for rounds below 1 or an int_key that the bundle lacks.
+    A peer that fails, or whose packages are missing, has a row that says why.  KeyboardInterrupt ends the measuring: what was found
+    by then is returned.  Raises peer-unknown, source-missing, bench-failed where the bundle does not run, and the errors of a bad
+    bundle.  ValueError: rounds below 1, or an int_key that the bundle lacks.
     """
     folder = os.path.abspath(path)
     manifest = archive.read_manifest(os.fspath(path))
@@ -82,13 +80,15 @@ def measure(
     chosen = [key for key in recorded if key in keys] if keys else some(recorded)
     live, skipped = choose(against, manifest.target.kind)
     peers = [BUNDLE, *live]
-    found = {name: _Found(why=skipped.get(name, "")) for name in (BUNDLE, *_ordered([*live, *skipped]))}
+    found = {
+        name: _PeerState(why=skipped.get(name, "")) for name in (BUNDLE, *[name for name in PEERS if name in {*live, *skipped}])
+    }
     load = os.getloadavg()[0]
     interrupted = False
     with tempfile.TemporaryDirectory(prefix="cgcompile-bench-") as scratch:
         run = _Run(
             folder=Path(scratch),
-            job=write(folder, manifest, chosen, model, Path(scratch)),
+            job=write_job(folder, manifest, chosen, model, Path(scratch)),
             found=found,
             manifest=manifest,
             keys=chosen,
@@ -100,11 +100,11 @@ def measure(
             run.calls(peers, rounds, stages)
         except KeyboardInterrupt:
             interrupted = True
-    return Report(
+    return Benchmark(
         path=os.fspath(path),
         name=manifest.name,
         target=manifest.target.kind,
-        machine=machine(found[BUNDLE].about, load),
+        machine=this_machine(found[BUNDLE].about, load),
         keys=tuple(chosen),
         names=tuple([name_key(manifest, key) for key in chosen]),
         recorded=len(recorded),
@@ -127,31 +127,35 @@ def some(keys: Sequence[IntKey], limit: int = SHOWN) -> list[IntKey]:
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """The processes of one benchmark, with a working folder; `found` is filled."""
+    """The workers of one benchmark, with a working folder; `found` is filled."""
 
     folder: Path
     job: Path
-    found: dict[str, _Found]
+    found: dict[str, _PeerState]
     manifest: Manifest
     keys: Sequence[IntKey]
 
     def prepare(self, peers: Sequence[str], stages: Stages) -> None:
         """The bundle once, to see whether it runs; then what peers run: the program as Python, and as ONNX for ONNX Runtime."""
         torch = [name for name in peers if name in TORCH]
-        jobs = [(torch, "cgcompile.tools.bench.written", "the program as Python")] if torch and not self._own_model() else []
+        exports = [(torch, "python", "the program as Python")] if torch and not self._own_model() else []
         if "ort" in peers:
-            jobs.append((["ort"], "cgcompile.tools.bench.ort_child", "the program for ONNX Runtime"))
+            exports.append((["ort"], "onnx", "the program for ONNX Runtime"))
         with stages("prepare") as tell:
             self._start(BUNDLE, tell, "", measured=False)
-            for names, module, what in jobs:
+            for names, form, what in exports:
                 tell(what)
-                with self._failing(*names), Child(module, self.job, log=self.folder / "prepare.log") as child:
-                    child.finish()
-            tell(", ".join(["the bundle runs", *(what for _, _, what in jobs)]))
+                log = self.folder / "prepare.log"
+                with (
+                    self._failing(*names),
+                    WorkerProcess("cgcompile.tools.bench.export_program", self.job, form, log=log) as worker,
+                ):
+                    worker.answer()
+            tell(", ".join(["the bundle runs", *(what for _, _, what in exports)]))
 
     def cold(self, peers: Sequence[str], rounds: int, stages: Stages) -> None:
-        """Fresh processes: once to warm the page cache (torch.compile, whose own cache is empty then, is measured), then `rounds`
-        times in turns."""
+        """Fresh workers: once to warm the page cache, then `rounds` times in turns.  torch.compile is measured the first time, too:
+        its own cache is empty then."""
         turns = [name for name in peers if name != COLD]
         with stages("warm up") as tell:
             for name in turns:
@@ -166,49 +170,51 @@ class _Run:
             tell(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
 
     def calls(self, peers: Sequence[str], rounds: int, stages: Stages) -> None:
-        """One process per peer, all alive at once; one after the other times calls for a moment."""
+        """One worker per peer, all alive at once; one after the other times calls for a moment."""
         several = COLD in peers and WARM in peers
         timed = [name for name in peers if not (several and name == WARM)]
-        whats = ("call",) if self.manifest.target.kind == "cpu" else ("device", "dispatch")
+        kinds = ("call",) if self.manifest.target.kind == "cpu" else ("device", "dispatch")
         with stages("calls") as tell, ExitStack() as stack:
-            children: dict[str, Child] = {}
+            workers: dict[str, WorkerProcess] = {}
             for name in timed:
                 if self.found[name].why:
                     continue
                 tell(f"starting {name}")
                 with self._failing(name):
-                    child = stack.enter_context(self._child(name, self._cache(), STAY))
-                    self._take(name, child.answer(), start=False)
-                    children[name] = child
+                    worker = stack.enter_context(self._worker(name, self._cache(), STAY))
+                    self._take(name, worker.answer(), start=False)
+                    workers[name] = worker
             for index in range(rounds):
                 for number in range(len(self.keys)):
-                    for what in whats:
-                        for name, child in list(children.items()):
+                    for what in kinds:
+                        for name, worker in list(workers.items()):
                             tell(f"round {index + 1} of {rounds}, {name}")
                             with self._failing(name):
-                                seconds = child.ask(f"{what} {number}")["seconds"]
+                                seconds = worker.ask(f"{what} {number}")["seconds"]
                                 self.found[name].seconds.setdefault((what, number), []).append(seconds)
                             if self.found[name].why:
-                                del children[name]
+                                del workers[name]
             tell(f"{rounds} round{'s' if rounds > 1 else ''} in turns")
 
     def _start(self, name: str, tell: Callable[[str], None], when: str, measured: bool = True) -> None:
         """One cold start."""
         if not self.found[name].why:
             tell(f"{when}{name}")
-            with self._failing(name), self._child(name, self._cache() if name == WARM else {}) as child:
-                self._take(name, child.answer(), start=measured)
+            with self._failing(name), self._worker(name, self._cache() if name == WARM else {}) as worker:
+                self._take(name, worker.answer(), start=measured)
 
     def _fill(self, name: str, tell: Callable[[str], None]) -> None:
         """torch.compile with an empty cache, which is warm afterwards."""
         if not self.found[name].why:
             tell(f"{COLD}, empty cache")
-            with self._failing(*[each for each in (COLD, WARM) if each in self.found]), self._child(COLD, self._cache()) as child:
-                self._take(name, child.answer(), start=name == COLD)
+            with self._failing(*[each for each in (COLD, WARM) if each in self.found]), self._worker(COLD, self._cache()) as worker:
+                self._take(name, worker.answer(), start=name == COLD)
 
-    def _child(self, name: str, environment: dict[str, str], *more: str) -> Child:
+    def _worker(self, name: str, environment: dict[str, str], *more: str) -> WorkerProcess:
         log = self.folder / f"{name}.log"
-        return Child("cgcompile.tools.bench.child", HOW.get(name, name), self.job, *more, log=log, environment=environment)
+        return WorkerProcess(
+            "cgcompile.tools.bench.worker", WORKER.get(name, name), self.job, *more, log=log, environment=environment
+        )
 
     def _cache(self) -> dict[str, str]:
         return compiler_cache(self.folder / "cache")
@@ -217,7 +223,7 @@ class _Run:
         return bool(json.loads(self.job.read_text())["model"])
 
     def _take(self, name: str, answer: dict[str, Any], start: bool) -> None:
-        """What a child reported.  A start that is not measured still says whether the outputs are right."""
+        """What a worker answered.  A start that is not measured still says whether the outputs are right."""
         found = self.found[name]
         if start:
             found.starts.append(tuple([answer["laps"].get(phase, 0.0) for phase in PHASES]))
@@ -256,13 +262,7 @@ class _Run:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def _ordered(names: Sequence[str]) -> list[str]:
-    from .peers import PEERS
-
-    return [name for name in PEERS if name in names]
-
-
-def _peer(name: str, found: _Found, keys: Sequence[IntKey]) -> Peer:
+def _peer(name: str, found: _PeerState, keys: Sequence[IntKey]) -> Peer:
     timings = [Timing(what=what, key=keys[number], seconds=tuple(seconds)) for (what, number), seconds in found.seconds.items()]
     return Peer(
         name=name,
@@ -274,7 +274,7 @@ def _peer(name: str, found: _Found, keys: Sequence[IntKey]) -> Peer:
     )
 
 
-def _notes(found: dict[str, _Found], manifest: Manifest, model: str, load: float) -> list[tuple[str, str]]:
+def _notes(found: dict[str, _PeerState], manifest: Manifest, model: str, load: float) -> list[tuple[str, str]]:
     """What one must know to read the numbers."""
     notes = []
     cores = len(os.sched_getaffinity(0))

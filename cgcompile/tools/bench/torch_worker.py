@@ -1,7 +1,7 @@
-"""PyTorch in a measured process: eager, torch.compile, or CUDA graphs captured by hand.
+"""PyTorch in a worker: eager, torch.compile, or CUDA graphs captured by hand.
 
-The model is the user's own module, or the bundle's program written as Python (`written`), which starts faster than most modules do:
-nothing is built and initialized before its weights are loaded.
+The model is the user's own module, or the bundle's program as Python source (`export_program`).  The latter starts faster than most
+modules: nothing is built and initialized before its weights are loaded.
 
 Private torch interfaces, in 2.11 and 2.13: `torch._dynamo.config.recompile_limit`, `torch._dynamo.utils.counters`.
 """
@@ -15,15 +15,16 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .clock import Laps
+    from .protocol import Laps
 
 WARMUPS = 3
-"""Runs before a capture, as PyTorch's documentation has them; and calls of torch.compile with mode="reduce-overhead" until an
-int_key is replayed: one that runs, one that records, one that replays."""
+"""Runs before a capture, as PyTorch's documentation has them.
+
+As many calls bring torch.compile with mode="reduce-overhead" to replaying an int_key: one runs, one records, one replays."""
 
 
-class Torch:
-    """`child.Served` in PyTorch, `how` being eager, compile or manual."""
+class TorchModel:
+    """A `worker.ServedModel`, `how` being eager, compile or manual."""
 
     def __init__(self, how: str, job: dict[str, Any], laps: Laps) -> None:
         torch.set_grad_enabled(False)
@@ -32,28 +33,25 @@ class Torch:
         self._device = job["target"]
         self._gpu = self._device == "cuda"
         self._free = torch.cuda.mem_get_info()[0] if self._gpu else 0
-        self._model = UserModel(job) if job["model"] else Written(job)
+        self._model = UserModule(job) if job["model"] else ProgramModule(job)
+        self._buffers = InitialBuffers(self._model.module) if job["state"] else None
         laps.mark("load")
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _CapturedGraph] = {}
         self._pool: Any = None
         self._function = self._model.module
         if how == "compile":
             torch._dynamo.config.recompile_limit = max(8, len(job["keys"]) + 1)
             self._function = torch.compile(self._function, mode="reduce-overhead" if self._gpu else None, dynamic=False)
             laps.mark("import")  # of the compiler
-        from .exam_tensors import stored
-
-        self._given = [stored(job, key, "input") for key in range(len(job["keys"]))]
+        self._given = [_stored(job, key, "input") for key in range(len(job["keys"]))]
         laps.skip()
 
     def call(self, key: int) -> None:
-        """See `child.Served`."""
         given = self._fresh(key)
         for output in self._model.outputs(self._run(key, given)):
             output.to("cpu")
 
     def settle(self, key: int) -> None:
-        """See `child.Served`."""
         needed = WARMUPS if self._how == "compile" and self._gpu else 1
         for _ in range(needed if key else needed - 1):
             if needed > 1:
@@ -62,16 +60,15 @@ class Torch:
         self.synchronize()
 
     def differs(self, key: int) -> dict[str, Any]:
-        """See `child.Served`."""
         from ...util.tolerance import largest_error
-        from .exam_tensors import stored
 
-        self._model.reset()
+        if self._buffers is not None:
+            self._buffers.restore()
         for _ in range(self._job["calls"]):
             given = self._fresh(key)
             made = [output.to("cpu", copy=True) for output in self._model.outputs(self._run(key, given))]
         made += [given[index].to("cpu") for index in self._job["written"]]
-        expected = [*stored(self._job, key, "output"), *stored(self._job, key, "written")]
+        expected = [*_stored(self._job, key, "output"), *_stored(self._job, key, "written")]
         if len(made) != len(expected):
             raise SystemExit(f"the model gave {len(made)} tensors, the bundle's exam has {len(expected)}")
         pairs = list(zip(expected, made, strict=True))
@@ -79,7 +76,6 @@ class Torch:
         return {"error": max(errors), "exact": all(torch.equal(want, got) for want, got in pairs)}
 
     def prepare(self, key: int) -> Callable[[], object]:
-        """See `child.Served`."""
         given = self._fresh(key)
         if self._how == "manual":
             return lambda: self._run(key, given)
@@ -87,7 +83,6 @@ class Torch:
         return lambda: function(*args, **kwargs)
 
     def synchronize(self) -> None:
-        """See `child.Served`."""
         if self._gpu:
             torch.cuda.synchronize()
 
@@ -102,7 +97,6 @@ class Torch:
         return float(start.elapsed_time(end)) / 1000
 
     def about(self) -> dict[str, Any]:
-        """See `child.Served`."""
         found: dict[str, Any] = {}
         if self._gpu:
             found["device"] = self._free - torch.cuda.mem_get_info()[0]
@@ -137,11 +131,12 @@ class Torch:
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = self._function(*args, **kwargs)
         self._pool = self._pool or graph.pool()
-        self._graphs[key] = _Graph(graph, static, outputs)
-        self._model.reset()
+        self._graphs[key] = _CapturedGraph(graph, static, outputs)
+        if self._buffers is not None:
+            self._buffers.restore()
 
 
-class _Graph:
+class _CapturedGraph:
     """A graph captured by hand, with its static inputs and outputs."""
 
     def __init__(self, graph: Any, static: Sequence[torch.Tensor], outputs: Any) -> None:
@@ -160,8 +155,22 @@ class _Graph:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-class Written:
-    """The bundle's program as Python, with the bundle's weights."""
+class InitialBuffers:
+    """The buffers of a module as they are now, by name: a call may put another tensor in their place."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._values = {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+    def restore(self) -> None:
+        """Puts back what calls have changed."""
+        for name, buffer in self._module.named_buffers():
+            if name in self._values:
+                buffer.copy_(self._values[name])
+
+
+class ProgramModule:
+    """The bundle's program as Python source, with the bundle's weights."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from safetensors.torch import load_file
@@ -178,7 +187,6 @@ class Written:
                 self.module.register_parameter(name, placed[tensor, order, parameter])
             else:
                 self.module.register_buffer(name, placed[tensor, order, parameter])
-        self._start = _state(self.module) if job["state"] else {}
 
     def arrange(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         """(args, kwargs) of a call."""
@@ -189,19 +197,14 @@ class Written:
         found: Sequence[torch.Tensor] = result
         return found
 
-    def reset(self) -> None:
-        """Puts buffers that calls change back to what they start with."""
-        _restore(self.module, self._start)
 
-
-class UserModel:
+class UserModule:
     """The user's own module with its own weights."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from ...model.load import load_source
 
         self.module: Any = load_source(job["model"]).model.to(job["target"])
-        self._start = _state(self.module) if job["state"] else {}
         from cgbundle.format.pytree import builder
 
         self._call = [(name, builder(tree)) for name, tree in job["call"]]
@@ -227,16 +230,35 @@ class UserModel:
         return args, kwargs
 
     def outputs(self, result: Any) -> Sequence[torch.Tensor]:
-        """See `Written`."""
+        """See `ProgramModule`."""
         from ...model.pytree import describe
 
         leaves: list[tuple[str, torch.Tensor]] = []
         describe(result, "", leaves)
         return [tensor for _, tensor in leaves]
 
-    def reset(self) -> None:
-        """See `Written`."""
-        _restore(self.module, self._start)
+
+def _stored(job: dict[str, Any], key: int, kind: str) -> list[torch.Tensor]:
+    """The exam's tensors of one kind (input, output, written) at an int_key, on the CPU; inputs in the signature's layout."""
+    from cgbundle.format import archive  # late: the start of a peer is measured without it
+    from cgbundle.format.safetensors import Mapped
+
+    count = {"input": range(len(job["orders"])), "output": range(job["outputs"]), "written": job["written"]}[kind]
+    exam = Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)
+    try:
+        found = []
+        for index in count:
+            name = archive.exam_entry(job["keys"][key], kind, index)
+            row, data = exam.entries[name], bytearray(exam.data(name))
+            dtype = getattr(torch, row.dtype)
+            value = torch.frombuffer(data, dtype=dtype).reshape(row.shape) if data else torch.empty(row.shape, dtype=dtype)
+            if kind == "input":
+                order = job["orders"][index]
+                value = value.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
+            found.append(value)
+        return found
+    finally:
+        exam.close()
 
 
 def _imported(path: str) -> Any:
@@ -255,13 +277,3 @@ def _position(function: Any, name: str) -> int:
     import inspect
 
     return list(inspect.signature(function).parameters).index(name)
-
-
-def _state(module: Any) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-
-def _restore(module: Any, start: dict[str, torch.Tensor]) -> None:
-    for name, buffer in module.named_buffers():
-        if name in start:
-            buffer.copy_(start[name])

@@ -8,10 +8,10 @@ from hashlib import sha256
 
 from cgbundle.tables.recording import ModuleState, Recording
 
-from .differences import Difference, Row, numbered, rows_beside
-from .manifests import regions, spelled
+from .bundle_files import BundleFiles, recording, table
+from .differences import Difference, Row, compare_rows, unique_names
+from .manifests import key_text, step_regions
 from .nodes import DIGITS, IMAGE, changes, kind, place, title
-from .reading import Bundle, recording, table
 
 Launches = Mapping[str, Counter[str]]
 """Symbol -> SHA-256 of an image -> launches per call, summed over all int_keys."""
@@ -20,7 +20,7 @@ SHOWN = 3
 """Images of one symbol that are named before the rest is counted."""
 
 
-def launches(bundle: Bundle) -> Launches:
+def launches(bundle: BundleFiles) -> Launches:
     """What the bundle's recordings launch.  Raises file-damaged, table-invalid."""
     found: dict[str, Counter[str]] = {}
     for name in files(bundle).values():
@@ -30,13 +30,13 @@ def launches(bundle: Bundle) -> Launches:
     return found
 
 
-def same_tables(a: Bundle, b: Bundle) -> bool:
+def same_tables(a: BundleFiles, b: BundleFiles) -> bool:
     """Whether both have the same recordings, by their hashes."""
     hashes = [{where: found.files[name].sha256 for where, name in files(found).items()} for found in (a, b)]
     return hashes[0] == hashes[1]
 
 
-def kernels(a: Launches, b: Launches) -> Iterator[Difference]:
+def compare_kernels(a: Launches, b: Launches) -> Iterator[Difference]:
     """Symbols that only one launches, or from other images, or not as often; those launched most first."""
     for symbol in sorted({*a, *b}, key=lambda name: (-max(a.get(name, Counter()).total(), b.get(name, Counter()).total()), name)):
         mine, theirs = a.get(symbol, Counter()), b.get(symbol, Counter())
@@ -61,15 +61,15 @@ def _images(found: Counter[str]) -> str:
     return ", ".join([*texts, *([f"{len(found) - SHOWN} more images"] if len(found) > SHOWN else [])]) or "none"
 
 
-def nodes(a: Bundle, b: Bundle) -> Iterator[Difference]:
+def compare_nodes(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
     """Per int_key and region of both: the number of nodes by kind, the first one that differs, and the edges."""
     theirs = files(b)
     for where, name in files(a).items():
         if where in theirs and a.files[name].sha256 != b.files[theirs[where]].sha256:
-            yield from recordings(where, recording(a, name), recording(b, theirs[where]))
+            yield from compare_recordings(where, recording(a, name), recording(b, theirs[where]))
 
 
-def recordings(where: str, a: Recording, b: Recording) -> Iterator[Difference]:
+def compare_recordings(where: str, a: Recording, b: Recording) -> Iterator[Difference]:
     """The differences between two recordings, under the name `where`."""
     counts = [Counter([kind(node) for node in found.nodes]) for found in (a, b)]
     if counts[0] != counts[1]:
@@ -106,10 +106,10 @@ def _kinds(counts: Counter[str]) -> str:
     return f"{counts.total()} nodes: " + (", ".join([f"{number} {name}" for name, number in counts.most_common()]) or "none")
 
 
-def states(a: Sequence[ModuleState], b: Sequence[ModuleState]) -> Iterator[Difference]:
+def compare_module_states(a: Sequence[ModuleState], b: Sequence[ModuleState]) -> Iterator[Difference]:
     """What the data symbols of images hold: which symbol, its contents, and the addresses in them."""
-    yield from rows_beside(
-        "module state", *[numbered([(each.symbol, _state(each)) for each in found]) for found in (a, b)], ordered=False
+    yield from compare_rows(
+        "module state", *[unique_names([(each.symbol, _state(each)) for each in found]) for found in (a, b)], ordered=False
     )
 
 
@@ -122,11 +122,11 @@ def _state(state: ModuleState) -> Row:
     }
 
 
-def files(bundle: Bundle) -> dict[str, str]:
+def files(bundle: BundleFiles) -> dict[str, str]:
     """The file of every recording, by int_key and region: `batch=8, model`."""
     manifest, found = bundle.manifest, []
     for program in manifest.programs:
-        names = regions(manifest, program)
+        names = step_regions(manifest, program)
         steps = zip(names, program.steps, strict=True)
-        found += [(f"{spelled(manifest, program.key)}, {name}", step.file) for name, step in steps if step.kind == "graph"]
-    return numbered(found)
+        found += [(f"{key_text(manifest, program.key)}, {name}", step.file) for name, step in steps if step.kind == "graph"]
+    return unique_names(found)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from cgbundle.format import archive
 
-from . import contents, graphs, manifests
+from . import contents, manifests, recordings
+from .bundle_files import BundleFiles, module_states
 from .differences import Difference
-from .reading import Bundle, module_states
 
 UNCOUNTED = ("created", "source", "machine")
 """What of a bundle's provenance is no difference: where and when it was built, not what it is."""
@@ -20,33 +20,33 @@ PARTS = (
 """The parts, in the order in which they are told."""
 
 
-def compare(a: Bundle, b: Bundle) -> tuple[Difference, ...]:
+def compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
     """Everything that differs, by part; () for two builds of the same thing.
 
     Files to which both manifests give the same SHA-256 are not read: `cgcompile verify` says whether they have it.
     Raises file-damaged, table-invalid, weights-invalid for a file that has to be read and is damaged.
     """
     rows = [*manifests.compare(a.manifest, b.manifest), *contents.weights(a, b), *contents.exam(a, b)]
-    same = graphs.same_tables(a, b)
-    launched = [{} if same else graphs.launches(each) for each in (a, b)]
-    rows += [*graphs.kernels(*launched), *graphs.nodes(a, b)]
+    same = recordings.same_tables(a, b)
+    launched = [{} if same else recordings.launches(each) for each in (a, b)]
+    rows += [*recordings.compare_kernels(*launched), *recordings.compare_nodes(a, b)]
     if _state_hash(a) != _state_hash(b):
-        rows += graphs.states(module_states(a), module_states(b))
+        rows += recordings.compare_module_states(module_states(a), module_states(b))
     told = {row.part for row in rows}
     rows += contents.files(a, b, {*_told(a, launched[0], told), *_told(b, launched[1], told)})
     return tuple(sorted(rows, key=lambda row: PARTS.index(row.part)))
 
 
-def _state_hash(bundle: Bundle) -> str:
+def _state_hash(bundle: BundleFiles) -> str:
     return bundle.files[bundle.manifest.module_state].sha256 if bundle.manifest.module_state else ""
 
 
-def _told(bundle: Bundle, launched: graphs.Launches, parts: set[str]) -> Iterator[str]:
+def _told(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -> Iterator[str]:
     """The files whose differences, if any, are those of `parts` that were told of.
 
     A recording that differs in nothing that was told differs in bytes that no kernel reads.
     """
-    yield from graphs.files(bundle).values()
+    yield from recordings.files(bundle).values()
     yield from [f"kernels/{image}" for images in launched.values() for image in images]
     if "weights" in parts:
         yield archive.WEIGHTS

@@ -1,22 +1,23 @@
-"""The bundle in a measured process: cgbundle and the standard library alone, as a server without torch has them."""
+"""The bundle in a worker: cgbundle and the standard library alone, as a server without torch has them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .protocol import difference
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cgbundle.cuda.driver import Context
-    from cgbundle.format.safetensors import Mapped
     from cgbundle.tensors.tensor import Tensor
 
-    from .clock import Laps
+    from .protocol import Laps
 
 
-class Bundle:
-    """`child.Served`.  A process that `stays` on a GPU times calls with inputs on the GPU and outputs="view"; all others take and
-    give tensors in host memory, outputs="copy"."""
+class BundleModel:
+    """A `worker.ServedModel`.  A worker that `stays` on a GPU times calls with inputs on the GPU and outputs="view".
+    All others take and give tensors in host memory, outputs="copy"."""
 
     def __init__(self, job: dict[str, Any], laps: Laps, stays: bool) -> None:
         import cgbundle
@@ -47,7 +48,6 @@ class Bundle:
         laps.skip()
 
     def call(self, key: int) -> None:
-        """See `child.Served`."""
         for output in self._program.replay(self._given[key]):
             _plain(output)
 
@@ -57,27 +57,21 @@ class Bundle:
             self.call(key)
 
     def differs(self, key: int) -> dict[str, Any]:
-        """As `cgbundle.exam` compares."""
         from cgbundle import exam
         from cgbundle.format import archive
 
         if self._resets:
             self._program.reset()
-        number = self._keys[key]
+        int_key = self._keys[key]
         for _ in range(self._program.manifest.exam.calls):
-            given = exam.inputs_of(self._exam, self._program.manifest, number)
+            given = exam.inputs_of(self._exam, self._program.manifest, int_key)
             made = [_plain(output) for output in self._program.replay(given)]
         found = [("output", index, value) for index, value in enumerate(made)]
         found += [("written", index, given[index]) for index in self._program.manifest.written]
-        worst, exact = 0.0, True
-        for kind, index, value in found:
-            expected, got = _stored(self._exam, archive.exam_entry(number, kind, index)), value.tobytes()
-            if expected != got:
-                exact, worst = False, max(worst, exam.relative_error(value.dtype, expected, got))
-        return {"error": worst, "exact": exact}
+        expected = [bytes(self._exam.data(archive.exam_entry(int_key, kind, index))) for kind, index, _ in found]
+        return difference([(value.dtype, data, value.tobytes()) for (_, _, value), data in zip(found, expected, strict=True)])
 
     def prepare(self, key: int) -> Callable[[], object]:
-        """See `child.Served`."""
         given = (
             [self._upload(tensor, index) for index, tensor in enumerate(self._given[key])] if self._context else self._given[key]
         )
@@ -86,7 +80,6 @@ class Bundle:
         return lambda: program(*arguments)
 
     def synchronize(self) -> None:
-        """See `child.Served`."""
         from cgbundle.cuda import driver
 
         assert self._context is not None
@@ -114,7 +107,6 @@ class Bundle:
         return milliseconds / 1000
 
     def about(self) -> dict[str, Any]:
-        """See `child.Served`."""
         if not self._gpu:
             return {}
         from cgbundle.cuda import driver
@@ -127,8 +119,7 @@ class Bundle:
         return found
 
     def _upload(self, value: Tensor, index: int) -> Tensor:
-        """`value` on the GPU, its axes in memory as the signature wants them: there the runtime rearranges no tensor that belongs
-        to no library."""
+        """`value` on the GPU, its axes in memory as the signature wants them: there the runtime rearranges no such tensor."""
         from cgbundle.cuda import driver
         from cgbundle.tensors import tensor
 
@@ -148,7 +139,3 @@ def _plain(output: Any) -> Tensor:
     """An output as a tensor, also one that is handed out as a view."""
     made: Tensor = getattr(output, "tensor", output)
     return made
-
-
-def _stored(exam: Mapped, name: str) -> bytes:
-    return bytes(exam.data(name))

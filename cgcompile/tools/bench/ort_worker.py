@@ -1,25 +1,18 @@
-"""ONNX Runtime in a measured process.
-
-    python -m cgcompile.tools.bench.ort_child JOB
-
-writes the bundle's program with its weights as `job["onnx"]`, for `child` to serve.  Needs the packages onnx and onnxscript.
-"""
+"""ONNX Runtime in a worker."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from .clock import Laps
+from .protocol import Laps, difference
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
-class Onnx:
-    """`child.Served` with a session of ONNX Runtime.  On a GPU calls are timed with inputs and outputs bound there; its kernels run
-    on a stream of its own, so the GPU's time of a call is that of whole calls."""
+class OnnxModel:
+    """A `worker.ServedModel`.  On a GPU calls are timed with inputs and outputs bound there.
+    Kernels run on a stream of the session's own, so the GPU's time of a call is that of whole calls."""
 
     def __init__(self, job: dict[str, Any], laps: Laps) -> None:
         import numpy
@@ -47,29 +40,22 @@ class Onnx:
         laps.skip()
 
     def call(self, key: int) -> None:
-        """See `child.Served`."""
         self._session.run(None, self._given[key])
 
     def settle(self, key: int) -> None:
-        """See `child.Served`."""
         if key:
             self.call(key)
 
     def differs(self, key: int) -> dict[str, Any]:
-        """As `cgbundle.exam` compares."""
-        from cgbundle.exam import relative_error
         from cgbundle.format import archive
 
-        worst, exact = 0.0, True
+        found = []
         for index, value in enumerate(self._session.run(None, self._given[key])):
             name = archive.exam_entry(self._job["keys"][key], "output", index)
-            expected, got = bytes(self._exam.data(name)), value.tobytes()
-            if expected != got:
-                exact, worst = False, max(worst, relative_error(self._exam.entries[name].dtype, expected, got))
-        return {"error": worst, "exact": exact}
+            found.append((self._exam.entries[name].dtype, bytes(self._exam.data(name)), value.tobytes()))
+        return difference(found)
 
     def prepare(self, key: int) -> Callable[[], object]:
-        """See `child.Served`."""
         session, given = self._session, self._given[key]
         if not self._gpu:
             return lambda: session.run(None, given)
@@ -93,29 +79,4 @@ class Onnx:
         return perf_counter() - start
 
     def about(self) -> dict[str, Any]:
-        """See `child.Served`."""
         return {}
-
-
-def main(path: str) -> None:
-    """Exports the program, or says why not."""
-    import warnings
-
-    import torch
-
-    from cgbundle.format import archive
-
-    from .child import fail
-    from .written import filled, load
-
-    sys.excepthook = fail
-    warnings.filterwarnings("ignore")
-    with open(path) as file:
-        job = json.load(file)
-    manifest = archive.read_manifest(job["bundle"])
-    program = filled(load(f"{job['bundle']}/{archive.PROGRAM}", "cpu"), {row.name: row for row in manifest.weights}, job["weights"])
-    torch.onnx.export(program, f=job["onnx"], dynamo=True, verbose=False)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

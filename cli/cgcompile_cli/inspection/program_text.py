@@ -1,17 +1,20 @@
-"""A list of nodes as text: what the terminal, the page and the DOT say of each.  Pure."""
+"""One program as text: its steps, values and nodes, on the terminal, the page and in DOT.  Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..output import count, safe, size
-from .nodes import HOWS, Node
+from ..output import count, listed, safe, size, table
+from .names import roles
+from .nodes import HOWS, NodeRow
 
 if TYPE_CHECKING:
-    from rich.table import Table as Shown
+    from rich.table import Table
 
     from cgbundle.format.schema import Manifest, Program
+
+    from ..output import Field
 
 LONG = ("kernel", "memory")
 """Columns that are cut where a terminal is narrow."""
@@ -27,12 +30,12 @@ def axes(sizes: Sequence[int]) -> str:
     return "x".join(map(str, kept))
 
 
-def waits(node: Node) -> str:
-    """`3, 5`: what the node waits for; `3 early` where it may start before that one has ended."""
+def waits(node: NodeRow) -> str:
+    """`3, 5`: what the node waits for; `3 early` where it may start before node 3 has ended."""
     return ", ".join([f"{number} early" if number in node.early else str(number) for number in node.after])
 
 
-def memory(node: Node) -> str:
+def memory(node: NodeRow) -> str:
     """`reads token.weight, input ids; writes arena+0`."""
     parts = []
     for how in HOWS:
@@ -41,13 +44,13 @@ def memory(node: Node) -> str:
     return "; ".join(parts)
 
 
-def is_chain(nodes: Sequence[Node]) -> bool:
+def is_chain(nodes: Sequence[NodeRow]) -> bool:
     """Whether every node waits for just the one before it."""
     before = [(), *[(node.number,) for node in nodes[:-1]]]
     return all(node.after == each and not node.early for node, each in zip(nodes, before, strict=True))
 
 
-def heading(manifest: Manifest, program: Program, index: int, nodes: Sequence[Node]) -> list[str]:
+def heading(manifest: Manifest, program: Program, index: int, nodes: Sequence[NodeRow]) -> list[str]:
     """`step 0, graph model: 22 nodes, each behind the one before (graphs/model-4.bin)`, and what a name in parentheses means."""
     step = program.steps[index]
     how = ", each behind the one before" if is_chain(nodes) and len(nodes) > 1 else ""
@@ -56,7 +59,7 @@ def heading(manifest: Manifest, program: Program, index: int, nodes: Sequence[No
     return [*lines, *(["(in parentheses: what lies at a place when the step begins or ends)"] if valued else [])]
 
 
-def columns(nodes: Sequence[Node]) -> list[tuple[str, list[str]]]:
+def node_columns(nodes: Sequence[NodeRow]) -> list[tuple[str, list[str]]]:
     """(head, cells) of the list of nodes; what is empty for all of them is left out."""
     found: list[tuple[str, Iterable[str]]] = [
         ("#", [str(node.number) for node in nodes]),
@@ -73,25 +76,25 @@ def columns(nodes: Sequence[Node]) -> list[tuple[str, list[str]]]:
 
 
 def fitted(found: list[tuple[str, list[str]]], width: int) -> list[tuple[str, list[str]]]:
-    """The columns in lines of `width` characters: of kernels the middle is left out, since what tells two apart is at the end, of
-    what they use the end."""
+    """The columns in lines of `width` characters: of kernels the middle is left out, since two differ at the end; of memory the
+    end."""
     spent = sum(max(map(len, [head, *cells])) + 2 for head, cells in found if head not in LONG)
     longest = {head: max(map(len, cells)) for head, cells in found if head in LONG}
-    room = max(width - spent - 2, 40)
-    kernel = min(longest.get("kernel", 0), max(room // 2, room - longest.get("memory", 0)))
-    return [(head, [_cut(cell, head, kernel if head == "kernel" else room - kernel) for cell in cells]) for head, cells in found]
+    space = max(width - spent - 2, 40)
+    kernel = min(longest.get("kernel", 0), max(space // 2, space - longest.get("memory", 0)))
+    return [(head, [_cut(cell, head, kernel if head == "kernel" else space - kernel) for cell in cells]) for head, cells in found]
 
 
-def _cut(cell: str, head: str, room: int) -> str:
-    if head not in LONG or len(cell) <= room:
+def _cut(cell: str, head: str, space: int) -> str:
+    if head not in LONG or len(cell) <= space:
         return cell
     if head == "memory":
-        return cell[: room - len(DOTS)] + DOTS
-    tail = (room - len(DOTS)) * 2 // 3
-    return cell[: room - len(DOTS) - tail] + DOTS + cell[-tail:]
+        return cell[: space - len(DOTS)] + DOTS
+    tail = (space - len(DOTS)) * 2 // 3
+    return cell[: space - len(DOTS) - tail] + DOTS + cell[-tail:]
 
 
-def shown(found: list[tuple[str, list[str]]]) -> Shown:
+def node_table(found: list[tuple[str, list[str]]]) -> Table:
     """A line per node."""
     from rich.table import Table
 
@@ -101,3 +104,38 @@ def shown(found: list[tuple[str, list[str]]]) -> Shown:
     for row in zip(*[cells for _, cells in found], strict=True):
         made.add_row(*row)
     return made
+
+
+# --- steps and values ------------------------------------------------------------------------------------------------
+
+
+def program_fields(manifest: Manifest, program: Program) -> list[Field]:
+    """The int_key, memory, steps and values of one program."""
+    from cgbundle.exam import name_key
+
+    return [
+        ("int_key", name_key(manifest, program.key)),
+        ("memory", f"arena {size(program.arena)}, inputs {size(program.static)}"),
+        ("steps", table((">", "", "region", "reads", "writes", "file"), _steps(manifest, program))),
+        ("values", table((">", "", "", "strides", "memory", ">offset", ""), _values(manifest, program))),
+    ]
+
+
+def _steps(manifest: Manifest, program: Program) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    for index, step in enumerate(program.steps):
+        name, file = "", ""
+        if step.kind != "copy":
+            region = manifest.regions[step.region]
+            name, file = region.name, step.file or region.file
+        reads, writes = (listed([f"v{value}" for value in values], 4) for values in (step.inputs, step.outputs))
+        rows.append((index, step.kind, name, reads, writes, file))
+    return rows
+
+
+def _values(manifest: Manifest, program: Program) -> list[tuple[Any, ...]]:
+    named = roles(manifest, program)
+    return [
+        (f"v{index}", value.dtype, list(value.shape), list(value.strides), value.memory, value.offset, named.get(index, ""))
+        for index, value in enumerate(program.values)
+    ]

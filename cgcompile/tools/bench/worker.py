@@ -1,0 +1,155 @@
+"""A measured process: `python -m cgcompile.tools.bench.worker PEER JOB [stay]`.
+
+It serves every int_key of the job once.  Then it says how long each phase of its start took, how far its outputs are from the
+exam's, and what memory it takes.  With `stay` it times calls, one line on its standard input at a time, until that ends:
+`call 0`, `dispatch 0` or `device 0`, where the number is the position of an int_key in the job.
+
+PEER is `bundle`, which imports cgbundle alone, `eager`, `compile`, `manual` or `ort`.  JOB is a file of `processes.write_job`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .protocol import STAY, Laps, fail, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+BUDGET = 0.2
+"""Seconds that one request to time calls takes, about."""
+
+FEWEST, MOST = 3, 1000
+"""Calls per request."""
+
+BURST = 4
+"""Calls between two synchronizations when dispatch is timed: the GPU still runs the first while the last is launched.
+More would fill the driver's queue of launches (1024) where a peer launches every kernel, and the CPU would wait."""
+
+
+class ServedModel(Protocol):
+    """A model ready to be called at the int_key at position `key` of the job's."""
+
+    def call(self, key: int) -> None:
+        """One call with inputs in host memory until its outputs are there, too."""
+
+    def settle(self, key: int) -> None:
+        """Calls until this int_key is served at full speed; the first one was called once before."""
+
+    def differs(self, key: int) -> dict[str, Any]:
+        """{"error", "exact"} of a call against the exam's outputs, as in `report.Error`."""
+
+    def prepare(self, key: int) -> Callable[[], object]:
+        """A call whose inputs are where the model takes them, and whose outputs stay where it leaves them."""
+
+    def synchronize(self) -> None:
+        """Waits for the GPU."""
+
+    def elapsed(self, call: Callable[[], object], count: int) -> float:
+        """Seconds of `count` calls back to back by the GPU's clock."""
+
+    def about(self) -> dict[str, Any]:
+        """What else the answer holds: see `protocol`."""
+
+
+def main(peer: str, path: str, *more: str) -> None:
+    """Answers once everything is ready, then every request."""
+    laps = Laps()
+    laps.mark("start")
+    sys.excepthook = fail
+    import json
+
+    with open(path) as file:
+        job = json.load(file)
+    served = _open(peer, job, laps, bool(more))
+    keys = range(len(job["keys"]))
+    served.call(0)
+    laps.mark("call")
+    for key in keys:
+        served.settle(key)
+    laps.mark("ready")
+    report = {"laps": laps.seconds, "memory": resident_bytes(), "torch": "torch" in sys.modules, **served.about()}
+    report["errors"] = [served.differs(key) for key in keys] if job["compared"] else []
+    say(report)
+    if list(more) == [STAY]:
+        calls = [served.prepare(key) for key in keys]
+        for line in sys.stdin:
+            what, number = line.split()
+            say({"seconds": TIMERS[what](served, calls[int(number)])})
+
+
+def _open(peer: str, job: dict[str, Any], laps: Laps, stays: bool) -> ServedModel:
+    if peer == "bundle":
+        from .bundle_worker import BundleModel
+
+        return BundleModel(job, laps, stays)
+    if peer == "ort":
+        from .ort_worker import OnnxModel
+
+        return OnnxModel(job, laps)
+    from .torch_worker import TorchModel
+
+    return TorchModel(peer, job, laps)
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+def time_calls(served: ServedModel, call: Callable[[], object]) -> float:
+    """The median of single calls, seconds.  Freeing the result is not part of it."""
+    _seconds_of_each(call, BUDGET / 10, 1)  # the processor's caches held another worker
+    return _median(_seconds_of_each(call, BUDGET))
+
+
+def time_dispatch(served: ServedModel, call: Callable[[], object]) -> float:
+    """The median of the CPU's part of single calls, seconds: launching never waits for the GPU."""
+    from time import perf_counter
+
+    found: list[float] = []
+    begin = perf_counter()
+    while len(found) < FEWEST * BURST or (perf_counter() - begin < BUDGET and len(found) < MOST):
+        served.synchronize()
+        found += _seconds_of_each(call, 0.0, BURST)
+    served.synchronize()
+    return _median(found[BURST:])
+
+
+def time_device(served: ServedModel, call: Callable[[], object]) -> float:
+    """Seconds per call by the GPU's clock, calls back to back."""
+    once = served.elapsed(call, FEWEST) / FEWEST
+    count = max(FEWEST, min(MOST, int(BUDGET / max(once, 1e-6))))
+    return served.elapsed(call, count) / count
+
+
+TIMERS = {"call": time_calls, "dispatch": time_dispatch, "device": time_device}
+
+
+def _seconds_of_each(call: Callable[[], object], budget: float, fewest: int = FEWEST) -> list[float]:
+    from time import perf_counter
+
+    found: list[float] = []
+    last = perf_counter() + budget
+    while len(found) < fewest or (perf_counter() < last and len(found) < MOST):
+        start = perf_counter()
+        result = call()
+        found.append(perf_counter() - start)
+        del result
+    return found
+
+
+def _median(values: Sequence[float]) -> float:
+    from statistics import median
+
+    return median(values)
+
+
+def resident_bytes() -> dict[str, int]:
+    """Bytes of this process in memory: `resident` all, `own` those that no other process shares and no file backs."""
+    with open("/proc/self/smaps_rollup") as file:
+        rows = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in file) if "kB" in rest}
+    return {"resident": rows["Rss"], "own": rows["Private_Dirty"]}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

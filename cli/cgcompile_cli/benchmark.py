@@ -1,0 +1,147 @@
+"""A benchmark as tables: cold starts, calls, memory, and whether the outputs are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from cgcompile.tools.bench.report import FIRST, Benchmark, ratio
+
+from .output import count, record, safe, shortened, show, size, table
+
+NONE = "-"
+"""A cell without a value."""
+
+TITLES = {
+    "call": "call: time of one call, warm",
+    "device": "call on the GPU: its own clock, calls back to back",
+    "dispatch": "dispatch: what a call keeps the CPU",
+}
+
+
+def show_benchmark(report: Benchmark) -> None:
+    """Writes all tables; nothing where the bundle was not measured."""
+    if not report.bundle.starts:
+        return
+    show(record(head(report)))
+    _part("cold start: process start to first output, then to all int_keys ready; seconds", cold(report))
+    for what in report.kinds():
+        if report.bundle.timings:
+            _part(TITLES[what], calls(report, what))
+    if report.bundle.memory:
+        _part("memory of the process, every int_key ready", memory(report))
+    show("")
+    left = [(peer.name, peer.why) for peer in report.peers if peer.why]
+    show(record([*left, *([("outputs", said)] if (said := outputs(report)) else []), *report.notes]))
+
+
+def _part(title: str, found: tuple[Sequence[str], Sequence[Sequence[object]]]) -> None:
+    from rich.text import Text
+
+    show("")
+    show(Text(safe(title), "bold"))
+    show(table(*found))
+
+
+def head(report: Benchmark) -> list[tuple[str, str]]:
+    """What was measured, where and when."""
+    machine = report.machine
+    chip = f"{machine.processor}, {count(machine.cores, 'core')}, load average {machine.load:.1f}"
+    gpu = f"{machine.gpu}, CUDA driver {machine.driver // 1000}.{machine.driver % 1000 // 10}; " if machine.gpu else ""
+    shown, hidden = shortened(report.names)
+    some = f" ({len(report.keys)} of {report.recorded})" if len(report.keys) < report.recorded else ""
+    rest = f", and {hidden} more" if hidden else ""
+    return [
+        ("bundle", f"{report.name}, {report.target}, {count(report.rounds, 'round')}, medians; ratio = peer / bundle"),
+        ("int_keys", f"{'; '.join(shown)}{rest}{some}"),
+        ("machine", f"{gpu}{chip}"),
+        ("with", ", ".join([f"{name} {version}" for name, version in machine.versions])),
+        ("date", machine.date),
+    ]
+
+
+def cold(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """(heads, rows) of the cold starts."""
+    rows = []
+    for peer in report.peers:
+        if not peer.starts:
+            continue
+        firsts = peer.firsts()
+        spread = f"{number(min(firsts))}-{number(max(firsts))}" if len(firsts) > 1 else "once"
+        phases = [number(peer.phase(index)) for index in range(len(FIRST))]
+        rows.append([
+            peer.name, _ratio(ratio(firsts, report.bundle.firsts())), number(median(firsts)), spread, *phases,
+            number(median(peer.readies())),
+        ])  # fmt: skip
+    return ("", ">ratio", ">first", ">min-max", *[f">{phase}" for phase in FIRST], ">ready"), rows
+
+
+def calls(report: Benchmark, what: str) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """(heads, rows) of the calls of one kind, by int_key."""
+    rows = []
+    for key, name in zip(report.keys, report.names, strict=True):
+        base = report.bundle.timing(what, key)
+        for peer in report.peers:
+            found = peer.timing(what, key)
+            if found is None:
+                continue
+            seconds = found.seconds
+            low, high = precise(min(seconds), median(seconds)), precise(max(seconds), median(seconds))
+            spread = f"{low.split()[0]}-{high.split()[0]}" if len(seconds) > 1 else NONE
+            shown = name if peer is report.bundle else ""
+            rows.append([shown, peer.name, _ratio(ratio(seconds, base.seconds if base else ())), precise(median(seconds)), spread])
+    return ("int_key", "", ">ratio", ">median", ">min-max"), rows
+
+
+def memory(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """(heads, rows) of the memory."""
+    base = report.bundle.memory
+    gpu = any(peer.memory is not None and peer.memory.device >= 0 for peer in report.peers)
+    rows = []
+    for peer in report.peers:
+        used = peer.memory
+        if used is None or base is None:
+            continue
+        ours, theirs = (base.device, used.device) if gpu else (base.resident, used.resident)
+        device = [size(used.device) if used.device >= 0 else NONE] if gpu else []
+        rows.append([
+            peer.name, _ratio(theirs / ours if ours > 0 and theirs >= 0 else None), *device, size(used.resident), size(used.own),
+        ])  # fmt: skip
+    return ("", ">ratio", *([">GPU, beside the context"] if gpu else []), ">resident", ">of it unshared"), rows
+
+
+def outputs(report: Benchmark) -> str:
+    """Whether all outputs are right, "" where none was compared."""
+    wrong, compared = report.wrong(), [(each, peer) for peer in report.peers for each in peer.errors]
+    if wrong:
+        return f"WRONG in {count(len(wrong), 'comparison')} of {len(compared)}"
+    if not compared:
+        return ""
+    worst, peer = max(compared, key=lambda pair: pair[0].error)
+    allowed = f"allowed {worst.allowed:.1e}" if worst.allowed else "the same bits"
+    return f"right for all; largest error {worst.error:.1e} ({peer.name}; {allowed})"
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _ratio(value: float | None) -> str:
+    return NONE if value is None else digits(value)
+
+
+def digits(value: float) -> str:
+    """Three digits: `2.72`, `14.4`, `102`."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def number(seconds: float) -> str:
+    """As `digits`, but `0.288`."""
+    return f"{seconds:.3f}" if seconds < 1 else digits(seconds)
+
+
+def precise(seconds: float, like: float | None = None) -> str:
+    """Three digits and the unit, `31.2 us`, in that of `like`."""
+    scale, unit = next(
+        (pair for pair in ((1e6, "us"), (1e3, "ms")) if (seconds if like is None else like) * pair[0] < 1000), (1, "s")
+    )
+    return f"{digits(seconds * scale)} {unit}"
