@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from cgbundle.format import archive, codec, schema
+from cgbundle.format import archive, manifest_json, schema
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.exam import check_exam
 
@@ -55,7 +55,7 @@ def _hollow(value: torch.Tensor) -> torch.Tensor:
 def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
     """Describes the files of the stage in the manifest, checks everything, and writes it."""
     sealed = replace(manifest, files=archive.describe_files(str(stage)))
-    (stage / archive.MANIFEST).write_bytes(codec.encode(sealed))
+    (stage / archive.MANIFEST).write_bytes(manifest_json.encode(sealed))
     written = archive.read_manifest(str(stage))
     verify.check_bundle(str(stage), written)
     check_exam(str(stage), written)

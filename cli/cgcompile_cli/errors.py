@@ -38,7 +38,7 @@ class UsageError(CgbundleError):
         super().__init__("usage", message, hint)
 
 
-Usage.catalogue = {"usage": Cause(Usage, ENVIRONMENT, "Options or a file that do not fit the command.")}
+UsageError.catalogue = {"usage": Cause(UsageError, ENVIRONMENT, "Options or a file that do not fit the command.")}
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def compile_variants(
     """Compile every variant for `arch` ("sm_90"), those in `cache` excepted.
 
     `shared_limit`: bytes of shared memory that a block may have there when it asks for more than 48 KiB.  `workers`: processes, by
-    default one for each processor.  Raises kernel-failed, kernel-too-large, kernel-unsupported, compiler-died, image-format.
+    default one for each processor.  Raises kernel-failed, kernel-too-large, kernel-unsupported, worker-died, image-format.
     """
     # what selected a configuration does not matter to its image
     kept = {
@@ -93,7 +93,7 @@ def compile_variants(
             kind = Kind(
                 module="cgcompile.offline.compile.worker",
                 folder=Path(scratch),
-                died="compiler-died",
+                died="worker-died",
                 title="its compiler",
                 environment={
                     "TRITON_CACHE_DIR": os.fspath(Path(scratch) / "triton"),

@@ -114,8 +114,8 @@ def interpret(
     The smallest always runs first.  Its time tells which others fit into `budget` seconds; the rest have no Outcome, and `tell`
     says which.  `workers` processes run at a time (default: one for each processor); `folder` takes their logs.
 
-    Raises order-broken, parameter-mismatch, function-not-interpretable, read-outside, wrote-outside, kernel-asserted,
-    kernel-unreadable, interpreter-died.
+    Raises order-broken, parameter-mismatch, function-not-interpretable, access-outside, access-outside, kernel-asserted,
+    kernel-unreadable, worker-died.
     """
     for recording in [recording for task in tasks for recording in task.recordings]:
         check_order(recording)
@@ -179,7 +179,7 @@ def _run(tasks: Sequence[Task], folder: Path, workers: int) -> Iterator[tuple[In
     kind = Kind(
         module="cgcompile.offline.interpret.worker",
         folder=folder,
-        died="interpreter-died",
+        died="worker-died",
         environment={"TRITON_INTERPRET": "1", **QUIET},
         reused=False,
     )

@@ -22,7 +22,7 @@ def launch(
     """Run every instance of `grid`.  `kernel` names it in messages.
 
     The first instance runs alone and shows how large the kernel's values are.  A batch whose instances take different branches is
-    undone and run again in groups.  Raises function-not-interpretable, read-outside, wrote-outside, kernel-asserted,
+    undone and run again in groups.  Raises function-not-interpretable, access-outside, access-outside, kernel-asserted,
     kernel-unreadable.
     """
     builder.kernel = builder.memory.where = kernel

@@ -37,7 +37,7 @@ class Bound:
 def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weight]) -> Bound:
     """Loads the shared object of `program` here, with the model's own tensors as constants, and copies of those that it writes to.
 
-    Raises constant-unsaved for a constant that is no weight.
+    Raises constant-unknown for a constant that is no weight.
     """
     torch_library = libtorch.load(torch.__version__)
     region = HostRegion(str(path), torch_library, path.name)
@@ -48,7 +48,7 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
         name = model.removeprefix(PREFIX)
         if model not in tensors or name not in positions:
             raise ModelError(
-                "constant-unsaved",
+                "constant-unknown",
                 f"the compiled code wants the constant {own!r} ({model or 'made by Inductor'}), which is no weight of the model",
             )
         pairs.append((own, positions[name]))

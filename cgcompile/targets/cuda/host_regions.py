@@ -133,7 +133,7 @@ def _host_only(program: ExportedProgram, regions: Sequence[RegionModule]) -> fro
 def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: Tell) -> HostRegions:
     """Compiles every host region that computes something, for every key, and writes host/<name>.so into `stage`.
 
-    Keys whose region has the same code and inputs share one.  `weights`: of `lay_out`.  Raises compiler-failed, constant-unsaved,
+    Keys whose region has the same code and inputs share one.  `weights`: of `lay_out`.  Raises compiler-failed, constant-unknown,
     operator-without-code, torch-unsupported.
     """
     made: dict[Any, Region] = {}

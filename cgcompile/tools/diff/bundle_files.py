@@ -75,7 +75,7 @@ def tensors(bundle: BundleFiles, name: str) -> Iterator[Mapped]:
         mapped.close()
 
 
-_CHECKS: dict[str, Callable[[str, Manifest], None]] = {archive.WEIGHTS: verify.check_weights, archive.EXAM: verify.check_exam}
+_CHECKS: dict[str, Callable[[str, Manifest], None]] = {archive.WEIGHTS: verify.check_weights, archive.EXAM: check_exam}
 
 
 def _read(bundle: BundleFiles, name: str) -> bytes:

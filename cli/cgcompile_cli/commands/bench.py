@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import FINDINGS, INTERRUPTED, Usage
+from ..errors import FINDINGS, INTERRUPTED, UsageError
 from ..output import as_json, complain, write_json
 from ..progress import watching
 from .options import BundlePath
@@ -94,4 +94,4 @@ def _check_writable(path: str) -> None:
     """Before minutes of measuring, not after."""
     folder = os.path.dirname(os.path.abspath(path))
     if path and path != "-" and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
-        raise Usage(f"{path}: cannot be written", "name a file in a folder that exists")
+        raise UsageError(f"{path}: cannot be written", "name a file in a folder that exists")

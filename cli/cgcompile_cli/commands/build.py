@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..errors import Usage
+from ..errors import UsageError
 from ..output import duration, first_lines, listed, record, show, write_json
 from ..progress import watching
 from .options import HostOps, ModelName
@@ -81,7 +81,7 @@ def build(
     import cgcompile
 
     if quiet and verbose:
-        raise Usage("--quiet and --verbose cannot be used together", "leave one of them out")
+        raise UsageError("--quiet and --verbose cannot be used together", "leave one of them out")
     begin = time.perf_counter()
     with watching(quiet, verbose) as progress:
         built = cgcompile.build(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import Usage
+from ..errors import UsageError
 from ..output import record, say, show, size, write_json
 from .options import BundlePath
 
@@ -81,11 +81,13 @@ def _check_options(graph: str | None, given: dict[str, bool]) -> None:
     """Raises UsageError where two options ask for different things."""
     views = [name for name in ("--kernels", "--memory", "--html", "--dot") if given[name]]
     if len(views) > 1:
-        raise Usage(f"{views[0]} and {views[1]} show different things: they cannot be used together", "run inspect once for each")
+        raise UsageError(
+            f"{views[0]} and {views[1]} show different things: they cannot be used together", "run inspect once for each"
+        )
     if views and views[0] in ("--html", "--dot") and given["--json"]:
-        raise Usage(f"{views[0]} is not JSON: it cannot be used with --json", "leave one of them out")
+        raise UsageError(f"{views[0]} is not JSON: it cannot be used with --json", "leave one of them out")
     if graph is not None and views and views[0] in ("--html", "--kernels"):
-        raise Usage(f"{views[0]} shows all int_keys: it cannot be used with --graph", "leave one of them out")
+        raise UsageError(f"{views[0]} shows all int_keys: it cannot be used with --graph", "leave one of them out")
 
 
 def _kernels(path: str, manifest: Manifest, as_json: bool) -> None:

@@ -51,7 +51,7 @@ def run(
     from cgbundle.validate import bundle as verify
 
     if inputs is not None and key is not None:
-        raise Usage("--size picks among the stored inputs: it cannot be used with --inputs")
+        raise UsageError("--size picks among the stored inputs: it cannot be used with --inputs")
     manifest = archive.read_manifest(bundle)
     verify.check_manifest(manifest)
     given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
@@ -140,14 +140,14 @@ def _read(path: str, manifest: Manifest) -> list[Tensor]:
     try:
         file = Mapped(path, path)
     except BundleError as error:
-        raise Usage(str(error), "--inputs takes a safetensors file that holds every input under its name") from None
+        raise UsageError(str(error), "--inputs takes a safetensors file that holds every input under its name") from None
     try:
         takes = f"the bundle takes {listed(wanted)}"
         for name in [*wanted, *file.entries]:
             if name not in file.entries:
-                raise Usage(f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
+                raise UsageError(f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
             if name not in wanted:
-                raise Usage(f"{path}: no input is called {name!r}", takes)
+                raise UsageError(f"{path}: no input is called {name!r}", takes)
         return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in wanted]
     finally:
         file.close()
@@ -159,7 +159,7 @@ def _write(path: str, found: list[tuple[str, Tensor]]) -> None:
 
     for name, value in found:
         if value.dtype not in CODES:
-            raise Usage(f"--outputs: output {name!r} is {value.dtype}, which safetensors cannot hold")
+            raise UsageError(f"--outputs: output {name!r} is {value.dtype}, which safetensors cannot hold")
     tensors = {name: (value.dtype, value.shape, value.tobytes) for name, value in found}
     with open(path, "wb") as file:
         write(file, tensors)

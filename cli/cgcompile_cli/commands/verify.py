@@ -35,18 +35,13 @@ def verify(
         write_json({
             "path": bundle,
             "ok": ok,
-            "damage": [{"kind": _kind(error.code), "message": str(error), "hint": error.hint} for error in damage],
+            "damage": [{"kind": error.kind, "message": str(error), "hint": error.hint} for error in damage],
             "exam": answer or None,
         })  # fmt: skip
     elif not (ok and quiet):
         _report(bundle, manifest, damage, answer)
     if not ok:
         raise typer.Exit(answer.get("exit_code") or FINDINGS)
-
-
-def _kind(code: str) -> str:
-    """`FileDamaged` for file-damaged."""
-    return code.title().replace("-", "")
 
 
 def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:
@@ -68,8 +63,6 @@ def _replay_exam(path: str) -> dict[str, Any]:
     from cgbundle.exam import fresh
 
     answer = fresh(path)
-    if "kind" in answer:
-        answer["kind"] = _kind(answer["kind"])
     for row in answer.get("results", []):
         row["error"] = row["error"] if math.isfinite(row["error"]) else str(row["error"])  # JSON has no infinity
     return answer

@@ -92,7 +92,7 @@ def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Nod
     for index, step in enumerate(program.steps):
         if step.kind == "graph":
             table = read_table(path, files, step.file)
-            tablecheck.check(table, step.file, graph_memories(manifest.memories), images)
+            check_recording(table, graph_memories(manifest.memories), images)
             found.append(graph_rows(table, manifest, program, index, names))
         else:
             found.append([_step_row(manifest, program, index, step, names)])
@@ -100,8 +100,8 @@ def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Nod
 
 
 def graph_rows(table: Table, manifest: Manifest, program: Program, index: int, names: Names) -> list[NodeRow]:
-    """The nodes of a graph step, as `tablecheck.order` puts them."""
-    from cgbundle.tables import validation as tablecheck
+    """The nodes of a graph step, as `launch_order` puts them."""
+    from cgbundle.tables.table import launch_order
 
     step = program.steps[index]
     reader = _Reader(manifest, program, step, names)
@@ -116,7 +116,7 @@ def graph_rows(table: Table, manifest: Manifest, program: Program, index: int, n
         rows.append(seen[kind])
         seen[kind] += 1
     made = []
-    for number in tablecheck.order(table):
+    for number in launch_order(table):
         done = _READ[table.kind[number]](table, rows[number], reader)
         before, sooner = (tuple(sorted(each.get(number, ()))) for each in (after, early))
         made.append(done._replace(step=index, number=number, after=before, early=sooner))
@@ -199,12 +199,12 @@ def _memcpy(table: Table, row: int, reader: _Reader) -> NodeRow:
 
 
 _READ = (_empty, _kernel, _memset, _memcpy)
-"""By the kinds of nodes in cgbundle.tables.view."""
+"""By the kinds of nodes in cgbundle.tables.table."""
 
 
 def _step_row(manifest: Manifest, program: Program, index: int, step: Step, names: Names) -> NodeRow:
     """A copy or host step as one row; a value of the cpu target has no address."""
-    from cgbundle.format.extents import span
+    from cgbundle.format.spans import span
 
     references = []
     for how, values in ((READS, step.inputs), (WRITES, step.outputs)):

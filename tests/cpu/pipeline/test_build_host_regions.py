@@ -17,11 +17,10 @@ from tests.helpers.raising import raises
 
 pytest.importorskip("triton")
 
-from cgbundle.format.extents import ELSEWHERE
-
 import cgcompile
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, IntKey, Manifest, Program, Proof, Region, Weight
+from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode, Recording
 from cgbundle.validate import bundle as verify
@@ -256,7 +255,7 @@ def test_a_table_that_the_host_reads_stays_off_the_gpu(make: Make) -> None:
     (program,) = build.manifest.programs
     assert build.regions(program) == ["copy", "host-1", "copy", "graph-1"]
     offsets = {weight.name: weight.offset for weight in build.manifest.weights}
-    assert offsets["table"] == ELSEWHERE and offsets["out.weight"] >= 0
+    assert offsets["table"] == HOST_ONLY and offsets["out.weight"] >= 0
     assert dict(build.manifest.memories)["weights"] < 5000 * 16 * 4
     (row,) = [region for region in build.manifest.regions if region.kind == "host"]
     ((_, weight),) = row.constants

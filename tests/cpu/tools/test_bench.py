@@ -21,6 +21,8 @@ from cgcompile.export.weights import weight_tensors
 from cgcompile.model.flat_module import run_eager
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
+from cgcompile.targets.cpu.build import weight_rows
+from cgcompile.targets.weights import write_weights
 from cgcompile.tools.bench.export_program import load, python_source
 from cgcompile.tools.bench.measure import measure
 from cgcompile.tools.bench.protocol import PHASES, Laps
@@ -152,10 +154,10 @@ def rows(batch: int) -> tuple[torch.Tensor]:
 
 def job(folder: Path, exported: Exported, **more: Any) -> dict[str, Any]:
     """What a worker is told: the program went through a file without weights, the weights through theirs."""
-    weights = collect(exported.program)
+    tensors = weight_tensors(exported.program)
     emit.write_program(folder / archive.PROGRAM, exported.program)
-    emit.write_weights(folder / archive.WEIGHTS, weights)
-    text = python_source(load(str(folder / archive.PROGRAM), "cpu"), {row.name: row for row in weights.rows})
+    rows = write_weights(folder / archive.WEIGHTS, tensors, weight_rows(tensors, ()))
+    text = python_source(load(str(folder / archive.PROGRAM), "cpu"), {row.name: row for row in rows})
     (folder / "program.py").write_text(text)
     return {
         "program": str(folder / "program.py"), "weights": str(folder / archive.WEIGHTS), "target": "cpu", "state": False, **more,

@@ -46,7 +46,7 @@ WORKER = """
 def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
     (tmp_path / "asked_worker.py").write_text(textwrap.dedent(WORKER))
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    return {"module": "asked_worker", "folder": tmp_path, "died": "interpreter-died"}
+    return {"module": "asked_worker", "folder": tmp_path, "died": "worker-died"}
 
 
 def asked(kind: Mapping[str, Any], *contents: object, workers: int = 1, **changes: Any) -> list[Any]:
@@ -86,7 +86,7 @@ def test_a_refusal_keeps_its_code_and_hint(request_: str, code: str, message: st
 
 
 def test_whatever_else_ends_it_is_its_death(kind: Mapping[str, Any]) -> None:
-    with raises("interpreter-died", match="doing it: the process ended with status 1: .*out of luck"):
+    with raises("worker-died", match="doing it: the process ended with status 1: .*out of luck"):
         asked(kind, "die")
 
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import archive, codec, safetensors
+from cgbundle.format import archive, manifest_json, safetensors
 from cgbundle.format.schema import Dimension, Manifest, Proof, TensorSpec
 from cgcompile.tools.bench import peers
 from cgcompile.tools.bench.bundle_worker import BundleModel

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive, codec, safetensors
+from cgbundle.format import archive, manifest_json, safetensors
 from cgbundle.format.schema import FORMAT_VERSION, Alias, Exam, File, Finding, Manifest, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
