@@ -20,11 +20,11 @@ from cgbundle.cpu.processor import processor_name
 from cgbundle.format import archive, codec, safetensors, schema
 from cgbundle.validate import bundle as verify
 
-from ..export.exported import Exported
 from ..export.weights import Weights, weight_tensors
-from ..model.flat_module import PREFIX, run_writing
+from ..model.flat_module import PREFIX, run_eager
 from ..model.pytree import dtype_name
 from ..model.source import Source, all_keys, sample
+from ..transforms.prepared import Prepared
 from ..util.raw_bytes import raw
 from ..util.version import VERSION
 from . import state_exam
@@ -46,16 +46,16 @@ class KeyExam:
 
 
 def eager_exam(
-    source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[schema.Weight]
+    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[schema.Weight]
 ) -> list[KeyExam]:
     """What eager PyTorch gives at every int_key, on the inputs that the source draws, from the model's first state."""
     exams = []
-    before = {name.removeprefix(PREFIX): value for name, value in weight_tensors(exported.program).items()}
+    before = {name.removeprefix(PREFIX): value for name, value in weight_tensors(prepared.program).items()}
     rows = [row for row in weights if row.memory == "state"]
     for key in all_keys(sizes):
         inputs = sample(source, dict(zip(sizes, key, strict=True))).tensors
-        ran = run_writing(exported.eager, inputs, exported.calls)
-        written = tuple([(index, ran.given[index]) for index in exported.written])
+        ran = run_eager(prepared.reference, inputs, prepared.exam_calls)
+        written = tuple([(index, ran.given[index]) for index in prepared.written])
         after = {row.name: state_exam.in_memory(ran.state[row.name], row) for row in rows}
         state = state_exam.changed(weights, before, after)
         exams.append(KeyExam(key=key, inputs=inputs, outputs=ran.outputs, written=written, state=state))

@@ -12,28 +12,11 @@ import torch
 from cgbundle.format import safetensors
 from cgbundle.format.schema import DTYPES, Weight
 
-from ..export.exported import Exported
-from ..model.flat_module import run_writing
 from ..model.pytree import dtype_name
-from ..model.source import Source, all_keys, sample
 from ..util.raw_bytes import raw
 
 Changed = tuple[int, torch.Tensor, torch.Tensor]
 """Position of a weight; pairs [first element, number of elements] in memory order, int64 [runs, 2]; these elements, [elements]."""
-
-
-def exam_calls(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]]) -> int:
-    """How often the exam calls an int_key: twice for a model with state, since only the second call shows whether it begins where
-    the first one ended, not where the build did; once where eager PyTorch fails at that, as a cache that one call fills does."""
-    if not exported.state:
-        return 1
-    for key in all_keys(sizes):
-        tensors = sample(source, dict(zip(sizes, key, strict=True))).tensors
-        try:
-            run_writing(exported.eager, tensors, calls=2)
-        except (RuntimeError, IndexError, ValueError):
-            return 1
-    return 2
 
 
 def changed(rows: Sequence[Weight], before: Mapping[str, torch.Tensor], after: Mapping[str, bytes]) -> tuple[Changed, ...]:

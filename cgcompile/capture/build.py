@@ -17,7 +17,6 @@ from cgbundle.tables.recording import Recording
 
 from ..bundle import state_exam
 from ..errors import BuildError
-from ..export.exported import Exported
 from ..model.flat_module import PREFIX
 from ..model.source import SEED, all_keys, sample
 from ..targets.cuda.files import program as row
@@ -29,6 +28,7 @@ from ..targets.cuda.tensors import program_tensors
 from ..targets.job import Job, Parts
 from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
+from ..transforms.prepared import Prepared
 from ..util.progress import Stages
 from ..util.scratch import scratch_folder
 from .recorder import Call, Recorded, record
@@ -55,7 +55,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     Raises the refusals of record/errors.py, those of `mixed`, and proof-failed when a replay is further from eager PyTorch than the
     dtype allows.
     """
-    program = job.exported.program
+    program = job.prepared.program
     calls = _calls(job, SEED)
     tensors = program_tensors(program)
     with scratch_folder() as scratch:
@@ -73,9 +73,9 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
                 placements=job.placements,
                 landing=hosted.mixed.landing if hosted else {},
                 elsewhere=elsewhere,
-                written=job.exported.written,
-                state=job.exported.state,
-                exam_calls=job.exported.calls,
+                written=job.prepared.written,
+                state=job.prepared.state,
+                exam_calls=job.prepared.exam_calls,
                 # what the first process of max-autotune measured and chose, the second has to find in the cache
                 parallel=job.lower != "max-autotune",
                 tell=tell,
@@ -91,7 +91,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
                     "try --lower eager; if that differs too, please report this model",
                 )
         weights = write_weights(
-            stage / archive.WEIGHTS, tensors, weight_rows(tensors, elsewhere, job.exported.state), recorded.tables
+            stage / archive.WEIGHTS, tensors, weight_rows(tensors, elsewhere, job.prepared.state), recorded.tables
         )
         found, images, driver = _without_memsets(_tables(recorded, hosted), recorded)
         write_kernels(stage, images)
@@ -99,8 +99,8 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         if recorded.states:
             (stage / STATES_FILE).write_bytes(tables.encode_states(recorded.states))
         regions, programs, pinned = _rows(job, recorded, hosted, files)
-        programs = with_aliases(programs, job.exported, weights)
-        _write_exam(stage / archive.EXAM, programs, recorded, job.exported, weights)
+        programs = with_aliases(programs, job.prepared.aliases, job.prepared.signature.outputs, weights)
+        _write_exam(stage / archive.EXAM, programs, recorded, job.prepared, weights)
         tell(f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB")
     exact = hosted is None and all(trial.deterministic for trial in recorded.trials.values())
     return Parts(
@@ -125,14 +125,14 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         module_state=STATES_FILE if recorded.states else "",
         exam=Exam(
             compare="bits" if exact else "tolerance",
-            calls=job.exported.calls,
+            calls=job.prepared.exam_calls,
             proofs=tuple(_proof(recorded, key) for key in all_keys(job.sizes)),
         ),
     )
 
 
 def _hosted(job: Job, calls: Mapping[IntKey, Call], scratch: Path, stage: Path, stages: Stages) -> _Hosted:
-    program = job.exported.program
+    program = job.prepared.program
     with stages("partition") as tell:
         mixed = plan_mixed(program, job.placements, {key: calls[key][0] for key in all_keys(job.sizes)})
         tell(" -> ".join(part.name for part in mixed.parts.regions))
@@ -196,16 +196,16 @@ def _lowest_driver(recorded: Recorded) -> int:
 
 
 def _write_exam(
-    path: Path, programs: tuple[Program, ...], recorded: Recorded, exported: Exported, weights: tuple[Weight, ...]
+    path: Path, programs: tuple[Program, ...], recorded: Recorded, prepared: Prepared, weights: tuple[Weight, ...]
 ) -> None:
     entries: dict[str, safetensors.Tensor] = {}
-    before = {name.removeprefix(PREFIX): value for name, value in program_tensors(exported.program).items()}
+    before = {name.removeprefix(PREFIX): value for name, value in program_tensors(prepared.program).items()}
     for program in programs:
         trial = recorded.trials[program.key]
         parts = [("input", index, position, trial.inputs[index]) for index, position in enumerate(program.inputs)]
         parts += [("output", index, position, trial.outputs[index]) for index, position in enumerate(program.outputs)]
         parts += [
-            ("written", index, program.inputs[index], data) for index, data in zip(exported.written, trial.written, strict=True)
+            ("written", index, program.inputs[index], data) for index, data in zip(prepared.written, trial.written, strict=True)
         ]
         for kind, index, position, data in parts:
             value = program.values[position]

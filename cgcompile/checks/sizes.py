@@ -8,12 +8,13 @@ from typing import Any
 
 from torch.fx import Node
 
-from cgbundle.format.schema import Finding, Tree
+from cgbundle.format.schema import Finding
 
-from .subject import NOTE, Subject, finding
+from ..model.source import Sample
+from .context import NOTE, RuleContext, finding
 
 
-def non_tensor_input(subject: Subject) -> Iterable[Finding]:
+def non_tensor_input(context: RuleContext) -> Iterable[Finding]:
     """An input that is a number or a text.
 
     What it looks for: what `inputs()` passes that is no tensor.  Defaults of forward() that it does not pass are none.
@@ -26,17 +27,17 @@ def non_tensor_input(subject: Subject) -> Iterable[Finding]:
 
     Source: the handling of non-tensor inputs in torch/_inductor/cudagraph_trees.py (int keys); guards in torch.export.
     """
-    for name, value in _values(subject.exported.flat.like.args, subject.exported.flat.like.kwargs, subject.exported.call):
+    for name, value in _numbers_and_texts(context.exported.flat.like):
         yield finding(
             "non-tensor-input", NOTE, f"the input {name!r} is fixed to {value!r}", None, "calls with another value are refused",
             "pass a tensor of no dimensions if it should vary",
         )  # fmt: skip
 
 
-def _values(args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Tree) -> Iterator[tuple[str, Any]]:
-    """The numbers and texts among the arguments that inputs() passes."""
-    names = [name for name, _ in call["call"]]
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+def _numbers_and_texts(like: Sample) -> Iterator[tuple[str, Any]]:
+    """Those among the arguments that inputs() passes."""
+    names = [name for name, _ in like.call["call"]]
+    for name, value in [*zip(names, like.args, strict=False), *like.kwargs.items()]:
         if isinstance(value, bool | int | float | str):
             yield name, value
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from cgbundle.format import safetensors
 from cgbundle.format.schema import Weight
@@ -16,6 +17,8 @@ from ..errors import ModelError
 from ..model.flat_module import PREFIX
 from ..model.pytree import dtype_name
 from .exported import memory_order
+
+_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,11 @@ def collect(program: ExportedProgram, state: Collection[str] = ()) -> Weights:
         if changes:
             end += -(-safetensors.nbytes(dtype, value.shape) // safetensors.ALIGNMENT) * safetensors.ALIGNMENT
     return Weights(rows=tuple(rows), tensors=tensors)
+
+
+def weight_placeholders(program: ExportedProgram) -> dict[str, str]:
+    """Name of a placeholder -> name of its parameter, buffer or constant in the program."""
+    return {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.kind in _KINDS}
 
 
 def weight_tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:

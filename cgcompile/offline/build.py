@@ -69,7 +69,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     Raises the refusals of trace/errors.py, those of `mixed`, and proof-failed when an interpreted key is further from eager PyTorch
     than the dtype allows.
     """
-    target, program = arch(job.target), job.exported.program
+    target, program = arch(job.target), job.prepared.program
     tensors = program_tensors(program)
     calls = {key: sample(job.source, dict(zip(job.sizes, key, strict=True))).tensors for key in all_keys(job.sizes)}
     with scratch_folder() as scratch:
@@ -98,7 +98,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
             write_kernels(stage, images)
             (stage / KERNELS).write_text(_choices(compiled))
             files = write_tables(stage, recordings)
-            exams = eager_exam(job.source, job.exported, job.sizes, layout.placed)
+            exams = eager_exam(job.source, job.prepared, job.sizes, layout.placed)
             write_exam(stage / archive.EXAM, exams)
             static = {key: _static(calls[key], mixed, key) for key in calls}
             regions, programs, pinned = _rows(graphs, files, arena, static, mixed, hosts)
@@ -133,7 +133,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         weights=rows,
         memories=memories,
         regions=regions,
-        programs=with_aliases(programs, job.exported, rows),
+        programs=with_aliases(programs, job.prepared.aliases, job.prepared.signature.outputs, rows),
         module_state="",
         exam=Exam(compare="tolerance", calls=1, proofs=proofs),
     )
@@ -141,7 +141,7 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
 
 def _mixed(job: Job, calls: Mapping[IntKey, Sequence[torch.Tensor]], stages: Stages) -> Mixed:
     with stages("partition") as tell:
-        mixed = plan_mixed(job.exported.program, job.placements, calls)
+        mixed = plan_mixed(job.prepared.program, job.placements, calls)
         tell(" -> ".join(part.name for part in mixed.parts.regions))
     return mixed
 

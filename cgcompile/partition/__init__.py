@@ -5,7 +5,6 @@
     split            an exported program and placements -> Partition
     modules, sizing  one module per region at the sizes of one int_key
     crossing         what is copied between the regions, and sentences for findings
-    markers          a program without the marker operators
     errors           refusals
 
 Importing this package is cheap: torch is imported when one of its functions is asked for.
@@ -17,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .crossing import Crossing, crossings, effect_of
-    from .markers import without_markers
     from .modules import region_modules
     from .split import Merged, Part, Partition, partition
 
-__all__ = ["Crossing", "Merged", "Part", "Partition", "crossings", "effect_of", "partition", "region_modules", "without_markers"]
+__all__ = ["Crossing", "Merged", "Part", "Partition", "crossings", "effect_of", "partition", "region_modules"]
 
 _HOMES = {
     "Crossing": "crossing",
@@ -32,7 +30,6 @@ _HOMES = {
     "effect_of": "crossing",
     "partition": "split",
     "region_modules": "modules",
-    "without_markers": "markers",
 }
 
 

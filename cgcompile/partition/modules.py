@@ -15,7 +15,8 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
-from .roles import TENSOR_CHECKS, Role, Roles, higher_order, marker, roles, unbacked, weight_names
+from ..model.device_markers import marker
+from .roles import TENSOR_CHECKS, Role, Roles, higher_order, roles, unbacked, weight_names
 from .sizing import Bindings, bindings, number
 from .split import Part, Partition, value_of
 from .writes import Ties, ties

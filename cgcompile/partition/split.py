@@ -16,8 +16,9 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..errors import BuildError
+from ..model.device_markers import marker
 from .cuts import Kind, Layer, cut
-from .roles import Role, Roles, higher_order, is_free, is_view, marker, needs_host, parts, results, roles
+from .roles import Role, Roles, higher_order, is_free, is_view, needs_host, parts, results, roles
 from .sizing import weigh
 from .units import units
 from .work import Work, gather

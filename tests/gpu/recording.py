@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cgcompile.capture.recorder import Recorded, record
-from cgcompile.checks import functional, state_buffers
+from cgcompile.export.functionalization import functional, state_buffers
 from cgcompile.targets.cuda.tensors import contents, program_tensors
 from tests.gpu.models import CASES
 

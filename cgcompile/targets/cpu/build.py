@@ -26,17 +26,17 @@ HOST_FILE = "host/model.so"
 
 def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
     """Compiles the model, and writes the shared object, the weights and the exam into `stage`."""
-    program = job.exported.program
+    program = job.prepared.program
     with scratch_folder() as scratch:
         with stages("lower") as tell:
-            shared = job.exported.aliases
-            changing = bool(job.exported.state) or any(each.name for each in shared)
+            shared = job.prepared.aliases
+            changing = bool(job.prepared.state) or any(each.name for each in shared)
             compiled = lower_cpu.compile_cpu(program, scratch, tell, [each.output for each in shared], changing)
             tell(f"{HOST_FILE}, {compiled.path.stat().st_size >> 10} KB")
         with stages("emit") as tell:
-            weights = collect(program, job.exported.state)
+            weights = collect(program, job.prepared.state)
             bound = layouts.bind_constants(compiled.path, program, weights.rows)
-            exams = emit.eager_exam(job.source, job.exported, job.sizes, weights.rows)
+            exams = emit.eager_exam(job.source, job.prepared, job.sizes, weights.rows)
             strides = [layouts.output_strides(bound, [_own(tensor) for tensor in exam.inputs], exam.outputs) for exam in exams]
             bound.region.close()
             (stage / HOST_FILE).parent.mkdir()
@@ -52,9 +52,11 @@ def build_parts(job: Job, stage: Path, stages: Stages) -> Parts:
         regions=(
             Region(name="model", kind="host", reason="the cpu target has no graphs", file=HOST_FILE, constants=bound.constants),
         ),
-        programs=with_aliases(emit.cpu_programs(exams, strides), job.exported, weights.rows),
+        programs=with_aliases(
+            emit.cpu_programs(exams, strides), job.prepared.aliases, job.prepared.signature.outputs, weights.rows
+        ),
         module_state="",
-        exam=Exam(compare="tolerance", calls=job.exported.calls, proofs=tuple(proofs)),
+        exam=Exam(compare="tolerance", calls=job.prepared.exam_calls, proofs=tuple(proofs)),
     )
 
 

@@ -26,8 +26,8 @@ from cgbundle.tensors.tensor import memory_order
 
 from ...errors import BuildError
 from ...model.flat_module import PREFIX
-from ...partition import without_markers
 from ...targets.cuda.lowering import repair
+from ...transforms.marker_removal import without_markers
 
 HEADED = "def forward(self"
 """How torch begins the code of a graph."""
@@ -37,8 +37,6 @@ KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 def load(path: str, target: str) -> ExportedProgram:
     """The program at `path` for the device `target`, without markers of moves between devices.  Raises peer-unwritable."""
-    from ...model import device_tracking as placing  # noqa: F401 (a program may hold the operators that mark moves)
-
     try:
         program = without_markers(torch.export.load(path))
     except Exception as error:  # an operator of the user's that is registered nowhere here, above all

@@ -1,7 +1,7 @@
 """Random numbers in a program: its random operators are rewritten so that the program computes the numbers itself.
 
 The program gets one more buffer, RNG: int64 [seed, calls so far].  Every random operator becomes ordinary operations that make its
-numbers from that buffer (random_operators.py, sampling.py, philox.py), and the last operation adds 1 to the calls.  Nothing is
+numbers from that buffer (operators.py, distributions.py, philox.py), and the last operation adds 1 to the calls.  Nothing is
 frozen, and nothing but these two integers is kept between calls.  All other nodes keep their names and metadata; the new ones carry
 the metadata of the operator whose place they take, and the one that gives its result takes its name.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +29,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ...export.exported import Exported
 from ...export.torch_program import copied_graph, with_graph
 from .distributions import BLOCK, Stream, axes_in_memory
 from .operators import COMPOSITES, LEAVES
@@ -68,12 +66,6 @@ def draws(program: ExportedProgram) -> bool:
     return any(is_random(node) for node in program.graph.nodes)
 
 
-def with_generator(exported: Exported) -> Exported:
-    """The same with its program rewritten; itself when that draws nothing.  The signature is unchanged, `flat` too: it still draws
-    PyTorch's own numbers.  Every random operation of the program's graph must be one that `can_rewrite`."""
-    return replace(exported, program=rewritten(exported.program)) if draws(exported.program) else exported
-
-
 def generator_buffer(program: ExportedProgram) -> str:
     """The name of the buffer of the random numbers' state in a program, "" without: RNG, with a prefix where the program was saved
     after it was rewritten, and loaded as a model."""
@@ -87,8 +79,13 @@ def generator_buffers(program: ExportedProgram) -> tuple[str, ...]:
     return tuple([name for name in buffers if name.rpartition(".")[2] == RNG])
 
 
-def rewritten(program: ExportedProgram) -> ExportedProgram:
-    """The program whose random operators are computed from the buffer RNG, which it adds to; weights are shared, not copied."""
+def with_generator(program: ExportedProgram) -> ExportedProgram:
+    """The program whose random operators are computed from the buffer RNG, which it adds to; itself when it draws nothing.
+
+    Weights are shared, not copied.  Every random operation of the graph must be one that `can_rewrite`.
+    """
+    if not draws(program):
+        return program
     root = copied_graph(program)
     graph = root.graph
     state, specs = _add_buffer(graph, program.graph_signature)

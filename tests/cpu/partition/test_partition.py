@@ -19,7 +19,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgcompile.errors import BuildError
-from cgcompile.partition import Partition, crossings, effect_of, partition, region_modules, without_markers
+from cgcompile.partition import Partition, crossings, effect_of, partition, region_modules
+from cgcompile.transforms.marker_removal import without_markers
 from tests.helpers.raising import raises
 
 to_host: Callable[[Tensor], Tensor] = torch.ops.cgcompile.to_host
