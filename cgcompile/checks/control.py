@@ -19,15 +19,11 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
     """Control flow as operators: `torch.cond`, while_loop, map, scan.
 
     What it looks for: these higher-order operators, anywhere in the program.
-
     Why CUDA forbids it: a graph is a fixed order of kernels.  Which branch of a cond runs, and how often a loop turns, is decided
     by a tensor, which the CPU reads: it waits for the GPU (see host-scalar).  CUDA 12.4 has conditional nodes, but a
     capture by PyTorch makes none.
-
     Effect: the operator with all its branches runs on the host.
-
     Fix: `torch.where` computes both sides and chooses; a loop with a fixed number of turns in Python is unrolled.
-
     Source: "Conditional ops" in Scheduler.should_partition (torch/_inductor/scheduler.py), and is_cudagraph_unsafe_op in
     torch/_inductor/utils.py (ir.Conditional, ir.WhileLoop; map and scan become while loops).
     """

@@ -19,14 +19,10 @@ def device_copy(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: the marker `cgcompile::to_host` that device tracking leaves for such a move, where something uses the copy.
     The way back (`.cuda()`, `.to(x.device)`) is part of the same cut.
-
     Why CUDA forbids it: the copy can be recorded, but what comes next is Python's: the CPU waits for the copy, and waiting is
     forbidden while a stream is captured; a replay would run no CPU code between its kernels.
-
     Effect: a graph ends at the copy; it, and what the CPU computes from it, run between two graphs.
-
     Fix: leave the move out where the GPU can do what follows.
-
     Source: "DeviceCopy ops" in Scheduler.should_partition (torch/_inductor/scheduler.py); check_multiple_devices_or_any_cpu_nodes
     in torch/_inductor/cudagraph_utils.py disables CUDA graphs for the whole function.
     """
@@ -44,14 +40,10 @@ def cpu_operation(context: RuleContext) -> Iterable[Finding]:
     What it looks for: what takes tensors that are on the CPU (after `.cpu()`, or made with device="cpu"), and no tensor that is on
     the GPU; and what makes tensors there.  A weight goes with the other tensors: an embedding of indices on the CPU looks its table
     up there.
-
     Why CUDA forbids it: a CUDA graph holds work of one GPU.  (It can hold host functions, but those must not call CUDA and would
     have to be compiled into the serving process.)
-
     Effect: it is compiled for the CPU and runs between two graphs.
-
     Fix: move the tensor to the GPU before, or leave the move to the CPU out.
-
     Source: "cpu ops" in Scheduler.should_partition (torch/_inductor/scheduler.py); check_multiple_devices_or_any_cpu_nodes in
     torch/_inductor/cudagraph_utils.py.
     """
@@ -87,15 +79,11 @@ def several_devices(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: an operation that takes a tensor of the CPU with dimensions together with tensors of the GPU, and moves to
     `cuda:1`, to an xpu and the like.
-
     Why CUDA forbids it: a kernel reads the memory of its GPU.  PyTorch itself refuses the mixture ("Expected all tensors to be on
     the same device"); a graph over several GPUs is not what a bundle holds.
-
     Effect: no bundle can be built.
-
     Fix: make tensors where the others are: `torch.arange(n, device=x.device)`, `y.to(x.device)`.  A device that was chosen when the
     module was made (`"cuda" if torch.cuda.is_available() else "cpu"`) is "cpu" on a machine without a GPU.
-
     Source: TensorIterator's check of devices in PyTorch; check_multiple_devices_or_any_cpu_nodes in
     torch/_inductor/cudagraph_utils.py ("multiple devices").
     """
@@ -110,15 +98,11 @@ def pinned_memory(context: RuleContext) -> Iterable[Finding]:
     """Pinned memory of the user's: `.pin_memory()`, `pin_memory=True`.
 
     What it looks for: the calls, which device tracking sees.
-
     Why CUDA cares: a copy between pageable memory and a GPU waits on the CPU, one from pinned memory does not; allocating pinned
     memory (cudaHostAlloc) is forbidden while a stream is captured, and a recorded copy reads the same address in every replay,
     whatever the user has put elsewhere since.
-
     Effect: none on results: the runtime copies between regions through memory of its own.
-
     Fix: leave it out.
-
     Source: the CUDA programming guide on stream capture and page-locked memory; the pinned memory notes in PyTorch's CUDA
     semantics.
     """

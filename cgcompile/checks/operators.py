@@ -55,14 +55,10 @@ def boolean_index_put(context: RuleContext) -> Iterable[Finding]:
     """An assignment through a mask: `x[mask] = values`.
 
     What it looks for: index_put with an index of dtype bool or uint8.
-
     Why CUDA forbids it: PyTorch turns the mask into positions with nonzero, whose size the CPU waits for.
-
     Effect: it runs on the host.  Where one mask takes one number (`x[mask] = 0`) it is a note: Inductor makes a masked fill of it,
     which a graph holds.
-
     Fix: `torch.where(mask, values, x)` with values of x's shape, or `x.masked_fill(mask, 0)`.
-
     Source: _fx_node_is_input_dependent_cudagraph_unsafe in torch/_inductor/utils.py; index_put_as_masked_fill in
     torch/_inductor/lowering.py.
     """
@@ -92,14 +88,10 @@ def incompatible_operator(context: RuleContext) -> Iterable[Finding]:
     """An operator that PyTorch knows to break under capture: fused moving average observers of quantization, jagged conversions.
 
     What it looks for: the list INCOMPATIBLE; and decompositions of matrices that wait to see whether they failed (WAITING).
-
     Why CUDA forbids it: their kernels wait for the GPU, or allocate by what they find there.
-
     Effect: it runs on the host; a decomposition refuses the build, since the code of a host region cannot call it.
-
     Fix: convert the quantized model (`convert_fx` or `convert_pt2e`), so that no observer is left; pad instead of jagged tensors;
     `torch.linalg.inv_ex` and its kind, which do not wait.
-
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py; _linalg_check_errors in ATen's BatchLinearAlgebra.cpp.
     """
     for node, top in context.calls():
@@ -120,13 +112,9 @@ def sparse_output(context: RuleContext) -> Iterable[Finding]:
     """A tensor that is not dense: sparse COO, CSR and their kind, nested, mkldnn.
 
     What it looks for: the layout of every value of the program.
-
     Why CUDA forbids it: the number of stored elements depends on data, and the CPU waits for it.
-
     Effect: no bundle can be built: memory is planned, and copied between regions, as dense tensors.
-
     Fix: dense tensors and masks.
-
     Source: is_cudagraph_unsafe_fx_node in torch/_inductor/utils.py (is_sparse of a value).
     """
     for node, top in context.calls():
@@ -142,13 +130,9 @@ def deterministic_scatter(context: RuleContext) -> Iterable[Finding]:
     """Scatters while `torch.use_deterministic_algorithms(True)` is on.
 
     What it looks for: scatter, scatter_add, scatter_reduce, index_add and index_put when the switch is on during the build.
-
     Why CUDA forbids it: the deterministic implementations sort, and wait for the GPU on the way.
-
     Effect: it runs on the host.
-
     Fix: switch deterministic algorithms off for the build, or write the scatter as a matrix product with a one-hot matrix.
-
     Source: the list for torch.are_deterministic_algorithms_enabled() in get_first_incompatible_cudagraph_node,
     torch/_inductor/utils.py.
     """
@@ -166,13 +150,9 @@ def cudagraph_unsafe(context: RuleContext) -> Iterable[Finding]:
     """An operator whose author says that it cannot be captured.
 
     What it looks for: the tag `torch.Tag.cudagraph_unsafe`.
-
     Why CUDA forbids it: the author knows: it waits, allocates outside PyTorch's pools, or computes on the CPU.
-
     Effect: it runs on the host.
-
     Fix: if the operator can be captured after all, take the tag off.
-
     Source: torch.Tag.cudagraph_unsafe (tags.yaml); is_cudagraph_unsafe_fx_node in torch/_inductor/utils.py.
     """
     for node, top in context.calls():
@@ -187,13 +167,9 @@ def host_op(context: RuleContext) -> Iterable[Finding]:
     """An operator that the user keeps on the host with --host-op.
 
     What it looks for: calls of the operators named: `aten.topk` and `aten::topk` are all overloads, `aten.topk.default` is one.
-
     Why: an operator that cannot be captured and is not known to; an experiment.
-
     Effect: it runs on the host.
-
     Fix: leave the option out.
-
     Source: config.custom_should_partition_ops in torch/_inductor/config.py.
     """
     for node, top in context.calls():
@@ -208,14 +184,10 @@ def custom_operator(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: namespaces that are not PyTorch's.  One without a fake implementation does not pass torch.export, which is
     reported under this name, too.
-
     Why CUDA cares: nobody knows what it does.  It may be recorded only if it launches all its work on the current stream, waits for
     nothing, allocates through PyTorch, and keeps no state.
-
     Effect: it is recorded as it is.  What it hides, recording in two processes and the replay at other addresses are there to find.
-
     Fix: tag it `torch.Tag.cudagraph_unsafe`, or name it with --host-op, if it cannot be captured.
-
     Source: the notes on custom operators in the torch.library documentation.
     """
     for node, top in context.calls():

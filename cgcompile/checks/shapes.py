@@ -39,15 +39,11 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: an operation whose value has an unbacked symbol of export in its sizes, strides or offset that none of its
     inputs has, whatever it is called; and outputs of the model with such a size.
-
     Why CUDA forbids it: the host must learn the size before it can allocate the result and choose the grid of the next kernel: it
     waits for the stream, which a capture forbids; and a recorded kernel has its grid and its addresses fixed.
-
     Effect: it and everything that takes such a value run on the host, until sizes are known again (a sum, say).  As an output of
     the model (severity refuse): a bundle states the shape of every output.
-
     Fix: see FIXES: a mask instead of a selection, a fixed size and padding, a length as a tensor.
-
     Source: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py (free_unbacked_symbols of a node's value), and
     "unbacked binding ops" in Scheduler.should_partition, torch/_inductor/scheduler.py.
     """
@@ -75,15 +71,11 @@ def data_dependent_select(context: RuleContext) -> Iterable[Finding]:
     """A position that a tensor holds: `x[i]`, `x[:n]`, `x.narrow(0, i, 1)` with tensors of no dimensions.
 
     What it looks for: a number that the CPU reads out of a tensor (see host-scalar) and uses as an index or a bound only.
-
     Why CUDA forbids it: PyTorch makes a view, whose address (the storage offset) the host must know; it reads the number and waits
     for the GPU.  A recorded kernel has its addresses fixed.
-
     Effect: the read, the view and what is computed from it run on the host.
-
     Fix: `x.index_select(0, i.reshape(1)).squeeze(0)` or torch.gather read the position on the GPU; for a bound, compare
     `torch.arange(len) < n` and mask.
-
     Source: unbacked symbols in the storage offset, as in data-dependent-shape: get_first_incompatible_cudagraph_node in
     torch/_inductor/utils.py.
     """

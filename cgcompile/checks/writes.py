@@ -24,16 +24,12 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
     """A buffer that forward() writes to: a cache, running statistics, a counter.
 
     What it looks for: the buffers that the functional form of the program gives new values.
-
     Why CUDA cares: a graph's replay writes to the same address each time, which is what a cache wants.  Such a buffer is state: it
     lies in memory of its own that every session has for itself and all int_keys share, starts with what the model's buffer held at
     the build, and is read, written and reset by `program.state` and `program.reset()`.
-
     Effect: a call is neither padded nor cut, since padding would be written, too.  (Buffers that share memory are refused:
     torch.export cannot follow writes to them.)
-
     Fix: none needed; or return the new value as an output, and pass it in as an input.
-
     Source: check_for_mutation in torch/_inductor/cudagraph_utils.py excepts static inputs (buffers); ExportGraphSignature.
     """
     for target in sorted(set(context.functionalized.buffers_to_mutate.values())):
@@ -49,13 +45,9 @@ def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: attributes of modules that are others after a call than before, at the second call with the same inputs, too
     (attributes.py).
-
     Why CUDA cares: a replay runs kernels and no Python; the attribute would stay what it was when the model was traced.
-
     Effect: no bundle can be built: its results would be those of the first call for ever.
-
     Fix: `self.register_buffer(name, torch.zeros(()))`, and write to it: that is state, and kept from call to call.
-
     Source: torch.export traces Python once ("attributes assigned during export"); torch.compile guards on such attributes and
     compiles again.
     """
@@ -70,15 +62,11 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
     """An input that forward() writes to.
 
     What it looks for: the inputs that the functional form of the program gives new values.
-
     Why CUDA cares: a graph writes to its own static copy of the input.  The runtime copies that back to the caller's tensor, so
     that it changes as in eager PyTorch; a call is neither padded nor cut, since a part of a tensor would be left as it was.
-
     Effect: every call costs the copy back.  No bundle can be built for an input whose elements share memory, with each other or
     with another input: there, in eager PyTorch, a write shows elsewhere too.  PyTorch skips CUDA graphs for the whole function.
-
     Fix: none needed; or clone the input before writing, and return the result.
-
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
     for target in sorted(set(context.functionalized.user_inputs_to_mutate.values())):
@@ -95,13 +83,9 @@ def overlapping_input(context: RuleContext) -> Iterable[Finding]:
     """Inputs whose elements share memory: an expanded tensor, two inputs that are views of one.
 
     What it looks for: the example inputs: a stride of 0 along an axis longer than 1, and two inputs in one storage.
-
     Why CUDA cares: a graph reads its inputs from static buffers, each of its own and dense; the sharing is gone.
-
     Effect: none on results as long as nothing writes to these inputs (mutated-input refuses that); an expanded input is copied out.
-
     Fix: pass the small tensor, and expand it inside forward().
-
     Source: the handling of expanded dimensions (get_expanded_dims) in torch/_inductor/compile_fx.py, and check_memory_overlap in
     PyTorch.
     """
@@ -125,15 +109,11 @@ def aliased_output(context: RuleContext) -> Iterable[Finding]:
     """An output that is an input or a weight, or a look at one.
 
     What it looks for: outputs of the program that share memory with one of its inputs, before anything is lowered.
-
     Why CUDA cares: a graph's inputs lie in static buffers that the next call overwrites; PyTorch tracks such aliases with weak
     references and rebuilds the views from the caller's tensors.
-
     Effect: a bundle keeps that: the output is the caller's own tensor or a look at it, or at the weight or state in the runtime's
     memory, also where others are copied; what is written to one shows in the other, as in eager PyTorch.
-
     Fix: none needed; clone it in forward() for a tensor that nothing else changes.
-
     Source: OutputAliasInfo in torch/_inductor/cudagraph_trees.py.
     """
     weights = weight_placeholders(context.program)

@@ -122,9 +122,9 @@ def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, 
         at = ", ".join(f"{name}={size}" for name, size in chosen.items())
         try:
             outputs = run_eager(flat, sample(source, chosen).tensors).outputs
-        except ModelError:
-            raise
         except Exception as error:
+            if isinstance(error, ModelError) and error.code in ("structure-unsupported", "state-changed"):
+                raise
             place = user_line(error, source.label) or source.label
             raise ModelError(
                 "size-excluded", f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {first_line(error)}"

@@ -11,7 +11,7 @@ import torch
 
 from cgbundle.format.schema import Finding
 from cgcompile.checks import check
-from cgcompile.errors import BuildError, ModelError
+from cgcompile.errors import BuildError
 from cgcompile.export.export import export
 from cgcompile.model.device_markers import TO_DEVICE
 from cgcompile.model.load import load_source
@@ -59,7 +59,7 @@ def cgcompile_says(case: Case) -> Verdict:
 
 def _refused(error: BuildError) -> Verdict:
     """A branch on data that export could not pass is a finding like one that it passed."""
-    rule = "data-dependent-branch" if isinstance(error, ModelError) else type(error).__name__
+    rule = "data-dependent-branch" if error.code == "branch-on-data" else error.code
     found = re.match(r"\S+\.py:\d+", str(error))
     lines = frozenset([short(found[0])] if found else [])
     return Verdict(rules=frozenset([rule]), flagged=True, lines=lines, findings=(), error=str(error))
