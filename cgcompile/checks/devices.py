@@ -19,7 +19,7 @@ def device_copy(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: the marker `cgcompile::to_host` that device tracking leaves for such a move, where something uses the copy.
     The way back (`.cuda()`, `.to(x.device)`) is part of the same cut.
-    Why CUDA forbids it: the copy can be recorded, but what comes next is Python's: the CPU waits for the copy, and waiting is
+    Why CUDA forbids it: the copy can be recorded, but what comes next is Python's, and the CPU waits for the copy.  Waiting is
     forbidden while a stream is captured; a replay would run no CPU code between its kernels.
     Effect: a graph ends at the copy; it, and what the CPU computes from it, run between two graphs.
     Fix: leave the move out where the GPU can do what follows.
@@ -37,9 +37,8 @@ def device_copy(context: RuleContext) -> Iterable[Finding]:
 def cpu_operation(context: RuleContext) -> Iterable[Finding]:
     """An operation that the user's code runs on the CPU.
 
-    What it looks for: what takes tensors that are on the CPU (after `.cpu()`, or made with device="cpu"), and no tensor that is on
-    the GPU; and what makes tensors there.  A weight goes with the other tensors: an embedding of indices on the CPU looks its table
-    up there.
+    What it looks for: what takes tensors on the CPU (after `.cpu()`, or made with device="cpu") and none on the GPU; what makes
+    tensors there.  A weight goes with the other tensors: an embedding of indices on the CPU looks its table up there.
     Why CUDA forbids it: a CUDA graph holds work of one GPU.  (It can hold host functions, but those must not call CUDA and would
     have to be compiled into the serving process.)
     Effect: it is compiled for the CPU and runs between two graphs.
@@ -77,8 +76,7 @@ def _takes_moved(context: RuleContext, node: Node) -> bool:
 def several_devices(context: RuleContext) -> Iterable[Finding]:
     """Tensors of two devices in one operation, and devices other than one GPU and the CPU.
 
-    What it looks for: an operation that takes a tensor of the CPU with dimensions together with tensors of the GPU, and moves to
-    `cuda:1`, to an xpu and the like.
+    What it looks for: an operation on tensors of the GPU and one of the CPU that has dimensions; moves to `cuda:1`, to an xpu.
     Why CUDA forbids it: a kernel reads the memory of its GPU.  PyTorch itself refuses the mixture ("Expected all tensors to be on
     the same device"); a graph over several GPUs is not what a bundle holds.
     Effect: no bundle can be built.
@@ -98,9 +96,8 @@ def pinned_memory(context: RuleContext) -> Iterable[Finding]:
     """Pinned memory of the user's: `.pin_memory()`, `pin_memory=True`.
 
     What it looks for: the calls, which device tracking sees.
-    Why CUDA cares: a copy between pageable memory and a GPU waits on the CPU, one from pinned memory does not; allocating pinned
-    memory (cudaHostAlloc) is forbidden while a stream is captured, and a recorded copy reads the same address in every replay,
-    whatever the user has put elsewhere since.
+    Why CUDA cares: allocating pinned memory (cudaHostAlloc) is forbidden while a stream is captured.  A recorded copy reads the
+    same address in every replay, whatever the user has put elsewhere since.
     Effect: none on results: the runtime copies between regions through memory of its own.
     Fix: leave it out.
     Source: the CUDA programming guide on stream capture and page-locked memory; the pinned memory notes in PyTorch's CUDA

@@ -68,8 +68,10 @@ def check(exported: Exported, target: str = "cuda", host_ops: Sequence[str] = ()
 
 
 def refuse(checked: Checked, strict: bool, waive: Sequence[str], recorder: str, specialize: str) -> None:
-    """Raises `refused` for what stops a build: findings of severity refuse, and of severity host when `strict`; rules in `waive`
-    that do not exist or cannot be waived; writes that `recorder` cannot keep; operations on the host beside specialize="shared".
+    """Raises `refused` for what stops a build.
+
+    That is: findings of severity refuse, and of severity host when `strict`; rules in `waive` that do not exist or cannot be
+    waived; writes that `recorder` cannot keep; operations on the host beside specialize="shared".
     """
     _refuse_findings(checked.findings, strict, waive)
     _refuse_writes(checked, recorder)

@@ -1,8 +1,8 @@
 """Which operations of a program run on the host, and why: what the partitioner is given.
 
-Beside those with a finding, two kinds follow.  *data-dependent*: the value of the operation, or one that it takes, depends on data
-by itself (a number that the host read), or in its size, strides or offset (an unbacked symbol of export).  Such values never cross
-to a graph, whose kernels have fixed grids and pointers.  *moved*: the user's code computes on the CPU, between the markers.
+Beside those with a finding, two kinds follow.  *data-dependent*: its value, or one that it takes, depends on data by itself (a
+number that the host read), or in its size, strides or offset.  Such values never cross to a graph, whose kernels have fixed grids
+and pointers.  *moved*: the user's code computes on the CPU, between the markers.
 
 Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`.
 """

@@ -18,17 +18,17 @@ DRAWN_TOKEN = "draw with (p / torch.empty_like(p).exponential_()).argmax(-1), or
 
 
 def random_operation(context: RuleContext) -> Iterable[Finding]:
-    """An operation that draws random numbers: dropout in training, rand, randn, bernoulli, multinomial, and attention with a
-    dropout probability.
+    """An operation that draws random numbers: dropout in training, rand, bernoulli, multinomial, attention with a dropout
+    probability.
 
     What it looks for: operators tagged `nondeterministic_seeded`, and attention, but for those that draw nothing (dropout outside
     training, a probability of 0).
-    Why CUDA cares: a graph can hold random kernels if the generator is registered with it and its seed and offset lie in device
-    memory that is updated before each replay; a bundle without torch has no such generator, and would draw the same numbers each
-    time.  So a build lets the program compute its numbers itself, from a seed and a count of its calls that lie in its state.
+    Why CUDA cares: a graph can hold random kernels if the generator is registered with it, with seed and offset in device memory
+    that is updated before each replay.  A bundle without torch has no such generator, and would draw the same numbers each time.
+    So a build lets the program compute its numbers itself, from a seed and a count of its calls that lie in its state.
     Effect: fresh numbers at every call, not those of PyTorch's generator; `program.seed(n)` repeats them.  No bundle can be built
-    for an operator that is not among them (multinomial, poisson, binomial, gamma), for one with a generator of its own, and for one
-    inside torch.cond or another operator with a graph of its own; nor beside a saved program that computes random numbers already.
+    for other operators (multinomial, poisson, binomial, gamma), nor for one with a generator of its own, or with a graph of its own
+    around it, as in torch.cond.  Nor is one beside a saved program that computes random numbers already.
     Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input; a token is
     drawn without multinomial by `(probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)`.
     Source: torch.Tag.nondeterministic_seeded; CUDAGeneratorImpl and torch.cuda.CUDAGraph.register_generator_state in PyTorch;
@@ -85,8 +85,8 @@ def training_mode(context: RuleContext) -> Iterable[Finding]:
     """A model in training mode that holds dropout or batch normalization, which behave differently there.
 
     What it looks for: `module.training` and modules of these kinds.
-    Why it matters: dropout draws random numbers (random-operation), batch normalization takes the statistics of the batch and
-    writes them to its buffers (mutated-buffer): both are built as they are, and neither is what inference usually means.
+    Why it matters: dropout draws random numbers (random-operation), batch normalization writes the statistics of the batch to its
+    buffers (mutated-buffer).  Both are built as they are, and neither is what inference usually means.
     Effect: information; the other rules say what follows.
     Fix: `model.eval()`.
     Source: torch.nn.Module.eval.

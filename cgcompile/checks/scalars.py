@@ -30,11 +30,11 @@ def host_scalar(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: `aten.item` and `aten._local_scalar_dense`.  A read that only selects (`x[i]` with a tensor `i` of no
     dimensions) is the rule data-dependent-select.
-    Why CUDA forbids it: the number is known only when all work before it is done, so the CPU waits for the stream
-    (cudaStreamSynchronize); a stream that is being captured cannot be waited for ("Prohibited and Unhandled Operations" in the CUDA
-    programming guide, error cudaErrorStreamCaptureUnsupported), and a replay has no CPU that could wait.
-    Effect: the read, and every operation that takes the number, run on the host; a graph ends before them and another begins after.
-    torch.compile gives up CUDA graphs for the whole function instead, or breaks the graph.
+    Why CUDA forbids it: the number is known only when all work before it is done, so the CPU waits (cudaStreamSynchronize).  A
+    stream that is being captured cannot be waited for, and a replay has no CPU that could wait.  ("Prohibited and Unhandled
+    Operations" in the CUDA programming guide, error cudaErrorStreamCaptureUnsupported.)
+    Effect: the read, and every operation that takes the number, run on the host, between two graphs.  torch.compile gives up CUDA
+    graphs for the whole function instead, or breaks the graph.
     Fix: keep the number as a tensor of no dimensions: `x * x.max()` is what `x * x.max().item()` is.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py names aten._local_scalar_dense; its
     get_first_incompatible_cudagraph_node flags every value with an unbacked symbol, and a read makes one.
@@ -59,8 +59,8 @@ def selects(node: Node) -> bool:
 def assert_scalar(context: RuleContext) -> Iterable[Finding]:
     """An assertion about a number that depends on data.
 
-    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`, but for those at the line that made the number or the
-    size: torch.export adds these, also for `torch._check`, and they belong to a finding that is listed.
+    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`, but for those at the line that made the number or size.
+    torch.export adds these, also for `torch._check`, and they belong to a finding that is listed.
     Why CUDA forbids it: the CPU would have to know the number: see host-scalar.  An assertion about declared dimensions alone costs
     nothing: it was decided when the bundle was built.
     Effect: none by itself: it goes to the host with the number that it is about, or away.

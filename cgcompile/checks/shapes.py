@@ -34,12 +34,11 @@ FIX = "pad to a fixed size, and pass a mask or a length as a tensor"
 
 
 def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
-    """An operation whose result has a size that depends on the values of its inputs: nonzero, `x[mask]`, masked_select, unique,
-    unique_consecutive, repeat_interleave, bincount, packing sequences, nested tensors.
+    """An operation whose result has a size that depends on the values of its inputs: nonzero, `x[mask]`, unique, bincount, ...
 
-    What it looks for: an operation whose value has an unbacked symbol of export in its sizes, strides or offset that none of its
-    inputs has, whatever it is called; and outputs of the model with such a size.
-    Why CUDA forbids it: the host must learn the size before it can allocate the result and choose the grid of the next kernel: it
+    What it looks for: a value with an unbacked symbol of export in its sizes, strides or offset that none of the operation's inputs
+    has; outputs of the model with such a size.
+    Why CUDA forbids it: the host must learn the size before it can allocate the result and choose the grid of the next kernel.  It
     waits for the stream, which a capture forbids; and a recorded kernel has its grid and its addresses fixed.
     Effect: it and everything that takes such a value run on the host, until sizes are known again (a sum, say).  As an output of
     the model (severity refuse): a bundle states the shape of every output.

@@ -24,9 +24,9 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
     """A buffer that forward() writes to: a cache, running statistics, a counter.
 
     What it looks for: the buffers that the functional form of the program gives new values.
-    Why CUDA cares: a graph's replay writes to the same address each time, which is what a cache wants.  Such a buffer is state: it
-    lies in memory of its own that every session has for itself and all int_keys share, starts with what the model's buffer held at
-    the build, and is read, written and reset by `program.state` and `program.reset()`.
+    Why CUDA cares: a graph's replay writes to the same address each time, which is what a cache wants.  Such a buffer is state, in
+    memory of its own that every session has for itself and all int_keys share.  It starts with what the model's buffer held at the
+    build; `program.state` and `program.reset()` read, write and reset it.
     Effect: a call is neither padded nor cut, since padding would be written, too.  (Buffers that share memory are refused:
     torch.export cannot follow writes to them.)
     Fix: none needed; or return the new value as an output, and pass it in as an input.
@@ -63,7 +63,7 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: the inputs that the functional form of the program gives new values.
     Why CUDA cares: a graph writes to its own static copy of the input.  The runtime copies that back to the caller's tensor, so
-    that it changes as in eager PyTorch; a call is neither padded nor cut, since a part of a tensor would be left as it was.
+    that it changes as in eager PyTorch.  A call is neither padded nor cut: a part of a tensor would be left as it was.
     Effect: every call costs the copy back.  No bundle can be built for an input whose elements share memory, with each other or
     with another input: there, in eager PyTorch, a write shows elsewhere too.  PyTorch skips CUDA graphs for the whole function.
     Fix: none needed; or clone the input before writing, and return the result.
@@ -106,13 +106,13 @@ def overlapping_input(context: RuleContext) -> Iterable[Finding]:
 
 
 def aliased_output(context: RuleContext) -> Iterable[Finding]:
-    """An output that is an input or a weight, or a look at one.
+    """An output that is an input or a weight, or a view of one.
 
     What it looks for: outputs of the program that share memory with one of its inputs, before anything is lowered.
     Why CUDA cares: a graph's inputs lie in static buffers that the next call overwrites; PyTorch tracks such aliases with weak
     references and rebuilds the views from the caller's tensors.
-    Effect: a bundle keeps that: the output is the caller's own tensor or a look at it, or at the weight or state in the runtime's
-    memory, also where others are copied; what is written to one shows in the other, as in eager PyTorch.
+    Effect: the output is the caller's own tensor or a view of it, or of the weight or state in the runtime's memory, also where
+    others are copied.  What is written to one shows in the other, as in eager PyTorch.
     Fix: none needed; clone it in forward() for a tensor that nothing else changes.
     Source: OutputAliasInfo in torch/_inductor/cudagraph_trees.py.
     """

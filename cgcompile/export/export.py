@@ -79,8 +79,11 @@ def _past_branches(
     sizes: Mapping[str, tuple[int, ...]],
     calls: list[SideEffects],
 ) -> tuple[ExportedProgram, tuple[Obstacle, ...]]:
-    """The program and the obstacles.  Where a branch on a number that Python read out of a tensor stops the export, it is made
-    again with that number as eager PyTorch had it, so that the checks see what comes after."""
+    """The program and the obstacles.
+
+    A branch on a number that Python read out of a tensor stops the export.  It is made again with that number as eager PyTorch had
+    it, so that the checks see what comes after.
+    """
     passed: list[Obstacle] = []
     while True:
         try:
@@ -114,8 +117,9 @@ def _make_dense(model: torch.nn.Module) -> None:
 
 
 def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
-    """Runs the model at its smallest and largest sizes: a model that fails in eager PyTorch is reported as such, and so is a
-    result whose nesting depends on a size."""
+    """Runs the model at its smallest and largest sizes.  Raises size-excluded where it fails in eager PyTorch,
+    structure-unsupported where the nesting of its result depends on a size.
+    """
     results, shapes = [], []
     for pick in (0, -1):
         chosen = {name: values[pick] for name, values in sizes.items()}
@@ -185,8 +189,10 @@ def _torch_export(flat: FlatModule, shapes: Sequence[tuple[Size, ...]], roots: M
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors, each in a storage of its own where it shared one: in a bundle no input is a view of another, and torch cannot
-    make a program functional that writes to such.  One whose elements share memory stays as it is."""
+    """The tensors, each in a storage of its own where it shared one: in a bundle no input is a view of another.
+
+    torch cannot make a program functional that writes to such.  A tensor whose elements share memory stays as it is.
+    """
     seen: set[int] = set()
     made = []
     for tensor in tensors:

@@ -22,8 +22,11 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed, `code` the file or module
-    that defines the model ("" where no other process can import it), `dimensions` the parameters of `inputs`."""
+    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed.
+
+    `code` is the file or module that defines the model, "" where no other process can import it.  `dimensions` are the parameters
+    of `inputs`.
+    """
 
     name: str
     label: str

@@ -1,9 +1,9 @@
-"""The proof that a call may be filled up or cut, per declared dimension: the model itself is run on whole, padded and cut inputs.
+"""The proof that a call may be padded or cut, per declared dimension: the model itself runs on whole, padded and cut inputs.
 
-A dimension is "rows" when outputs stay the same whatever the filling and no operation joins rows, "zeros" when they stay the same
-for zeros only (an attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and every output
-has exactly one axis that is a multiple of it.  The tests run in eager PyTorch, within the tolerance of the outputs' dtypes: other
-batch sizes take other kernels.
+A dimension is "rows" when outputs stay the same whatever the padding and no operation joins rows.  It is "zeros" when they stay
+the same for zeros only (an attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and
+every output has exactly one axis that is a multiple of it.  The tests run in eager PyTorch, within the tolerance of the outputs'
+dtypes: other batch sizes take other kernels.
 """
 
 from __future__ import annotations

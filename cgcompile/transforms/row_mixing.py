@@ -19,8 +19,10 @@ SHAPE_ONLY = frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_e
 
 
 def joined(prepared: Prepared, name: str) -> str:
-    """ "" or a sentence about the first operation that takes tensors with an axis of dimension `name` and gives one without: what
-    it gives depends on all rows, or on one of them."""
+    """ "" or a sentence about the first operation that joins rows of dimension `name`.
+
+    It takes tensors with an axis of the dimension and gives one without: what it gives depends on all rows, or on one of them.
+    """
     user = set(prepared.program.graph_signature.user_inputs)
     symbols: set[Any] = set()
     values = [node.meta["val"] for node in prepared.program.graph.nodes if node.op == "placeholder" and node.name in user]

@@ -2,8 +2,8 @@
 
 The program gets one more buffer, RNG: int64 [seed, calls so far].  Every random operator becomes ordinary operations that make its
 numbers from that buffer (operators.py, distributions.py, philox.py), and the last operation adds 1 to the calls.  Nothing is
-frozen, and nothing but these two integers is kept between calls.  All other nodes keep their names and metadata; the new ones carry
-the metadata of the operator whose place they take, and the one that gives its result takes its name.
+frozen, and nothing but these two integers is kept between calls.  All other nodes keep their names and metadata.  The new ones
+carry the metadata of the operator whose place they take, and the one that gives its result takes its name.
 
 Private interface (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, under which a composite operator falls
 apart as in torch.export.
@@ -51,7 +51,10 @@ def supported() -> frozenset[torch._ops.OpOverload]:
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, which draws for its
-    dropout_p; but for those that are switched off (dropout outside training, a probability of 0)."""
+    dropout_p.
+
+    Those that are switched off do not: dropout outside training, a probability of 0.
+    """
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op == "call_function" and (tagged or node.target is aten.scaled_dot_product_attention.default) and not _off(node)
 
@@ -67,8 +70,10 @@ def draws(program: ExportedProgram) -> bool:
 
 
 def generator_buffer(program: ExportedProgram) -> str:
-    """The name of the buffer of the random numbers' state in a program, "" without: RNG, with a prefix where the program was saved
-    after it was rewritten, and loaded as a model."""
+    """The buffer of the random numbers' state, by its name in the program, "" without.
+
+    That is RNG, with a prefix where the program was saved after it was rewritten, and loaded as a model.
+    """
     return next(iter(generator_buffers(program)), "")
 
 
