@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram, ExportGraphSignature
@@ -106,12 +105,3 @@ def operator(node: Node) -> str:
         packet = target.name().partition(".")[0].replace("::", ".")
         return packet.removeprefix("aten.")
     return target.name() if isinstance(target, torch._ops.HigherOrderOperator) else getattr(target, "__name__", str(target))
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operator's call by name, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload), node.target
-    schema = node.target._schema.arguments
-    values = {argument.name: argument.default_value for argument in schema}
-    values |= {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
-    return values | node.kwargs

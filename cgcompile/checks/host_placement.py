@@ -103,14 +103,15 @@ def _place(node: Node, places: Mapping[Node, str], weights: frozenset[str]) -> s
         return "host"
     if node.target is TO_DEVICE:
         return "device"
-    sources = [source for source in node.all_input_nodes if _has_tensor(source)]
+    sources = [source for source in node.all_input_nodes if has_tensor(source)]
     found = {places[source] for source in sources}
     if "host" not in found or "device" in found:  # a scalar of the host may be combined with tensors of the device
         return "device" if "device" in found else "free"
     return "host"
 
 
-def _has_tensor(node: Node) -> bool:
+def has_tensor(node: Node) -> bool:
+    """Whether a node gives tensors."""
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
 
 

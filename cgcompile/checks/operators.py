@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from cgbundle.format.schema import Finding
 
 from ..errors import BuildError
-from .context import HOST, NOTE, REFUSE, RuleContext, all_calls, arguments, finding, operator
+from ..export.torch_program import arguments
+from .context import HOST, NOTE, REFUSE, RuleContext, all_calls, finding, operator
 
 aten = torch.ops.aten
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Finding
 
 from .context import HOST, REFUSE, RuleContext, finding, operator
-from .host_placement import born, depends, unbacked
+from .host_placement import born, depends, has_tensor, unbacked
 from .scalars import READS, SELECTS, selects
 
 FIXES = {
@@ -47,7 +46,7 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
     "unbacked binding ops" in Scheduler.should_partition, torch/_inductor/scheduler.py.
     """
     for node, top in context.calls():
-        if _tensors(node) and born(node) and node.target not in SELECTS and not isinstance(node.target, _HIGHER):
+        if has_tensor(node) and born(node) and node.target not in SELECTS and not isinstance(node.target, _HIGHER):
             name = operator(node)
             yield finding(
                 "data-dependent-shape", HOST, f"{_called(name)} gives a result whose size depends on data", node,
@@ -85,10 +84,6 @@ def data_dependent_select(context: RuleContext) -> Iterable[Finding]:
                 context.effect(top),
                 "x.index_select(axis, i.reshape(1)) or torch.gather reads the position on the GPU; mask instead of x[:n]", top,
             )  # fmt: skip
-
-
-def _tensors(node: Node) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
 
 
 def _sizes(node: Node) -> frozenset[Any]:

@@ -44,7 +44,7 @@ def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
     """An attribute that forward() changes and that is no buffer: a counter in Python, a tensor kept for the next call.
 
     What it looks for: attributes of modules that are others after a call than before, at the second call with the same inputs, too
-    (attributes.py).
+    (model/module_attributes.py).
     Why CUDA cares: a replay runs kernels and no Python; the attribute would stay what it was when the model was traced.
     Effect: no bundle can be built: its results would be those of the first call for ever.
     Fix: `self.register_buffer(name, torch.zeros(()))`, and write to it: that is state, and kept from call to call.
@@ -170,7 +170,7 @@ def _input_of(context: RuleContext, buffer: str) -> str:
 
 
 def _writer(context: RuleContext, placeholder: str) -> Node | None:
-    """The first operation that writes to an input of the program or to a look at it."""
+    """The first operation that writes to an input of the program or to a view of it."""
     nodes = list(context.program.graph.nodes)
     owners = {storage for node in nodes if node.name == placeholder for storage in _storages(node)}
     for node in nodes:

@@ -24,7 +24,7 @@ from cgbundle.format.size_expressions import linear
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.flat_module import FlatModule, run_eager, unwatched
-from ..model.module_attributes import ATTRIBUTE_FIX, changed, marks, place
+from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
 from ..model.source import Source, sample
 from ..model.user_code import first_line, user_line, user_place
@@ -153,7 +153,7 @@ def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tu
     run_eager(flat, tensors)
     flat.watch = watch
     names = changed(before, marks(source.model))
-    places = {name: place(source.model, name) for name in names}
+    places = {name: assignment_place(source.model, name) for name in names}
     return tuple(
         [
             Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)

@@ -56,7 +56,7 @@ def _mark(value: Any, deep: int) -> Any:
     return id(value)
 
 
-def place(model: torch.nn.Module, name: str) -> tuple[str, str]:
+def assignment_place(model: torch.nn.Module, name: str) -> tuple[str, str]:
     """(file:line, source line) of the first assignment to an attribute in the class of its module outside __init__.
 
     Else of its forward(); ("", "") where there is no source to read.

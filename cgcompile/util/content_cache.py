@@ -1,6 +1,6 @@
 """Results kept by content between builds: a folder of files named by the hash of all that a result depends on.
 
-A file is the SHA-256 of a pickle and the pickle.  The folder is the user's own (`build_trace.cache_folder`); nothing of it becomes
+A file is the SHA-256 of a pickle and the pickle.  The folder is the user's own (`offline.build.cache_folder`); nothing of it becomes
 part of a bundle but what is checked again there.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import cgbundle
 
-HOMES = (Path(__file__).parents[1], Path(cgbundle.__file__).parent)
+PACKAGES = (Path(__file__).parents[1], Path(cgbundle.__file__).parent)
 
 
 def digest(*parts: object) -> str:
@@ -36,9 +36,9 @@ def versions() -> tuple[str, str]:
     return _version("triton"), _version("torch")
 
 
-def sources(homes: Sequence[Path] = HOMES) -> str:
+def sources(packages: Sequence[Path] = PACKAGES) -> str:
     """The hash of the code of the compiler and the runtime: what another version of them made is made again."""
-    return digest(*(path.read_bytes() for home in homes for path in sorted(home.rglob("*.py"))))
+    return digest(*(path.read_bytes() for package in packages for path in sorted(package.rglob("*.py"))))
 
 
 def recall(path: Path) -> Any:

@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ...export.torch_program import copied_graph, with_graph
+from ...export.torch_program import arguments, copied_graph, with_graph
 from .distributions import BLOCK, Stream, axes_in_memory
 from .operators import COMPOSITES, LEAVES
 from .philox import block, schedule
@@ -61,7 +61,7 @@ def is_random(node: Node) -> bool:
 
 def can_rewrite(node: Node) -> bool:
     """Whether a random node is one that `with_generator` rewrites: one of `supported`, without a generator of the user's."""
-    return node.target in supported() and _arguments(node).get("generator") is None
+    return node.target in supported() and arguments(node).get("generator") is None
 
 
 def draws(program: ExportedProgram) -> bool:
@@ -200,7 +200,7 @@ def _insert(
 
 def _expand(graph: Graph) -> None:
     """Puts the operations of philox.block in the place of each BLOCK.  They are traced once: each gives one number per element, or
-    one for all, and those that only look at what all draws share are there once."""
+    one for all, and those that read only what all draws share are there once."""
     blocks = graph.find_nodes(op="call_function", target=BLOCK)
     if not blocks:  # dropout with probability 1 draws nothing
         return
@@ -211,17 +211,17 @@ def _expand(graph: Graph) -> None:
     first, second = traced.graph.find_nodes(op="placeholder")
     (output,) = traced.graph.find_nodes(op="output")
     operations = [each for each in traced.graph.nodes if each.op == "call_function"]
-    looks = {}
+    once = {}
     with graph.inserting_before(blocks[0]):
         for each in operations:
             if each.args[0] is second:
-                looks[each] = graph.node_copy(each, {second: shared}.__getitem__)
-                looks[each].meta = {"val": each.meta["val"]}
+                once[each] = graph.node_copy(each, {second: shared}.__getitem__)
+                once[each].meta = {"val": each.meta["val"]}
     for node in blocks:
-        known = {first: node.args[0], **looks}
+        known = {first: node.args[0], **once}
         with graph.inserting_before(node):
             for each in operations:
-                if each not in looks:
+                if each not in once:
                     known[each] = graph.node_copy(each, known.__getitem__)
                     known[each].meta = {**node.meta, "val": (each if each.meta["val"].dim() == 0 else node.args[0]).meta["val"]}
                     if each.target is aten.full.default:
@@ -231,7 +231,7 @@ def _expand(graph: Graph) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
         for each in reversed(operations):
-            if not known[each].users and each not in looks:
+            if not known[each].users and each not in once:
                 graph.erase_node(known[each])
 
 
@@ -265,18 +265,9 @@ def _value_of(argument: Any) -> Any:
 
 def _off(node: Node) -> bool:
     """Whether a random operator draws nothing as it is called."""
-    values = _arguments(node)
+    values = arguments(node)
     if values.get("train") is False or values.get("training") is False or values.get("dropout_p") == 0:
         return True
     if "num_layers" in values:  # dropout of recurrent networks is between the layers
         return values["dropout"] == 0 or values["num_layers"] == 1
     return "dropout" in str(node.target) and values.get("p") == 0
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operator's call by name, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload), node.target
-    schema = node.target._schema.arguments
-    values = {argument.name: argument.default_value for argument in schema}
-    values |= {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
-    return values | node.kwargs
