@@ -27,8 +27,8 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
                 "source-invalid", "build(model, inputs): inputs, a function from the sizes to example inputs, is missing"
             )
         name = type(model).__name__.lower()
-        module = type(model).__module__
-        return _source(name, f"{module}.{type(model).__qualname__}", "" if module == "__main__" else module, model, inputs)
+        defined_in = type(model).__module__
+        return _source(name, f"{defined_in}.{type(model).__qualname__}", "" if defined_in == "__main__" else defined_in, model, inputs)
     label = os.fspath(model)
     if label.endswith(".pt2"):
         from .pt2 import load_saved

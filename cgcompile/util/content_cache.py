@@ -1,6 +1,6 @@
 """Results kept by content between builds: a folder of files named by the hash of all that a result depends on.
 
-A file is the SHA-256 of a pickle and the pickle.  The folder is the user's own (`offline.build.cache_folder`); nothing of it becomes
+A file is the SHA-256 of a pickle and the pickle.  The folder is the user's own (offline/build.py); nothing of it becomes
 part of a bundle but what is checked again there.
 """
 
