@@ -27,8 +27,8 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
                 "source-invalid", "build(model, inputs): inputs, a function from the sizes to example inputs, is missing"
             )
         name = type(model).__name__.lower()
-        defined_in = type(model).__module__
-        return _source(name, f"{defined_in}.{type(model).__qualname__}", "" if defined_in == "__main__" else defined_in, model, inputs)
+        path = type(model).__module__
+        return _source(name, f"{path}.{type(model).__qualname__}", "" if path == "__main__" else path, model, inputs)
     label = os.fspath(model)
     if label.endswith(".pt2"):
         from .pt2 import load_saved
