@@ -12,14 +12,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Built, Report, build, check
+    from .api import build, check
+    from .records import Built, Report
     from .util.progress import Event
 
 from .util.version import VERSION as __version__
 
 __all__ = ["Built", "Event", "Report", "__version__", "build", "check"]
 
-_MODULES = {"Event": "util.progress"} | dict.fromkeys(("Built", "Report", "build", "check"), "api")
+_MODULES = {"build": "api", "check": "api", "Built": "records", "Report": "records", "Event": "util.progress"}
 
 
 def __getattr__(name: str) -> Any:

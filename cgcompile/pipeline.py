@@ -16,7 +16,6 @@ from cgbundle.format import archive
 from cgbundle.format.publish import staged
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
 
-from .api import Built, Options
 from .bundle.emit import provenance, seal, write_program
 from .bundle.proof import replay
 from .checks import check, refuse
@@ -26,6 +25,7 @@ from .export.signature import describe_signature
 from .model.declared_sizes import count_keys, declared_sizes
 from .model.flat_module import PREFIX
 from .model.load import load_source
+from .records import Built, Options
 from .targets.choice import choose
 from .targets.job import Job, Parts
 from .transforms.output_aliases import manifest_aliases

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from cgbundle.format.schema import Finding
 
-from .api import RegionReport, Report
 from .checks import check as check_rules
 from .checks.context import operator
 from .checks.sizes import small_region, too_many_keys
@@ -26,6 +25,7 @@ from .model.side_effects import BRANCH, BRANCH_FIX
 from .model.source import sample
 from .model.user_code import user_place
 from .partition import Partition, crossings, effect_of, partition, region_modules
+from .records import RegionReport, Report
 from .targets.architectures import arch
 
 ASSUMED = (2, 8)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cgbundle.format.schema import Manifest
-    from cgcompile.api import Built
+    from cgcompile.records import Built
     from cgcompile.util.progress import Event, Watcher
 
 PROVED = {

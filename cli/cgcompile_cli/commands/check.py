@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from cgbundle.format.schema import Finding
-    from cgcompile.api import RegionReport, Report
+    from cgcompile.records import RegionReport, Report
 
 FOUND = 1
 """Exit status where a finding refuses a build."""
