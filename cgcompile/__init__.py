@@ -12,20 +12,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .pipeline import Built, build
-    from .report import Report, check
+    from .api import build, check
+    from .records import Built, Report
     from .util.progress import Event
 
 from .util.version import VERSION as __version__
 
 __all__ = ["Built", "Event", "Report", "__version__", "build", "check"]
 
-_HOMES = {"build": "pipeline", "Built": "pipeline", "Event": "util.progress", "Report": "report", "check": "report"}
+_MODULES = {"build": "api", "check": "api", "Built": "records", "Report": "records", "Event": "util.progress"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'cgcompile' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -14,11 +14,11 @@ import torch
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import DTYPES, IntKey, Program, Value, Weight
 
-from ..export.exported import Exported
 from ..export.weights import weight_tensors
-from ..model.flat_module import PREFIX, run_writing
+from ..model.flat_module import PREFIX, run_eager
 from ..model.pytree import dtype_name
 from ..model.source import Source, all_keys, sample
+from ..transforms.prepared import Prepared
 from ..util.raw_bytes import raw
 
 Changed = tuple[int, torch.Tensor, torch.Tensor]
@@ -49,36 +49,20 @@ class ReplayedBytes:
     state: tuple[tuple[str, bytes], ...]
 
 
-def exam_calls(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]]) -> int:
-    """How often the exam calls an int_key: twice for a model with state, to show that the second call begins where the first ended.
-
-    Once where eager PyTorch fails at that, as a cache does that one call fills.
-    """
-    if not exported.state:
-        return 1
-    for key in all_keys(sizes):
-        tensors = sample(source, dict(zip(sizes, key, strict=True))).tensors
-        try:
-            run_writing(exported.eager, tensors, calls=2)
-        except (RuntimeError, IndexError, ValueError):
-            return 1
-    return 2
-
-
 def eager_exam(
-    source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[Weight]
+    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[Weight]
 ) -> list[KeyExam]:
     """What eager PyTorch gives at every int_key, on the inputs that the source draws, from the model's first state.
 
     `weights`: the manifest's rows.
     """
     exams = []
-    before = _first_state(exported)
+    before = _first_state(prepared)
     rows = [row for row in weights if row.memory == "state"]
     for key in all_keys(sizes):
         inputs = sample(source, dict(zip(sizes, key, strict=True))).tensors
-        ran = run_writing(exported.eager, inputs, exported.calls)
-        written = tuple([(index, ran.given[index]) for index in exported.written])
+        ran = run_eager(prepared.reference, inputs, prepared.exam_calls)
+        written = tuple([(index, ran.given[index]) for index in prepared.written])
         after = {row.name: _flat(ran.state[row.name], row) for row in rows}
         state = _changed(weights, before, after)
         exams.append(KeyExam(key=key, inputs=inputs, outputs=ran.outputs, written=written, state=state))
@@ -86,11 +70,11 @@ def eager_exam(
 
 
 def replayed_exam(
-    programs: Sequence[Program], replays: Mapping[IntKey, ReplayedBytes], exported: Exported, weights: Sequence[Weight]
+    programs: Sequence[Program], replays: Mapping[IntKey, ReplayedBytes], prepared: Prepared, weights: Sequence[Weight]
 ) -> list[KeyExam]:
     """What replays gave at every int_key, as tensors of the dtypes and shapes that the manifest's `programs` say."""
     exams = []
-    before = _first_state(exported)
+    before = _first_state(prepared)
     rows = {row.name: row for row in weights}
     for program in programs:
         replay = replays[program.key]
@@ -104,7 +88,7 @@ def replayed_exam(
                 key=program.key,
                 inputs=_tensors(given, replay.inputs),
                 outputs=_tensors(made, replay.outputs),
-                written=tuple(zip(exported.written, _tensors([given[i] for i in exported.written], replay.written), strict=True)),
+                written=tuple(zip(prepared.written, _tensors([given[i] for i in prepared.written], replay.written), strict=True)),
                 state=_changed(weights, before, after),
             )
         )
@@ -130,8 +114,8 @@ def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
         safetensors.write(file, tensors)
 
 
-def _first_state(exported: Exported) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(PREFIX): value for name, value in weight_tensors(exported.program).items()}
+def _first_state(prepared: Prepared) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(PREFIX): value for name, value in weight_tensors(prepared.program).items()}
 
 
 def _changed(rows: Sequence[Weight], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> tuple[Changed, ...]:

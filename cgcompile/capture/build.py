@@ -41,8 +41,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     Raises the refusals of `record` and `split_program`, and proof-failed when a replay is further from eager PyTorch than the dtype
     allows.
     """
-    exported = spec.exported
-    program = exported.program
+    prepared = spec.prepared
+    program = prepared.program
     calls = _calls(spec, SEED)
     tensors = weight_tensors(program)
     with scratch_folder() as scratch:
@@ -61,9 +61,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 placements=spec.placements,
                 uploads=split.uploads if split else {},
                 host_only=host_only,
-                written=exported.written,
-                state=exported.state,
-                exam_calls=exported.calls,
+                written=prepared.written,
+                state=prepared.state,
+                exam_calls=prepared.exam_calls,
                 # what the first process of max-autotune measured and chose, the second has to find in the cache
                 parallel=spec.lower != "max-autotune",
                 tell=tell,
@@ -81,9 +81,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         written = write_recorded(stage, _program(spec, recorded, split), tensors, recorded.arch, split, hosts)
         if recorded.states:
             (stage / STATES_FILE).write_bytes(encode_states(recorded.states))
-        programs = with_aliases(written.programs, exported, written.weights)
+        programs = with_aliases(written.programs, prepared.aliases, prepared.signature.outputs, written.weights)
         replays = {key: replay.contents for key, replay in recorded.replays.items()}
-        write_exam(stage / archive.EXAM, replayed_exam(programs, replays, exported, written.weights))
+        write_exam(stage / archive.EXAM, replayed_exam(programs, replays, prepared, written.weights))
         tell(describe_size(stage))
     driver = _lowest_driver(recorded)
     if written.fills:
@@ -98,7 +98,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         module_state=STATES_FILE if recorded.states else "",
         exam=Exam(
             compare="bits" if exact else "tolerance",
-            calls=exported.calls,
+            calls=prepared.exam_calls,
             proofs=tuple(_proof(recorded, key) for key in calls),
         ),
     )

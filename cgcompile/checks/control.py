@@ -8,32 +8,28 @@ import torch
 
 from cgbundle.format.schema import Finding
 
-from .subject import HOST, Subject, finding
+from .context import HOST, RuleContext, finding
 
 OPERATORS = frozenset({"cond", "while_loop", "map", "map_impl", "scan"})
 """Higher-order operators whose branch or number of turns something else than the program's order decides.  `associative_scan` is
 not one: Inductor makes a kernel of it."""
 
 
-def control_flow(subject: Subject) -> Iterable[Finding]:
+def control_flow(context: RuleContext) -> Iterable[Finding]:
     """Control flow as operators: `torch.cond`, while_loop, map, scan.
 
     What it looks for: these higher-order operators, anywhere in the program.
-
     Why CUDA forbids it: a graph is a fixed order of kernels.  Which branch of a cond runs, and how often a loop turns, is decided
     by a tensor, which the CPU reads: it waits for the GPU (see host-scalar).  CUDA 12.4 has conditional nodes, but a
     capture by PyTorch makes none.
-
     Effect: the operator with all its branches runs on the host.
-
     Fix: `torch.where` computes both sides and chooses; a loop with a fixed number of turns in Python is unrolled.
-
     Source: "Conditional ops" in Scheduler.should_partition (torch/_inductor/scheduler.py), and is_cudagraph_unsafe_op in
     torch/_inductor/utils.py (ir.Conditional, ir.WhileLoop; map and scan become while loops).
     """
-    for node, top in subject.calls():
+    for node, top in context.calls():
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in OPERATORS and top == node.name:
             yield finding(
                 "control-flow", HOST, f"{node.target.name().removesuffix('_impl')} decides on the CPU what runs", node,
-                subject.effect(top), "torch.where computes both sides and chooses; a fixed number of turns can be a Python loop",
+                context.effect(top), "torch.where computes both sides and chooses; a fixed number of turns can be a Python loop",
             )  # fmt: skip

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from cgbundle.format.schema import Finding
 
 from ..errors import BuildError
-from .subject import HOST, NOTE, REFUSE, Subject, all_calls, arguments, finding, operator
+from ..export.torch_program import arguments
+from .context import HOST, NOTE, REFUSE, RuleContext, all_calls, finding, operator
 
 aten = torch.ops.aten
 
@@ -51,27 +52,23 @@ PYTORCH = frozenset({"aten", "prim", "prims", "higher_order", "cgcompile", "indu
 """Namespaces whose operators are PyTorch's or ours."""
 
 
-def boolean_index_put(subject: Subject) -> Iterable[Finding]:
+def boolean_index_put(context: RuleContext) -> Iterable[Finding]:
     """An assignment through a mask: `x[mask] = values`.
 
     What it looks for: index_put with an index of dtype bool or uint8.
-
     Why CUDA forbids it: PyTorch turns the mask into positions with nonzero, whose size the CPU waits for.
-
     Effect: it runs on the host.  Where one mask takes one number (`x[mask] = 0`) it is a note: Inductor makes a masked fill of it,
     which a graph holds.
-
     Fix: `torch.where(mask, values, x)` with values of x's shape, or `x.masked_fill(mask, 0)`.
-
     Source: _fx_node_is_input_dependent_cudagraph_unsafe in torch/_inductor/utils.py; index_put_as_masked_fill in
     torch/_inductor/lowering.py.
     """
-    for node, top in subject.calls():
+    for node, top in context.calls():
         if node.target in INDEX_PUTS and (masks := _masks(node)):
             filled = len(masks) == len(_indices(node)) == 1 and _is_number(arguments(node)["values"])
             yield finding(
                 "boolean-index-put", NOTE if filled else HOST, "an assignment through a mask needs the positions of its True", node,
-                "it is lowered as a masked fill, which a graph holds" if filled else subject.effect(top),
+                "it is lowered as a masked fill, which a graph holds" if filled else context.effect(top),
                 "x.masked_fill(mask, value), or torch.where(mask, values, x)", top,
             )  # fmt: skip
 
@@ -88,22 +85,18 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Node) and value.meta["val"].dim() == 0
 
 
-def incompatible_operator(subject: Subject) -> Iterable[Finding]:
+def incompatible_operator(context: RuleContext) -> Iterable[Finding]:
     """An operator that PyTorch knows to break under capture: fused moving average observers of quantization, jagged conversions.
 
     What it looks for: the list INCOMPATIBLE; and decompositions of matrices that wait to see whether they failed (WAITING).
-
     Why CUDA forbids it: their kernels wait for the GPU, or allocate by what they find there.
-
     Effect: it runs on the host; a decomposition refuses the build, since the code of a host region cannot call it.
-
     Fix: convert the quantized model (`convert_fx` or `convert_pt2e`), so that no observer is left; pad instead of jagged tensors;
     `torch.linalg.inv_ex` and its kind, which do not wait.
-
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py; _linalg_check_errors in ATen's BatchLinearAlgebra.cpp.
     """
-    for node, top in subject.calls():
-        if subject.target == "cuda" and (other := WAITING.get(str(node.target))) is not None:
+    for node, top in context.calls():
+        if context.target == "cuda" and (other := WAITING.get(str(node.target))) is not None:
             yield finding(
                 "incompatible-operator", REFUSE, f"{operator(node)} waits for the GPU to say whether it failed", node,
                 "it cannot be captured, and a region of the host cannot call it",
@@ -111,25 +104,21 @@ def incompatible_operator(subject: Subject) -> Iterable[Finding]:
             )  # fmt: skip
         if str(node.target) in INCOMPATIBLE:
             yield finding(
-                "incompatible-operator", HOST, f"{operator(node)} cannot be captured: PyTorch lists it", node, subject.effect(top),
+                "incompatible-operator", HOST, f"{operator(node)} cannot be captured: PyTorch lists it", node, context.effect(top),
                 "convert the model for inference: observers go away; pad instead of jagged tensors", top,
             )  # fmt: skip
 
 
-def sparse_output(subject: Subject) -> Iterable[Finding]:
+def sparse_output(context: RuleContext) -> Iterable[Finding]:
     """A tensor that is not dense: sparse COO, CSR and their kind, nested, mkldnn.
 
     What it looks for: the layout of every value of the program.
-
     Why CUDA forbids it: the number of stored elements depends on data, and the CPU waits for it.
-
     Effect: no bundle can be built: memory is planned, and copied between regions, as dense tensors.
-
     Fix: dense tensors and masks.
-
     Source: is_cudagraph_unsafe_fx_node in torch/_inductor/utils.py (is_sparse of a value).
     """
-    for node, top in subject.calls():
+    for node, top in context.calls():
         layouts = {leaf.layout for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)} - {torch.strided}
         if layouts:
             yield finding(
@@ -138,87 +127,71 @@ def sparse_output(subject: Subject) -> Iterable[Finding]:
             )  # fmt: skip
 
 
-def deterministic_scatter(subject: Subject) -> Iterable[Finding]:
+def deterministic_scatter(context: RuleContext) -> Iterable[Finding]:
     """Scatters while `torch.use_deterministic_algorithms(True)` is on.
 
     What it looks for: scatter, scatter_add, scatter_reduce, index_add and index_put when the switch is on during the build.
-
     Why CUDA forbids it: the deterministic implementations sort, and wait for the GPU on the way.
-
     Effect: it runs on the host.
-
     Fix: switch deterministic algorithms off for the build, or write the scatter as a matrix product with a one-hot matrix.
-
     Source: the list for torch.are_deterministic_algorithms_enabled() in get_first_incompatible_cudagraph_node,
     torch/_inductor/utils.py.
     """
     if not torch.are_deterministic_algorithms_enabled():
         return
-    for node, top in subject.calls():
+    for node, top in context.calls():
         if str(node.target) in DETERMINISTIC_SCATTER:
             yield finding(
                 "deterministic-scatter", HOST, f"{operator(node)} under deterministic algorithms waits for the GPU", node,
-                subject.effect(top), "build without torch.use_deterministic_algorithms(True)", top,
+                context.effect(top), "build without torch.use_deterministic_algorithms(True)", top,
             )  # fmt: skip
 
 
-def cudagraph_unsafe(subject: Subject) -> Iterable[Finding]:
+def cudagraph_unsafe(context: RuleContext) -> Iterable[Finding]:
     """An operator whose author says that it cannot be captured.
 
     What it looks for: the tag `torch.Tag.cudagraph_unsafe`.
-
     Why CUDA forbids it: the author knows: it waits, allocates outside PyTorch's pools, or computes on the CPU.
-
     Effect: it runs on the host.
-
     Fix: if the operator can be captured after all, take the tag off.
-
     Source: torch.Tag.cudagraph_unsafe (tags.yaml); is_cudagraph_unsafe_fx_node in torch/_inductor/utils.py.
     """
-    for node, top in subject.calls():
+    for node, top in context.calls():
         if torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
             yield finding(
-                "cudagraph-unsafe", HOST, f"{operator(node)} is tagged cudagraph_unsafe", node, subject.effect(top),
+                "cudagraph-unsafe", HOST, f"{operator(node)} is tagged cudagraph_unsafe", node, context.effect(top),
                 "take the tag off if the operator can be captured", top,
             )  # fmt: skip
 
 
-def host_op(subject: Subject) -> Iterable[Finding]:
+def host_op(context: RuleContext) -> Iterable[Finding]:
     """An operator that the user keeps on the host with --host-op.
 
     What it looks for: calls of the operators named: `aten.topk` and `aten::topk` are all overloads, `aten.topk.default` is one.
-
     Why: an operator that cannot be captured and is not known to; an experiment.
-
     Effect: it runs on the host.
-
     Fix: leave the option out.
-
     Source: config.custom_should_partition_ops in torch/_inductor/config.py.
     """
-    for node, top in subject.calls():
-        if any(spelled in _spellings(node) for spelled in _plain(subject.host_ops)):
+    for node, top in context.calls():
+        if any(spelled in _spellings(node) for spelled in _plain(context.host_ops)):
             yield finding(
-                "host-op", HOST, f"{operator(node)} is kept on the host", node, subject.effect(top), "leave --host-op out", top
+                "host-op", HOST, f"{operator(node)} is kept on the host", node, context.effect(top), "leave --host-op out", top
             )  # fmt: skip
 
 
-def custom_operator(subject: Subject) -> Iterable[Finding]:
+def custom_operator(context: RuleContext) -> Iterable[Finding]:
     """An operator of another library.
 
     What it looks for: namespaces that are not PyTorch's.  One without a fake implementation does not pass torch.export, which is
     reported under this name, too.
-
     Why CUDA cares: nobody knows what it does.  It may be recorded only if it launches all its work on the current stream, waits for
     nothing, allocates through PyTorch, and keeps no state.
-
     Effect: it is recorded as it is.  What it hides, recording in two processes and the replay at other addresses are there to find.
-
     Fix: tag it `torch.Tag.cudagraph_unsafe`, or name it with --host-op, if it cannot be captured.
-
     Source: the notes on custom operators in the torch.library documentation.
     """
-    for node, top in subject.calls():
+    for node, top in context.calls():
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in PYTORCH:
             yield finding(
                 "custom-operator", NOTE, f"{operator(node)} is an operator of another library", node,

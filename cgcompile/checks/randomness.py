@@ -9,44 +9,38 @@ from torch.fx import Node
 
 from cgbundle.format.schema import Finding
 
+from ..export.functionalization import keeps_rng_state
 from ..transforms.rng.rewrite import can_rewrite, draws, generator_buffers, is_random, supported
-from .subject import NOTE, REFUSE, Subject, all_calls, finding, operator
+from .context import NOTE, REFUSE, RuleContext, finding, operator
 
 DRAWN_TOKEN = "draw with (p / torch.empty_like(p).exponential_()).argmax(-1), or pass the random tensor as an input"
 """What to write for multinomial."""
 
-RNG_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
-"""Higher-order operators that save and restore the state of a random generator."""
 
-
-def random_operation(subject: Subject) -> Iterable[Finding]:
-    """An operation that draws random numbers: dropout in training, rand, randn, bernoulli, multinomial, and attention with a
-    dropout probability.
+def random_operation(context: RuleContext) -> Iterable[Finding]:
+    """An operation that draws random numbers: dropout in training, rand, bernoulli, multinomial, attention with a dropout
+    probability.
 
     What it looks for: operators tagged `nondeterministic_seeded`, and attention, but for those that draw nothing (dropout outside
     training, a probability of 0).
-
-    Why CUDA cares: a graph can hold random kernels if the generator is registered with it and its seed and offset lie in device
-    memory that is updated before each replay; a bundle without torch has no such generator, and would draw the same numbers each
-    time.  So a build lets the program compute its numbers itself, from a seed and a count of its calls that lie in its state.
-
+    Why CUDA cares: a graph can hold random kernels if the generator is registered with it, with seed and offset in device memory
+    that is updated before each replay.  A bundle without torch has no such generator, and would draw the same numbers each time.
+    So a build lets the program compute its numbers itself, from a seed and a count of its calls that lie in its state.
     Effect: fresh numbers at every call, not those of PyTorch's generator; `program.seed(n)` repeats them.  No bundle can be built
-    for an operator that is not among them (multinomial, poisson, binomial, gamma), for one with a generator of its own, and for one
-    inside torch.cond or another operator with a graph of its own; nor beside a saved program that computes random numbers already.
-
+    for other operators (multinomial, poisson, binomial, gamma), nor for one with a generator of its own, or with a graph of its own
+    around it, as in torch.cond.  Nor is one beside a saved program that computes random numbers already.
     Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input; a token is
     drawn without multinomial by `(probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)`.
-
     Source: torch.Tag.nondeterministic_seeded; CUDAGeneratorImpl and torch.cuda.CUDAGraph.register_generator_state in PyTorch;
-    drawing.py.
+    transforms/rng.
     """
-    saved = generator_buffers(subject.program)
-    if len(saved) + draws(subject.program) > 1:
+    saved = generator_buffers(context.program)
+    if len(saved) + draws(context.program) > 1:
         yield finding(
             "random-operation", REFUSE, "the model draws random numbers beside a saved program that computes its own", None,
             "a bundle has one generator, and would leave the other without a seed", "build from the model that was saved",
         )  # fmt: skip
-    for node, top in subject.calls():
+    for node, top in context.calls():
         if is_random(node):
             name = operator(node)
             if top == node.name and can_rewrite(node):
@@ -69,52 +63,35 @@ def _obstacle(node: Node, top: str) -> str:
     return "a bundle has no generator for it, and would repeat the same numbers"
 
 
-def rng_state_operation(subject: Subject) -> Iterable[Finding]:
+def rng_state_operation(context: RuleContext) -> Iterable[Finding]:
     """Operators that save or restore the state of a random generator: activation checkpointing makes them.
 
     What it looks for: the higher-order operators run_and_save_rng_state, run_with_rng_state and their graph-safe kind.
-
     Why CUDA forbids it: the state is read to and set from the CPU, which waits for the GPU; in a replay nobody sets it.
-
     Effect: no bundle can be built.
-
     Fix: inference needs no activation checkpointing: switch it off (`model.gradient_checkpointing_disable()`, or call the module
     itself instead of torch.utils.checkpoint).
-
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py.
     """
-    for node, top in subject.calls():
-        if _keeps_rng_state(node):
+    for node, top in context.calls():
+        if keeps_rng_state(node):
             yield finding(
                 "rng-state-operation", REFUSE, f"{operator(node)} saves or restores the state of a random generator", node,
                 "random numbers cannot be replayed", "switch activation checkpointing off: inference does not need it", top,
             )  # fmt: skip
 
 
-def keeps_rng_state(module: torch.fx.GraphModule) -> bool:
-    """Whether a program holds an operator of RNG_STATE."""
-    return any(_keeps_rng_state(node) for node, _ in all_calls(module))
-
-
-def _keeps_rng_state(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in RNG_STATE
-
-
-def training_mode(subject: Subject) -> Iterable[Finding]:
+def training_mode(context: RuleContext) -> Iterable[Finding]:
     """A model in training mode that holds dropout or batch normalization, which behave differently there.
 
     What it looks for: `module.training` and modules of these kinds.
-
-    Why it matters: dropout draws random numbers (random-operation), batch normalization takes the statistics of the batch and
-    writes them to its buffers (mutated-buffer): both are built as they are, and neither is what inference usually means.
-
+    Why it matters: dropout draws random numbers (random-operation), batch normalization writes the statistics of the batch to its
+    buffers (mutated-buffer).  Both are built as they are, and neither is what inference usually means.
     Effect: information; the other rules say what follows.
-
     Fix: `model.eval()`.
-
     Source: torch.nn.Module.eval.
     """
-    modules = list(subject.exported.flat.model.modules())
+    modules = list(context.exported.flat.model.modules())
     if any(module.training for module in modules) and any(
         isinstance(module, torch.nn.modules.dropout._DropoutNd | torch.nn.modules.batchnorm._BatchNorm) for module in modules
     ):

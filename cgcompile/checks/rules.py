@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from cgbundle.format.schema import Finding
 
 from . import control, devices, operators, randomness, scalars, shapes, sizes, writes
-from .placements import FOLLOWER
-from .subject import Subject
+from .context import RuleContext
+from .host_placement import FOLLOWER
 
-Rule = Callable[[Subject], Iterable[Finding]]
+Rule = Callable[[RuleContext], Iterable[Finding]]
 
 RULES: tuple[Rule, ...] = (
     writes.mutated_attribute,
@@ -43,7 +43,7 @@ RULES: tuple[Rule, ...] = (
 """Refusals first: the first finding is the one that a build names."""
 
 ELSEWHERE = (FOLLOWER, "too-many-keys", "small-region")
-"""Rules that are no function of a Subject: see placements.py, and ..checking for those that need the sizes or the partition."""
+"""Rules that are no function of a RuleContext: host_placement.py has the first, `cgcompile check` finds the others."""
 
 
 def name(rule: Rule) -> str:

@@ -11,8 +11,8 @@ from cgbundle.format.schema import Finding
 
 from ..model.side_effects import BRANCH_FIX
 from ..model.user_code import place
-from . import flow
-from .subject import HOST, NOTE, REFUSE, Subject, finding
+from .context import HOST, NOTE, REFUSE, RuleContext, finding
+from .host_placement import born, depends
 
 aten = torch.ops.aten
 
@@ -25,59 +25,51 @@ SELECTS = (aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.select_
 """What takes a number as an index or a bound."""
 
 
-def host_scalar(subject: Subject) -> Iterable[Finding]:
+def host_scalar(context: RuleContext) -> Iterable[Finding]:
     """A number that Python reads out of a tensor: `.item()`, `int(x)`, `float(x)`, `.tolist()`.
 
     What it looks for: `aten.item` and `aten._local_scalar_dense`.  A read that only selects (`x[i]` with a tensor `i` of no
     dimensions) is the rule data-dependent-select.
-
-    Why CUDA forbids it: the number is known only when all work before it is done, so the CPU waits for the stream
-    (cudaStreamSynchronize); a stream that is being captured cannot be waited for ("Prohibited and Unhandled Operations" in the CUDA
-    programming guide, error cudaErrorStreamCaptureUnsupported), and a replay has no CPU that could wait.
-
-    Effect: the read, and every operation that takes the number, run on the host; a graph ends before them and another begins after.
-    torch.compile gives up CUDA graphs for the whole function instead, or breaks the graph.
-
+    Why CUDA forbids it: the number is known only when all work before it is done, so the CPU waits (cudaStreamSynchronize).  A
+    stream that is being captured cannot be waited for, and a replay has no CPU that could wait.  ("Prohibited and Unhandled
+    Operations" in the CUDA programming guide, error cudaErrorStreamCaptureUnsupported.)
+    Effect: the read, and every operation that takes the number, run on the host, between two graphs.  torch.compile gives up CUDA
+    graphs for the whole function instead, or breaks the graph.
     Fix: keep the number as a tensor of no dimensions: `x * x.max()` is what `x * x.max().item()` is.
-
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py names aten._local_scalar_dense; its
     get_first_incompatible_cudagraph_node flags every value with an unbacked symbol, and a read makes one.
     """
-    for node, top in subject.calls():
+    for node, top in context.calls():
         if node.target in READS and not selects(node):
             yield finding(
-                "host-scalar", HOST, "the CPU reads a number out of a tensor and waits for the GPU", node, subject.effect(top),
+                "host-scalar", HOST, "the CPU reads a number out of a tensor and waits for the GPU", node, context.effect(top),
                 "keep the number as a tensor of no dimensions: leave .item(), int() and float() out", top,
             )  # fmt: skip
 
 
 def selects(node: Node) -> bool:
     """Whether all that a number is used for is an index or a bound."""
-    users = [user for user in node.users if flow.depends(user) or user.target not in ASSERTIONS]
+    users = [user for user in node.users if depends(user) or user.target not in ASSERTIONS]
     numbers = [user for user in users if not isinstance(user.target, torch._ops.OpOverload)]
     operators = [user for user in users if isinstance(user.target, torch._ops.OpOverload) and user.target not in ASSERTIONS]
     further = [user for number in numbers for user in number.users if user.target not in ASSERTIONS]
     return bool(operators or further) and all(user.target in SELECTS for user in [*operators, *further])
 
 
-def assert_scalar(subject: Subject) -> Iterable[Finding]:
+def assert_scalar(context: RuleContext) -> Iterable[Finding]:
     """An assertion about a number that depends on data.
 
-    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`, but for those at the line that made the number or the
-    size: torch.export adds these, also for `torch._check`, and they belong to a finding that is listed.
-
+    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`, but for those at the line that made the number or size.
+    torch.export adds these, also for `torch._check`, and they belong to a finding that is listed.
     Why CUDA forbids it: the CPU would have to know the number: see host-scalar.  An assertion about declared dimensions alone costs
     nothing: it was decided when the bundle was built.
-
     Effect: none by itself: it goes to the host with the number that it is about, or away.
-
     Fix: none needed; `torch._assert_async` asserts on the GPU.
-
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py names aten._assert_scalar.
     """
-    seen = {place(node)[0] for node, _ in subject.calls() if flow.born(node)}
-    for node, top in subject.calls():
-        if node.target in ASSERTIONS and any(flow.depends(source) for source in node.all_input_nodes):
+    seen = {place(node)[0] for node, _ in context.calls() if born(node)}
+    for node, top in context.calls():
+        if node.target in ASSERTIONS and any(depends(source) for source in node.all_input_nodes):
             made = finding(
                 "assert-scalar", NOTE, "an assertion about a number that depends on data", node,
                 "it is checked on the host, with the number", "torch._assert_async asserts on the GPU", top,
@@ -87,24 +79,20 @@ def assert_scalar(subject: Subject) -> Iterable[Finding]:
                 yield made
 
 
-def data_dependent_branch(subject: Subject) -> Iterable[Finding]:
+def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
     """Python that branches on the value of a tensor: `if x.sum() > 0:`, `while error > bound:`, `assert mask.all()`.
 
-    What it looks for: placing.py sees Python ask a tensor for its truth while the model is traced, when tensors hold no data; the
-    trace goes on as the example inputs did, so that one run finds what comes after, too.
-
+    What it looks for: Python asks a tensor for its truth while the model is exported, when tensors hold no data.  The export goes
+    on as the example inputs did, so that one run finds what comes after, too.
     Why CUDA forbids it: a graph is a fixed order of kernels; and torch.export records one path through Python, so the other path
     would be missing from any artifact.
-
     Effect: no bundle can be built.
-
     Fix: compute both sides and choose: `torch.where(condition, a, b)`; or `torch.cond(condition, true_fn, false_fn, operands)`,
     which runs on the host between two graphs.  An assertion: `torch._assert_async(condition)`.
-
     Source: torch.export refuses it as GuardOnDataDependentSymNode; "Control flow - Cond" in the torch documentation; the CUDA
     programming guide has conditional nodes, which no capture by PyTorch makes.
     """
-    for obstacle in subject.obstacles("data-dependent-branch"):
+    for obstacle in context.obstacles("data-dependent-branch"):
         yield finding(
             "data-dependent-branch", REFUSE, obstacle.message, obstacle,
             "the bundle would hold only the branch that the example inputs took",

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Finding
 
-from . import flow
+from .context import HOST, REFUSE, RuleContext, finding, operator
+from .host_placement import born, depends, has_tensor, unbacked
 from .scalars import READS, SELECTS, selects
-from .subject import HOST, REFUSE, Subject, finding, operator
 
 FIXES = {
     "nonzero": "torch.nonzero_static(x, size=n) has a fixed size; a mask and torch.where need no indices at all",
@@ -33,82 +32,69 @@ _HIGHER = torch._ops.HigherOrderOperator
 FIX = "pad to a fixed size, and pass a mask or a length as a tensor"
 
 
-def data_dependent_shape(subject: Subject) -> Iterable[Finding]:
-    """An operation whose result has a size that depends on the values of its inputs: nonzero, `x[mask]`, masked_select, unique,
-    unique_consecutive, repeat_interleave, bincount, packing sequences, nested tensors.
+def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
+    """An operation whose result has a size that depends on the values of its inputs: nonzero, `x[mask]`, unique, bincount, ...
 
-    What it looks for: an operation whose value has an unbacked symbol of export in its sizes, strides or offset that none of its
-    inputs has, whatever it is called; and outputs of the model with such a size.
-
-    Why CUDA forbids it: the host must learn the size before it can allocate the result and choose the grid of the next kernel: it
+    What it looks for: a value with an unbacked symbol of export in its sizes, strides or offset that none of the operation's inputs
+    has; outputs of the model with such a size.
+    Why CUDA forbids it: the host must learn the size before it can allocate the result and choose the grid of the next kernel.  It
     waits for the stream, which a capture forbids; and a recorded kernel has its grid and its addresses fixed.
-
     Effect: it and everything that takes such a value run on the host, until sizes are known again (a sum, say).  As an output of
     the model (severity refuse): a bundle states the shape of every output.
-
     Fix: see FIXES: a mask instead of a selection, a fixed size and padding, a length as a tensor.
-
     Source: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py (free_unbacked_symbols of a node's value), and
     "unbacked binding ops" in Scheduler.should_partition, torch/_inductor/scheduler.py.
     """
-    for node, top in subject.calls():
-        if _tensors(node) and flow.born(node) and node.target not in SELECTS and not isinstance(node.target, _HIGHER):
+    for node, top in context.calls():
+        if has_tensor(node) and born(node) and node.target not in SELECTS and not isinstance(node.target, _HIGHER):
             name = operator(node)
             yield finding(
                 "data-dependent-shape", HOST, f"{_called(name)} gives a result whose size depends on data", node,
-                subject.effect(top), FIXES.get(name, FIX), top,
+                context.effect(top), FIXES.get(name, FIX), top,
             )  # fmt: skip
-    for node, name in outputs(subject):
+    for node, name in outputs(context):
         if _sizes(node):
             yield finding(
                 "data-dependent-shape", REFUSE, f"the output {name!r} has a size that depends on data", node,
                 "a bundle states the shape of every output", "return it padded to a fixed size, and the length as a tensor",
             )  # fmt: skip
-        elif flow.depends(node):
+        elif depends(node):
             yield finding(
                 "data-dependent-shape", REFUSE, f"the output {name!r} is a view at a place that depends on data", node,
                 "a bundle states where every output lies", "return a copy of it: .clone()",
             )  # fmt: skip
 
 
-def data_dependent_select(subject: Subject) -> Iterable[Finding]:
+def data_dependent_select(context: RuleContext) -> Iterable[Finding]:
     """A position that a tensor holds: `x[i]`, `x[:n]`, `x.narrow(0, i, 1)` with tensors of no dimensions.
 
     What it looks for: a number that the CPU reads out of a tensor (see host-scalar) and uses as an index or a bound only.
-
     Why CUDA forbids it: PyTorch makes a view, whose address (the storage offset) the host must know; it reads the number and waits
     for the GPU.  A recorded kernel has its addresses fixed.
-
     Effect: the read, the view and what is computed from it run on the host.
-
     Fix: `x.index_select(0, i.reshape(1)).squeeze(0)` or torch.gather read the position on the GPU; for a bound, compare
     `torch.arange(len) < n` and mask.
-
     Source: unbacked symbols in the storage offset, as in data-dependent-shape: get_first_incompatible_cudagraph_node in
     torch/_inductor/utils.py.
     """
-    for node, top in subject.calls():
+    for node, top in context.calls():
         if node.target in READS and selects(node):
             yield finding(
                 "data-dependent-select", HOST, "the CPU reads a position out of a tensor to index with it", node,
-                subject.effect(top),
+                context.effect(top),
                 "x.index_select(axis, i.reshape(1)) or torch.gather reads the position on the GPU; mask instead of x[:n]", top,
             )  # fmt: skip
 
 
-def _tensors(node: Node) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
-
-
 def _sizes(node: Node) -> frozenset[Any]:
     value = node.meta.get("val")
-    return flow.unbacked(list(value.shape)) if isinstance(value, torch.Tensor) else frozenset()
+    return unbacked(list(value.shape)) if isinstance(value, torch.Tensor) else frozenset()
 
 
-def outputs(subject: Subject) -> Iterable[tuple[Node, str]]:
+def outputs(context: RuleContext) -> Iterable[tuple[Node, str]]:
     """The nodes that the program returns, with the user's names."""
-    (last,) = [node for node in subject.program.graph.nodes if node.op == "output"]
-    names = subject.exported.flat.names
+    (last,) = [node for node in context.program.graph.nodes if node.op == "output"]
+    names = context.exported.flat.names
     return [(node, name) for node, name in zip(last.args[0][-len(names) :], names, strict=True) if isinstance(node, Node)]
 
 

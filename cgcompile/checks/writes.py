@@ -5,157 +5,123 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch.export import ExportedProgram
 from torch.fx import Node
 
 from cgbundle.format.schema import Finding
 from cgbundle.tensors.overlap import folds, reach, shared
 
-from ..export.weights import weight_tensors
+from ..export.weights import weight_placeholders
 from ..model.flat_module import PREFIX
 from ..model.module_attributes import ATTRIBUTE_FIX
+from .context import NOTE, REFUSE, RuleContext, finding
 from .shapes import outputs
-from .subject import NOTE, REFUSE, Subject, finding
-from .weights import weight_names
 
 CLONE = "clone the input before writing, and return the result"
 RETURN = "return the new value as an output, and pass it in as an input"
 
 
-def mutated_buffer(subject: Subject) -> Iterable[Finding]:
+def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
     """A buffer that forward() writes to: a cache, running statistics, a counter.
 
     What it looks for: the buffers that the functional form of the program gives new values.
-
-    Why CUDA cares: a graph's replay writes to the same address each time, which is what a cache wants.  Such a buffer is state: it
-    lies in memory of its own that every session has for itself and all int_keys share, starts with what the model's buffer held at
-    the build, and is read, written and reset by `program.state` and `program.reset()`.
-
+    Why CUDA cares: a graph's replay writes to the same address each time, which is what a cache wants.  Such a buffer is state, in
+    memory of its own that every session has for itself and all int_keys share.  It starts with what the model's buffer held at the
+    build; `program.state` and `program.reset()` read, write and reset it.
     Effect: a call is neither padded nor cut, since padding would be written, too.  (Buffers that share memory are refused:
     torch.export cannot follow writes to them.)
-
     Fix: none needed; or return the new value as an output, and pass it in as an input.
-
     Source: check_for_mutation in torch/_inductor/cudagraph_utils.py excepts static inputs (buffers); ExportGraphSignature.
     """
-    for target in sorted(set(subject.signature.buffers_to_mutate.values())):
+    for target in sorted(set(context.functionalized.buffers_to_mutate.values())):
         yield finding(
             "mutated-buffer", NOTE, f"forward() writes to the buffer {target.removeprefix(PREFIX)!r}",
-            _writer(subject, _input_of(subject, target)), "it is state of a session; no call is padded or cut",
+            _writer(context, _input_of(context, target)), "it is state of a session; no call is padded or cut",
             f"none needed; or {RETURN}",
         )  # fmt: skip
 
 
-def sharing(program: ExportedProgram) -> tuple[str, str] | None:
-    """Two buffers of a program that share memory, by the user's names."""
-    homes: dict[int, str] = {}
-    for name in program.graph_signature.inputs_to_buffers.values():
-        value = weight_tensors(program)[name]
-        home = value.untyped_storage().data_ptr()
-        if value.numel() and home in homes:
-            return homes[home].removeprefix(PREFIX), name.removeprefix(PREFIX)
-        homes[home] = name
-    return None
-
-
-def mutated_attribute(subject: Subject) -> Iterable[Finding]:
+def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
     """An attribute that forward() changes and that is no buffer: a counter in Python, a tensor kept for the next call.
 
     What it looks for: attributes of modules that are others after a call than before, at the second call with the same inputs, too
-    (attributes.py).
-
+    (model/module_attributes.py).
     Why CUDA cares: a replay runs kernels and no Python; the attribute would stay what it was when the model was traced.
-
     Effect: no bundle can be built: its results would be those of the first call for ever.
-
     Fix: `self.register_buffer(name, torch.zeros(()))`, and write to it: that is state, and kept from call to call.
-
     Source: torch.export traces Python once ("attributes assigned during export"); torch.compile guards on such attributes and
     compiles again.
     """
-    for obstacle in subject.obstacles("mutated-attribute"):
+    for obstacle in context.obstacles("mutated-attribute"):
         yield finding(
             "mutated-attribute", REFUSE, obstacle.message, obstacle,
             "a replay runs no Python: it would stay what it was at the build", ATTRIBUTE_FIX,
         )  # fmt: skip
 
 
-def mutated_input(subject: Subject) -> Iterable[Finding]:
+def mutated_input(context: RuleContext) -> Iterable[Finding]:
     """An input that forward() writes to.
 
     What it looks for: the inputs that the functional form of the program gives new values.
-
     Why CUDA cares: a graph writes to its own static copy of the input.  The runtime copies that back to the caller's tensor, so
-    that it changes as in eager PyTorch; a call is neither padded nor cut, since a part of a tensor would be left as it was.
-
+    that it changes as in eager PyTorch.  A call is neither padded nor cut: a part of a tensor would be left as it was.
     Effect: every call costs the copy back.  No bundle can be built for an input whose elements share memory, with each other or
     with another input: there, in eager PyTorch, a write shows elsewhere too.  PyTorch skips CUDA graphs for the whole function.
-
     Fix: none needed; or clone the input before writing, and return the result.
-
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
-    for target in sorted(set(subject.signature.user_inputs_to_mutate.values())):
-        name, other = _named(subject, target), _shared(subject, target)
+    for target in sorted(set(context.functionalized.user_inputs_to_mutate.values())):
+        name, other = _named(context, target), _shared(context, target)
         severity, effect, fix = (
             (REFUSE, f"it shares memory with {other}, where the write would show in eager PyTorch and not in a bundle", CLONE)
             if other
             else (NOTE, "the caller's tensor is updated after the call; no call is padded or cut", f"none needed; or {CLONE}")
         )
-        yield finding("mutated-input", severity, f"forward() writes to its input {name!r}", _writer(subject, target), effect, fix)
+        yield finding("mutated-input", severity, f"forward() writes to its input {name!r}", _writer(context, target), effect, fix)
 
 
-def overlapping_input(subject: Subject) -> Iterable[Finding]:
+def overlapping_input(context: RuleContext) -> Iterable[Finding]:
     """Inputs whose elements share memory: an expanded tensor, two inputs that are views of one.
 
     What it looks for: the example inputs: a stride of 0 along an axis longer than 1, and two inputs in one storage.
-
     Why CUDA cares: a graph reads its inputs from static buffers, each of its own and dense; the sharing is gone.
-
     Effect: none on results as long as nothing writes to these inputs (mutated-input refuses that); an expanded input is copied out.
-
     Fix: pass the small tensor, and expand it inside forward().
-
     Source: the handling of expanded dimensions (get_expanded_dims) in torch/_inductor/compile_fx.py, and check_memory_overlap in
     PyTorch.
     """
-    homes: dict[int, str] = {}
-    for name, tensor in subject.exported.flat.like.leaves:
+    owners: dict[int, str] = {}
+    for name, tensor in context.exported.flat.like.leaves:
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             yield finding(
                 "overlapping-input", NOTE, f"the input {name!r} is expanded: its elements share memory", None,
                 "every call copies it out in full", "pass the small tensor, and expand it inside forward()",
             )  # fmt: skip
-        home = tensor.untyped_storage().data_ptr()
-        if home and home in homes:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage and storage in owners:
             yield finding(
-                "overlapping-input", NOTE, f"the inputs {homes[home]!r} and {name!r} share memory", None,
+                "overlapping-input", NOTE, f"the inputs {owners[storage]!r} and {name!r} share memory", None,
                 "every call copies each for itself", "pass the tensor once, and take its parts inside forward()",
             )  # fmt: skip
-        homes.setdefault(home, name)
+        owners.setdefault(storage, name)
 
 
-def aliased_output(subject: Subject) -> Iterable[Finding]:
-    """An output that is an input or a weight, or a look at one.
+def aliased_output(context: RuleContext) -> Iterable[Finding]:
+    """An output that is an input or a weight, or a view of one.
 
     What it looks for: outputs of the program that share memory with one of its inputs, before anything is lowered.
-
     Why CUDA cares: a graph's inputs lie in static buffers that the next call overwrites; PyTorch tracks such aliases with weak
     references and rebuilds the views from the caller's tensors.
-
-    Effect: a bundle keeps that: the output is the caller's own tensor or a look at it, or at the weight or state in the runtime's
-    memory, also where others are copied; what is written to one shows in the other, as in eager PyTorch.
-
+    Effect: the output is the caller's own tensor or a view of it, or of the weight or state in the runtime's memory, also where
+    others are copied.  What is written to one shows in the other, as in eager PyTorch.
     Fix: none needed; clone it in forward() for a tensor that nothing else changes.
-
     Source: OutputAliasInfo in torch/_inductor/cudagraph_trees.py.
     """
-    weights = weight_names(subject.program)
-    homes = {home: node for node in subject.program.graph.nodes if node.op == "placeholder" for home in _storages(node)}
-    for node, name in outputs(subject):
-        for home in _storages(node):
-            if home in homes:
-                kind = _kind(subject, homes[home].name, homes[home].name in weights)
+    weights = weight_placeholders(context.program)
+    owners = {storage: node for node in context.program.graph.nodes if node.op == "placeholder" for storage in _storages(node)}
+    for node, name in outputs(context):
+        for storage in _storages(node):
+            if storage in owners:
+                kind = _kind(context, owners[storage].name, owners[storage].name in weights)
                 yield finding(
                     "aliased-output", NOTE, f"the output {name!r} shares memory with {kind}", node,
                     "it is handed out as a look at it, as in eager PyTorch, never as a copy",
@@ -169,29 +135,26 @@ def _storages(node: Node) -> Iterator[int]:
         yield value.untyped_storage()._cdata
 
 
-def _kind(subject: Subject, placeholder: str, weight: bool) -> str:
+def _kind(context: RuleContext, placeholder: str, weight: bool) -> str:
     """What an output shares memory with, in words."""
     if not weight:
-        return f"the input {_named(subject, placeholder)!r}"
-    signature = subject.program.graph_signature
-    target = {**signature.inputs_to_buffers, **signature.inputs_to_parameters, **signature.inputs_to_lifted_tensor_constants}[
-        placeholder
-    ]
-    what = "buffer" if target in subject.signature.buffers_to_mutate.values() else "weight"
+        return f"the input {_named(context, placeholder)!r}"
+    target = weight_placeholders(context.program)[placeholder]
+    what = "buffer" if target in context.functionalized.buffers_to_mutate.values() else "weight"
     return f"the {what} {target.removeprefix(PREFIX)!r}"
 
 
-def _named(subject: Subject, placeholder: str) -> str:
+def _named(context: RuleContext, placeholder: str) -> str:
     """The user's name of an input."""
-    user = [name for name in subject.program.graph_signature.user_inputs if isinstance(name, str)]
-    leaves = subject.exported.flat.like.leaves
+    user = [name for name in context.program.graph_signature.user_inputs if isinstance(name, str)]
+    leaves = context.exported.flat.like.leaves
     return leaves[user.index(placeholder)][0] if placeholder in user and len(user) == len(leaves) else placeholder
 
 
-def _shared(subject: Subject, placeholder: str) -> str:
+def _shared(context: RuleContext, placeholder: str) -> str:
     """What an input shares memory with among the example inputs, in words, or ""."""
-    user = list(subject.signature.user_inputs)
-    leaves = subject.exported.flat.like.leaves
+    user = list(context.functionalized.user_inputs)
+    leaves = context.exported.flat.like.leaves
     found = [
         reach(t.data_ptr(), t.shape, [stride * t.element_size() for stride in t.stride()], t.element_size()) for _, t in leaves
     ]
@@ -201,20 +164,20 @@ def _shared(subject: Subject, placeholder: str) -> str:
     return next((f"the input {leaves[other][0]!r}" for _, other in shared(found, [own])), "")
 
 
-def _input_of(subject: Subject, buffer: str) -> str:
+def _input_of(context: RuleContext, buffer: str) -> str:
     """The placeholder of a buffer."""
-    return next((name for name, target in subject.program.graph_signature.inputs_to_buffers.items() if target == buffer), "")
+    return next((name for name, target in context.program.graph_signature.inputs_to_buffers.items() if target == buffer), "")
 
 
-def _writer(subject: Subject, placeholder: str) -> Node | None:
-    """The first operation that writes to an input of the program or to a look at it."""
-    nodes = list(subject.program.graph.nodes)
-    homes = {home for node in nodes if node.name == placeholder for home in _storages(node)}
+def _writer(context: RuleContext, placeholder: str) -> Node | None:
+    """The first operation that writes to an input of the program or to a view of it."""
+    nodes = list(context.program.graph.nodes)
+    owners = {storage for node in nodes if node.name == placeholder for storage in _storages(node)}
     for node in nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             schema = node.target._schema.arguments
             for argument, value in zip(schema, node.args, strict=False):
                 written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and isinstance(value, Node) and homes & set(_storages(value)):
+                if written and isinstance(value, Node) and owners & set(_storages(value)):
                     return node
     return None

@@ -1,7 +1,7 @@
 """export: torch.export with the declared dimensions dynamic, over flat tensors.
 
-The model is wrapped so that export sees only tensors in and tensors out; the nesting is kept as data (trees.py).  Tested with
-torch 2.11 and 2.13.
+The model is wrapped so that export sees only tensors in and tensors out; the nesting is kept as data (model/pytree.py).
+Tested with torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -23,77 +23,81 @@ from cgbundle.format.size_expressions import linear
 
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
-from ..model.flat_module import Flat, nobody, run_eager
-from ..model.module_attributes import ATTRIBUTE_FIX, changed, marks, place
-from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, Run
-from ..model.source import Sample, Source, sample
+from ..model.flat_module import FlatModule, run_eager, unwatched
+from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
+from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
+from ..model.source import Source, sample
 from ..model.user_code import first_line, user_line, user_place
-from .exported import Exported, Seen, Traced, memory_order
-from .signature import describe_signature
+from .exported import EagerShapes, Exported, memory_order
 
 STOPPED = ("export-failed", "branch-on-data", "size-excluded")
 """Causes by which torch.export stops."""
 
 
 def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
-    """Exports `source` for all sizes.
+    """The program for all sizes, whatever it holds.  Where Python branched on the value of a tensor, it is one of several: the
+    obstacles say so, and `refuse_branches` refuses it.
 
-    Raises dimension-unused, shape-irregular, size-excluded (with the dimension), export-failed (with the user's file and line) and
-    branch-on-data, structure-unsupported and data-dependent-output.
+    Raises dimension-unused, shape-irregular, size-excluded (with the dimension), export-failed (with the user's file and line),
+    branch-on-data and structure-unsupported.
     """
-    traced = trace(source, sizes)
-    for obstacle in traced.obstacles:
-        if obstacle.rule == "data-dependent-branch":
-            raise _branch(obstacle.where or source.label, obstacle.source)
-    return describe_signature(traced)
-
-
-def trace(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Traced:
-    """The exported program, whatever it holds.  Where Python branched on the value of a tensor, it is one of several: the obstacles
-    say so, and nothing may be built from it.  Raises as `export` does."""
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source.model)
-    flat = Flat(source.model, like)
-    runs: list[Run] = []
-    flat.watch = runs.append
+    flat = FlatModule(source.model, like)
+    calls: list[SideEffects] = []
+    flat.watch = calls.append
     seen = _try_eager(source, flat, sizes)
-    flat.run = runs[0]
-    left = _left_behind(source, flat, sizes)
+    flat.earlier = calls[0]
+    left = _changed_attributes(source, flat, sizes)
     try:
-        program, obstacles = _past_branches(source, flat, shapes, sizes, runs)
+        program, obstacles = _past_branches(source, flat, shapes, sizes, calls)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
                 "state-changed", f"{left[0].where or source.label}: {left[0].message}, which is no buffer: {error}", ATTRIBUTE_FIX
             ) from error
         raise
-    flat.watch = nobody
-    return Traced(
-        source=source, sizes=sizes, program=program, flat=flat, like=like, shapes=tuple(shapes), seen=tuple(seen),
+    flat.watch = unwatched
+    return Exported(
+        source=source, sizes=sizes, program=program, flat=flat, shapes=tuple(shapes), eager_shapes=tuple(seen),
         obstacles=(*left, *obstacles),
     )  # fmt: skip
 
 
+def refuse_branches(exported: Exported) -> None:
+    """Raises branch-on-data where Python branched on the value of a tensor."""
+    for obstacle in exported.obstacles:
+        if obstacle.rule == "data-dependent-branch":
+            raise _branch(obstacle.where or exported.source.label, obstacle.source)
+
+
 def _past_branches(
-    source: Source, flat: Flat, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]], runs: list[Run]
+    source: Source,
+    flat: FlatModule,
+    shapes: Sequence[tuple[Size, ...]],
+    sizes: Mapping[str, tuple[int, ...]],
+    calls: list[SideEffects],
 ) -> tuple[ExportedProgram, tuple[Obstacle, ...]]:
-    """The program and the obstacles.  Where a branch on a number that Python read out of a tensor stops the export, it is made
-    again with that number as eager PyTorch had it, so that the checks see what comes after."""
+    """The program and the obstacles.
+
+    A branch on a number that Python read out of a tensor stops the export.  It is made again with that number as eager PyTorch had
+    it, so that the checks see what comes after.
+    """
     passed: list[Obstacle] = []
     while True:
         try:
-            program = _export(source, flat, flat.like, shapes, sizes)
+            program = _export(source, flat, shapes, sizes)
         except ModelError as error:
             stop = error.__cause__
-            more = runs[-1].reads_of(_free_symbols(stop)) - flat.known
+            more = calls[-1].reads_of(_free_symbols(stop)) - flat.known
             if error.code != "branch-on-data" or not more or stop is None:
                 raise
             where, line = user_place(stop)
             passed.append(Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
             flat.known = flat.known | more
         else:
-            return program, tuple(dict.fromkeys([*passed, *runs[-1].obstacles]))
+            return program, tuple(dict.fromkeys([*passed, *calls[-1].obstacles]))
 
 
 def _free_symbols(error: BaseException | None) -> frozenset[Any]:
@@ -112,17 +116,18 @@ def _make_dense(model: torch.nn.Module) -> None:
                 parameter.data = parameter.data.contiguous()
 
 
-def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]]) -> list[Seen]:
-    """Runs the model at its smallest and largest sizes: a model that fails in eager PyTorch is reported as such, and so is a
-    result whose nesting depends on a size."""
+def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
+    """Runs the model at its smallest and largest sizes.  Raises size-excluded where it fails in eager PyTorch,
+    structure-unsupported where the nesting of its result depends on a size.
+    """
     results, shapes = [], []
     for pick in (0, -1):
         chosen = {name: values[pick] for name, values in sizes.items()}
         at = ", ".join(f"{name}={size}" for name, size in chosen.items())
         try:
-            outputs = run_eager(flat, sample(source, chosen).tensors)
+            outputs = run_eager(flat, sample(source, chosen).tensors).outputs
         except Exception as error:
-            if isinstance(error, ModelError) and error.code in ("structure-unsupported", "data-dependent-output", "state-changed"):
+            if isinstance(error, ModelError) and error.code in ("structure-unsupported", "state-changed"):
                 raise
             place = user_line(error, source.label) or source.label
             raise ModelError(
@@ -139,16 +144,16 @@ def _try_eager(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]])
     return shapes
 
 
-def _left_behind(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Obstacle, ...]:
+def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Obstacle, ...]:
     """The attributes that a call changes, at every call: the first ones may fill caches."""
     tensors = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
-    watch, flat.watch = flat.watch, nobody
+    watch, flat.watch = flat.watch, unwatched
     run_eager(flat, tensors)
     before = marks(source.model)
     run_eager(flat, tensors)
     flat.watch = watch
     names = changed(before, marks(source.model))
-    places = {name: place(source.model, name) for name in names}
+    places = {name: assignment_place(source.model, name) for name in names}
     return tuple(
         [
             Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
@@ -158,41 +163,43 @@ def _left_behind(source: Source, flat: Flat, sizes: Mapping[str, tuple[int, ...]
 
 
 def _export(
-    source: Source, flat: Flat, like: Sample, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
+    source: Source, flat: FlatModule, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> ExportedProgram:
-    # export takes a dimension with a single value above 1 for a constant: the range always leaves room above
+    # export takes a dimension with a single value above 1 for a constant: the range always goes beyond the sizes
     roots = {name: Dim(name, min=values[0], max=max(values[0] + 3, values[-1])) for name, values in sizes.items()}
     try:
-        return _torch_export(flat, like, shapes, roots)
+        return _torch_export(flat, shapes, roots)
     except Exception as error:
         narrower = _narrower(str(error), roots)
         if narrower is None:
             raise _explain(source, error, sizes) from error
     try:
-        return _torch_export(flat, like, shapes, narrower)
+        return _torch_export(flat, shapes, narrower)
     except Exception as error:
         raise _explain(source, error, sizes) from error
 
 
-def _torch_export(flat: Flat, like: Sample, shapes: Sequence[tuple[Size, ...]], roots: Mapping[str, Any]) -> ExportedProgram:
+def _torch_export(flat: FlatModule, shapes: Sequence[tuple[Size, ...]], roots: Mapping[str, Any]) -> ExportedProgram:
     dynamic = tuple([{axis: _dim(size, roots) for axis, size in enumerate(shape) if not isinstance(size, int)} for shape in shapes])
     said = io.StringIO()
     with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
-        program = torch.export.export(flat, _apart(like.tensors), dynamic_shapes=(dynamic,), strict=False)
+        program = torch.export.export(flat, _separate(flat.like.tensors), dynamic_shapes=(dynamic,), strict=False)
     sys.stderr.write(said.getvalue())
     return program
 
 
-def _apart(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors, each in a storage of its own where it shared one: in a bundle no input is a view of another, and torch cannot
-    make a program functional that writes to such.  One whose elements share memory stays as it is."""
+def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors, each in a storage of its own where it shared one: in a bundle no input is a view of another.
+
+    torch cannot make a program functional that writes to such.  A tensor whose elements share memory stays as it is.
+    """
     seen: set[int] = set()
     made = []
     for tensor in tensors:
-        home = tensor.untyped_storage().data_ptr()
-        if home in seen and all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in seen and all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
-        seen.add(home)
+        seen.add(storage)
         made.append(tensor)
     return tuple(made)
 
@@ -269,6 +276,3 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
 
 def _branch(where: str, line: str) -> ModelError:
     return ModelError("branch-on-data", f"{where}: data-dependent-branch: {BRANCH}: {line}", BRANCH_FIX)
-
-
-# --- the signature ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The signature of a traced model: its inputs and outputs in terms of the declared dimensions."""
+"""The signature of an exported model: its inputs and outputs in terms of the declared dimensions."""
 
 from __future__ import annotations
 
@@ -16,31 +16,25 @@ from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.pytree import dtype_name
 from ..model.source import Source
-from .exported import Exported, Seen, Traced, memory_order
+from .exported import EagerShapes, Exported, Signature, memory_order
 
 
-def describe_signature(traced: Traced) -> Exported:
-    """The inputs and outputs in terms of the declared dimensions.  Raises size-excluded, export-failed, structure-unsupported,
-    data-dependent-output."""
-    source, program, flat = traced.source, traced.program, traced.flat
+def describe_signature(exported: Exported) -> Signature:
+    """Raises size-excluded, export-failed, structure-unsupported, data-dependent-output."""
+    source, program, flat = exported.source, exported.program, exported.flat
     if flat.result is None or not flat.names:
         raise ModelError("structure-unsupported", f"{source.label}: the model's result holds no tensor")
-    symbols = _symbols(source, program, traced.shapes, traced.sizes)
-    inputs = tuple(
-        [
-            TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor))
-            for (name, tensor), shape in zip(traced.like.leaves, traced.shapes, strict=True)
-        ]
-    )
+    symbols = _symbols(source, program, exported.shapes, exported.sizes)
+    inputs = [
+        TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor))
+        for (name, tensor), shape in zip(flat.like.leaves, exported.shapes, strict=True)
+    ]
     outputs = _outputs(source, program, flat.names, symbols)
-    return Exported(
-        program=program,
-        flat=flat,
-        inputs=inputs,
-        outputs=tuple([_as_seen(source, spec, index, traced.seen) for index, spec in enumerate(outputs)]),
-        call=traced.call,
+    return Signature(
+        inputs=tuple(inputs),
+        outputs=tuple([_as_eager(source, spec, index, exported.eager_shapes) for index, spec in enumerate(outputs)]),
+        call=flat.like.call,
         result=flat.result,
-        obstacles=traced.obstacles,
     )
 
 
@@ -99,17 +93,17 @@ def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], sym
     return tuple(specs)
 
 
-def _as_seen(source: Source, spec: TensorSpec, index: int, seen: Sequence[Seen]) -> TensorSpec:
+def _as_eager(source: Source, spec: TensorSpec, index: int, eager: Sequence[EagerShapes]) -> TensorSpec:
     """`spec` with the shape that eager PyTorch gave.  Export can be wrong about axes of size 1: torch before 2.13 gives an LSTM's
     states one too many (pytorch issue 151200).  Raises export-failed for any other difference."""
     shapes = [spec.shape, *[spec.shape[:axis] + spec.shape[axis + 1 :] for axis, size in enumerate(spec.shape) if size == 1]]
     for shape in shapes:
-        if all(tuple([evaluate(size, sizes) for size in shape]) == found[index] for sizes, found in seen):
+        if all(tuple([evaluate(size, sizes) for size in shape]) == found[index] for sizes, found in eager):
             return replace(spec, shape=shape, order=tuple(range(len(shape))))
     raise ModelError(
         "export-failed",
         f"{source.label}: output {spec.name!r}: export gives the shape {list(spec.shape)}, "
-        f"eager PyTorch {list(seen[-1][1][index])} at {seen[-1][0]}",
+        f"eager PyTorch {list(eager[-1][1][index])} at {eager[-1][0]}",
     )
 
 
@@ -155,8 +149,3 @@ def _convert(expr: Any, symbols: Mapping[Any, Size]) -> Size:
         return made
     operator = {"FloorDiv": "//", "CleanDiv": "//", "IntTrueDiv": "//", "Mod": "%", "PythonMod": "%"}[kind]
     return (operator, _convert(expr.args[0], symbols), _convert(expr.args[1], symbols))
-
-
-def shape_at(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an input or output at `sizes`."""
-    return tuple([evaluate(size, sizes) for size in spec.shape])

@@ -1,4 +1,4 @@
-"""An exported program with another graph: torch has no public way to make one.
+"""An exported program with another graph, which torch has no public way to make; the arguments of its operators.
 
 Private interfaces (torch 2.11, 2.13): the constructor of `ExportedProgram`, and its attribute `_guards_code` where it exists.
 """
@@ -14,7 +14,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 
 def copied_graph(program: ExportedProgram) -> GraphModule:
@@ -65,3 +65,12 @@ def _entry(entry: ModuleCallEntry, renamed: Mapping[str, str]) -> ModuleCallEntr
 def _renamed(argument: Any, renamed: Mapping[str, str]) -> Any:
     name: str = getattr(argument, "name", "")
     return replace(argument, name=renamed[name]) if name in renamed else argument
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an operator's call by name, defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload), node.target
+    schema = node.target._schema.arguments
+    values = {argument.name: argument.default_value for argument in schema}
+    values |= {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
+    return values | node.kwargs

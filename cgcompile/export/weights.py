@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 
 def weight_tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
     """By their names in the program.  Constants are non-persistent buffers and literals in forward()."""
     named = {**program.state_dict, **program.constants}
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+def weight_placeholders(program: ExportedProgram) -> dict[str, str]:
+    """Name of a placeholder -> name of its parameter, buffer or constant in the program."""
+    return {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.kind in _KINDS}

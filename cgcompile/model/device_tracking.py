@@ -1,18 +1,17 @@
 """Where the user's code puts its tensors: a mode that keeps a virtual device per tensor while the model runs on the CPU.
 
 cgcompile exports on the CPU, with or without a GPU, so an explicit move (`.cpu()`, `.cuda()`, `.to(device)`, `device=`) would
-vanish from the graph.  `Placing` answers `tensor.device` as if everything were on a GPU, follows the moves, and leaves a marker
-operation in the graph for each: `cgcompile::to_host` or `cgcompile::to_device`, both copies.  A model that never names a device
-gets no marker.
+vanish from the graph.  `DeviceTracking` answers `tensor.device` as if everything were on a GPU and follows the moves.  It leaves
+a marker operator in the graph for each (device_markers.py).  A model that never names a device gets no marker.
 
-Places.  An input of the model is on the device; what an operation makes is where its tensors are; a tensor that no operation made
+Places.  An input of the model is on the device; what an operation makes is where its tensors are.  A tensor that no operation made
 (a parameter, a buffer, a constant) is free: it goes with the others, and is on the device by itself.  A tensor of no dimensions on
-the host may be combined with tensors on the device, as in PyTorch; any other mixture is PyTorch's error, and an obstacle here.
+the host may be combined with tensors on the device, as in PyTorch.  Any other mixture is PyTorch's error, and an obstacle here.
 
-Private names of torch used here, tested with 2.11 and 2.13: `FakeTensor.device` (a property of Python that no mode is asked
-about: replaced while the model is traced), `FakeTensor.constant`, `get_proxy_mode` and its `tracer`, `torch._C._nn._parse_to`,
-`torch.overrides._get_current_function_mode_stack`, `torch.autocast.__init__` (replaced, too: tensors are on the CPU, and autocast
-for cuda would do nothing to them).
+Private interfaces (torch 2.11, 2.13): `FakeTensor.device` and `FakeTensor.constant`, `get_proxy_mode` and its `tracer`,
+`torch._C._nn._parse_to`, `torch.overrides._get_current_function_mode_stack`, `torch.autocast.__init__`.  Two are replaced while the
+model runs: `FakeTensor.device`, a property of Python that no mode is asked about, and autocast, since tensors are on the CPU and
+autocast for cuda would do nothing to them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .side_effects import BRANCH, UNFINISHED, Obstacle, Run
+from .device_markers import TO_DEVICE, TO_HOST
+from .side_effects import BRANCH, UNFINISHED, Obstacle, SideEffects
 from .user_code import here, user_frame
 
 HOST, DEVICE, FREE = "host", "device", "free"
@@ -36,30 +36,19 @@ HOST, DEVICE, FREE = "host", "device", "free"
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
-_LIBRARY = torch.library.Library("cgcompile", "DEF")
-for _name in ("to_host", "to_device"):
-    _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
-    _LIBRARY.impl(_name, lambda x: x.clone(), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cgcompile::{_name}", lambda x: torch.empty_like(x), lib=_LIBRARY)
 
-TO_HOST, TO_DEVICE = torch.ops.cgcompile.to_host.default, torch.ops.cgcompile.to_device.default
-"""The markers: copies of a tensor to the other side.  On the CPU, where models are exported and compared, both are clones."""
-
-MARKERS = (TO_HOST, TO_DEVICE)
-
-
-class Placing(TorchFunctionMode):
+class DeviceTracking(TorchFunctionMode):
     """Active around one call of the user's model.
 
-    `inputs`: the model's tensors.  `like`: an earlier run with real tensors.  A trace, in which tensors hold no data, branches as
-    that run did, and gets the numbers from it that `known` names by position.  `run` is filled.
+    `inputs`: the model's tensors.  `earlier`: what a call with real tensors did.  A traced call, whose tensors hold no data,
+    branches as that one did, and gets the numbers from it that `known` names by position.  `effects` is filled.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], like: Run, known: Set[int] = frozenset()) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], earlier: SideEffects, known: Set[int] = frozenset()) -> None:
         super().__init__()
-        self.run = Run()
-        self._answers = iter(like.answers)
-        self._reads, self._known = like.reads, known
+        self.effects = SideEffects()
+        self._answers = iter(earlier.answers)
+        self._reads, self._known = earlier.reads, known
         self._guess = False
         self._places: Any = WeakTensorKeyDictionary()
         for tensor in inputs:
@@ -86,17 +75,17 @@ class Placing(TorchFunctionMode):
     # --- any operation ------------------------------------------------------------------------------------------------
 
     def _call(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        wanted = None if isinstance(func, torch._ops.OpOverload) else self._wanted(kwargs)  # those of a saved program are no wish
+        wanted = None if isinstance(func, torch._ops.OpOverload) else self._wanted(kwargs)  # not those of a saved program
         tensors = _tensors((args, kwargs))
-        home = self._home(func, args, tensors)
-        far = [tensor for tensor in tensors if self.place(tensor) == _OTHER.get(home) and (tensor.dim() or home == HOST)]
-        if far:
+        side = self._side(func, args, tensors)
+        elsewhere = [tensor for tensor in tensors if self.place(tensor) == _OTHER.get(side) and (tensor.dim() or side == HOST)]
+        if elsewhere:
             if func not in _CROSSING:
                 self._mixed(func)
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, home), (args, kwargs))
-        return self._keep(_noted(func, args, kwargs), home, wanted)
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, side), (args, kwargs))
+        return self._noted_at(_noted(func, args, kwargs), side, wanted)
 
-    def _home(self, func: Any, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
+    def _side(self, func: Any, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
         """Where the operation runs."""
         places = [self.place(tensor) for tensor in tensors]
         if func in _AT_FIRST and isinstance(args[0], torch.Tensor) and self.place(args[0]) != FREE:
@@ -137,11 +126,11 @@ class Placing(TorchFunctionMode):
         self._places[made] = place
         return made
 
-    def _keep(self, result: Any, home: str, wanted: str | None = None) -> Any:
-        """The result of an operation that ran at `home`, its tensors placed, and moved where `wanted` says so."""
+    def _noted_at(self, result: Any, side: str, wanted: str | None = None) -> Any:
+        """The result of an operation that ran at `side`, with its tensors noted there, and moved where `wanted` says so."""
         for tensor in _tensors(result):
-            self._places[tensor] = home
-        if wanted is None or wanted == home or (home == FREE and wanted == DEVICE):
+            self._places[tensor] = side
+        if wanted is None or wanted == side or (side == FREE and wanted == DEVICE):
             return result
         return pytree.tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, wanted), result)
 
@@ -179,14 +168,14 @@ class Placing(TorchFunctionMode):
         if not crosses:
             there = self._moved(tensor, place)
             tensor, copy = there, copy and there is tensor
-        home = self.place(tensor)
+        side = self.place(tensor)
         form = {} if layout is None else {"memory_format": layout}
         if dtype is not None and dtype != tensor.dtype:
-            tensor = self._keep(_noted(torch.Tensor.to, [tensor, dtype], form), home)
+            tensor = self._noted_at(_noted(torch.Tensor.to, [tensor, dtype], form), side)
         elif copy and not crosses:
-            tensor = self._keep(_noted(torch.Tensor.clone, [tensor], form), home)
+            tensor = self._noted_at(_noted(torch.Tensor.clone, [tensor], form), side)
         elif layout not in (None, torch.preserve_format):
-            tensor = self._keep(_noted(torch.Tensor.contiguous, [tensor], form), home)
+            tensor = self._noted_at(_noted(torch.Tensor.contiguous, [tensor], form), side)
         return self._moved(tensor, place)
 
     def _pin(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -202,7 +191,7 @@ class Placing(TorchFunctionMode):
         return data, sizes
 
     def _truth(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
-        """`if tensor:` and its kind.  A trace has no data to decide by: it goes where the example inputs went, and says so."""
+        """`if tensor:` and its kind.  A traced call has no data to decide by: it goes where the example inputs went."""
         earlier = next(self._answers, None)
         if not any(_unknown(tensor) for tensor in _tensors((args, kwargs))):
             answer = bool(func(*args, **kwargs))
@@ -210,16 +199,16 @@ class Placing(TorchFunctionMode):
             self._saw("data-dependent-branch", BRANCH)
             self._guess = not self._guess  # beyond the answers: no loop may wait for one of the two for ever
             answer = self._guess if earlier is None else earlier
-        self.run.answers.append(answer)
+        self.effects.answers.append(answer)
         return answer
 
     def _read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """`.item()` and its kind."""
-        position = len(self.run.reads)
-        self.run.reads.append(UNFINISHED)
+        position = len(self.effects.reads)
+        self.effects.reads.append(UNFINISHED)
         replayed = position in self._known and position < len(self._reads)
-        self.run.reads[position] = self._reads[position] if replayed else _noted(func, args, kwargs)
-        return self.run.reads[position]
+        self.effects.reads[position] = self._reads[position] if replayed else _noted(func, args, kwargs)
+        return self.effects.reads[position]
 
     # --- obstacles ----------------------------------------------------------------------------------------------------
 
@@ -232,8 +221,8 @@ class Placing(TorchFunctionMode):
     def _saw(self, rule: str, message: str) -> None:
         where, source = here()
         seen = Obstacle(rule=rule, message=message, where=where, source=source)
-        if seen not in self.run.obstacles:
-            self.run.obstacles.append(seen)
+        if seen not in self.effects.obstacles:
+            self.effects.obstacles.append(seen)
 
 
 _OTHER = {HOST: DEVICE, DEVICE: HOST}
@@ -250,40 +239,40 @@ _AT_FIRST = frozenset({
 })  # fmt: skip
 """What runs where its first tensor is."""
 
-_Handler = Callable[[Placing, Any, list[Any], dict[str, Any]], Any]
+_Handler = Callable[[DeviceTracking, Any, list[Any], dict[str, Any]], Any]
 
 _SPECIAL: dict[Any, _Handler] = {
-    torch.Tensor.to: Placing._to,
-    torch.Tensor.type_as: Placing._to,
-    torch.Tensor.cpu: Placing._cpu,
-    torch.Tensor.cuda: Placing._cuda,
-    torch.Tensor.pin_memory: Placing._pin,
+    torch.Tensor.to: DeviceTracking._to,
+    torch.Tensor.type_as: DeviceTracking._to,
+    torch.Tensor.cpu: DeviceTracking._cpu,
+    torch.Tensor.cuda: DeviceTracking._cuda,
+    torch.Tensor.pin_memory: DeviceTracking._pin,
     torch.Tensor.is_pinned: lambda mode, func, args, kwargs: False,
     torch.Tensor.device.__get__: lambda mode, func, args, kwargs: mode.device(args[0], func(*args)),
     torch.Tensor.is_cuda.__get__: lambda mode, func, args, kwargs: mode.device(args[0], CPU) == CUDA,
     torch.Tensor.is_cpu.__get__: lambda mode, func, args, kwargs: mode.device(args[0], CPU) == CPU,
     torch.Tensor.get_device: lambda mode, func, args, kwargs: 0 if mode.device(args[0], CPU) == CUDA else -1,
     torch.get_device: lambda mode, func, args, kwargs: 0 if mode.device(args[0], CPU) == CUDA else -1,
-    torch._VF._pack_padded_sequence: Placing._pack,
+    torch._VF._pack_padded_sequence: DeviceTracking._pack,
     **dict.fromkeys(
         (
             torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.Tensor.equal, torch.allclose,
             torch.Tensor.allclose,
         ),
-        Placing._truth,
+        DeviceTracking._truth,
     ),
     **dict.fromkeys(
         (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__),
-        Placing._read,
+        DeviceTracking._read,
     ),
 }  # fmt: skip
 
 
 @contextmanager
-def placing(inputs: Sequence[torch.Tensor], like: Run, known: Set[int] = frozenset()) -> Iterator[Run]:
-    """A Placing that is active inside.  Fake tensors answer `.device` by a property that asks no mode; while the user's own code
-    runs (and not what it calls: there the mode is off the stack) the property asks this one."""
-    mode = Placing(inputs, like, known)
+def track_devices(inputs: Sequence[torch.Tensor], earlier: SideEffects, known: Set[int] = frozenset()) -> Iterator[SideEffects]:
+    """A DeviceTracking that is active inside.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own
+    code runs, the property asks this one; in what that code calls, the mode is off the stack."""
+    mode = DeviceTracking(inputs, earlier, known)
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
 
     def device(tensor: FakeTensor) -> torch.device:
@@ -299,15 +288,15 @@ def placing(inputs: Sequence[torch.Tensor], like: Run, known: Set[int] = frozens
     torch.autocast.__init__ = on_the_cpu
     try:
         with mode:
-            yield mode.run
+            yield mode.effects
     finally:
         FakeTensor.device = fake
         torch.autocast.__init__ = autocast
 
 
 def _noted(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls an operation.  In a trace, what it adds to the graph gets the user's innermost line: torch notes lines of functions
-    called forward alone."""
+    """Calls an operation.  While it is traced, what it adds to the graph gets the user's innermost line: torch notes lines of
+    functions called forward alone."""
     mode = get_proxy_mode()
     if mode is None:
         return func(*args, **kwargs)
@@ -334,5 +323,5 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _unknown(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a trace has no data."""
+    """Whether a traced tensor has no data."""
     return isinstance(tensor, FakeTensor) and tensor.constant is None

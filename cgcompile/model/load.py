@@ -27,8 +27,8 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
                 "source-invalid", "build(model, inputs): inputs, a function from the sizes to example inputs, is missing"
             )
         name = type(model).__name__.lower()
-        home = type(model).__module__
-        return _source(name, f"{home}.{type(model).__qualname__}", "" if home == "__main__" else home, model, inputs)
+        path = type(model).__module__
+        return _source(name, f"{path}.{type(model).__qualname__}", "" if path == "__main__" else path, model, inputs)
     label = os.fspath(model)
     if label.endswith(".pt2"):
         from .pt2 import load_saved

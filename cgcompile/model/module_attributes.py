@@ -1,8 +1,7 @@
 """What a call of the model leaves behind in Python: attributes of its modules that are no buffers.
 
-torch.export traces a call once and leaves no trace of these in the program: a counter stays where it was, a tensor that forward()
-kept for the next call is the one of the trace.  Found by looking, before and after calls with the same inputs: what changes at the
-second, too, is no cache that the first one filled.
+torch.export keeps nothing of these in the program: a counter stays where it was, a tensor kept for the next call is that of the
+export.  Found by comparing before and after calls with the same inputs: what changes at the second, too, is no cache.
 """
 
 from __future__ import annotations
@@ -57,9 +56,11 @@ def _mark(value: Any, deep: int) -> Any:
     return id(value)
 
 
-def place(model: torch.nn.Module, name: str) -> tuple[str, str]:
-    """(file:line, source line) of the first assignment to an attribute in the class of its module outside __init__, else of its
-    forward(); ("", "") where there is no source to read."""
+def assignment_place(model: torch.nn.Module, name: str) -> tuple[str, str]:
+    """(file:line, source line) of the first assignment to an attribute in the class of its module outside __init__.
+
+    Else of its forward(); ("", "") where there is no source to read.
+    """
     path, _, leaf = name.rpartition(".")
     kind = type(model.get_submodule(path))
     try:

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import BuildError, ModelError
+from . import device_markers  # noqa: F401 (a program may hold these operators)
 from .source import Source
 from .user_code import first_line
 
@@ -25,8 +26,6 @@ def load_saved(label: str) -> Source:
     """
     if not os.path.isfile(label):
         raise BuildError("source-missing", f"{label}: no such file")
-    from . import device_tracking as placing  # noqa: F401 (a program may hold the operators that mark moves between devices)
-
     try:
         program = torch.export.load(label)
     except Exception as error:
@@ -45,7 +44,7 @@ def load_saved(label: str) -> Source:
                     if symbol not in symbols:
                         symbols.append(symbol)
     names = ["batch"] if len(symbols) == 1 else [f"dim{index}" for index in range(len(symbols))]
-    inputs = _drawer(program, values, dict(zip(symbols, names, strict=True)), names)
+    inputs = _random_inputs(program, values, dict(zip(symbols, names, strict=True)), names)
     return Source(name=Path(label).stem, label=label, code="", model=program.module(), inputs=inputs, dimensions=tuple(names))
 
 
@@ -53,7 +52,7 @@ def _free(size: Any) -> set[Any]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
-def _drawer(program: Any, values: list[Any], names: dict[Any, str], order: list[str]) -> Callable[..., Any]:
+def _random_inputs(program: Any, values: list[Any], names: dict[Any, str], order: list[str]) -> Callable[..., Any]:
     examples, spec = pytree.tree_flatten(program.example_inputs)
 
     def inputs(**sizes: int) -> Any:

@@ -11,11 +11,11 @@ from cgbundle.format.schema import DTYPES, Tree
 
 from ..errors import ModelError
 
-Leaf = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, torch.Tensor]
 """A tensor with its path, such as `cache.0.key`."""
 
 
-def describe(value: Any, path: str, leaves: list[Leaf]) -> Tree:
+def describe(value: Any, path: str, leaves: list[NamedTensor]) -> Tree:
     """The tree of `value`; its tensors are appended to `leaves`.
 
     Raises structure-unsupported for a type that JSON cannot describe, dtype-unsupported for tensors that a bundle cannot hold.

@@ -16,8 +16,7 @@ BRANCH_FIX = "compute both sides and choose with torch.where, or write the branc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Obstacle:
-    """What the mode saw that leaves no operation in the graph: the rule of the finding, its message, the user's file:line and the
-    source line."""
+    """What leaves no operation in the graph: the rule of the finding, its message, the user's file:line and the source line."""
 
     rule: str
     message: str
@@ -29,12 +28,11 @@ UNFINISHED = object()
 """A read that raised."""
 
 
-class Run:
-    """What a call of the model did that leaves no operation in the graph, and what Python learned from tensors on the way.
+class SideEffects:
+    """The obstacles of one call, what its branches on data said, and the numbers that Python read out of tensors, in order.
 
-    It is filled during the call and read after it: torch.export puts the attributes of a traced module back, so that a trace can
-    tell nothing otherwise.  `answers`: what branches on data said, in order.  `reads`: the numbers that Python read out of tensors,
-    in order.  A trace, whose tensors hold no data, has symbols among its reads.
+    It is filled during the call and read after it: torch.export puts the attributes of a traced module back, so that nothing else
+    survives.  A traced call, whose tensors hold no data, has symbols among its `reads`.
     """
 
     def __init__(self) -> None:

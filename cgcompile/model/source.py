@@ -13,7 +13,7 @@ import torch
 from cgbundle.format.schema import Tree
 
 from ..errors import ModelError
-from .pytree import Leaf, describe
+from .pytree import NamedTensor, describe
 from .user_code import call_user
 
 SEED = 0
@@ -22,8 +22,11 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed, `code` the file or module
-    that defines the model ("" where no other process can import it), `dimensions` the parameters of `inputs`."""
+    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed.
+
+    `code` is the file or module that defines the model, "" where no other process can import it.  `dimensions` are the parameters
+    of `inputs`.
+    """
 
     name: str
     label: str
@@ -40,7 +43,7 @@ class Sample:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     call: Tree
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[NamedTensor, ...]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -68,12 +71,9 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
             "source-invalid",
             f"{source.label}: inputs() gave {type(given).__name__}, expected a tuple (positional) or a dict (by name)",
         )
-    leaves: list[Leaf] = []
+    leaves: list[NamedTensor] = []
     call = {"call": [[name, describe(value, name, leaves)] for name, value in _bind(source, args, kwargs)]}
     return Sample(args=args, kwargs=kwargs, call=call, leaves=tuple(leaves))
-
-
-# --- loading ------------------------------------------------------------------------------------------------------
 
 
 def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:

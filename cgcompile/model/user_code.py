@@ -26,6 +26,7 @@ def user_line(error: BaseException, label: str) -> str:
     return ""
 
 
+@cache
 def is_user_file(filename: str) -> bool:
     """Whether a file is neither torch's, ours, the standard library's, nor generated."""
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -62,12 +63,9 @@ def user_frame() -> str:
 
 def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_user_file(frame.f_code.co_filename):
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
-
-
-_is_user_file = cache(is_user_file)
 
 
 def user_place(error: BaseException) -> tuple[str, str]:

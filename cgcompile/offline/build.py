@@ -58,7 +58,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     Raises the refusals of lowering and of `split_program`, and proof-failed when an interpreted key is further from eager PyTorch
     than the dtype allows.
     """
-    target, program = arch(spec.target), spec.exported.program
+    target, program = arch(spec.target), spec.prepared.program
     tensors = weight_tensors(program)
     calls = {key: sample(spec.source, dict(zip(spec.sizes, key, strict=True))).tensors for key in all_keys(spec.sizes)}
     with scratch_folder() as scratch:
@@ -94,7 +94,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         with stages("emit") as tell:
             written = write_recorded(stage, recorded, tensors, target.name, split, hosts)
             (stage / KERNELS).write_text(_choices(compiled))
-            exams = eager_exam(spec.source, spec.exported, spec.sizes, written.weights)
+            exams = eager_exam(spec.source, spec.prepared, spec.sizes, written.weights)
             write_exam(stage / archive.EXAM, exams)
             tell(describe_size(stage))
         proofs = tuple(Proof(key=exam.key, method="none", error=0.0, tolerance=dtype_bound(program)) for exam in exams)
@@ -106,7 +106,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         weights=written.weights,
         memories=written.memories,
         regions=written.regions,
-        programs=with_aliases(written.programs, spec.exported, written.weights),
+        programs=with_aliases(written.programs, spec.prepared.aliases, spec.prepared.signature.outputs, written.weights),
         module_state="",
         exam=Exam(compare="tolerance", calls=1, proofs=proofs),
     )

@@ -7,7 +7,6 @@
     symbolic_sizes              export's symbols at the sizes of an int_key
     region_modules, isolated    one module per region at one int_key, and the same sharing no memory
     crossing                    what is copied between the regions, and sentences for findings
-    markers                     a program without the marker operators
 
 Importing this package, `components` or `cuts` imports no torch.
 """

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ModelError
+from ..model.device_markers import marker
 from ..model.user_code import is_user_file
 
 aten = torch.ops.aten
@@ -133,20 +134,7 @@ def unbacked(value: Any) -> bool:
     return any(bool(free_unbacked_symbols(each)) for each in (*sizes, *numbers))
 
 
-def weight_names(program: ExportedProgram) -> dict[str, str]:
-    """Name of a placeholder -> name of the weight in the program."""
-    specs = program.graph_signature.input_specs
-    return {spec.arg.name: spec.target for spec in specs if spec.kind in WEIGHTS and spec.target is not None}
-
-
 # --- kinds of operations --------------------------------------------------------------------------------------
-
-
-def marker(node: Node) -> str:
-    """ "to_host", "to_device", or "" for what is no marker operator."""
-    name = str(node.target) if node.op == "call_function" else ""
-    found = name.removesuffix(".default").rpartition("cgcompile.")[2]
-    return found if name.startswith("cgcompile.") and found in ("to_host", "to_device") else ""
 
 
 def higher_order(node: Node) -> bool:

@@ -15,7 +15,9 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
-from .node_kinds import TENSOR_CHECKS, NodeKind, NodeKinds, higher_order, marker, node_kinds, unbacked, weight_names
+from ..export.weights import weight_placeholders
+from ..model.device_markers import marker
+from .node_kinds import TENSOR_CHECKS, NodeKind, NodeKinds, higher_order, node_kinds, unbacked
 from .split import Partition, PlannedRegion, value_of
 from .symbolic_sizes import Bindings, bindings, number
 from .writes import WriteConstraints, write_constraints
@@ -55,7 +57,7 @@ class _ModuleBuilder:
         self.sizes = sizes
         self.writes = writes
         self.names = names
-        self.weights = weight_names(program)
+        self.weights = weight_placeholders(program)
         self.state: dict[str, Any] = {**program.constants, **program.state_dict}
         self.mode = FakeTensorMode()
         self.graph = Graph()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from cgbundle.format.schema import Dimension, Exam, Program, Region, Target, Weight
 
-from ..export.exported import Exported
 from ..model.source import Source
+from ..transforms.prepared import Prepared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,7 @@ class BuildSpec:
     GPU, with the reasons.  `recorder` is that of `targets.Chosen`, the rest are options of `build`."""
 
     source: Source
-    exported: Exported
+    prepared: Prepared
     sizes: dict[str, tuple[int, ...]]
     dimensions: tuple[Dimension, ...]
     placements: Mapping[str, str]

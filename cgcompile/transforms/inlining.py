@@ -1,8 +1,8 @@
-"""Operators of a host region that its code cannot call become what they do: custom ones, written in Python over PyTorch's own
-operations, and a few of PyTorch's that AOTInductor has no C interface for.
+"""Operators of a host region that its code cannot call become the operations that they are written with.
 
 The code of a host region runs without Python, where a custom operator would have to be called through the interpreter that
-registered it.  One that PyTorch can trace is traced; any other is refused.
+registered it.  One that PyTorch can trace is traced; any other is refused.  A few of PyTorch's own, which
+AOTInductor has no C interface for, are spelled out (SPELLED).
 
 Private interface (torch 2.11, 2.13): `torch._library.custom_ops`, for the Python functions behind `torch.library.custom_op`.
 """

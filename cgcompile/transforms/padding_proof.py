@@ -1,9 +1,9 @@
-"""The proof that a call may be filled up or cut, per declared dimension: the model itself is run on whole, padded and cut inputs.
+"""The proof that a call may be padded or cut, per declared dimension: the model itself runs on whole, padded and cut inputs.
 
-A dimension is "rows" when outputs stay the same whatever the filling and no operation joins rows, "zeros" when they stay the same
-for zeros only (an attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and every output
-has exactly one axis that is a multiple of it.  The tests run in eager PyTorch, within the tolerance of the outputs' dtypes: other
-batch sizes take other kernels.
+A dimension is "rows" when outputs stay the same whatever the padding and no operation joins rows.  It is "zeros" when they stay
+the same for zeros only (an attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and
+every output has exactly one axis that is a multiple of it.  The tests run in eager PyTorch, within the tolerance of the outputs'
+dtypes: other batch sizes take other kernels.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from cgbundle.format.schema import Dimension
 from cgbundle.format.size_expressions import linear, names
 
-from ..export.exported import Exported
 from ..model.flat_module import PREFIX, run_eager
 from ..model.source import Source, sample
 from ..util.tolerance import largest_error, tolerance
+from .prepared import Prepared
 from .row_mixing import joined
 
 Tensors = Sequence[torch.Tensor]
@@ -36,15 +36,15 @@ class _Trial:
 
 
 def prove_padding(
-    source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
+    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
 ) -> tuple[Dimension, ...]:
     """The declared dimensions, each with what was proved."""
     proved = []
     for name, values in sizes.items():
         tell(name)
-        pad, reason = _prove_pad(source, exported, sizes, name)
-        chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, exported, sizes, name)
-        if shared := _partial(exported, "outputs"):
+        pad, reason = _prove_pad(source, prepared, sizes, name)
+        chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, prepared, sizes, name)
+        if shared := _partial(prepared, "outputs"):
             chunk, cut_reason = False, f"output {shared!r} is a part of another output, and parts of a call are joined one by one"
         proved.append(
             Dimension(name=name, sizes=values, pad=pad, chunk=chunk, reason=reason if pad == "no" or chunk else cut_reason)
@@ -52,38 +52,38 @@ def prove_padding(
     return tuple(proved)
 
 
-def _prove_pad(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[str, str]:
-    if exported.written:
-        return "no", f"forward() writes to its input {exported.inputs[exported.written[0]].name!r}"
-    if exported.computed:
+def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[str, str]:
+    if prepared.written:
+        return "no", f"forward() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
+    if prepared.generator:
         return "no", "forward() draws random numbers, and others for other sizes"
-    if exported.state:
-        return "no", f"forward() writes to its buffer {exported.state[0].removeprefix(PREFIX)!r}"
-    if shared := _partial(exported, "inputs"):
+    if prepared.state:
+        return "no", f"forward() writes to its buffer {prepared.state[0].removeprefix(PREFIX)!r}"
+    if shared := _partial(prepared, "inputs"):
         return "no", f"output {shared!r} is a part of an input, and the caller's own would not be padded"
     pad, reason = "rows", f"rows along {name} do not depend on each other"
     for trial in _trials(sizes, name):
         short, long = sample(source, trial.small).tensors, sample(source, trial.large).tensors
         zeros = [torch.zeros_like(tensor) for tensor in long]
-        expected = run_eager(exported.flat, short)
-        problem = _compare(exported, short, zeros, expected)
-        if not problem and _compare(exported, short, long, expected):
+        expected = run_eager(prepared.reference, short).outputs
+        problem = _compare(prepared, short, zeros, expected)
+        if not problem and _compare(prepared, short, long, expected):
             pad, reason = "zeros", f"outputs depend on what {name} is filled up with; zeros were proved to change nothing"
             flipped = [_negated(tensor) for tensor in short]
-            problem = _compare(exported, flipped, zeros, run_eager(exported.flat, flipped))
+            problem = _compare(prepared, flipped, zeros, run_eager(prepared.reference, flipped).outputs)
         if problem:
             return "no", f"{problem} when {name}={trial.short} is filled up with zeros to {trial.long}"
-    if pad == "rows" and (why := joined(exported, name)):
+    if pad == "rows" and (why := joined(prepared, name)):
         return "zeros", f"{why}; zeros were seen to change nothing"
     return pad, reason
 
 
-def _partial(exported: Exported, memory: str) -> str:
-    """The name of an output that is a look at an input or output, but not the whole of it, or ""."""
-    specs = {"inputs": exported.inputs, "outputs": exported.outputs}[memory]
-    for each in exported.aliases:
-        own = exported.outputs[each.output]
-        moved = any(look.offset or look.strides != look.base for look in each.looks.values())
+def _partial(prepared: Prepared, memory: str) -> str:
+    """The name of an output that is a view of an input or output, but not the whole of it, or ""."""
+    specs = {"inputs": prepared.signature.inputs, "outputs": prepared.signature.outputs}[memory]
+    for each in prepared.aliases:
+        own = prepared.signature.outputs[each.output]
+        moved = any(view.offset or view.strides != view.base for view in each.views.values())
         if each.memory == memory and (moved or own.shape != specs[each.index].shape):
             return own.name
     return ""
@@ -97,7 +97,7 @@ def _trials(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
     return [_Trial(short, long, {**others, name: short}, {**others, name: long}) for short in shorts]
 
 
-def _compare(exported: Exported, short: Tensors, frame: Tensors, expected: Tensors) -> str:
+def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tensors) -> str:
     """ "" when the padded run gives the expected outputs in front, else what differs."""
     filled = []
     for inner, outer in zip(short, frame, strict=True):
@@ -105,10 +105,10 @@ def _compare(exported: Exported, short: Tensors, frame: Tensors, expected: Tenso
         made[tuple(slice(0, size) for size in inner.shape)] = inner
         filled.append(made)
     try:
-        outputs = run_eager(exported.flat, filled)
+        outputs = run_eager(prepared.reference, filled).outputs
     except (RuntimeError, IndexError, ValueError) as failure:
         return f"the model fails ({type(failure).__name__})"
-    for spec, want, output in zip(exported.outputs, expected, outputs, strict=True):
+    for spec, want, output in zip(prepared.signature.outputs, expected, outputs, strict=True):
         front = output[tuple(slice(0, size) for size in want.shape)]
         if front.shape != want.shape:
             return f"output {spec.name!r} has shape {list(output.shape)}"
@@ -118,22 +118,23 @@ def _compare(exported: Exported, short: Tensors, frame: Tensors, expected: Tenso
     return ""
 
 
-def _prove_cut(source: Source, exported: Exported, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[bool, str]:
-    for spec in exported.outputs:
+def _prove_cut(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[bool, str]:
+    inputs, outputs = prepared.signature.inputs, prepared.signature.outputs
+    for spec in outputs:
         rules = [linear(size) for size in spec.shape if name in names(size)]
         if len(rules) != 1 or rules[0] is None or rules[0][2] != 0:
             return False, f"output {spec.name!r} has no axis that is a multiple of {name}, so that parts of a call cannot be joined"
-    for spec in exported.inputs:
+    for spec in inputs:
         if any(rule[0] == name and rule[2] != 0 for size in spec.shape if (rule := linear(size))):
             return False, f"input {spec.name!r} has an axis that is not a multiple of {name}, so that a call cannot be cut"
     long = max(3, next((size for size in sizes[name] if size > 1), 2))
     others = {other: values[0] for other, values in sizes.items()}
     whole = sample(source, {**others, name: long}).tensors
     try:
-        expected = run_eager(exported.flat, whole)
+        expected = run_eager(prepared.reference, whole).outputs
         for start, stop in ((0, 1), (1, long)):
-            part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(whole, exported.inputs, strict=True)]
-            for spec, want, output in zip(exported.outputs, expected, run_eager(exported.flat, part), strict=True):
+            part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(whole, inputs, strict=True)]
+            for spec, want, output in zip(outputs, expected, run_eager(prepared.reference, part).outputs, strict=True):
                 error = largest_error(_range(want, spec.shape, name, start, stop), output)
                 if error > tolerance(want.dtype):
                     return False, f"output {spec.name!r} changes by {error:.1e} when {name}={long} is cut at {start or stop}"

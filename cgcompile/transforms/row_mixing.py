@@ -1,4 +1,4 @@
-"""Which operation joins the rows of a declared dimension: read off the exported program, as running examples may not show it.
+"""Which operation joins the rows of a declared dimension: read off the program, as running examples may not show it.
 
 A softmax of large numbers, say, is the same with and without rows that change its scale.
 """
@@ -11,24 +11,26 @@ import torch
 
 from cgbundle.format.size_expressions import names
 
-from ..export.exported import Exported
 from ..model.user_code import place
+from .prepared import Prepared
 
 SHAPE_ONLY = frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"})
 """Operations that take a tensor for its dtype and device alone."""
 
 
-def joined(exported: Exported, name: str) -> str:
-    """ "" or a sentence about the first operation that takes tensors with an axis of dimension `name` and gives one without: what
-    it gives depends on all rows, or on one of them."""
-    user = set(exported.program.graph_signature.user_inputs)
+def joined(prepared: Prepared, name: str) -> str:
+    """ "" or a sentence about the first operation that joins rows of dimension `name`.
+
+    It takes tensors with an axis of the dimension and gives one without: what it gives depends on all rows, or on one of them.
+    """
+    user = set(prepared.program.graph_signature.user_inputs)
     symbols: set[Any] = set()
-    values = [node.meta["val"] for node in exported.program.graph.nodes if node.op == "placeholder" and node.name in user]
-    for value, spec in zip(values, exported.inputs, strict=True):
+    values = [node.meta["val"] for node in prepared.program.graph.nodes if node.op == "placeholder" and node.name in user]
+    for value, spec in zip(values, prepared.signature.inputs, strict=True):
         for actual, size in zip(value.shape, spec.shape, strict=True):
             if name in names(size) and isinstance(actual, torch.SymInt):
                 symbols |= actual.node.expr.free_symbols
-    for node in exported.program.graph.nodes:
+    for node in prepared.program.graph.nodes:
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.Tensor) or _has(value, symbols):
             continue

@@ -1,8 +1,7 @@
-"""How far two computations of one model may differ.
+"""How far two computations of one model may differ, relative to the largest magnitude of the output.
 
-Relative to the largest magnitude of the output: eight to ten times the rounding step of the dtype for one operation grows with
-the depth of a model; the bounds below hold for all examples of this repository with a factor of ten to spare, and catch every
-real mistake tried.
+A bound is eight to ten times the rounding step of the dtype for one operation, more for the depth of a model.  The bounds hold for
+all examples of this repository with a factor of ten to spare, and catch every real mistake tried.
 """
 
 from __future__ import annotations

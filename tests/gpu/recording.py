@@ -15,7 +15,7 @@ from cgcompile.capture import recorder
 from cgcompile.capture.assemble import Assembled, assemble
 from cgcompile.capture.recorder import Recorded
 from cgcompile.capture.take import Take
-from cgcompile.checks import functional, state_buffers
+from cgcompile.export.functionalization import functional, state_buffers
 from cgcompile.export.weights import weight_tensors
 from cgcompile.targets.weights import contents
 from tests.gpu.models import CASES

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from cgbundle.format.schema import Finding
-from cgcompile.checks import check, place, placements
-from cgcompile.errors import BuildError, ModelError
-from cgcompile.export.export import trace
-from cgcompile.model.device_tracking import TO_DEVICE
+from cgcompile.checks import check
+from cgcompile.errors import BuildError
+from cgcompile.export.export import export
+from cgcompile.model.device_markers import TO_DEVICE
 from cgcompile.model.load import load_source
+from cgcompile.model.user_code import place
 
 from .case import SIZES, Case
 from .settings import settings
@@ -40,12 +41,12 @@ def cgcompile_says(case: Case) -> Verdict:
     with settings(case.deterministic):
         torch.manual_seed(0)
         try:
-            traced = trace(source, dict.fromkeys(source.dimensions, SIZES))
+            exported = export(source, dict.fromkeys(source.dimensions, SIZES))
         except BuildError as error:
             return _refused(error)
-        findings = check(traced, target="cuda", host_ops=case.host_ops)
-        moved = placements(findings, traced)
-        nodes = [node for node in traced.program.graph.nodes if node.name in moved or (moved and node.target is TO_DEVICE)]
+        checked = check(exported, target="cuda", host_ops=case.host_ops)
+        findings, moved = checked.findings, checked.placements
+        nodes = [node for node in exported.program.graph.nodes if node.name in moved or (moved and node.target is TO_DEVICE)]
     told = [finding for finding in findings if finding.severity != "note"]
     return Verdict(
         rules=frozenset([*[finding.rule for finding in findings], *moved.values()]),
@@ -58,7 +59,7 @@ def cgcompile_says(case: Case) -> Verdict:
 
 def _refused(error: BuildError) -> Verdict:
     """A branch on data that export could not pass is a finding like one that it passed."""
-    rule = "data-dependent-branch" if isinstance(error, ModelError) else type(error).__name__
+    rule = "data-dependent-branch" if error.code == "branch-on-data" else error.code
     found = re.match(r"\S+\.py:\d+", str(error))
     lines = frozenset([short(found[0])] if found else [])
     return Verdict(rules=frozenset([rule]), flagged=True, lines=lines, findings=(), error=str(error))

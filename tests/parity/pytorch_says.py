@@ -42,6 +42,7 @@ from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, UnsupportedOperatorException
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_map_only
@@ -157,7 +158,7 @@ def _inductor_form(program: ExportedProgram) -> tuple[torch.fx.GraphModule, list
             copied.meta = dict(value.meta)
     output.args = (tuple(output.args[0][len(written) :]),)
     for spec, node in zip(specs, placeholders, strict=True):
-        if spec.kind == "input-kind".CONSTANT_TENSOR:
+        if spec.kind == InputKind.CONSTANT_TENSOR:
             setattr(graph, node.name, program.constants[spec.target])
             with graph.graph.inserting_before(node):
                 literal = graph.graph.get_attr(node.name)
@@ -165,8 +166,8 @@ def _inductor_form(program: ExportedProgram) -> tuple[torch.fx.GraphModule, list
             node.replace_all_uses_with(literal)
             graph.graph.erase_node(node)
     graph.recompile()
-    kept = [(spec, value) for spec, value in zip(specs, values, strict=True) if spec.kind != "input-kind".CONSTANT_TENSOR]
-    static = [position for position, (spec, _) in enumerate(kept) if spec.kind in ("input-kind".PARAMETER, "input-kind".BUFFER)]
+    kept = [(spec, value) for spec, value in zip(specs, values, strict=True) if spec.kind != InputKind.CONSTANT_TENSOR]
+    static = [position for position, (spec, _) in enumerate(kept) if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
     return graph, [value for _, value in kept], static
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cgcompile.checks import judging
+from cgcompile.checks import findings
 from tests.parity.case import RULES, Case
 from tests.parity.compare import AGREE, LOOSER, Row, compare, table
 from tests.parity.corpus import CASES
@@ -55,7 +55,7 @@ def test_findings_have_all_their_parts(case: Case, row: Callable[[Case], Row]) -
 )
 def test_a_rule_that_is_taken_away_is_missed(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = [case for case in CASES if case.name == name]
-    monkeypatch.setattr(judging, "RULES", tuple([each for each in judging.RULES if each.__name__ != rule]))
+    monkeypatch.setattr(findings, "RULES", tuple([each for each in findings.RULES if each.__name__ != rule]))
     found = compare(case)
     assert found.outcome == LOOSER and found.missed
     assert "NOT LISTED" in table([found], DIFFERENCES)

@@ -36,18 +36,18 @@ HOST_FILE = "host/model.so"
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Compiles the model, and writes the shared object, the weights and the exam into `stage`."""
-    exported = spec.exported
+    prepared = spec.prepared
     with scratch_folder() as scratch:
         with stages("lower") as tell:
-            shared = exported.aliases
-            changing = bool(exported.state) or any(each.name for each in shared)
-            compiled = compile_cpu(exported.program, scratch, tell, [each.output for each in shared], changing)
+            shared = prepared.aliases
+            changing = bool(prepared.state) or any(each.name for each in shared)
+            compiled = compile_cpu(prepared.program, scratch, tell, [each.output for each in shared], changing)
             tell(f"{HOST_FILE}, {compiled.path.stat().st_size >> 10} KB")
         with stages("emit") as tell:
-            tensors = dict(sorted(weight_tensors(exported.program).items()))
-            weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, exported.state))
-            bound = layouts.bind_constants(compiled.path, exported.program, weights)
-            exams = eager_exam(spec.source, exported, spec.sizes, weights)
+            tensors = dict(sorted(weight_tensors(prepared.program).items()))
+            weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, prepared.state))
+            bound = layouts.bind_constants(compiled.path, prepared.program, weights)
+            exams = eager_exam(spec.source, prepared, spec.sizes, weights)
             strides = [layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs) for exam in exams]
             bound.region.close()
             (stage / HOST_FILE).parent.mkdir()
@@ -65,9 +65,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         weights=weights,
         memories=_memories(weights),
         regions=(whole_region("host", "the cpu target has no graphs", HOST_FILE, bound.constants),),
-        programs=with_aliases(tuple(programs), exported, weights),
+        programs=with_aliases(tuple(programs), prepared.aliases, prepared.signature.outputs, weights),
         module_state="",
-        exam=Exam(compare="tolerance", calls=exported.calls, proofs=tuple(proofs)),
+        exam=Exam(compare="tolerance", calls=prepared.exam_calls, proofs=tuple(proofs)),
     )
 
 

@@ -16,13 +16,9 @@ from .philox import Words
 aten = torch.ops.aten
 
 Size: TypeAlias = Sequence[int | torch.SymInt]
-
 Limit: TypeAlias = int | torch.SymInt
-
 Dtype: TypeAlias = torch.dtype | None
-
 Device: TypeAlias = torch.device | None
-
 Operator: TypeAlias = Callable[..., Any]
 
 
@@ -225,35 +221,25 @@ def _rrelu_into(stream: Stream, x: Tensor, noise: Tensor, *args: Any, **options:
 
 
 LEAVES: Mapping[torch._ops.OpOverload, Operator] = {
-    aten.rand.default: _rand,
-    aten.rand.generator: _rand,
-    aten.randn.default: _randn,
-    aten.randn.generator: _randn,
-    aten.rand_like.default: _rand_like,
-    aten.rand_like.generator: _rand_like,
-    aten.randn_like.default: _randn_like,
-    aten.randn_like.generator: _randn_like,
-    aten.randint.default: _randint,
-    aten.randint.generator: _randint,
-    aten.randint.low: _randint_low,
-    aten.randint.low_generator: _randint_low,
-    aten.randint_like.default: _randint_like,
-    aten.randint_like.generator: _randint_like,
-    aten.randint_like.Tensor: _randint_like,
-    aten.randint_like.Tensor_generator: _randint_like,
-    aten.randint_like.low_dtype: _randint_like_low,
-    aten.randint_like.low_generator_dtype: _randint_like_low,
-    aten.randperm.default: _randperm,
-    aten.randperm.generator: _randperm,
+    **dict.fromkeys((aten.rand.default, aten.rand.generator), _rand),
+    **dict.fromkeys((aten.randn.default, aten.randn.generator), _randn),
+    **dict.fromkeys((aten.rand_like.default, aten.rand_like.generator), _rand_like),
+    **dict.fromkeys((aten.randn_like.default, aten.randn_like.generator), _randn_like),
+    **dict.fromkeys((aten.randint.default, aten.randint.generator), _randint),
+    **dict.fromkeys((aten.randint.low, aten.randint.low_generator), _randint_low),
+    **dict.fromkeys(
+        (aten.randint_like.default, aten.randint_like.generator, aten.randint_like.Tensor, aten.randint_like.Tensor_generator),
+        _randint_like,
+    ),
+    **dict.fromkeys((aten.randint_like.low_dtype, aten.randint_like.low_generator_dtype), _randint_like_low),
+    **dict.fromkeys((aten.randperm.default, aten.randperm.generator), _randperm),
     aten.random.default: _random,
     aten.random.to: _random_to,
     getattr(aten.random, "from"): _random_from,
     aten.random_.default: partial(_into, _random),
     aten.random_.to: partial(_into, _random_to),
     getattr(aten.random_, "from"): partial(_into, _random_from),
-    aten.bernoulli.default: _bernoulli,
-    aten.bernoulli.p: _bernoulli,
-    aten.bernoulli.Tensor: _bernoulli,
+    **dict.fromkeys((aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor), _bernoulli),
     aten.bernoulli_.float: partial(_into, _bernoulli_half),
     aten.bernoulli_.Tensor: partial(_into, _bernoulli),
     aten.uniform.default: _uniform,
@@ -261,9 +247,7 @@ LEAVES: Mapping[torch._ops.OpOverload, Operator] = {
     aten.normal_functional.default: _normal,
     aten.normal_.default: partial(_into, _normal),
     aten.normal.float_float: _normal_of_size,
-    aten.normal.Tensor_float: _normal_around,
-    aten.normal.float_Tensor: _normal_around,
-    aten.normal.Tensor_Tensor: _normal_around,
+    **dict.fromkeys((aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor), _normal_around),
     aten.log_normal.default: _log_normal,
     aten.log_normal_.default: partial(_into, _log_normal),
     aten.exponential.default: _exponential,

@@ -1,8 +1,8 @@
 """Philox 4x32-10, a counter-based random generator, in ordinary operations on tensors.
 
 Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC11 (2011); the reference is their library
-Random123.  A block of four 32-bit words is a function of a counter (four words) and a key (two words): there is no state to keep
-in order, so every element computes its own numbers, and whole numbers are the same wherever it runs.
+Random123.  A block of four 32-bit words is a function of a counter (four words) and a key (two words).  There is no state to keep
+in order: every element computes its own numbers, the same wherever it runs.
 
 A word is an int64 tensor with values in [0, 2^32).  No operation overflows: in C++, which Inductor writes, the overflow of a
 signed integer is undefined.
@@ -31,12 +31,12 @@ ROUNDS = 10
 
 
 def schedule(state: Tensor) -> Tensor:
-    """What all draws of a call share: int64 [2 * ROUNDS + 2], the left and the right keys of the rounds, and the two words of the
-    calls.  `state`: int64 [seed, calls so far].
+    """What all draws of a call share: int64 [2 * ROUNDS + 2], the left and the right keys of the rounds, the two words of the
+    calls.
 
-    Where indices are multiplied, they are masked first: Inductor would take the product with an index for a larger index, and 32
-    bits for that.  as_strided changes nothing: it is what Inductor stores in memory, where it would compute the keys once more in
-    each place that takes one, and take minutes.
+    `state`: int64 [seed, calls so far].  Where indices are multiplied, they are masked first: Inductor would take the product with
+    an index for a larger index, and 32 bits for that.  as_strided changes nothing: it is what Inductor stores in memory.  Else it
+    would compute the keys once more in each place that takes one, and take minutes.
     """
     lane, turn = [torch.arange(count, dtype=torch.int64, device=state.device) & MASK for count in (2, ROUNDS)]
     words = (state.unsqueeze(1) >> (lane * 32)) & MASK
@@ -69,8 +69,8 @@ def philox(counter: Words, keys: Sequence[Key]) -> Words:
 def _multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
     """The high and the low word of word * constant.
 
-    The product may reach 2^64.  With constant - 2^32 in its place, which is above -2^30, it stays above -2^62; 2^32 * word, which
-    that leaves out, is `word` more in the high word and nothing in the low one.
+    The product may reach 2^64.  With constant - 2^32 in its place, which is above -2^30, it stays above -2^62.  That leaves out
+    2^32 * word, which is `word` more in the high word and nothing in the low one.
     """
     product = word * (constant - (1 << 32))
     return (product >> 32) + word, product & MASK

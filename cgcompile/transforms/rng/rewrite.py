@@ -1,9 +1,9 @@
 """Random numbers in a program: its random operators are rewritten so that the program computes the numbers itself.
 
 The program gets one more buffer, RNG: int64 [seed, calls so far].  Every random operator becomes ordinary operations that make its
-numbers from that buffer (random_operators.py, sampling.py, philox.py), and the last operation adds 1 to the calls.  Nothing is
-frozen, and nothing but these two integers is kept between calls.  All other nodes keep their names and metadata; the new ones carry
-the metadata of the operator whose place they take, and the one that gives its result takes its name.
+numbers from that buffer (operators.py, distributions.py, philox.py), and the last operation adds 1 to the calls.  Nothing is
+frozen, and nothing but these two integers is kept between calls.  All other nodes keep their names and metadata.  The new ones
+carry the metadata of the operator whose place they take, and the one that gives its result takes its name.
 
 Private interface (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, under which a composite operator falls
 apart as in torch.export.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -30,8 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ...export.exported import Exported
-from ...export.torch_program import copied_graph, with_graph
+from ...export.torch_program import arguments, copied_graph, with_graph
 from .distributions import BLOCK, Stream, axes_in_memory
 from .operators import COMPOSITES, LEAVES
 from .philox import block, schedule
@@ -53,14 +51,17 @@ def supported() -> frozenset[torch._ops.OpOverload]:
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, which draws for its
-    dropout_p; but for those that are switched off (dropout outside training, a probability of 0)."""
+    dropout_p.
+
+    Those that are switched off do not: dropout outside training, a probability of 0.
+    """
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op == "call_function" and (tagged or node.target is aten.scaled_dot_product_attention.default) and not _off(node)
 
 
 def can_rewrite(node: Node) -> bool:
     """Whether a random node is one that `with_generator` rewrites: one of `supported`, without a generator of the user's."""
-    return node.target in supported() and _arguments(node).get("generator") is None
+    return node.target in supported() and arguments(node).get("generator") is None
 
 
 def draws(program: ExportedProgram) -> bool:
@@ -68,15 +69,11 @@ def draws(program: ExportedProgram) -> bool:
     return any(is_random(node) for node in program.graph.nodes)
 
 
-def with_generator(exported: Exported) -> Exported:
-    """The same with its program rewritten; itself when that draws nothing.  The signature is unchanged, `flat` too: it still draws
-    PyTorch's own numbers.  Every random operation of the program's graph must be one that `can_rewrite`."""
-    return replace(exported, program=rewritten(exported.program)) if draws(exported.program) else exported
-
-
 def generator_buffer(program: ExportedProgram) -> str:
-    """The name of the buffer of the random numbers' state in a program, "" without: RNG, with a prefix where the program was saved
-    after it was rewritten, and loaded as a model."""
+    """The buffer of the random numbers' state, by its name in the program, "" without.
+
+    That is RNG, with a prefix where the program was saved after it was rewritten, and loaded as a model.
+    """
     return next(iter(generator_buffers(program)), "")
 
 
@@ -87,8 +84,13 @@ def generator_buffers(program: ExportedProgram) -> tuple[str, ...]:
     return tuple([name for name in buffers if name.rpartition(".")[2] == RNG])
 
 
-def rewritten(program: ExportedProgram) -> ExportedProgram:
-    """The program whose random operators are computed from the buffer RNG, which it adds to; weights are shared, not copied."""
+def with_generator(program: ExportedProgram) -> ExportedProgram:
+    """The program whose random operators are computed from the buffer RNG, which it adds to; itself when it draws nothing.
+
+    Weights are shared, not copied.  Every random operation of the graph must be one that `can_rewrite`.
+    """
+    if not draws(program):
+        return program
     root = copied_graph(program)
     graph = root.graph
     state, specs = _add_buffer(graph, program.graph_signature)
@@ -198,7 +200,7 @@ def _insert(
 
 def _expand(graph: Graph) -> None:
     """Puts the operations of philox.block in the place of each BLOCK.  They are traced once: each gives one number per element, or
-    one for all, and those that only look at what all draws share are there once."""
+    one for all, and those that read only what all draws share are there once."""
     blocks = graph.find_nodes(op="call_function", target=BLOCK)
     if not blocks:  # dropout with probability 1 draws nothing
         return
@@ -209,17 +211,17 @@ def _expand(graph: Graph) -> None:
     first, second = traced.graph.find_nodes(op="placeholder")
     (output,) = traced.graph.find_nodes(op="output")
     operations = [each for each in traced.graph.nodes if each.op == "call_function"]
-    looks = {}
+    once = {}
     with graph.inserting_before(blocks[0]):
         for each in operations:
             if each.args[0] is second:
-                looks[each] = graph.node_copy(each, {second: shared}.__getitem__)
-                looks[each].meta = {"val": each.meta["val"]}
+                once[each] = graph.node_copy(each, {second: shared}.__getitem__)
+                once[each].meta = {"val": each.meta["val"]}
     for node in blocks:
-        known = {first: node.args[0], **looks}
+        known = {first: node.args[0], **once}
         with graph.inserting_before(node):
             for each in operations:
-                if each not in looks:
+                if each not in once:
                     known[each] = graph.node_copy(each, known.__getitem__)
                     known[each].meta = {**node.meta, "val": (each if each.meta["val"].dim() == 0 else node.args[0]).meta["val"]}
                     if each.target is aten.full.default:
@@ -229,7 +231,7 @@ def _expand(graph: Graph) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
         for each in reversed(operations):
-            if not known[each].users and each not in looks:
+            if not known[each].users and each not in once:
                 graph.erase_node(known[each])
 
 
@@ -263,18 +265,9 @@ def _value_of(argument: Any) -> Any:
 
 def _off(node: Node) -> bool:
     """Whether a random operator draws nothing as it is called."""
-    values = _arguments(node)
+    values = arguments(node)
     if values.get("train") is False or values.get("training") is False or values.get("dropout_p") == 0:
         return True
     if "num_layers" in values:  # dropout of recurrent networks is between the layers
         return values["dropout"] == 0 or values["num_layers"] == 1
     return "dropout" in str(node.target) and values.get("p") == 0
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operator's call by name, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload), node.target
-    schema = node.target._schema.arguments
-    values = {argument.name: argument.default_value for argument in schema}
-    values |= {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
-    return values | node.kwargs

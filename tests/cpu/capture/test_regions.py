@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cgcompile.capture.request import Request
-from cgcompile.checks import check, placements
+from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
@@ -95,7 +95,7 @@ def planned(folder: Path) -> tuple[regions.LoadedProgram, SplitProgram]:
     (folder / "model.py").write_text(MIDDLE)
     source = load_source(str(folder / "model.py"))
     exported = export(source, {"batch": tuple(key[0] for key in KEYS)})
-    placed = placements(check(exported), exported)
+    placed = check(exported).placements
     calls = {key: [sample(source, {"batch": key[0]}, seed).tensors for seed in (0, 1)] for key in KEYS}
     split = split_program(exported.program, placed, {key: both[0] for key, both in calls.items()})
     request = Request(

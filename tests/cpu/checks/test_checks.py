@@ -12,12 +12,12 @@ from torch import nn
 
 import cgcompile
 from cgbundle.format.schema import Finding
-from cgcompile.checks import RULES, check, names, placements, refuse
+from cgcompile.checks import check, refuse
 from cgcompile.checks.operators import DETERMINISTIC_SCATTER, INCOMPATIBLE
-from cgcompile.checks.rules import name
+from cgcompile.checks.rules import RULES, name, names
 from cgcompile.checks.sizes import too_many_keys
-from cgcompile.export.export import trace
-from cgcompile.export.exported import Traced
+from cgcompile.export.export import export
+from cgcompile.export.exported import Exported
 from cgcompile.model.load import load_source
 from tests.cpu.models import rows
 from tests.helpers.raising import raises
@@ -64,9 +64,9 @@ class Model(nn.Module):
         return self.function(self, *values)
 
 
-def traced(function: Callable[..., Any] | nn.Module, inputs: Callable[..., Any] = rows) -> Traced:
+def exported(function: Callable[..., Any] | nn.Module, inputs: Callable[..., Any] = rows) -> Exported:
     model = function if isinstance(function, nn.Module) else Model(function).eval()
-    return trace(load_source(model, inputs), {"batch": (1, 8)})
+    return export(load_source(model, inputs), {"batch": (1, 8)})
 
 
 def told(findings: tuple[Finding, ...]) -> list[str]:
@@ -210,8 +210,9 @@ PASSED: list[tuple[str, Callable[..., Any] | nn.Module]] = [
 
 @pytest.mark.parametrize(("expected", "node", "function"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
 def test_every_rule_is_hit(expected: str, node: str, function: Callable[..., Any]) -> None:
-    made = traced(function)
-    findings = check(made)
+    made = exported(function)
+    checked = check(made)
+    findings = checked.findings
     (found, *_) = [finding for finding in findings if told((finding,)) == [expected]] or [None]
     assert found is not None, told(findings)
     assert found.node.rstrip("0123456789").rstrip("_") == node.rstrip("_") or found.node == node
@@ -223,14 +224,15 @@ def test_every_rule_is_hit(expected: str, node: str, function: Callable[..., Any
             and found.source == source_line(int(line)) != "return self.function(self, *values)"
         )
     if found.severity == "host":
-        assert placements(findings, made)[found.node] == found.rule
+        assert checked.placements[found.node] == found.rule
 
 
 @pytest.mark.parametrize("function", [case[1] for case in PASSED], ids=[case[0] for case in PASSED])
 def test_what_a_graph_can_hold_is_passed(function: Callable[..., Any]) -> None:
-    made = traced(function)
-    findings = check(made)
-    assert told(findings) == [] and placements(findings, made) == {}
+    made = exported(function)
+    checked = check(made)
+    findings = checked.findings
+    assert told(findings) == [] and checked.placements == {}
 
 
 def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
@@ -251,17 +253,18 @@ def test_every_rule_explains_itself(rule: Callable[..., Any]) -> None:
 
 
 def test_operators_that_the_user_keeps_on_the_host() -> None:
-    made = traced(lambda m, x: plain(x.topk(2).values))
+    made = exported(lambda m, x: plain(x.topk(2).values))
     for spelled in ("aten.topk", "aten::topk", "aten.topk.default"):
-        findings = check(made, host_ops=[spelled])
+        checked = check(made, host_ops=[spelled])
+        findings = checked.findings
         assert told(findings) == ["host host-op", "note custom-operator"] and findings[0].node == "topk"
-        assert placements(findings, made) == {"topk": "host-op"}
-    assert told(check(made, host_ops=["cgchecks::plain"]))[0] == "host host-op"
+        assert checked.placements == {"topk": "host-op"}
+    assert told(check(made, host_ops=["cgchecks::plain"]).findings)[0] == "host host-op"
 
 
 def test_an_operator_that_is_not_called_is_no_host_op() -> None:
     with raises("host-op-unknown", match="'aten.tpok': the model calls no such operator") as caught:
-        check(traced(lambda m, x: x.topk(2).values), host_ops=["aten.tpok"])
+        check(exported(lambda m, x: x.topk(2).values), host_ops=["aten.tpok"])
     assert "aten.topk" in caught.value.hint and caught.value.exit_code == 2
 
 
@@ -280,8 +283,8 @@ def test_scatters_under_deterministic_algorithms() -> None:
         lambda m, x: torch.zeros_like(x).scatter_add_(1, x.long(), x),
         lambda m, x: torch.zeros_like(x).index_put_((x[:, 0].long(),), x),
     ):
-        assert told(check(traced(function))) == ["host deterministic-scatter"]
-    assert told(check(traced(lambda m, x: x + 1))) == []
+        assert told(check(exported(function)).findings) == ["host deterministic-scatter"]
+    assert told(check(exported(lambda m, x: x + 1)).findings) == []
 
 
 def test_inputs_that_share_memory_or_are_numbers() -> None:
@@ -289,20 +292,20 @@ def test_inputs_that_share_memory_or_are_numbers() -> None:
         both = torch.rand(batch, 8)
         return both[:, :4], both[:, 4:]
 
-    findings = check(traced(lambda m, x, y: x + y, pair))
+    findings = check(exported(lambda m, x, y: x + y, pair)).findings
     assert told(findings) == ["note overlapping-input"] and "'values_0' and 'values_1' share memory" in findings[0].message
-    findings = check(traced(lambda m, x: x + 1, lambda batch: torch.rand(1, 4).expand(batch, 4)))
+    findings = check(exported(lambda m, x: x + 1, lambda batch: torch.rand(1, 4).expand(batch, 4))).findings
     assert told(findings) == ["note overlapping-input"] and "is expanded" in findings[0].message
-    findings = check(traced(lambda m, x, n: x * n, lambda batch: (torch.rand(batch, 4), 3)))
+    findings = check(exported(lambda m, x, n: x * n, lambda batch: (torch.rand(batch, 4), 3))).findings
     assert told(findings) == ["note non-tensor-input"] and "fixed to 3" in findings[0].message
 
 
 def test_assertions_that_export_added_are_part_of_what_they_are_about() -> None:
-    made = traced(lambda m, x: torch.arange(x.sum().long().item()).sum() + x)
-    assert told(check(made)) == ["host host-scalar"]
+    made = exported(lambda m, x: torch.arange(x.sum().long().item()).sum() + x)
+    assert told(check(made).findings) == ["host host-scalar"]
     (node,) = [node for node in made.program.graph.nodes if node.target is aten._assert_scalar.default]
     node.meta["stack_trace"] = 'File "/home/user/model.py", line 7, in forward\n    assert small'
-    findings = check(made)
+    findings = check(made).findings
     assert told(findings) == ["host host-scalar", "note assert-scalar"]
     assert (findings[1].where, findings[1].source) == ("/home/user/model.py:7", "assert small")
 
@@ -317,11 +320,12 @@ def test_many_keys() -> None:
 
 
 def test_what_takes_a_value_that_depends_on_data_follows_until_sizes_are_known() -> None:
-    made = traced(lambda m, x: m.linear(x) + x[x > 0.5].sin().cos().sum().exp())
-    findings = check(made)
+    made = exported(lambda m, x: m.linear(x) + x[x > 0.5].sin().cos().sum().exp())
+    checked = check(made)
+    findings = checked.findings
     (shape,) = [finding for finding in findings if finding.severity == "host"]
     assert shape.effect == "this operation and the 3 after it run on the host between two graphs"
-    placed = placements(findings, made)
+    placed = checked.placements
     assert {each: placed[each] for each in ("index", "sin", "cos", "sum_1")} == {
         "index": "data-dependent-shape", **dict.fromkeys(("sin", "cos", "sum_1"), "data-dependent-follower")
     }  # fmt: skip
@@ -329,38 +333,39 @@ def test_what_takes_a_value_that_depends_on_data_follows_until_sizes_are_known()
 
 
 def test_what_only_the_host_uses_is_made_there() -> None:
-    made = traced(lambda m, x: (x.cpu() + torch.ones(4, device="cpu") * m.table[0]).cuda() + torch.zeros(4))
-    placed = placements(check(made), made)
+    made = exported(lambda m, x: (x.cpu() + torch.ones(4, device="cpu") * m.table[0]).cuda() + torch.zeros(4))
+    placed = check(made).placements
     assert {"ones", "to_host", "mul", "add", "select"} <= placed.keys()
     assert {"to_device", "zeros", "add_1"} & placed.keys() == set()
 
 
 def test_obstacles_inside_control_flow_place_the_whole_operator() -> None:
-    made = traced(lambda m, x: torch.cond(x.sum() > 0, lambda x: unsafe(x), lambda x: x - 1, (x,)))
-    findings = check(made)
+    made = exported(lambda m, x: torch.cond(x.sum() > 0, lambda x: unsafe(x), lambda x: x - 1, (x,)))
+    checked = check(made)
+    findings = checked.findings
     assert {finding.node for finding in findings if finding.severity == "host"} == {"cond"}
-    assert placements(findings, made).keys() == {"cond"}
+    assert checked.placements.keys() == {"cond"}
 
 
 def test_writes_to_a_buffer_of_two_names_are_refused() -> None:
     with raises("export-failed", match="the buffers 'table' and 'again' share memory"):
-        check(traced(Tied()))
+        check(exported(Tied()))
 
 
 def test_nothing_is_placed_for_the_cpu() -> None:
-    made = traced(lambda m, x: (x.cpu() * 2).cuda() + x[x > 0.5].sum() + x.cpu())
-    assert told(check(made, "cpu")) == []
-    writing = traced(lambda m, x: x.add_(1) * x.max().item())
-    assert told(check(writing, "cpu")) == ["note mutated-input"]
+    made = exported(lambda m, x: (x.cpu() * 2).cuda() + x[x > 0.5].sum() + x.cpu())
+    assert told(check(made, "cpu").findings) == []
+    writing = exported(lambda m, x: x.add_(1) * x.max().item())
+    assert told(check(writing, "cpu").findings) == ["note mutated-input"]
 
 
 def test_strict_refuses_what_is_on_the_host() -> None:
-    findings = check(traced(lambda m, x: x * x.max().item()))
-    refuse(findings, strict=False, waive=[])
+    checked = check(exported(lambda m, x: x * x.max().item()))
+    refuse(checked, False, (), "capture", "size")
     with raises("check-refused", match=r"test_checks.py:\d+: host-scalar: "):
-        refuse(findings, strict=True, waive=[])
+        refuse(checked, True, (), "capture", "size")
     with raises("check-refused", match="no such rule"):
-        refuse(findings, strict=False, waive=["host_scalar"])
+        refuse(checked, False, ("host_scalar",), "capture", "size")
 
 
 # --- PyTorch's own lists ------------------------------------------------------------------------------------------

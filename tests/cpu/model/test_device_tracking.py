@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cgcompile.export.export import export, trace
-from cgcompile.export.exported import Traced
+from cgcompile.export.export import export, refuse_branches
+from cgcompile.export.exported import Exported
 from cgcompile.model import flat_module as flat
-from cgcompile.model.device_tracking import TO_DEVICE, TO_HOST
+from cgcompile.model.device_markers import TO_DEVICE, TO_HOST
 from cgcompile.model.flat_module import run_eager
 from cgcompile.model.load import load_source
-from cgcompile.model.side_effects import Run
+from cgcompile.model.side_effects import SideEffects
 from cgcompile.model.source import sample
 from tests.cpu.models import Everything, Image, everything_inputs, image_inputs
 from tests.helpers.raising import raises
@@ -47,11 +47,11 @@ def ids(batch: int) -> torch.Tensor:
     return torch.randint(0, 10, (batch,))
 
 
-def traced(function: Callable[..., Any], inputs: Callable[..., Any] = rows) -> Traced:
-    return trace(load_source(Model(function), inputs), {"batch": (1, 8)})
+def traced(function: Callable[..., Any], inputs: Callable[..., Any] = rows) -> Exported:
+    return export(load_source(Model(function), inputs), {"batch": (1, 8)})
 
 
-def operations(made: Traced) -> list[str]:
+def operations(made: Exported) -> list[str]:
     """The operations of the program by short names, assertions left out."""
     calls = [node.target for node in made.program.graph.nodes if node.op == "call_function"]
     names = [str(target).split(".")[1] for target in calls if isinstance(target, torch._ops.OpOverload)]
@@ -114,7 +114,7 @@ def test_moves_leave_markers(function: Callable[..., Any], expected: list[str]) 
     assert operations(made) == expected
     assert made.obstacles == ()
     tensors = sample(made.source, {"batch": 3}).tensors
-    (eager,) = run_eager(made.flat, tensors)
+    (eager,) = run_eager(made.flat, tensors).outputs
     (exported,) = made.program.module()(*tensors)
     torch.testing.assert_close(exported, eager, rtol=0, atol=0)
 
@@ -127,9 +127,9 @@ def test_no_move_leaves_none(function: Callable[..., Any], expected: list[str]) 
 
 
 @contextmanager
-def without(*arguments: Any) -> Iterator[Run]:
-    """In the place of `placing`: no mode at all."""
-    yield Run()
+def without(*arguments: Any) -> Iterator[SideEffects]:
+    """In the place of `track_devices`: no mode at all."""
+    yield SideEffects()
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def without(*arguments: Any) -> Iterator[Run]:
 def test_a_model_that_names_no_device_has_the_graph_it_has_without_the_mode(
     model: nn.Module, inputs: Any, sizes: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_mode = trace(load_source(model, inputs), sizes)
-    monkeypatch.setattr(flat, "placing", without)
-    assert str(with_mode.program.graph) == str(trace(load_source(model, inputs), sizes).program.graph)
+    with_mode = export(load_source(model, inputs), sizes)
+    monkeypatch.setattr(flat, "track_devices", without)
+    assert str(with_mode.program.graph) == str(export(load_source(model, inputs), sizes).program.graph)
 
 
 def test_the_markers_copy() -> None:
@@ -257,7 +257,7 @@ def test_a_loop_that_the_inputs_did_not_enter_ends() -> None:
 @pytest.mark.parametrize("function", [branches, OBSTACLES[6][1], OBSTACLES[7][1]])
 def test_nothing_is_built_from_one_branch_of_several(function: Callable[..., Any]) -> None:
     with raises("branch-on-data", match=r"test_placing.py:\d+: data-dependent-branch: ") as caught:
-        export(load_source(Model(function), rows), {"batch": (1, 8)})
+        refuse_branches(export(load_source(Model(function), rows), {"batch": (1, 8)}))
     assert "\n" not in str(caught.value) and "torch.where" in caught.value.hint
 
 
@@ -265,7 +265,7 @@ def test_nothing_is_built_from_one_branch_of_several(function: Callable[..., Any
     "condition", [lambda m, x: x.shape[0] > 3, lambda m, x: m.training, lambda m, x: bool(torch.tensor(1) > 0)]
 )
 def test_what_no_input_decides_is_no_branch_on_data(condition: Callable[..., bool]) -> None:
-    made = trace(load_source(Model(lambda m, x: x + 1 if condition(m, x) else x - 1), rows), {"batch": (4, 8)})
+    made = export(load_source(Model(lambda m, x: x + 1 if condition(m, x) else x - 1), rows), {"batch": (4, 8)})
     assert made.obstacles == ()
 
 
@@ -274,7 +274,7 @@ def helper(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_operation_has_the_innermost_line_of_the_users() -> None:
-    from cgcompile.checks import place
+    from cgcompile.model.user_code import place
 
     (node,) = [node for node in traced(lambda m, x: helper(x)).program.graph.nodes if node.target is torch.ops.aten.sin.default]
     assert place(node)[1] == "return x.sin()"

@@ -21,9 +21,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import cgcompile.model.device_tracking  # noqa: F401  defines the marker operators
 from cgcompile.partition.crossing import crossings, effect_of
-from cgcompile.partition.markers import without_markers
 from cgcompile.partition.region_modules import region_modules
 from cgcompile.partition.split import Partition, partition
+from cgcompile.transforms.marker_removal import without_markers
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
 

@@ -24,7 +24,7 @@ from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode, Recording
 from cgbundle.validate import bundle as verify
-from cgcompile.checks import check, placements
+from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
@@ -369,7 +369,7 @@ def test_regions_agree_on_the_layout_of_what_crosses() -> None:
     torch.manual_seed(0)
     source = load_source(Views().eval(), lambda batch: (torch.randn(batch, 3, 5, 5),))
     exported = export(source, {"batch": (3, 4)})
-    placed = placements(check(exported, "cuda", ()), exported)
+    placed = check(exported).placements
     split = split_program(exported.program, placed, {(3,): sample(source, {"batch": 3}).tensors})
     jobs = region_jobs(split)
     lowered = {

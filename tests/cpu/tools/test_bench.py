@@ -184,7 +184,7 @@ def test_the_program_as_python_gives_eagers_bits(
         args, kwargs = written.arrange(tensors)
         with torch.no_grad():
             made = written.outputs(written.module(*args, **kwargs))
-        expected = run_eager(exported.flat, tensors)
+        expected = run_eager(exported.flat, tensors).outputs
         assert [each.dtype for each in made] == [each.dtype for each in expected]
         assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from cgcompile.export.export import export
+from cgcompile.export.functionalization import functional
+from cgcompile.export.signature import describe_signature
 from cgcompile.model.load import load_source
 from cgcompile.transforms.padding_proof import prove_padding
+from cgcompile.transforms.prepared import prepare
 from tests.cpu.models import Batched, rows
 
 
@@ -17,7 +20,9 @@ def decide(
     model: torch.nn.Module, inputs: Callable[..., object], sizes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[str, bool, str]]:
     source = load_source(model, inputs)
-    proved = prove_padding(source, export(source, sizes), sizes, lambda text: None)
+    exported = export(source, sizes)
+    prepared = prepare(exported, describe_signature(exported), functional(exported.program), markers=False)
+    proved = prove_padding(source, prepared, sizes, lambda text: None)
     return {dimension.name: (dimension.pad, dimension.chunk, dimension.reason) for dimension in proved}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from cgbundle.format.schema import Finding
 from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
+from cgcompile.export.signature import describe_signature
 from cgcompile.model.load import load_source
 from cgcompile.transforms.rng.rewrite import RNG, can_rewrite, draws, generator_buffer, is_random, supported, with_generator
 from tests.cpu.models import Batched
@@ -41,7 +43,8 @@ def rows(batch: int) -> tuple[Tensor]:
 
 def exported(model: nn.Module | Callable[..., Any], inputs: Callable[..., Any] = rows, **sizes: tuple[int, ...]) -> Exported:
     module = model if isinstance(model, nn.Module) else Drawing(model)
-    return with_generator(export(load_source(module.train(), inputs), sizes or {"batch": (2, 5)}))
+    made = export(load_source(module.train(), inputs), sizes or {"batch": (2, 5)})
+    return replace(made, program=with_generator(made.program))
 
 
 def run(program: Any, *given: Tensor, seed: int = 0, calls: int = 0) -> list[Tensor]:
@@ -129,7 +132,7 @@ def test_the_distribution_is_that_of_pytorchs_own_operator(name: str) -> None:
     """Kolmogorov and Smirnov's distance of two samples below that of one pair in a thousand, equal dtypes and shapes; the second
     call gives other numbers, and the same seed the same."""
     function = DISTRIBUTIONS[name]
-    program = with_generator(export(load_source(Drawing(function).train(), lambda: (FLAT,)), {})).program
+    program = with_generator(export(load_source(Drawing(function).train(), lambda: (FLAT,)), {}).program)
     assert not draws(program) and generator_buffer(program) == RNG
     (made,), (again,), (after,) = run(program, FLAT, seed=5), run(program, FLAT, seed=5), run(program, FLAT, seed=5, calls=1)
     with torch.random.fork_rng(devices=[]):
@@ -196,7 +199,7 @@ def test_a_network_in_training_mode_draws_anew_at_any_batch() -> None:
     first, second = run(made.program, given), run(made.program, given, calls=1)
     assert first[0].shape == (5, 8) and not torch.equal(first[0] == 0, second[0] == 0)
     assert run(made.program, torch.rand(3, 8))[0].shape == (3, 8)
-    assert made.outputs[0].shape == ("batch", 8)
+    assert describe_signature(made).outputs[0].shape == ("batch", 8)
     mutated = set(made.program.run_decompositions({}).graph_signature.buffers_to_mutate.values())
     assert mutated == {RNG, "model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked"}
 
@@ -209,7 +212,7 @@ def test_what_is_not_random_stays_as_in_pytorch() -> None:
     assert torch.equal(mean, same) and not torch.equal(drawn, other)
     with torch.no_grad():
         assert torch.equal(mean, made.flat.model(given)["mean"])
-    assert [name for name, _ in made.flat.like.leaves] == [spec.name for spec in made.inputs]
+    assert [name for name, _ in made.flat.like.leaves] == [spec.name for spec in describe_signature(made).inputs]
 
 
 def test_samples_of_monte_carlo_dropout_differ_within_a_call() -> None:
@@ -344,7 +347,7 @@ def test_saved_and_loaded_it_draws_the_same(program: Any) -> None:
 def test_exported_again_it_needs_no_second_rewriting(program: Any) -> None:
     """A bundle's program.pt2 is a model, too."""
     again = export(load_source(program.module(), rows), {"batch": (2, 5)})
-    assert not draws(again.program) and with_generator(again) is again
+    assert not draws(again.program) and with_generator(again.program) is again.program
     assert generator_buffer(again.program) == f"model.{RNG}"
 
 
@@ -428,7 +431,7 @@ def test_a_program_that_draws_nothing_is_left_alone() -> None:
         Batched(lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])),
     ):  # fmt: skip
         made = export(load_source(model, rows), {"batch": (2, 5)})
-        assert not draws(made.program) and with_generator(made) is made
+        assert not draws(made.program) and with_generator(made.program) is made.program
 
 
 def random_operators() -> set[torch._ops.OpOverload]:
@@ -454,7 +457,7 @@ def test_every_random_operator_of_pytorch_is_rewritten_or_refused_on_purpose() -
 
 
 def random_findings(function: Callable[..., Any]) -> list[Finding]:
-    findings = check(export(load_source(Drawing(function), rows), {"batch": (2, 5)}))
+    findings = check(export(load_source(Drawing(function), rows), {"batch": (2, 5)})).findings
     return [finding for finding in findings if finding.rule == "random-operation"]
 
 
@@ -484,7 +487,7 @@ def test_a_saved_program_with_a_generator_is_refused_beside_another(program: Any
 
     one = exported(lambda x: (x, torch.rand_like(x))).program
     for parts in ([one.module()], [one.module(), program.module()]):
-        findings = check(export(load_source(Outer(*parts), rows), {"batch": (2, 5)}))
+        findings = check(export(load_source(Outer(*parts), rows), {"batch": (2, 5)})).findings
         refused = [found for found in findings if found.severity == "refuse"]
         assert [found.rule for found in refused] == ["random-operation"] and "saved program" in refused[0].message
 

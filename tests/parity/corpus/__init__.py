@@ -1,4 +1,4 @@
-"""The corpus: all rooms."""
+"""The corpus: all groups."""
 
 from __future__ import annotations
 

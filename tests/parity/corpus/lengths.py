@@ -114,7 +114,7 @@ class JaggedToPadded(nn.Module):
 
 CASES = (
     _case(RepeatByTensor, ragged, SHAPE, FOLLOWER),
-    _case(PackedLstm, ragged, "ExportFailed"),
+    _case(PackedLstm, ragged, "export-failed"),
     _case(PackAndUnpack, ragged, "data-dependent-branch"),
     _case(LengthMask, ragged, near=("data-dependent-shape",)),
     _case(SelectByItem, ragged, SELECT, FOLLOWER),
@@ -124,6 +124,6 @@ CASES = (
     _case(LastToken, ragged, near=("data-dependent-select",)),
     _case(IndexSelect, ragged, near=("data-dependent-select",)),
     _case(SplitByItem, ragged, "host-scalar", FOLLOWER),
-    _case(NestedToPadded, ragged, "ExportFailed"),
+    _case(NestedToPadded, ragged, "export-failed"),
     _case(JaggedToPadded, ragged, near=("incompatible-operator",)),
 )

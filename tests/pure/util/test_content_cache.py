@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.util.content_cache import cache_path, digest, recall, remember, sources
+from cgcompile.util.content_cache import digest, recall, remember, sources
 
 PARTS = st.lists(st.one_of(st.binary(max_size=8), st.text(max_size=8), st.integers()), max_size=4)
 
@@ -45,16 +45,14 @@ def test_parts_do_not_run_into_each_other() -> None:
 
 
 def test_the_code_that_made_a_result_is_part_of_its_name(tmp_path: Path) -> None:
-    folders = [tmp_path / "compiler", tmp_path / "runtime"]
-    (folders[0] / "deeper").mkdir(parents=True)
-    folders[1].mkdir()
-    seen = [sources(folders)]
-    for path in (folders[0] / "a.py", folders[0] / "deeper" / "b.py", folders[1] / "c.py"):
+    folder = tmp_path / "trace"
+    (folder / "lockstep").mkdir(parents=True)
+    seen = [sources((tmp_path,))]
+    for path in (folder / "a.py", folder / "lockstep" / "b.py", tmp_path / "lower.py", tmp_path / "arch.py"):
         for text in ("1", "2"):
             path.write_text(text)
-            seen.append(sources(folders))
-    assert len(set(seen)) == len(seen) and sources(folders) == seen[-1]
-    (folders[0] / "notes.txt").write_text("no code")
-    assert sources(folders) == seen[-1]
-    assert cache_path(tmp_path, "lowered", 1) != cache_path(tmp_path, "lowered", 1, code=False)
-    assert cache_path(tmp_path, "lowered", 1) == cache_path(tmp_path, "lowered", 1) != cache_path(tmp_path, "lowered", 2)
+            seen.append(sources((tmp_path,)))
+    assert len(set(seen)) == len(seen) and sources((tmp_path,)) == seen[-1]
+    (folder / "notes.txt").write_text("no code")
+    assert sources((tmp_path,)) == seen[-1]
+    assert sources() != sources((tmp_path,))

@@ -1,15 +1,15 @@
-"""Which operations follow an obstacle to the host.
+"""Which operations of a program run on the host, and why: what the partitioner is given.
 
-Two things make an operation follow.  *loose*: its value, or one that it takes, depends on data by itself (a number that the host
-read) or in its size, its strides or its offset (an unbacked symbol of export): such values never cross to a graph, whose kernels
-have fixed grids and pointers.  *moved*: the user's code computes on the CPU, between the markers of placing.py.
+Beside those with a finding, two kinds follow.  *data-dependent*: its value, or one that it takes, depends on data by itself (a
+number that the host read), or in its size, strides or offset.  Such values never cross to a graph, whose kernels have fixed grids
+and pointers.  *moved*: the user's code computes on the CPU, between the markers.
 
-Private name of torch, 2.11 and 2.13: `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`.
+Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,25 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from ..model.device_tracking import TO_DEVICE, TO_HOST
+from cgbundle.format.schema import Finding
+
+from ..model.device_markers import TO_DEVICE, TO_HOST
 
 DEVICE_COPY, CPU_OPERATION = "device-copy", "cpu-operation"
+
+FOLLOWER = "data-dependent-follower"
+"""The reason of an operation that has no finding of its own: it takes or gives a value that depends on data."""
+
+
+def placements(
+    graph: Graph, findings: Sequence[Finding], data_dependent: frozenset[str], moved: Mapping[str, str]
+) -> dict[str, str]:
+    """node name -> rule, for every operation of `graph` that runs on the host; empty without findings of severity host."""
+    causes = {each.node: each.rule for each in findings if each.severity == "host" and each.node}
+    if not causes:
+        return {}
+    found = {**dict.fromkeys(data_dependent, FOLLOWER), **moved, **causes}
+    return {node.name: found[node.name] for node in graph.nodes if node.name in found}
 
 
 def unbacked(value: Any) -> frozenset[Any]:
@@ -42,19 +58,19 @@ def born(node: Node) -> bool:
     return bool(made) and not made <= frozenset().union(*[depends(source) for source in node.all_input_nodes])
 
 
-def loose(graph: Graph) -> frozenset[str]:
+def data_dependent_nodes(graph: Graph) -> frozenset[str]:
     """The operations whose value, or one that they take, depends on data in its size or by itself."""
-    hanging = {node for node in graph.nodes if depends(node)}
+    sources = {node for node in graph.nodes if depends(node)}
     return frozenset(
         [
             node.name
             for node in graph.nodes
-            if node.op == "call_function" and (node in hanging or any(source in hanging for source in node.all_input_nodes))
+            if node.op == "call_function" and (node in sources or not sources.isdisjoint(node.all_input_nodes))
         ]
     )
 
 
-def moved(graph: Graph, weights: frozenset[str]) -> Mapping[str, str]:
+def moved_nodes(graph: Graph, weights: frozenset[str]) -> Mapping[str, str]:
     """The operations that the user's code runs on the CPU: node name -> rule.  `weights` names the placeholders of parameters,
     buffers and constants, which are wherever they are used.
 
@@ -87,14 +103,15 @@ def _place(node: Node, places: Mapping[Node, str], weights: frozenset[str]) -> s
         return "host"
     if node.target is TO_DEVICE:
         return "device"
-    sources = [source for source in node.all_input_nodes if _has_tensor(source)]
+    sources = [source for source in node.all_input_nodes if has_tensor(source)]
     found = {places[source] for source in sources}
     if "host" not in found or "device" in found:  # a scalar of the host may be combined with tensors of the device
         return "device" if "device" in found else "free"
     return "host"
 
 
-def _has_tensor(node: Node) -> bool:
+def has_tensor(node: Node) -> bool:
+    """Whether a node gives tensors."""
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
 
 

@@ -1,11 +1,10 @@
-"""What the rules look at, and how they say what they found."""
+"""What the rules are given, and how they say what they found."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram, ExportGraphSignature
@@ -13,7 +12,7 @@ from torch.fx import Node
 
 from cgbundle.format.schema import Finding
 
-from ..export.exported import Exported, Traced
+from ..export.exported import Exported
 from ..model.side_effects import Obstacle
 from ..model.user_code import place
 
@@ -22,20 +21,20 @@ REFUSE, HOST, NOTE = "refuse", "host", "note"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """What the rules look at.
+class RuleContext:
+    """What the rules are given.
 
-    `signature` is that of the functional form of the program: export leaves writes in place as operations of the graph, and only
-    there are they listed.  `moved` and `loose` are the nodes that follow an obstacle to the host (flow.py); `host_ops` the
-    operators that the user keeps there.
+    `functionalized` is the signature of the program's functional form: only there are writes in place listed.  `moved` and
+    `data_dependent` are the nodes that follow an obstacle to the host (host_placement.py); `host_ops` the operators that the user
+    keeps there.
     """
 
-    exported: Exported | Traced
-    signature: ExportGraphSignature
+    exported: Exported
+    functionalized: ExportGraphSignature
     target: str
     host_ops: tuple[str, ...]
     moved: Mapping[str, str]
-    loose: frozenset[str]
+    data_dependent: frozenset[str]
 
     @property
     def program(self) -> ExportedProgram:
@@ -47,7 +46,7 @@ class Subject:
         return all_calls(self.program.graph_module)
 
     def obstacles(self, rule: str) -> Iterator[Obstacle]:
-        """What placing.py saw for a rule."""
+        """What a call of the model showed for a rule, and no operation shows."""
         return (obstacle for obstacle in self.exported.obstacles if obstacle.rule == rule)
 
     def followers(self, name: str) -> int:
@@ -57,7 +56,7 @@ class Subject:
         waiting = [nodes[name]] if name in nodes else []
         while waiting:
             for user in waiting.pop().users:
-                if user.name not in found and (user.name in self.loose or user.name in self.moved):
+                if user.name not in found and (user.name in self.data_dependent or user.name in self.moved):
                     found.add(user.name)
                     waiting.append(user)
         return sum(computes(nodes[each]) for each in found)
@@ -92,7 +91,7 @@ def computes(node: Node) -> bool:
 
 
 def finding(rule: str, severity: str, message: str, at: Node | Obstacle | None, effect: str, fix: str, node: str = "") -> Finding:
-    """A finding at a node of the program, at what placing.py saw, or about the whole model (None).  `node` names the node of the
+    """A finding at a node of the program, at an obstacle, or about the whole model (None).  `node` names the node of the
     program that `at` is a part of."""
     where, source = (at.where, at.source) if isinstance(at, Obstacle) else place(at)
     name = node or (at.name if isinstance(at, Node) else "")
@@ -106,12 +105,3 @@ def operator(node: Node) -> str:
         packet = target.name().partition(".")[0].replace("::", ".")
         return packet.removeprefix("aten.")
     return target.name() if isinstance(target, torch._ops.HigherOrderOperator) else getattr(target, "__name__", str(target))
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operator's call by name, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload), node.target
-    schema = node.target._schema.arguments
-    values = {argument.name: argument.default_value for argument in schema}
-    values |= {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
-    return values | node.kwargs

@@ -1,0 +1,97 @@
+"""build and check: what a user of cgcompile calls.  Light: torch is imported when one of them runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .errors import BuildError
+from .model.declared_sizes import Given
+from .records import Built, Options, Report
+from .util.progress import Watcher, silent
+
+MAX_KEYS = 64
+"""int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
+
+
+@contextmanager
+def _torch() -> Iterator[None]:
+    """With torch, and without the warnings of export and Inductor about their own insides.  Raises extra-missing."""
+    for package in ("torch", "numpy"):
+        if importlib.util.find_spec(package) is None:
+            raise BuildError(
+                "extra-missing", f"building needs {package}, which is not installed", "pip install 'cgcompile[compile]'"
+            )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
+        yield
+
+
+def build(
+    model: Any,
+    inputs: Callable[..., Any] | None = None,
+    *,
+    sizes: Given = (),
+    out: str | os.PathLike[str] | None = None,
+    target: str = "auto",
+    strict: bool = False,
+    waive: Sequence[str] = (),
+    lower: str = "inductor",
+    specialize: str = "size",
+    recorder: str = "auto",
+    prove: str = "interpret",
+    host_ops: Sequence[str] = (),
+    force: bool = False,
+    max_keys: int = MAX_KEYS,
+    progress: Watcher | None = None,
+) -> Built:
+    """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
+
+    `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example
+    inputs).  `sizes`: of the declared dimensions, e.g. [1, 8, 32] or {"batch": [1, 8], "seq": [128]}.  `target`: auto, cuda, sm_90
+    and its kind (a GPU that need not be here), or cpu.  `strict`: findings that put operations on the host are errors.  `waive`:
+    rules whose findings are accepted; the manifest names them (what is refused now cannot be waived).
+
+    `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.  `specialize`: "size" lowers every int_key for
+    itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `recorder`: capture (a GPU that is here),
+    trace (without), or auto.  `prove`: interpret or none, for a bundle whose GPU is not here; all others are replayed.
+    `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
+    `progress` is told what happens.
+
+    Raises a CgbundleError (see errors.py here and in cgbundle); nothing is published then.
+    """
+    options = Options(
+        sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
+        recorder=recorder, prove=prove, host_ops=tuple(host_ops), force=force, max_keys=max_keys, progress=progress or silent,
+    )  # fmt: skip
+    with _torch():
+        from . import pipeline  # late: it imports torch
+
+        return pipeline.build(model, inputs, options)
+
+
+def check(
+    model: Any,
+    inputs: Callable[..., Any] | None = None,
+    *,
+    sizes: Given = (),
+    target: str = "cuda",
+    strict: bool = False,
+    host_ops: Sequence[str] = (),
+) -> Report:
+    """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
+
+    `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for some.  `target`: cuda, cpu, or an
+    architecture such as sm_90.  `strict`: findings that put operations on the host refuse.  `host_ops`: operators that are kept on
+    the host, e.g. "mylib::op".
+
+    Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
+    """
+    with _torch():
+        from . import report  # late: it imports torch
+
+        return report.check(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, max_keys=MAX_KEYS)

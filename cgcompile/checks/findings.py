@@ -1,0 +1,111 @@
+"""All findings of a program, and those that stop a build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.export import ExportGraphSignature
+
+from cgbundle.format.schema import Finding
+
+from ..errors import ModelError
+from ..export.exported import Exported
+from ..export.functionalization import functional
+from ..export.weights import weight_placeholders
+from .context import HOST, REFUSE, RuleContext
+from .host_placement import data_dependent_nodes, moved_nodes, placements
+from .operators import check_host_ops
+from .rules import RULES, names
+from .writes import CLONE, RETURN
+
+WRITES = {
+    "mutated-input": CLONE,
+    "mutated-buffer": RETURN,
+    "random-operation": "call model.eval() if this is dropout, or pass the random tensor as an input",
+}
+"""Rules about what a program changes, with what to write instead: random numbers count their calls in a buffer."""
+
+GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
+"""Rules that mean nothing where everything is on the host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """`findings` in the order of the rules; `placements`: the nodes that must be on the host beside a GPU, with the reasons;
+    `functionalized`: the signature of the program's functional form."""
+
+    findings: tuple[Finding, ...]
+    placements: Mapping[str, str]
+    functionalized: ExportGraphSignature
+
+
+def check(exported: Exported, target: str = "cuda", host_ops: Sequence[str] = ()) -> Checked:
+    """All findings of all rules.
+
+    `target`: "cuda" or "cpu".  The cpu target is one host region: what severity host means for a GPU does not exist there.
+    `host_ops`: operators that the user keeps on the host, as `aten.topk`, `mylib::op` or `mylib.op.default`.
+    Raises host-op-unknown for one that the program does not call, and export-failed for a program that torch cannot make
+    functional.
+    """
+    program = exported.program
+    functionalized = functional(program)
+    check_host_ops(program, host_ops)
+    context = RuleContext(
+        exported=exported,
+        functionalized=functionalized,
+        target=target,
+        host_ops=tuple(host_ops),
+        moved=moved_nodes(program.graph, frozenset(weight_placeholders(program))),
+        data_dependent=data_dependent_nodes(program.graph),
+    )
+    found = tuple([finding for rule in RULES for finding in rule(context)])
+    if target == "cpu":
+        kept = tuple([finding for finding in found if finding.severity != HOST and finding.rule not in GPU_ONLY])
+        return Checked(findings=kept, placements={}, functionalized=functionalized)
+    placed = placements(program.graph, found, context.data_dependent, context.moved)
+    return Checked(findings=found, placements=placed, functionalized=functionalized)
+
+
+def refuse(checked: Checked, strict: bool, waive: Sequence[str], recorder: str, specialize: str) -> None:
+    """Raises `refused` for what stops a build.
+
+    That is: findings of severity refuse, and of severity host when `strict`; rules in `waive` that do not exist or cannot be
+    waived; writes that `recorder` cannot keep; operations on the host beside specialize="shared".
+    """
+    _refuse_findings(checked.findings, strict, waive)
+    _refuse_writes(checked, recorder)
+    count = len(checked.placements)
+    if count and specialize == "shared":
+        raise ModelError(
+            "check-refused",
+            f"specialize='shared': {count} operations run on the host, and their regions are lowered for every size",
+            "leave --specialize out",
+        )
+
+
+def _refuse_findings(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> None:
+    known = names()
+    for name in waive:
+        if name not in known:
+            raise ModelError("check-refused", f"waive {name!r}: no such rule (rules: {', '.join(sorted(known))})")
+    stopping = [f for f in findings if f.severity == REFUSE or (strict and f.severity == HOST)]
+    if not stopping:
+        return
+    first, more = stopping[0], len(stopping) - 1
+    if first.rule in waive:
+        raise ModelError("check-refused", f"waive {first.rule!r}: this refusal cannot be waived: {first.effect}", first.fix)
+    rest = f" (and {more} more finding{'s' if more > 1 else ''})" if more else ""
+    raise ModelError("check-refused", f"{first.where or 'model'}: {first.rule}: {first.message}: {first.effect}{rest}", first.fix)
+
+
+def _refuse_writes(checked: Checked, recorder: str) -> None:
+    """The recorder `trace` keeps no writes to an input or a buffer, and no recorder does beside operations on the host."""
+    found = next((finding for finding in checked.findings if finding.rule in WRITES), None)
+    if found is None or not (checked.placements or recorder == "trace"):
+        return
+    why = (
+        "this is not supported beside operations on the host" if checked.placements
+        else "this is recorded by the capture recorder alone, which needs the GPU"
+    )  # fmt: skip
+    raise ModelError("check-refused", f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", WRITES[found.rule])

@@ -1,0 +1,71 @@
+"""The functional form of a program, which names the buffers and inputs that the program writes to."""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram, ExportGraphSignature
+from torch.fx import GraphModule, Node
+
+from ..errors import ModelError
+from ..model.flat_module import PREFIX
+from ..model.module_attributes import ATTRIBUTE_FIX
+from ..model.user_code import first_line
+from .weights import weight_tensors
+
+RNG_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
+"""Higher-order operators that save and restore the state of a random generator."""
+
+
+def functional(program: ExportedProgram) -> ExportGraphSignature:
+    """The signature of the functional form: export itself leaves writes in place as operations of the graph.
+
+    torch makes none of a program that saves states of random generators: it is the program's own then, and the rule
+    rng-state-operation refuses the program.  Raises export-failed.
+    """
+    parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
+    if any(keeps_rng_state(node) for part in parts for node in part.graph.nodes):
+        return program.graph_signature
+    try:
+        return program.run_decompositions({}).graph_signature
+    except Exception as error:
+        if "register it as buffer" in str(error):  # torch's words for an attribute that is written to in place
+            raise ModelError("export-failed", f"model: {first_line(error).rstrip('.')}", ATTRIBUTE_FIX) from error
+        if shared := _shared_buffers(program):
+            raise ModelError(
+                "export-failed",
+                f"model: the buffers {shared[0]!r} and {shared[1]!r} share memory, and torch.export cannot follow writes to them",
+                "give each a tensor of its own",
+            ) from error
+        raise ModelError(
+            "export-failed",
+            f"model: torch.export cannot make the program functional: {type(error).__name__}: {first_line(error)}",
+            "leave torch.no_grad and torch.set_grad_enabled out of forward(): a bundle computes no gradients",
+        ) from error
+
+
+def keeps_rng_state(node: Node) -> bool:
+    """Whether a node is an operator of RNG_STATE."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in RNG_STATE
+
+
+def written_inputs(signature: ExportGraphSignature) -> tuple[int, ...]:
+    """The positions of the inputs that the program writes to, ascending; `signature` is that of its functional form."""
+    user = list(signature.user_inputs)
+    return tuple(sorted({user.index(name) for name in signature.user_inputs_to_mutate.values()}))
+
+
+def state_buffers(signature: ExportGraphSignature) -> tuple[str, ...]:
+    """The names of the buffers that the program writes to, sorted; `signature` is that of its functional form."""
+    return tuple(sorted(set(signature.buffers_to_mutate.values())))
+
+
+def _shared_buffers(program: ExportedProgram) -> tuple[str, str] | None:
+    """Two buffers that share memory, by the user's names."""
+    tensors = weight_tensors(program)
+    owners: dict[int, str] = {}
+    for name in program.graph_signature.inputs_to_buffers.values():
+        storage = tensors[name].untyped_storage().data_ptr()
+        if tensors[name].numel() and storage in owners:
+            return owners[storage].removeprefix(PREFIX), name.removeprefix(PREFIX)
+        owners[storage] = name
+    return None

@@ -1,0 +1,22 @@
+"""The marker operators that stand in a graph for moves between the GPU and the host."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+_LIBRARY = torch.library.Library("cgcompile", "DEF")
+for _name in ("to_host", "to_device"):
+    _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
+    _LIBRARY.impl(_name, lambda x: x.clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cgcompile::{_name}", lambda x: torch.empty_like(x), lib=_LIBRARY)
+
+TO_HOST, TO_DEVICE = torch.ops.cgcompile.to_host.default, torch.ops.cgcompile.to_device.default
+"""Copies of a tensor to the other side.  On the CPU, where models are exported and compared, both are clones."""
+
+_NAMES = {TO_HOST: "to_host", TO_DEVICE: "to_device"}
+
+
+def marker(node: Node) -> str:
+    """ "to_host", "to_device", or "" for what is no marker operator."""
+    return _NAMES.get(node.target, "") if node.op == "call_function" else ""

@@ -1,0 +1,79 @@
+"""What build and check are given, and what they give."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cgbundle.format.schema import Finding, Manifest
+
+from .model.declared_sizes import Given
+from .util.progress import Watcher
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How a model is built: the keyword parameters of `build`."""
+
+    sizes: Given
+    out: str | os.PathLike[str] | None
+    target: str
+    strict: bool
+    waive: tuple[str, ...]
+    lower: str
+    specialize: str
+    recorder: str
+    prove: str
+    host_ops: tuple[str, ...]
+    force: bool
+    max_keys: int
+    progress: Watcher
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """A published bundle, its manifest, and the seconds that each stage took."""
+
+    path: Path
+    manifest: Manifest
+    seconds: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionReport:
+    """A region that a build would make.
+
+    `operations` are operators and how often each is called, the most frequent first.  `reads` are the values that cross to it, with
+    the bytes of each at the largest sizes.
+    """
+
+    name: str
+    kind: str
+    reason: str
+    operations: tuple[tuple[str, int], ...]
+    reads: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What `check` found.
+
+    `target` is "cuda" or "cpu"; `sizes` those that the report is about, `assumed` the dimensions that the user gave no size for.
+    `regions` are those that a build would make, `returned` what crosses back to the caller.  Both are empty, and `unpartitioned`
+    says why, where nothing can be built.
+    """
+
+    name: str
+    target: str
+    sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    assumed: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    regions: tuple[RegionReport, ...]
+    returned: tuple[tuple[str, int], ...]
+    unpartitioned: str
+
+    @property
+    def refused(self) -> bool:
+        """Whether a finding stops a build."""
+        return any(finding.severity == "refuse" for finding in self.findings)

@@ -1,0 +1,39 @@
+"""A program without the marker operators: for targets where nothing is cut."""
+
+from __future__ import annotations
+
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from ..export.torch_program import copied_graph, with_graph
+from ..model.device_markers import marker
+
+
+def without_markers(program: ExportedProgram) -> ExportedProgram:
+    """`program` without the marker operators, which are identities; itself when it has none.  All other nodes keep their names and
+    metadata; weights are shared, not copied.  Needs nothing of cgcompile to be saved or loaded."""
+    if not any(marker(node) for module in _modules(program.graph_module) for node in module.graph.nodes):
+        return program
+    made = copied_graph(program)
+    renamed = _drop(made)
+    for module in _modules(made):
+        if module is not made:
+            _drop(module)
+    return with_graph(program, made, renamed)
+
+
+def _modules(module: GraphModule) -> list[GraphModule]:
+    return [each for each in module.modules() if isinstance(each, GraphModule)]
+
+
+def _drop(module: GraphModule) -> dict[str, str]:
+    """Takes the markers out of `module`'s graph; gives name of a marker -> name of what it is given."""
+    renamed: dict[str, str] = {}
+    for node in [node for node in module.graph.nodes if marker(node)]:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        renamed[node.name] = renamed.get(source.name, source.name)
+        node.replace_all_uses_with(source)
+        module.graph.erase_node(node)
+    module.recompile()
+    return renamed
