@@ -66,7 +66,7 @@ gpu: ## the tests that need a GPU, with the system's Python and its torch
 	fi
 
 bench: $(INSTALLED) ## cold start, cost of a call, shared memory: bundle, eager PyTorch and torch.compile side by side
-	@$(BIN)/python tests/bench/cold_start.py --cache $(BENCH)
+	@$(BIN)/python tests/bench/cpu/compare.py --cache $(BENCH)
 
 golden: $(INSTALLED) ## add golden bundles of the current format version (never replaces one)
 	@$(BIN)/python tests/golden/make.py
@@ -76,9 +76,9 @@ TUNE := .cache/tune
 ARCH ?= sm_90
 tune: ## measure configurations of products and convolutions on this machine's GPU, for builds without one (ARCH=sm_90)
 	@mkdir -p $(TUNE)
-	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tune_prepare.py $(ARCH) $(TUNE)/$(ARCH).pieces
-	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tune_measure.py $(TUNE)/$(ARCH).pieces $(TUNE)/$(ARCH).json
-	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tune_table.py $(ARCH) $(TUNE)/$(ARCH).json
+	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tuning/prepare.py $(ARCH) $(TUNE)/$(ARCH).pieces
+	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tuning/measure.py $(TUNE)/$(ARCH).pieces $(TUNE)/$(ARCH).json
+	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tuning/table.py $(ARCH) $(TUNE)/$(ARCH).json
 
 clean: ## remove caches and built bundles, but not .venv
 	@rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

@@ -3,7 +3,7 @@
     python -m tests.gpu.carried pack CARRIED MODEL=BUNDLE...      here: copies all files but the weights
     python -m tests.gpu.carried fill CARRIED                      there: makes the weights; exit 1 when their hash is another
 
-MODEL is a model file, or `architecture:NAME` of tests/bench/gpu_architectures.py; the environment has to be that of the build.
+MODEL is a model file, or `architecture:NAME` of tests/bench/builds/architectures.py; the environment has to be that of the build.
 Tensors that are not the model's parameters and buffers (constants of the program) travel.
 """
 
