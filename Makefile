@@ -56,6 +56,8 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 # A GPU machine brings a torch of its own, and may have no network to make .venv with: the tests run from the tree there.
+# Where that Python has pytest-xdist, this takes a fraction of the time: `pytest tests/gpu -m "not alone" -n 8 --dist loadfile`,
+# then `pytest tests/gpu -m alone`, both with this PYTHONPATH; tests marked `alone` compare the GPU's free memory.
 # Without a GPU they run in .venv, where they say why they are skipped (pytest's status 5: nothing was left to run).
 gpu: ## the tests that need a GPU, with the system's Python and its torch
 	@if $(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \

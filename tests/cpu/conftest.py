@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.built import shared_build
+from tests.helpers.shared_builds import shared_build
 
 MODEL = """
 import torch

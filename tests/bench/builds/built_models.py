@@ -13,7 +13,7 @@ LEVELS = ("eager", "inductor", "max-autotune")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """`source` is a model file, or "" for the case of tests/gpu/models.py, or architecture, of that name."""
+    """`source` is a model file, or "" for the case of tests/gpu/helpers/models.py, or architecture, of that name."""
 
     name: str
     title: str
@@ -68,7 +68,7 @@ def made(model: Model) -> Sequence[Any]:
 
         return architectures.make(model.name)
 
-    from tests.gpu.models import CASES
+    from tests.gpu.helpers.models import CASES
 
     case = CASES[model.name]
     with torch.random.fork_rng(devices=[]):

@@ -12,7 +12,7 @@ import torch
 from cgcompile.capture.recorder import Recorded, record
 from cgcompile.checks import functional, state_buffers
 from cgcompile.targets.cuda.tensors import contents, program_tensors
-from tests.gpu.models import CASES
+from tests.gpu.helpers.models import CASES
 
 HERE = Path(__file__).parent
 

@@ -1,4 +1,4 @@
-"""Bundles that tests of this folder share: built once per session, with references from eager PyTorch."""
+"""Bundles that tests of this folder share: built once per run, with references from eager PyTorch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import nn
 import cgcompile
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
-from tests.gpu.models import GPT, mlp
+from tests.gpu.helpers.models import GPT, mlp
 from tests.helpers import support
+from tests.helpers.shared_builds import shared_build
 
 SIZES = (1, 4)
 TOKENS, VOCABULARY, WIDTH = 16, 256, 64
@@ -48,7 +49,7 @@ class Case:
         assert error <= self.tolerance, float(error)
 
 
-def build_gpt(folder: Path) -> Case:
+def build_gpt() -> Case:
     """A GPT of two layers, bf16, by Inductor."""
     torch.manual_seed(0)
     network = GPT(2, WIDTH, 2, VOCABULARY, TOKENS).bfloat16().eval()
@@ -56,11 +57,13 @@ def build_gpt(folder: Path) -> Case:
     def inputs(batch: int) -> tuple[torch.Tensor]:
         return (torch.randint(0, VOCABULARY, (batch, TOKENS)),)
 
-    built = cgcompile.build(network, inputs, sizes=list(SIZES), out=folder / "gpt.cgb", target="auto", lower="inductor")
-    return Case(path=built.path, network=network.cuda(), inputs=inputs, tolerance=4e-2)
+    def build(folder: Path) -> None:
+        cgcompile.build(network, inputs, sizes=list(SIZES), out=folder / "gpt.cgb", target="auto", lower="inductor")
+
+    return Case(path=shared_build("gpt", build) / "gpt.cgb", network=network.cuda(), inputs=inputs, tolerance=4e-2)
 
 
-def build_mlp(folder: Path) -> Case:
+def build_mlp() -> Case:
     """A perceptron, fp32, with PyTorch's own kernels."""
     torch.manual_seed(0)
     network = mlp(WIDTH).eval()
@@ -68,8 +71,10 @@ def build_mlp(folder: Path) -> Case:
     def inputs(batch: int) -> tuple[torch.Tensor]:
         return (torch.randn(batch, WIDTH),)
 
-    built = cgcompile.build(network, inputs, sizes=list(SIZES), out=folder / "mlp.cgb", target="auto", lower="eager")
-    return Case(path=built.path, network=network.cuda(), inputs=inputs, tolerance=1e-4)
+    def build(folder: Path) -> None:
+        cgcompile.build(network, inputs, sizes=list(SIZES), out=folder / "mlp.cgb", target="auto", lower="eager")
+
+    return Case(path=shared_build("mlp", build) / "mlp.cgb", network=network.cuda(), inputs=inputs, tolerance=1e-4)
 
 
 def altered(bundle: Path, folder: Path, change: Callable[[Path, Manifest], Manifest | None]) -> Path:

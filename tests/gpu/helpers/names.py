@@ -1,6 +1,6 @@
 """Two kernels of one name in two images, one of them captured: which image does the recorder name?
 
-`python -m tests.gpu.names FOLDER`
+`python -m tests.gpu.helpers.names FOLDER`
 
 Prints "right" when it is the image that was launched; mapping by name could not tell.  A process of its own, because CUPTI has to
 subscribe before CUDA starts.

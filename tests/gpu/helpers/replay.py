@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "bundles")]
+sys.path[:0] = [str(Path(__file__).parents[3] / "bundles")]
 
 from cuda.bindings import driver  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Record many cases at once and print a line about each: `python -m tests.gpu.survey OUT name:level ...` (a GPU is needed).
+"""Record many cases at once and print a line about each: `python -m tests.gpu.helpers.survey OUT name:level ...` (a GPU is needed).
 
 For every case: nodes and kinds, how the parameter words were classified, tables, module state, arena, error against eager, and
 whether a fresh process without torch replayed the recordings bit for bit.  Cases run in processes of their own, `JOBS` at a time.
@@ -18,7 +18,7 @@ from pathlib import Path
 def survey(name: str, level: str, folder: Path) -> str:
     """Record one case and describe it."""
     from cgcompile.errors import BuildError
-    from tests.gpu.recording import record_case, replay
+    from tests.gpu.helpers.recording import record_case, replay
 
     marks: list[tuple[float, str]] = []
     start = time.perf_counter()
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
         return
 
     def one(case: str) -> None:
-        command = [sys.executable, "-m", "tests.gpu.survey", str(out), case]
+        command = [sys.executable, "-m", "tests.gpu.helpers.survey", str(out), case]
         done = subprocess.run(command, capture_output=True, text=True)
         text = done.stdout.strip() or f"FAILED: {done.stderr.strip()[-1500:]}"
         print(f"{case}: {text}", flush=True)

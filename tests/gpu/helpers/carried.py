@@ -1,7 +1,7 @@
 """Carry bundles to another machine without their weights, which that machine makes again from the model's seed.
 
-    python -m tests.gpu.carried pack CARRIED MODEL=BUNDLE...      here: copies all files but the weights
-    python -m tests.gpu.carried fill CARRIED                      there: makes the weights; exit 1 when their hash is another
+    python -m tests.gpu.helpers.carried pack CARRIED MODEL=BUNDLE...      here: copies all files but the weights
+    python -m tests.gpu.helpers.carried fill CARRIED                      there: makes the weights; exit 1 when they differ
 
 MODEL is a model file, or `architecture:NAME` of tests/bench/builds/architectures.py; the environment has to be that of the build.
 Tensors that are not the model's parameters and buffers (constants of the program) travel.
@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.helpers.places import ROOT
 
-sys.path[:0] = [str(ROOT / folder) for folder in ("bundles", ".", "tests/bench")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("bundles", ".")]
 
 from cgbundle.format import archive, safetensors  # noqa: E402
 
@@ -31,9 +31,9 @@ def tensors_of(model: str) -> dict[str, Any]:
     import torch
 
     if model.startswith("architecture:"):
-        import gpu_architectures
+        from tests.bench.builds import architectures
 
-        module, _ = gpu_architectures.make(model.partition(":")[2])
+        module, _ = architectures.make(model.partition(":")[2])
     else:
         from cgcompile.model.load import load_source
 
