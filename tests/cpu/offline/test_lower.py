@@ -259,7 +259,7 @@ def test_no_operation_at_all() -> None:
 SUBPROCESS = """
 import hashlib, sys, torch
 sys.path[:0] = {path!r}
-from tests.cpu.offline.test_lowering import Attention, ids, lowered
+from tests.cpu.offline.test_lower import Attention, ids, lowered
 torch.manual_seed(0)
 print(hashlib.sha256(repr(lowered(Attention(), ids, 3)).encode()).hexdigest())
 """
