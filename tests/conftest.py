@@ -1,7 +1,6 @@
 """What all tests share: a folder for what is built once per run, and a compiler that keeps its headers there.
 
-The folder's path and the compiler are variables of the environment: the workers of pytest-xdist and processes that tests start have
-them too.
+All of it is told in the environment, which the workers of pytest-xdist and processes that tests start inherit.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[cxx.SHARED] = tempfile.mkdtemp(prefix="cgcompile-tests-")
     if "CXX" not in os.environ and shutil.which(cxx.COMPILER):
         os.environ["CXX"] = cxx.__file__
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits leaves its core to the other workers
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
