@@ -40,7 +40,10 @@ def precompiled(source: Path, options: Sequence[str], folder: Path) -> tuple[str
             header.write_text(headers)  # one source alone costs less than its headers
             return ()
         if not compiled.exists():
-            subprocess.run([COMPILER, "-x", "c++-header", *options, str(header), "-o", str(compiled)], check=True)
+            made = compiled.with_suffix(".made")
+            if subprocess.run([COMPILER, "-x", "c++-header", *options, str(header), "-o", str(made)], check=False).returncode:
+                return ()  # the source itself will say what is wrong
+            made.rename(compiled)
     return ("-include", str(header))
 
 
