@@ -41,7 +41,7 @@ $(DEMO)/manifest.json: $(INSTALLED) $(SOURCES)
 	@mkdir -p $(dir $(DEMO))
 	@$(BIN)/cgcompile build examples/minilm.py --sizes batch=1,8 --sizes seq=32,128 --target cpu -o $(DEMO) --force
 
-# A process per core, four at most; a file's tests share what they build and run in one process, the longest files first.
+# A process per core, four at most.  Tests of one file share what they build, and run in one process.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: check ## lint, types and every test that this machine can run
 	@$(BIN)/python -m pytest -q $(PARALLEL) $(T)
