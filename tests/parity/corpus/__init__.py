@@ -1,4 +1,4 @@
-"""The corpus: all rooms."""
+"""All cases, a file for each kind."""
 
 from __future__ import annotations
 
