@@ -26,8 +26,9 @@ from cgcompile_cli.inspection import memory_map as memorymap
 from cgcompile_cli.inspection import memory_text as memorytext
 from cgcompile_cli.inspection import node_text as nodetext
 from cgcompile_cli.output import safe
-from tests.helpers import cuda_bundles, shown_bundles, support
+from tests.helpers import cuda_bundles, support
 from tests.helpers.places import GOLDEN
+from tests.pure.cli import shown_bundles
 
 HOME = GOLDEN / "v1"
 HOSTILE = "\x1b]0;owned\x07<script>\u202e\"'\\\n"

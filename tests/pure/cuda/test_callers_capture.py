@@ -21,8 +21,8 @@ from cgbundle.tensors.tensor import from_bytes
 from tests.helpers import cuda_bundles, state_bundles
 from tests.helpers.cuda_bundles import KEYS, expected, inputs
 from tests.helpers.fake_driver import FakeDriver, install
-from tests.helpers.fake_regions import Regions
 from tests.helpers.raising import raises
+from tests.pure.cuda.fake_regions import Regions
 from tests.pure.cuda.test_host_steps import bundle as hosted  # noqa: F401
 from tests.pure.cuda.test_host_steps import regions  # noqa: F401
 from tests.pure.session.test_sessions import given, opened
