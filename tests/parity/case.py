@@ -30,7 +30,7 @@ class Case:
     """A model and what we have to say about it.
 
     `make` gives a new module and the function for its inputs.  `expected`: the names of all rules that it breaks, exactly, or the
-    class of the error with which export refuses it.  `near`: rules that it passes by a little.  `kind`: its row of the table.
+    class of the error with which export refuses it.  `near`: rules that it passes by a little.  `kind`: the room that it stands in.
     `deterministic`: torch.use_deterministic_algorithms is on.  `host_ops`: operators that the user names with --host-op.
     """
 

@@ -1,4 +1,4 @@
-"""All cases, a file for each kind."""
+"""The corpus: all rooms."""
 
 from __future__ import annotations
 
