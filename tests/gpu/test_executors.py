@@ -187,7 +187,6 @@ def test_a_short_input_and_rows(bundle: tuple[Manifest, Path]) -> None:
     backend.close()
 
 
-@pytest.mark.alone
 def test_usage(bundle: tuple[Manifest, Path]) -> None:
     backend = device.open(*bundle)
     backend.prepare()
