@@ -41,8 +41,10 @@ $(DEMO)/manifest.json: $(INSTALLED) $(SOURCES)
 	@mkdir -p $(dir $(DEMO))
 	@$(BIN)/cgcompile build examples/minilm.py --sizes batch=1,8 --sizes seq=32,128 --target cpu -o $(DEMO) --force
 
+# A process per core, four at most.  Tests of one file share what they build, and run in one process.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: check ## lint, types and every test that this machine can run
-	@$(BIN)/python -m pytest -q $(T)
+	@$(BIN)/python -m pytest -q $(PARALLEL) $(T)
 
 check: $(INSTALLED) ## ruff and mypy
 	@$(BIN)/ruff check --quiet .
@@ -54,6 +56,8 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 # A GPU machine brings a torch of its own, and may have no network to make .venv with: the tests run from the tree there.
+# Where that Python has pytest-xdist, this takes a fraction of the time: `pytest tests/gpu -m "not alone" -n 8 --dist loadfile`,
+# then `pytest tests/gpu -m alone`, both with this PYTHONPATH; tests marked `alone` compare the GPU's free memory.
 # Without a GPU they run in .venv, where they say why they are skipped (pytest's status 5: nothing was left to run).
 gpu: ## the tests that need a GPU, with the system's Python and its torch
 	@if $(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
@@ -64,7 +68,7 @@ gpu: ## the tests that need a GPU, with the system's Python and its torch
 	fi
 
 bench: $(INSTALLED) ## cold start, cost of a call, shared memory: bundle, eager PyTorch and torch.compile side by side
-	@$(BIN)/python tests/bench/cold_start.py --cache $(BENCH)
+	@$(BIN)/python tests/bench/cpu/compare.py --cache $(BENCH)
 
 golden: $(INSTALLED) ## add golden bundles of the current format version (never replaces one)
 	@$(BIN)/python tests/golden/make.py
@@ -74,9 +78,9 @@ TUNE := .cache/tune
 ARCH ?= sm_90
 tune: ## measure configurations of products and convolutions on this machine's GPU, for builds without one (ARCH=sm_90)
 	@mkdir -p $(TUNE)
-	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tune_prepare.py $(ARCH) $(TUNE)/$(ARCH).pieces
-	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tune_measure.py $(TUNE)/$(ARCH).pieces $(TUNE)/$(ARCH).json
-	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tune_table.py $(ARCH) $(TUNE)/$(ARCH).json
+	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tuning/prepare.py $(ARCH) $(TUNE)/$(ARCH).pieces
+	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tuning/measure.py $(TUNE)/$(ARCH).pieces $(TUNE)/$(ARCH).json
+	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tuning/table.py $(ARCH) $(TUNE)/$(ARCH).json
 
 clean: ## remove caches and built bundles, but not .venv
 	@rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

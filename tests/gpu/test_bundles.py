@@ -19,8 +19,8 @@ import cgbundle  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.cuda import driver  # noqa: E402
 from cgbundle.tensors.tensor import from_bytes  # noqa: E402
-from tests.gpu import built  # noqa: E402
-from tests.gpu.built import Case  # noqa: E402
+from tests.gpu.helpers import built  # noqa: E402
+from tests.gpu.helpers.built import Case  # noqa: E402
 
 NAMES = ("gpt", "mlp")
 
@@ -187,6 +187,7 @@ def test_two_bundles_and_two_programs_of_one_bundle(cases: dict[str, Case]) -> N
             assert torch.equal(one(ids), first) and torch.equal(kept.tensor, first)
 
 
+@pytest.mark.alone
 def test_close_gives_every_byte_back(case: Case) -> None:
     context = driver.Context(0)
     free = []

@@ -13,8 +13,8 @@ from tests.helpers.raising import raises
 torch = pytest.importorskip("torch")
 
 from cgcompile.capture.recorder import record  # noqa: E402
-from tests.gpu.models import CASES  # noqa: E402
-from tests.gpu.recording import export, record_case, replay  # noqa: E402
+from tests.gpu.helpers.models import CASES  # noqa: E402
+from tests.gpu.helpers.recording import export, record_case, replay  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -72,7 +72,9 @@ def test_what_cannot_be_saved_is_refused_by_name(name: str, error: type[Exceptio
 
 @gpu
 def test_a_kernel_is_identified_by_its_image_not_its_name(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.gpu.names", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.helpers.names", str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.strip() == "right", done.stderr[-2000:]
 
 

@@ -95,6 +95,7 @@ def test_both_modes_replay_what_was_recorded(bundle: tuple[Manifest, Path], mode
         backend.close()
 
 
+@pytest.mark.alone
 def test_close_gives_every_byte_back(context: Context, bundle: tuple[Manifest, Path]) -> None:
     free = []
     for number in range(100):

@@ -172,6 +172,7 @@ def test_eight_sessions_in_eight_threads_equal_one_after_the_other_bit_for_bit(p
             assert torch.equal(found[seed][1], state), seed
 
 
+@pytest.mark.alone
 def test_the_memory_of_sessions_is_the_prediction_and_they_give_every_byte_back(paths: dict[str, Path]) -> None:
     with cgbundle.load(paths["cell"]) as loaded:
         made = [loaded.session() for _ in range(3)]

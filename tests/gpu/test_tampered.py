@@ -20,8 +20,8 @@ from cgbundle.errors import CgbundleError  # noqa: E402
 from cgbundle.format.schema import Manifest  # noqa: E402
 from cgbundle.tables import codec as tables  # noqa: E402
 from cgbundle.tables.recording import Address, Edge, KernelNode, Recording  # noqa: E402
-from tests.gpu import built  # noqa: E402
-from tests.gpu.built import Case  # noqa: E402
+from tests.gpu.helpers import built  # noqa: E402
+from tests.gpu.helpers.built import Case  # noqa: E402
 
 LAUNCHES = ("cuGraphLaunch", "cuLaunchKernelEx", "cuLaunchKernel", "cuGraphInstantiate")
 

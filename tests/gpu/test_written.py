@@ -17,7 +17,7 @@ import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
-from tests.gpu.recording import record_case  # noqa: E402
+from tests.gpu.helpers.recording import record_case  # noqa: E402
 from tests.helpers.written_models import MODELS, PLACES, WIDTH, draw, eager  # noqa: E402
 
 SIZES = (1, 4)

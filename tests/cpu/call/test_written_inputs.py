@@ -36,13 +36,26 @@ SIZES = (1, 4)
 Case = tuple[Path, nn.Module, Callable[[int], tuple[Tensor, ...]], tuple[int, ...]]
 
 
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The bundle of one of MODELS, built once."""
+    folder = tmp_path_factory.mktemp("written")
+
+    def build(name: str) -> Path:
+        out = folder / f"{name}.cgb"
+        if not out.exists():
+            made, inputs, _ = MODELS[name]
+            cgcompile.build(made(), inputs, sizes=list(SIZES), out=out, target="cpu")
+        return out
+
+    return build
+
+
 @pytest.fixture(scope="module", params=sorted(MODELS))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest, build: Callable[[str], Path]) -> Case:
     """A bundle, its model, the model's inputs, and the inputs that it writes to."""
     made, inputs, written = MODELS[request.param]
-    out = tmp_path_factory.mktemp("written") / f"{request.param}.cgb"
-    network = made()
-    return cgcompile.build(network, inputs, sizes=list(SIZES), out=out, target="cpu").path, network, inputs, written
+    return build(request.param), made(), inputs, written
 
 
 def close(got: Any, want: Tensor) -> None:
@@ -116,9 +129,8 @@ def test_a_fresh_process_without_torch_sits_the_exam(case: Case) -> None:
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("written") / "decoder.cgb"
-    return cgcompile.build(MODELS["step"][0](), step, sizes=list(SIZES), out=out, target="cpu").path
+def decoder(build: Callable[[str], Path]) -> Path:
+    return build("step")
 
 
 def test_a_cache_fills_call_by_call(decoder: Path) -> None:

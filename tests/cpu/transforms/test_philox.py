@@ -194,9 +194,7 @@ def test_two_seeds_give_other_numbers(left: int, right: int) -> None:
 
 def test_no_block_occurs_twice_in_10000_calls_of_3_draws() -> None:
     """4 elements each: of 120,000 numbers of 63 bits two are alike once in 10^9."""
-    seen = set()
-    for call in range(10_000):
-        shared = schedule(torch.tensor([11, call]))
-        for number in range(3):
-            seen.update(bits63(block(torch.arange(4), shared, number)).tolist())
-    assert len(seen) == 120_000
+    shared = torch.stack([schedule(torch.tensor([11, call])) for call in range(10_000)], -1).unsqueeze(-1)
+    made = [bits63(block(torch.arange(4), shared, number)) for number in range(3)]
+    assert {numbers.shape for numbers in made} == {(10_000, 4)}
+    assert torch.stack(made).unique().numel() == 120_000

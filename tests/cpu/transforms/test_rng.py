@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
 from cgcompile.export.signature import describe_signature
 from cgcompile.model.load import load_source
+from cgcompile.targets.cpu.aoti import compile_cpu
 from cgcompile.transforms.rng.rewrite import RNG, can_rewrite, draws, generator_buffer, is_random, supported, with_generator
 from tests.cpu.models import Batched
 
@@ -371,15 +372,12 @@ def test_the_program_can_be_moved_to_another_device() -> None:
     assert {tensor.device.type for tensor in made} == {"meta"}
 
 
-def test_compiled_ahead_of_time_it_draws_the_same_and_never_twice(program: Any, tmp_path: Any) -> None:
+def test_compiled_ahead_of_time_it_draws_the_same_and_never_twice(program: Any, tmp_path: Path) -> None:
     """AOTInductor for the CPU: equal bits of uniform numbers, integers and masks, the rest to within float arithmetic, at two batch
     sizes.  10,000 calls: no number of 4 x 24 bits twice (two are alike once in 10^21), means and variances as they should be."""
     program.state_dict[RNG].copy_(torch.tensor([6, 0]))  # what it starts with
-    with torch.no_grad():
-        path = torch._inductor.aot_compile(
-            program.module(), program.example_inputs[0], options={"aot_inductor.output_path": str(tmp_path / "model.so")}
-        )
-    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
+    compiled = compile_cpu(program, tmp_path, lambda text: None, changing=True)
+    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(compiled.path), 1)
     for call, batch in enumerate((5, 2, 5)):
         given = torch.rand(batch, 8)
         made, eager = runner.run([given]), run(program, given, seed=6, calls=call)
@@ -476,7 +474,7 @@ def test_what_cannot_be_rewritten_is_refused(function: Callable[..., Any], effec
     assert found.severity == "refuse" and effect in found.effect and fix in found.fix
 
 
-def test_a_saved_program_with_a_generator_is_refused_beside_another(program: Any) -> None:
+def test_a_saved_program_with_a_generator_is_refused_beside_another() -> None:
     class Outer(nn.Module):
         def __init__(self, *parts: nn.Module) -> None:
             super().__init__()
@@ -485,9 +483,9 @@ def test_a_saved_program_with_a_generator_is_refused_beside_another(program: Any
         def forward(self, x: Tensor) -> Tensor:
             return sum(part(x)[1] for part in self.parts) + (torch.rand_like(x) if len(self.parts) == 1 else 0)
 
-    one = exported(lambda x: (x, torch.rand_like(x))).program
-    for parts in ([one.module()], [one.module(), program.module()]):
-        findings = check(export(load_source(Outer(*parts), rows), {"batch": (2, 5)})).findings
+    one, other = [exported(lambda x: (x, torch.rand_like(x))).program for _ in range(2)]
+    for parts in ([one.module()], [one.module(), other.module()]):
+        findings = check(export(load_source(Outer(*parts), rows), {"batch": (2, 5)}))
         refused = [found for found in findings if found.severity == "refuse"]
         assert [found.rule for found in refused] == ["random-operation"] and "saved program" in refused[0].message
 

@@ -23,8 +23,9 @@ from cgbundle.tables.recording import Edge, KernelNode, Recording
 from cgcompile_cli import main, summary
 from cgcompile_cli.inspection import dot, lanes, memory_map, memory_text, names, nodes, program_text
 from cgcompile_cli.output import safe
-from tests.helpers import cuda_bundles, shown_bundles, support
+from tests.helpers import cuda_bundles, support
 from tests.helpers.places import GOLDEN
+from tests.pure.cli import shown_bundles
 
 HOME = GOLDEN / "v1"
 HOSTILE = "\x1b]0;owned\x07<script>\u202e\"'\\\n"

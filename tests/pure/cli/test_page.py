@@ -29,8 +29,9 @@ from cgcompile_cli.page import file as pagefile
 from cgcompile_cli.page import markup
 from cgcompile_cli.page import parts as pageparts
 from cgcompile_cli.page.page import page
-from tests.helpers import shown_bundles, support
+from tests.helpers import support
 from tests.helpers.places import GOLDEN
+from tests.pure.cli import shown_bundles
 
 ALL = sorted(path for version in GOLDEN.glob("v*") for path in version.glob("*.cgb"))
 GPT = GOLDEN / "v1" / "gpt_two.cgb"

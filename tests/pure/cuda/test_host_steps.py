@@ -27,9 +27,9 @@ from tests.helpers import cuda_bundles
 from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.helpers.cuda_calls import call, opened, run, synchronize
 from tests.helpers.fake_driver import FakeDriver, install
-from tests.helpers.fake_regions import ADD, DOUBLE, INT32, FakeTorch, Regions
-from tests.helpers.late_driver import LateDriver
 from tests.helpers.raising import raises
+from tests.pure.cuda.fake_regions import ADD, DOUBLE, INT32, FakeTorch, Regions
+from tests.pure.cuda.late_driver import LateDriver
 
 FILES = (DOUBLE, ADD)
 HOST_BYTES = 4096

@@ -1,0 +1,76 @@
+"""Child: `build_model.py NAME LEVEL OUT` builds a model of built_models.py for this machine's GPU and prints what came of it as
+JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cgcompile
+from cgbundle import CgbundleError
+from cgbundle.format import archive
+from cgbundle.format.schema import Manifest
+from cgbundle.tables import codec as tables
+from tests.bench.builds import built_models
+
+
+def main(name: str, level: str, out: str) -> int:
+    """A row, or {"error", "kind"} where the build refuses the model."""
+    model = built_models.BY_NAME[name]
+    start = time.perf_counter()
+    try:
+        network, inputs = built_models.made(model)
+        built = cgcompile.build(
+            network, inputs, sizes=model.sizes, out=out, target="auto", lower=level, force=True, progress=told(start)
+        )
+    except CgbundleError as error:
+        print(json.dumps({"error": str(error), "kind": error.kind, "hint": error.hint}))
+        return 1
+    print(
+        json.dumps(described(Path(out), built.manifest) | {"seconds": time.perf_counter() - start, "stages": dict(built.seconds)})
+    )
+    return 0
+
+
+def told(start: float) -> Any:
+    """A watcher that writes finished stages to standard error."""
+
+    def watch(event: cgcompile.Event) -> None:
+        print(f"{time.perf_counter() - start:.1f} {event.stage} {event.state} {event.text}", file=sys.stderr, flush=True)
+
+    return watch
+
+
+def described(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """What the manifest and the tables say."""
+    nodes = []
+    for program in manifest.programs:
+        steps = [step.file for step in program.steps if step.kind == "graph"]
+        nodes.append(sum(len(Table((path / file).read_bytes(), file).kind) for file in steps))
+    worst = max(manifest.exam.proofs, key=lambda proof: proof.error / (proof.tolerance or 1.0))
+    sizes = {file.path: file.bytes for file in manifest.files}
+    return {
+        "target": manifest.target.arch,
+        "keys": [list(program.key) for program in manifest.programs],
+        "nodes": nodes,
+        "images": sum(name.startswith("kernels/") for name in sizes),
+        "image bytes": sum(size for name, size in sizes.items() if name.startswith("kernels/")),
+        "graph bytes": sum(size for name, size in sizes.items() if name.startswith("graphs/")),
+        "weight bytes": sizes[archive.WEIGHTS],
+        "bytes": sum(sizes.values()),
+        "memories": dict(manifest.memories),
+        "arenas": [program.arena for program in manifest.programs],
+        "pad": {dimension.name: dimension.pad for dimension in manifest.dimensions},
+        "module state": bool(manifest.module_state),
+        "exam": manifest.exam.compare,
+        "methods": sorted({proof.method for proof in manifest.exam.proofs}),
+        "difference": worst.error,
+        "tolerance": worst.tolerance,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

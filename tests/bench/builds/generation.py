@@ -1,0 +1,95 @@
+"""Greedy generation with a static KV cache: the bundle without torch beside eager PyTorch and torch.compile, in one run.
+
+    generation.py [BUNDLE]          builds the bundle of examples/decoder.py where none is given
+
+Every way is a process of its own and generates the same 200 tokens after a prompt of 64 twice; the second time counts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
+TOKENS, PROMPT, BATCHES = 200, 64, (1, 8)
+WAYS = ("eager", "compile")
+
+
+def main(bundle: str | None) -> int:
+    """Prints a line of JSON and a table; exit 1 when a token differs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        if bundle is None:
+            import cgcompile
+
+            bundle = str(Path(scratch, "decoder.cgb"))
+            cgcompile.build(str(EXAMPLES / "decoder.py"), sizes={"batch": BATCHES, "seq": (1, PROMPT)}, out=bundle, target="cuda")
+        found: dict[str, dict[int, Any]] = {"bundle": {}, **{way: {} for way in WAYS}}
+        for batch in BATCHES:
+            counts = ["--batch", str(batch), "--prompt", str(PROMPT), "--tokens", str(TOKENS)]
+            found["bundle"][batch] = run([str(EXAMPLES / "generate.py"), bundle, *counts])
+            for way in WAYS:
+                found[way][batch] = run([__file__, "--one", way, str(batch)])
+    same = True
+    for batch in BATCHES:
+        rows = found["bundle"][batch]["rows"]
+        for way in ("bundle", *WAYS):
+            each = found[way][batch]
+            equal = each.pop("rows") == rows
+            same = same and equal
+            each["tokens_per_second"] = batch * TOKENS / each["seconds"]
+            print(f"batch {batch}, {way}: {each['tokens_per_second']:.0f} tokens/s, {'same' if equal else 'OTHER'} tokens")
+    print(json.dumps(found))
+    return 0 if same else 1
+
+
+def run(arguments: list[str]) -> dict[str, Any]:
+    """What a process prints last on stdout, as JSON."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: {done.stderr.strip().splitlines()[-1:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def one(way: str, batch: int) -> None:
+    """Generates with torch."""
+    import torch
+
+    sys.path.insert(0, str(EXAMPLES))
+    import decoder
+
+    network = decoder.model().to("cuda" if torch.cuda.is_available() else "cpu")
+    device = network.length.device
+    call = network if way == "eager" else torch.compile(network, mode="reduce-overhead", dynamic=False)
+    rows = [[(7 + 31 * row + 17 * place) % decoder.VOCABULARY for place in range(PROMPT)] for row in range(batch)]
+    prompt = torch.tensor(rows, device=device)
+
+    def generate() -> list[list[int]]:
+        for buffer in network.buffers():
+            buffer.zero_()
+        found = []
+        with torch.no_grad():
+            ids = prompt
+            for _ in range(TOKENS):
+                ids = call(ids)[0].clone()  # the next replay overwrites what a graph of torch.compile returns
+                found.append(ids)
+        return torch.cat(found, 1).tolist()
+
+    for _ in range(3 if way == "compile" else 1):
+        generate()
+    begun = time.perf_counter()
+    made = generate()
+    print(json.dumps({"rows": made, "seconds": time.perf_counter() - begun}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        one(sys.argv[2], int(sys.argv[3]))
+    else:
+        sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else None))

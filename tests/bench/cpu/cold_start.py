@@ -1,0 +1,129 @@
+"""Cold start of one model: bundle, eager PyTorch and torch.compile, each in fresh processes, in turns."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.bench.common import children
+from tests.bench.common.cases import Case
+
+WAYS = ("bundle", "without NumPy", "watched", "eager", "uninitialized", "compile")
+TOLERANCE = 1e-5
+"""Largest difference to eager PyTorch, of the largest element of eager's output: all models here are float32."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Measured:
+    """What the repetitions gave: the children's reports by way, and each way's largest relative difference to eager."""
+
+    case: Case
+    runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    cold_compile: float = 0.0
+
+    def seconds(self, way: str) -> list[float]:
+        """Process start to first output, of every repetition."""
+        return [run["seconds"] for run in self.runs[way]]
+
+    def ratio(self, way: str) -> float:
+        """How many times faster the bundle is than `way`, by medians."""
+        return statistics.median(self.seconds(way)) / statistics.median(self.seconds("bundle"))
+
+    @property
+    def fastest_eager(self) -> str:
+        """The way that loads weights without initializing first; transformers does that in any case."""
+        return "eager" if self.case.own_weights else "uninitialized"
+
+    def parts(self) -> dict[str, list[float]]:
+        """Seconds of each stretch of the watched repetitions, what is not ours apart."""
+        return {name: [part(run) for run in self.runs["watched"]] for name, part in PARTS.items()}
+
+    def wrong(self) -> list[str]:
+        """A sentence for every way whose output is not eager's."""
+        return [
+            f"{self.case.name}: {way} differs from eager by {error:.1e}"
+            for way, error in self.errors.items()
+            if not error <= TOLERANCE
+        ]
+
+
+def libtorch(run: dict[str, Any]) -> float:
+    """Seconds of the dynamic loader for torch's libraries."""
+    return sum(seconds for file, seconds in run["libraries"].items() if file.startswith(("libtorch", "libc10")))
+
+
+def ours(run: dict[str, Any]) -> float:
+    """From process start to first output, without the interpreter, the inputs, the loader's time for libtorch and the model's
+    run.  Loading the model's own shared object is ours."""
+    laps = run["laps"]
+    whole = laps["import ctypes"] + laps["import cgbundle"] + laps["load"] + laps["first call"]
+    return whole - libtorch(run) - run["runs"][0]
+
+
+PARTS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "interpreter": lambda run: run["laps"]["interpreter"],
+    "import cgbundle": lambda run: run["laps"]["import cgbundle"],
+    "load: dynamic loader, libtorch": libtorch,
+    "load: dynamic loader, the model": lambda run: sum(run["libraries"].values()) - libtorch(run),
+    "load: the rest": lambda run: run["laps"]["load"] + run["laps"]["import ctypes"] - sum(run["libraries"].values()),
+    "inputs (with import numpy)": lambda run: run["laps"]["inputs"],
+    "first call: the model's run": lambda run: run["runs"][0],
+    "first call: the rest": lambda run: run["laps"]["first call"] - run["runs"][0],
+    "ours": ours,
+}
+
+
+def measure(case: Case, bundle: Path, inputs: list[str], cache: Path, repeat: int, say: Callable[[str], None]) -> Measured:
+    """All ways, `repeat` times in turns after one round that warms the page cache and torch.compile's.  Raises ChildFailed."""
+    found = Measured(case=case)
+    compiled = cache / f"{case.name}.inductor"
+    shutil.rmtree(compiled, ignore_errors=True)
+    caching = {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    weights = "model" if case.own_weights else bundle / "weights.safetensors"
+    output = {way: cache / f"{case.name}.{way}.bin" for way in WAYS}
+    ways: dict[str, Callable[[], Any]] = {
+        "bundle": lambda: children.run("cpu/serve_bundle.py", "numpy", bundle, output["bundle"], *inputs),
+        "without NumPy": lambda: children.run("cpu/serve_bundle.py", "plain", bundle, output["without NumPy"], *inputs),
+        "watched": lambda: children.run("cpu/serve_bundle.py", "watched", bundle, output["watched"], *inputs),
+        "eager": lambda: children.run("cpu/serve_torch.py", "eager", case.source, weights, output["eager"], *inputs),
+        "uninitialized": lambda: children.run(
+            "cpu/serve_torch.py", "uninitialized", case.source, weights, output["uninitialized"], *inputs
+        ),
+        "compile": lambda: children.run(
+            "cpu/serve_torch.py", "compile", case.source, weights, output["compile"], *inputs, extra=caching
+        ),
+    }
+    if case.own_weights:
+        del ways["uninitialized"]
+    for way, once in ways.items():
+        say(f"{case.name}: {way}, first time")
+        run = once()
+        if way == "compile":
+            found.cold_compile = run["seconds"]
+    for index in range(repeat):
+        for way, once in ways.items():
+            say(f"{case.name}: {way}, {index + 1} of {repeat}")
+            run = once()
+            if way == "compile" and not run["hits"]:
+                raise children.ChildFailed(
+                    f"{case.name}: torch.compile found nothing in its warm cache: the comparison would be unfair"
+                )
+            found.runs.setdefault(way, []).append(run)
+            found.errors[way] = max(found.errors.get(way, 0.0), difference(output[way], output["eager"]))
+    return found
+
+
+def difference(path: Path, reference: Path) -> float:
+    """Largest difference of two files of float32, relative to the largest element of the second; infinite when lengths differ."""
+    ours, theirs = array("f", path.read_bytes()), array("f", reference.read_bytes())
+    if len(ours) != len(theirs) or not theirs:
+        return float("inf")
+    worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    # a NaN is never the largest: look for it
+    return float("inf") if any(a != a for a in ours) else worst / max(map(abs, theirs))

@@ -1,0 +1,39 @@
+"""Child: `serve_bundle.py HOW BUNDLE OUTPUT INPUT...` serves once and prints how long everything took.
+
+HOW is `numpy`; `plain`, without NumPy; or `watched`, with the dynamic loader and the model's own run timed apart.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tests.bench.common import serving
+
+
+def main(how: str, bundle: str, output: str, *inputs: str) -> None:
+    """Prints {seconds, laps, foreign packages, ...} as JSON, when everything is measured."""
+    laps = serving.Laps()
+    before = set(sys.modules)
+    laps.mark("interpreter")
+    watch = None
+    if how == "watched":
+        # ctypes is imported here to be watched: its import is ours, `load` would do it
+        from tests.bench.cpu import library_times
+
+        laps.mark("import ctypes")
+        watch = library_times.watch()
+        laps.mark("watching")
+    make = serving.plain_inputs if how == "plain" else serving.numpy_inputs
+    result = serving.serve(bundle, list(inputs), make, laps)
+    serving.write(output, result)
+
+    found = {"seconds": laps.total, "laps": laps.seconds, "foreign": serving.foreign(before), "torch": "torch" in sys.modules}
+    if watch is not None:
+        found |= {"libraries": watch.libraries, "runs": watch.runs()}
+    import json
+
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,60 @@
+"""Several serving processes of one bundle at once: which of their pages are shared."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.bench.common import children
+
+WEIGHTS = "weights.safetensors"
+FIELDS = ("Rss", "Pss", "Shared_Clean", "Shared_Dirty", "Private_Clean", "Private_Dirty")
+
+Pages = dict[str, int]
+"""KiB of each of FIELDS."""
+
+
+def measure(bundle: Path, inputs: list[str], count: int) -> list[dict[str, Pages]]:
+    """For each of `count` processes that have answered a call and stay open: its pages of the weights and of everything."""
+    with ExitStack() as stack:
+        running = [stack.enter_context(server(bundle, inputs)) for _ in range(count)]
+        for process in running:
+            ready(process)
+        return [pages(process.pid) for process in running]
+
+
+@contextmanager
+def server(bundle: Path, inputs: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A serving process that ends with the block."""
+    line = children.command("cpu/serve_until.py", bundle, *inputs)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, env=children.environment(), stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def ready(process: subprocess.Popen[str]) -> None:
+    """Waits for the process's first answer.  Raises ChildFailed when it ends without one."""
+    assert process.stdout is not None and process.stderr is not None
+    if process.stdout.readline().strip() != "ready":
+        raise children.ChildFailed(f"serve_until.py: {process.stderr.read().strip()}")
+
+
+def pages(pid: int) -> dict[str, Pages]:
+    """Sums over the process's mappings: those of the weights' file, and all."""
+    found = {"weights": dict.fromkeys(FIELDS, 0), "process": dict.fromkeys(FIELDS, 0)}
+    of_weights = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if " " in name:  # a mapping's first line: addresses, permissions, ..., file
+            of_weights = line.endswith(f"/{WEIGHTS}")
+        elif name in FIELDS:
+            size = int(rest.split()[0])
+            found["process"][name] += size
+            found["weights"][name] += size * of_weights
+    return found

@@ -1,0 +1,102 @@
+"""Child: `time_calls.py BUNDLE INPUT` times calls of a bundle of one input and one output against the shared object's own run.
+
+The shared object is run through its C interface with handles made beforehand, in turns with whole calls: both see the same machine.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from ctypes import byref, c_int32, c_int64, c_void_p
+from typing import Any
+
+from tests.bench.common import serving
+from tests.bench.cpu import library_times
+
+ROUNDS = 20
+CALLS = 200
+WARM = 200
+
+
+class Bare:
+    """The shared object's run and nothing else."""
+
+    def __init__(self, watch: library_times.Watch, value: Any) -> None:
+        (stopwatch,) = watch.stopwatches
+        self.run, self.container = stopwatch.function, stopwatch.arguments[0]
+        self.torch = watch.handles["libtorch_cpu.so"]
+        self.value = value
+        self.shape = (c_int64 * value.ndim)(*value.shape)
+        self.strides = (c_int64 * value.ndim)(*[stride // value.itemsize for stride in value.strides])
+        self.dtype = c_int32(self.torch[f"aoti_torch_dtype_{value.dtype.name}"]())
+
+    def handle(self) -> Any:
+        """An array of one input handle, as a run takes (and consumes) it."""
+        made = c_void_p()
+        create = self.torch["aoti_torch_create_tensor_from_blob"]
+        address = c_void_p(self.value.ctypes.data)
+        sizes = (c_int64(self.value.ndim), self.shape, self.strides, c_int64(0))
+        if create(address, *sizes, self.dtype, c_int32(0), c_int32(0), byref(made)):
+            raise SystemExit("torch refused the input tensor")
+        return (c_void_p * 1)(made.value)
+
+    def time(self, calls: int) -> list[int]:
+        """Nanoseconds of each of `calls` runs."""
+        handles = [self.handle() for _ in range(calls)]
+        made = (c_void_p * 1)()
+        delete = self.torch["aoti_torch_delete_tensor_object"]
+        run, container, clock = self.run, self.container, time.perf_counter_ns
+        found = []
+        for handle in handles:
+            start = clock()
+            run(container, handle, 1, made, 1, None, None)
+            found.append(clock() - start)
+            delete(c_void_p(made[0]))
+        return found
+
+
+def time_program(program: Any, value: Any, calls: int) -> list[int]:
+    """Nanoseconds of each of `calls` whole calls; letting go of the result is not in it."""
+    clock = time.perf_counter_ns
+    found = []
+    for _ in range(calls):
+        start = clock()
+        result = program(value)
+        found.append(clock() - start)
+        del result
+    return found
+
+
+def main(bundle: str, text: str) -> None:
+    """Prints microseconds per call, medians and quartiles, as JSON."""
+    (value,) = serving.numpy_inputs([text])
+    watch = library_times.watch()
+    import cgbundle
+
+    # this program only shows where the run and its container are; it stays open because they are its
+    opened = cgbundle.load(bundle)
+    opened(value)
+    watch.stop()
+    bare = Bare(watch, value)
+    copy, view = cgbundle.load(bundle), cgbundle.load(bundle, outputs="view")
+    ways: dict[str, Callable[[int], list[int]]] = {
+        "bare": bare.time,
+        "copy": lambda calls: time_program(copy, value, calls),
+        "view": lambda calls: time_program(view, value, calls),
+    }
+    seconds: dict[str, list[int]] = {name: [] for name in ways}
+    for way in ways.values():
+        way(WARM)
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            seconds[name] += way(CALLS)
+    quartiles = {name: [cut / 1000 for cut in statistics.quantiles(found, n=4)] for name, found in seconds.items()}
+    print(json.dumps({"quartiles": quartiles, "calls": ROUNDS * CALLS}))
+    opened.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

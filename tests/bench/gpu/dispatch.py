@@ -1,0 +1,79 @@
+"""Child: `dispatch.py MODEL BUNDLE` times the CPU's part of one call at the smallest size, all ways in one run, in turns.
+
+A burst of calls is timed one by one while the GPU still works on the first, and waited for outside the clock, so that launching
+never waits.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+from tests.bench.gpu import gpu_calls
+
+ROUNDS = 60
+BURST = 12
+
+
+def main(model: str, bundle: str) -> None:
+    """Prints microseconds per call, quartiles of every way, as JSON."""
+    calls = gpu_calls.exam_calls(bundle)
+    key = min(calls)
+    value = calls[key]
+    network = gpu_calls.network_of(model, bundle)
+    copy, view = gpu_calls.loaded(bundle), gpu_calls.loaded(bundle, outputs="view")
+    backend = gpu_calls.bare(bundle)
+    number = copy.int_keys.index(key)
+    with torch.no_grad():
+        eager = gpu_calls.capture(network, value)
+        default = gpu_calls.capture(gpu_calls.compiled(network, False), value)
+        fast = gpu_calls.compiled(network, True)
+        for _ in range(5):
+            fast(value)
+        stream = torch.cuda.current_stream().cuda_stream
+        ways: dict[str, gpu_calls.Call] = {
+            "bundle, view": lambda: view(value),
+            "bundle, copy": lambda: copy(value),
+            "bundle, launch only": gpu_graphs.bare_launch(backend, number, stream),
+            "torch.compile reduce-overhead": lambda: fast(value),
+            "torch graph by hand and copy": gpu_calls.replay(default, value),
+            "torch graph by hand and copy, eager kernels": gpu_calls.replay(eager, value),
+            "cuGraphLaunch, inductor": gpu_calls.launch(default),
+            "cuGraphLaunch, eager kernels": gpu_calls.launch(eager),
+        }
+        found = measure(ways)
+        expected = network(value)
+        differences = {
+            name: gpu_calls.relative(expected, made.tensor if hasattr(made, "tensor") else made)
+            for name in ("bundle, view", "bundle, copy", "torch.compile reduce-overhead", "torch graph by hand and copy")
+            if (made := ways[name]()) is not None
+        }
+    quartiles = {name: [cut / 1000 for cut in statistics.quantiles(times, n=4)] for name, times in found.items()}
+    print(json.dumps({"key": list(key), "quartiles": quartiles, "calls": ROUNDS * BURST, "differences": differences}))
+
+
+def measure(ways: dict[str, gpu_calls.Call]) -> dict[str, list[int]]:
+    """Nanoseconds of every call of every way; letting go of the result is not in it."""
+    clock = time.perf_counter_ns
+    found: dict[str, list[int]] = {name: [] for name in ways}
+    for round_ in range(ROUNDS + 3):
+        for name, way in ways.items():
+            torch.cuda.synchronize()
+            for _ in range(BURST):
+                start = clock()
+                result: Any = way()
+                taken = clock() - start
+                del result
+                if round_ >= 3:
+                    found[name].append(taken)
+    torch.cuda.synchronize()
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+"""Child: `memory_use.py BUNDLE ROUNDS` compares what the GPU reports with what the manifest says, then loads and closes in a loop.
+
+Without torch: nothing else in this process takes memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import cgbundle
+from cgbundle.cuda import driver
+from cgbundle.cuda.driver import Context
+from cgbundle.exam import inputs_of
+from cgbundle.format.safetensors import Mapped
+
+SETTLED = 10
+"""Rounds after which the driver has taken all that it keeps for itself."""
+
+
+def main(bundle: str, rounds: str) -> None:
+    """Prints bytes as JSON."""
+    context = Context(0)
+    before = free(context)
+    program = cgbundle.load(bundle)
+    manifest = program.manifest
+    loaded = free(context)
+    exam = Mapped(str(Path(bundle, "exam.safetensors")), "exam.safetensors")
+    calls = [inputs_of(exam, manifest, key) for key in program.int_keys]
+    for call in calls:
+        program.replay(call)
+    served = free(context)
+    program.close()
+    closed = free(context)
+    left, resident = [], []
+    for _ in range(int(rounds)):
+        with cgbundle.load(bundle) as again:
+            again.replay(calls[0])
+        left.append(free(context))
+        resident.append(resident_bytes())
+    memories = dict(manifest.memories)
+    images = sum(file.bytes for file in manifest.files if file.path.startswith("kernels/"))
+    found = {
+        "memories": memories,
+        "arenas": [entry.arena for entry in manifest.programs],
+        "manifest": sum(memories.values()),
+        "image bytes": images,
+        "used after load": before - loaded,
+        "used after calls": before - served,
+        "left after close": before - closed,
+        "arena is the maximum": memories["arena"] == max(entry.arena for entry in manifest.programs),
+        "rounds": len(left),
+        "lost on the GPU": left[min(SETTLED, len(left) - 1)] - left[-1],
+        "free at the end, less before": left[-1] - before,
+        "resident growth": resident[-1] - resident[min(SETTLED, len(resident) - 1)],
+    }
+    context.release()
+    print(json.dumps(found))
+
+
+def free(context: Context) -> int:
+    """Free bytes of the GPU."""
+    with context:
+        return driver.free_bytes()
+
+
+def resident_bytes() -> int:
+    """This process's resident memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

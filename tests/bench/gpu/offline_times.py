@@ -1,0 +1,72 @@
+"""Child: `offline_times.py TRACED CAPTURED...` times the GPU's part of a call of a bundle that was built without a GPU beside
+bundles of the same model that were captured, for every int_key: JSON.
+
+Rounds of all alternate, so that they see the same clocks.  Inputs are those of the exam.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from cgbundle import exam
+from cgbundle.cuda.backend import CudaBackend
+from cgbundle.cuda.driver import check
+from cgbundle.format import archive
+from cgbundle.format.safetensors import Mapped
+
+ROUNDS, REPLAYS = 15, 40
+
+
+def main(paths: list[str]) -> None:
+    """Prints [{"key", "microseconds": [of each bundle], "spread"}]."""
+    manifests = [archive.read_manifest(path) for path in paths]
+    backends = [CudaBackend(path, manifest) for path, manifest in zip(paths, manifests, strict=True)]
+    rows = []
+    for program in manifests[0].programs:
+        numbers = [[each.key for each in manifest.programs].index(program.key) for manifest in manifests]
+        for path, manifest, backend, number in zip(paths, manifests, backends, numbers, strict=True):
+            fill(path, manifest, backend, program.key, number)
+        times: list[list[float]] = [[] for _ in paths]
+        for _ in range(ROUNDS):
+            for index, (backend, number) in enumerate(zip(backends, numbers, strict=True)):
+                times[index].append(microseconds(backend, number))
+        rows.append(
+            {
+                "key": list(program.key),
+                "microseconds": [statistics.median(each) for each in times],
+                "spread": [[min(each), max(each)] for each in times],
+            }
+        )
+    print(json.dumps(rows))
+
+
+def fill(path: str, manifest: Any, backend: CudaBackend, key: tuple[int, ...], number: int) -> None:
+    """Puts the exam's inputs into the static buffers."""
+    stored = Mapped(f"{path}/{archive.EXAM}", archive.EXAM)
+    tensors = exam.inputs_of(stored, manifest, key)
+    with backend.locked(None) as stream:
+        backend.run(number, [tensor.address for tensor in tensors], None, stream)
+    stored.close()
+
+
+def microseconds(backend: CudaBackend, number: int) -> float:
+    """Per replay, over one round."""
+    addresses, _ = backend.buffers(number)
+    with backend.locked(None) as stream:
+        start, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
+        backend.run(number, addresses, backend.device, stream)
+        check("cuEventRecord", cu.cuEventRecord(start, stream))
+        for _ in range(REPLAYS):
+            backend.run(number, addresses, backend.device, stream)
+        check("cuEventRecord", cu.cuEventRecord(end, stream))
+        check("cuEventSynchronize", cu.cuEventSynchronize(end))
+        return float(check("cuEventElapsedTime", cu.cuEventElapsedTime(start, end))) * 1000 / REPLAYS
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

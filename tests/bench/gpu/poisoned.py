@@ -1,0 +1,38 @@
+"""Replays over poisoned memory: `poisoned.py BUNDLE...` sits every bundle's exam many times, keys and sessions at random.
+
+Before every replay the arena (outputs lie there) and memory of the host are filled with 0xFF, which is NaN as a float.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import cgbundle
+from cgbundle import exam
+
+ROUNDS = 40
+
+
+def main(bundles: list[str]) -> int:
+    """A line of JSON for each; exit 1 when a replay breaks the bundle's promise."""
+    broken = 0
+    for path in bundles:
+        choice, failed, worst = random.Random(0), 0, 0.0
+        with cgbundle.load(path) as program:
+            manifest = program.manifest
+            sessions = [program, program.session(), program.session()]
+            for _ in range(ROUNDS):
+                key = choice.choice(program.int_keys)
+                (result,) = exam.replay_exam(path, choice.choice(sessions), [key])
+                failed += not result.passed(manifest.exam.compare)
+                worst = max(worst, result.error)
+        broken += failed
+        row = {"replays": ROUNDS * manifest.exam.calls, "failed": failed, "worst": worst, "promise": manifest.exam.compare}
+        print(json.dumps({"bundle": manifest.name, **row}), flush=True)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""What a bundle for CUDA does on this machine's GPU, beside torch and JAX: every table of it.
+
+    PYTHONPATH=.:cli:bundles python tests/bench/gpu/show.py --json show.json
+    PYTHONPATH=.:cli:bundles python tests/bench/gpu/show.py --only cold,dispatch
+
+Parts: builds and architectures (what builds, and is the bundle bit-identical in a fresh process), cold (process start to first
+output), dispatch (CPU time of a call), device (GPU time of a call), memory, replays.  Every measurement is a fresh process; one
+that fails is a row with its error.  Exit 1 when something failed or is wrong, 0 otherwise, whatever the times are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.bench.builds import build_table, built_models
+from tests.bench.common import child_rows, children, report
+from tests.bench.common.child_rows import failed, say
+from tests.bench.gpu import tables
+from tests.bench.gpu_cold import cold_start
+
+BUILDS = {"builds", "architectures"}
+PARTS = ("builds", "architectures", "cold", "dispatch", "device", "memory", "replays")
+LEAK_ROUNDS, REPLAYS = 100, 10_000
+WIDTH = 140
+"""Columns of the tables."""
+
+
+def main() -> int:
+    """Runs the parts, prints their tables, writes the JSON after each."""
+    options = arguments()
+    cache = options.cache.resolve()
+    cache.mkdir(parents=True, exist_ok=True)
+    screen = report.Console(width=WIDTH)
+    screen.print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}\n")
+    found: dict[str, Any] = {}
+    wrong: list[str] = []
+    rows = build_rows(cache, options) if BUILDS & set(options.only) else []
+    for part in options.only:
+        say(f"part {part}")
+        found[part], sentences = measure(part, cache, rows, screen)
+        wrong += [f"{part}: {sentence}" for sentence in sentences]
+        if options.json:
+            options.json.write_text(json.dumps({**found, "wrong": wrong}, indent=1) + "\n")
+    say("done")
+    for sentence in wrong:
+        print(f"gpu_show: {sentence}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas (default: %(default)s)")
+    parser.add_argument("--cache", type=Path, default=children.ROOT / ".cache" / "gpu", help="folder of bundles and caches")
+    parser.add_argument("--json", type=Path, help="also write every number there, after each part")
+    parser.add_argument("--jobs", type=int, default=5, help="builds at a time (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="begin no build later than this after the first")
+    parser.add_argument("--models", help="only these models and architectures, by name, with commas")
+    parser.add_argument("--levels", default=",".join(built_models.LEVELS), help="levels that are built (default: %(default)s)")
+    options = parser.parse_args()
+    options.only, options.levels = options.only.split(","), options.levels.split(",")
+    options.models = options.models.split(",") if options.models else list(built_models.BY_NAME)
+    for name, given, known in (
+        ("only", options.only, PARTS),
+        ("levels", options.levels, built_models.LEVELS),
+        ("models", options.models, built_models.BY_NAME),
+    ):
+        if set(given) - set(known):
+            parser.error(f"--{name}: expected names among {', '.join(known)}")
+    return options
+
+
+def measure(part: str, cache: Path, rows: list[dict[str, Any]], screen: report.Console) -> tuple[Any, list[str]]:
+    """(the part's numbers, sentences about what failed or is wrong); prints its tables.  `rows`: of all builds."""
+    if part in BUILDS:
+        return builds(part, rows, screen)
+    bundle, why = build_table.needed(built_models.GPT, "inductor", cache)
+    if bundle is None:
+        return {"error": why}, [why]
+    if part == "cold":
+        found = cold_start.measure(bundle, cache)
+        cold_start.show(screen, found)
+        return found, tables.wrong_cold(found)
+    found = measure_child(part, bundle, cache)
+    if why := failed(found):
+        return found, [why]
+    tables.SHOW[part](screen, found)
+    return found, tables.WRONG[part](found)
+
+
+def measure_child(part: str, bundle: Path, cache: Path) -> dict[str, Any]:
+    """The numbers of a part that is one child."""
+    model = built_models.GPT.source
+    extra = child_rows.inductor_cache(cache) | child_rows.gpt_environment()
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "dispatch": lambda: child_rows.run("gpu/dispatch.py", model, bundle, extra=extra),
+        "device": lambda: child_rows.run("gpu/device_time.py", model, bundle, extra=extra),
+        "memory": lambda: child_rows.run("gpu/memory_use.py", bundle, LEAK_ROUNDS),
+        "replays": lambda: child_rows.run("gpu/replays.py", model, bundle, REPLAYS, extra=extra),
+    }
+    return ways[part]()
+
+
+def build_rows(cache: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of both build tables, built together."""
+    listed = [model for part in PARTS if part in options.only for model in LISTED.get(part, ())]
+    models = [model for model in listed if model.name in options.models]
+    alone = models[:1] == [built_models.GPT] and bool(set(options.only) - BUILDS)
+    return build_table.build_all(models, cache, options.jobs, options.levels, alone, options.seconds)
+
+
+LISTED = {"builds": built_models.MODELS, "architectures": built_models.ARCHITECTURES}
+
+
+def builds(part: str, every: list[dict[str, Any]], screen: report.Console) -> tuple[Any, list[str]]:
+    """One of the two build tables.  A model whose package is missing is skipped, not wrong."""
+    names = {model.name for model in LISTED[part]}
+    rows = [row for row in every if row["name"] in names]
+    title = "Models" if part == "builds" else "Architectures of transformers, two layers, random weights"
+    build_table.show(screen, title, rows)
+    broken = [row for row in rows if failed(row) and not failed(row).startswith("skipped")]
+    return rows, [f"{row['name']} {row['level']}: {failed(row)}" for row in broken]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The part `cold`: from process start to the first output with all three sizes ready, every way in fresh processes, in turns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from cgbundle import exam
+from cgbundle.format import archive
+from cgbundle.format.safetensors import Mapped
+from tests.bench.builds import built_models
+from tests.bench.common import child_rows, report, serving
+from tests.bench.common.child_rows import failed, say
+from tests.bench.gpu_cold import load_stages
+
+REPEAT = {"bundle": 9, "watched": 5, "C floor": 9, "Python floor": 5, "capture": 4, "compile": 3, "JAX": 4}
+TOLERANCE = 4e-2
+"""bfloat16's, as cgcompile holds recordings to."""
+
+LAPS = ("interpreter", "import cgbundle", "input", "first call")
+"""What stands beside the stages of loading."""
+
+
+def measure(bundle: Path, cache: Path) -> dict[str, Any]:
+    """Every way's repetitions; a way that fails has {"error"} instead."""
+    folder = cache / "cold"
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = exam_inputs(bundle, folder)
+    weights = bundle / archive.WEIGHTS
+    model = built_models.GPT.source
+    compiling = child_rows.inductor_cache(cache) | child_rows.gpt_environment()
+    jax = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    torch = ("gpu_cold/serve_torch.py", "capture", model, weights, folder / "capture", *texts)
+    ways = {
+        "bundle": lambda: child_rows.run("gpu_cold/serve_bundle.py", "plain", bundle, folder / "bundle.0", texts[0]),
+        "watched": lambda: child_rows.run("gpu_cold/serve_bundle.py", "watched", bundle, folder / "watched.0", texts[0]),
+        "C floor": lambda: c_floor(folder),
+        "Python floor": lambda: child_rows.run("gpu_cold/floor.py"),
+        "capture": lambda: child_rows.run(*torch, extra=child_rows.gpt_environment()),
+        "compile": lambda: child_rows.run(
+            "gpu_cold/serve_torch.py", "compile", model, weights, folder / "compile", *texts, extra=compiling
+        ),
+        "JAX": lambda: child_rows.run("gpu_cold/serve_jax.py", "serve", folder / "jax", weights, *texts, extra=jax),
+    }
+    shutil.rmtree(cache / "torch_compile", ignore_errors=True)
+    say("cold: torch.compile fills its cache")
+    found: dict[str, Any] = {"cold compile": ways["compile"]()}
+    say(f"cold: {seconds_or_error(found['cold compile'])}; JAX compiles")
+    found["JAX build"] = child_rows.run("gpu_cold/serve_jax.py", "build", folder / "jax", weights, *texts, extra=jax)
+    say(f"cold: {seconds_or_error(found['JAX build'])}")
+    for way, once in ways.items():
+        if way != "compile":
+            first = once()
+            say(f"cold: {way}, first time: {seconds_or_error(first)}")
+    for round_ in range(max(REPEAT.values())):
+        for way, once in ways.items():
+            rows = found.setdefault(way, [])
+            if round_ < REPEAT[way] and not (rows and failed(rows[-1])):
+                rows.append(once())
+    found["differences"] = differences(bundle, folder)
+    say(f"cold: differences to the recording {found['differences']}")
+    return found
+
+
+def exam_inputs(bundle: Path, folder: Path) -> list[str]:
+    """The exam's input of every key as a raw file: `file:dtype:shape` each."""
+    manifest = archive.read_manifest(str(bundle))
+    stored = Mapped(str(bundle / archive.EXAM), archive.EXAM)
+    texts = []
+    try:
+        for index, program in enumerate(manifest.programs):
+            name = archive.exam_entry(program.key, "input", 0)
+            row = stored.entries[name]
+            path = folder / f"input.{index}"
+            path.write_bytes(bytes(stored.data(name)))
+            (folder / f"expected.{index}").write_bytes(bytes(stored.data(archive.exam_entry(program.key, "output", 0))))
+            texts.append(f"{path}:{row.dtype}:{'x'.join(map(str, row.shape))}")
+    finally:
+        stored.close()
+    return texts
+
+
+def differences(bundle: Path, folder: Path) -> dict[str, Any]:
+    """Per way the largest difference of an output to the recording's, of the sizes that the way wrote."""
+    dtype = archive.read_manifest(str(bundle)).outputs[0].dtype
+    found = {}
+    for way, stem in (("bundle", "bundle"), ("capture", "capture"), ("compile", "compile"), ("JAX", "jax/output")):
+        files = sorted(folder.glob(f"{stem}.[0-9]"))
+        found[way] = [
+            exam.relative_error(dtype, (folder / f"expected.{file.name[-1]}").read_bytes(), file.read_bytes()) for file in files
+        ]
+    return found
+
+
+def c_floor(folder: Path) -> dict[str, Any]:
+    """cuInit and a context in a C program, compiled here: seconds from its start."""
+    program = folder / "floor"
+    if not program.exists():
+        source = Path(__file__).with_name("floor.c")
+        compiler = next((path for name in ("cc", "gcc", "clang", "nvcc") if (path := shutil.which(name))), None)
+        if compiler is None:
+            return {"error": "no C compiler on this machine"}
+        done = subprocess.run([compiler, "-O1", "-o", program, source, "-ldl"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"error": f"{compiler}: {done.stderr.strip()[:200]}"}
+    start = serving.now()
+    done = subprocess.run([program], capture_output=True, text=True, check=False, env=dict(os.environ))
+    ended = serving.now() - start
+    if done.returncode:
+        return {"error": done.stderr.strip()[:200]}
+    return {"seconds": float(done.stdout) - start, "with exit": ended}
+
+
+def seconds_or_error(row: dict[str, Any]) -> str:
+    """`9.02 s` or the row's error."""
+    return failed(row) or f"{row['seconds']:.3f} s"
+
+
+def show(screen: report.Console, found: dict[str, Any]) -> None:
+    """Times and ratios against what issue 3 asks for, then the breakdown."""
+    ours = times(found, "bundle")
+    goals = {"compile": 20, "capture": 6, "JAX": 4}
+    titles = {
+        "bundle": "bundle, three sizes ready (no torch, no NumPy)",
+        "C floor": "floor: C, cuInit and context",
+        "Python floor": "floor: Python and cuda-bindings, context",
+        "capture": "torch, three graphs captured by hand",
+        "compile": "torch.compile reduce-overhead, warm cache",
+        "JAX": "JAX, three serialized executables",
+    }
+    rows = []
+    for way, title in titles.items():
+        seconds = times(found, way)
+        if not seconds:
+            rows.append([title, failed(found[way][-1])[:60] if found.get(way) else "not run", ""])
+            continue
+        verdict = ""
+        if way == "bundle":
+            verdict = report.goal(statistics.median(seconds) * 1e3, 350, "ms")
+        elif way in goals and ours:
+            verdict = report.goal(statistics.median(seconds) / statistics.median(ours), goals[way], "x", at_least=True)
+        rows.append([title, report.spread(seconds), verdict])
+    rows.append(["torch.compile reduce-overhead, empty cache", seconds_or_error(found["cold compile"])[:60], "once"])
+    rows.append(["JAX, compiling the three executables", seconds_or_error(found["JAX build"])[:60], "once"])
+    report.table(
+        screen, "Cold start, GPT bf16: process start to first output", ["", "median (range)", "bundle faster by; goal"], rows
+    )
+    show_breakdown(screen, found)
+
+
+def times(found: dict[str, Any], way: str) -> list[float]:
+    """Seconds of the repetitions that worked."""
+    return [row["seconds"] for row in found.get(way, []) if not failed(row)]
+
+
+def show_breakdown(screen: report.Console, found: dict[str, Any]) -> None:
+    """Where the bundle's time goes, and what the loading process holds."""
+    runs = [row for row in found.get("watched", []) if not failed(row)]
+    if not runs:
+        return
+    rows = [[name, report.milliseconds([run["laps"][name] for run in runs])] for name in LAPS[:2]]
+    names = list(dict.fromkeys(name for run in runs for name in run["stages"]))
+    for name in sorted(names, key=lambda name: name.startswith(load_stages.BESIDE)):
+        rows.append([f"load: {name}", report.milliseconds([run["stages"].get(name, 0.0) for run in runs])])
+    rows.append(["load: the rest", report.milliseconds([rest_of_load(run) for run in runs])])
+    rows += [[name, report.milliseconds([run["laps"][name] for run in runs])] for name in LAPS[2:]]
+    rows.append(["in all, watched", report.milliseconds(times(found, "watched"))])
+    note = "beside: in another thread, while the first goes on; so travel the weights"
+    report.table(screen, "Where the bundle's time goes", ["", "median (range)"], rows, note)
+    run = runs[-1]
+    first, second = run["addresses"][0], run["addresses"][-1]
+    apart = all(a != b for a, b in zip(first, second, strict=True) if a or b)
+    held = ", ".join(run["banned"]) or "none"
+    plain = ", ".join(found["bundle"][-1].get("foreign", [])) or "none"
+    screen.print(f"imported of torch, numpy, triton, cgcompile: {held}; packages beside the standard library: {plain}")
+    screen.print(f"two loads in one process: {'all' if apart else 'NOT ALL'} memories at other addresses, e.g. weights at")
+    screen.print(f"  {first[0]:#x} and {second[0]:#x}; the exam at the second: {'same bits' if all(run['exam']) else 'OTHER BITS'}")
+    for way, values in found["differences"].items():
+        shown = ", ".join(f"{value:.1e}" for value in values)
+        screen.print(f"  {way}: largest difference to the recording per size: {shown} (allowed {TOLERANCE:g})")
+    screen.print()
+
+
+def rest_of_load(run: dict[str, Any]) -> float:
+    """Seconds of `load` in no stage of the first thread."""
+    own = sum(seconds for name, seconds in run["stages"].items() if not name.startswith(load_stages.BESIDE))
+    return run["laps"]["load"] - own

@@ -1,0 +1,87 @@
+"""Times the stages of loading a bundle from outside: functions are replaced by timed ones as soon as their module is imported."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
+
+from tests.bench.common import serving
+
+WATCHED = {
+    "cgbundle.format.archive": (("read_manifest", "manifest"),),
+    "cgbundle.validate.bundle": (("check_bundle", "checks and hashes"),),
+    "cgbundle.validate.recordings": (("check_recording", "checks of the tables"),),
+    "cgbundle.cuda.context_future": (("ContextFuture.take", "waiting for the context"),),
+    "cgbundle.cuda.driver": (("Context.__init__", "context"),),
+    "cgbundle.cuda.memory": (("Memories.__init__", "memories"),),
+    "cgbundle.cuda.weights": (("Upload.__init__", "start of the weights"), ("Upload.wait", "waiting for the weights")),
+    "cgbundle.cuda.modules": (("Modules.function", "modules"),),
+    "cgbundle.cuda.executors": (("GraphExecutor.__init__", "graphs"),),
+}
+"""Module -> (function, label of its time)."""
+
+IMPORTS = "imports"
+BESIDE = "beside: "
+"""What labels of other threads' times begin with: those times overlap with the first thread's."""
+
+
+class Stopwatch:
+    """Seconds of the watched functions, by label; what one spends in another counts for the other.
+
+    `seen` holds the first argument of every call.  `install` watches the modules that are imported from then on.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.seen: dict[str, list[Any]] = {}
+        self._thread = threading.get_ident()
+        self._local = threading.local()
+
+    def install(self) -> None:
+        """From now on."""
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The import system asks: the usual module, its execution timed and its functions replaced."""
+        if name.partition(".")[0] not in ("cgbundle", "cuda"):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            self.timed(execute, IMPORTS)(module)
+            for function, label in WATCHED.get(name, ()):
+                self._replace(module, function, label)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def _replace(self, module: Any, function: str, label: str) -> None:
+        owner, _, name = function.rpartition(".")
+        place = getattr(module, owner) if owner else module
+        setattr(place, name, self.timed(getattr(place, name), label))
+
+    def timed(self, original: Callable[..., Any], label: str) -> Callable[..., Any]:
+        """`original`, which adds to the label's seconds when it is called."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            beside = threading.get_ident() != self._thread
+            inner = self._local.__dict__.setdefault("inner", [])
+            self.seen.setdefault(label, []).append(args[0] if args else None)
+            start = serving.now()
+            inner.append(0.0)
+            try:
+                return original(*args, **options)
+            finally:
+                spent = serving.now() - start
+                own = BESIDE + label if beside else label
+                self.seconds[own] = self.seconds.get(own, 0.0) + spent - inner.pop()
+                if inner:
+                    inner[-1] += spent
+
+        return call

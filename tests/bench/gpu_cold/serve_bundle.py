@@ -1,0 +1,64 @@
+"""Child: `serve_bundle.py HOW BUNDLE OUTPUT INPUT` serves once from a bundle for CUDA, without torch and NumPy, and prints times.
+
+HOW is `plain`; or `watched`, with the stages of loading timed apart from outside.  When everything is measured the bundle is loaded
+a second time beside the first, for the exam.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tests.bench.common import serving
+
+BANNED = ("torch", "numpy", "triton", "cgcompile")
+
+
+def main(how: str, bundle: str, output: str, text: str) -> None:
+    """Prints {seconds, laps, ...} as JSON."""
+    laps = serving.Laps()
+    before = set(sys.modules)
+    laps.mark("interpreter")
+    stopwatch = None
+    if how == "watched":
+        from tests.bench.gpu_cold import load_stages
+
+        stopwatch = load_stages.Stopwatch()
+        stopwatch.install()
+        laps.mark("watching")
+    import cgbundle
+
+    laps.mark("import cgbundle")
+    if stopwatch is not None:
+        stopwatch.seconds.clear()
+    program = cgbundle.load(bundle)
+    laps.mark("load")
+    stages = dict(stopwatch.seconds) if stopwatch is not None else {}
+    (value,) = serving.plain_inputs([text])
+    laps.mark("input")
+    data = program(value).tobytes()
+    laps.mark("first call")
+    found: dict[str, Any] = {
+        "seconds": laps.total,
+        "laps": laps.seconds,
+        "stages": stages,
+        "banned": [name for name in BANNED if name in sys.modules],
+        "foreign": serving.foreign(before),
+    }
+    with open(output, "wb") as file:
+        file.write(data)
+
+    import json
+
+    from cgbundle.exam import replay_exam
+
+    with cgbundle.load(bundle) as second:
+        found["exam"] = [row.exact for row in replay_exam(bundle, second)]
+    if stopwatch is not None:
+        found["addresses"] = [list(memories.bases) for memories in stopwatch.seen.get("memories", [])]
+    program.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

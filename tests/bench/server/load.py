@@ -1,0 +1,299 @@
+"""The server of examples/serve.py under 64 concurrent HTTP clients on MiniLM, beside the same server on eager PyTorch.
+
+    python tests/bench/server/load.py --cache .cache/bench
+
+Every answer is compared with eager PyTorch's for that text alone; one that differs ends the benchmark.  Clients are threads of this
+process, each with a connection that it keeps and its next request as soon as the last was answered.  The two servers take turns,
+round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.bench.common import cases, children, report, serving
+
+BATCHES, LENGTHS = (1, 2, 4, 8), (8, 16, 24, 32, 48, 64, 96, 128)
+CASE = cases.Case(
+    name="minilm",
+    sizes=(f"batch={','.join(map(str, BATCHES))}", f"seq={','.join(map(str, LENGTHS))}"),
+    key=(1, 16),
+    own_weights=True,
+)
+TEXTS = 256
+TOLERANCE = 1e-5
+"""Of an element of an embedding, whose length is 1: examples/demo.py allows the same."""
+
+WORDS = (  # noqa: SIM905
+    "the cat sleeps on a windowsill while rain falls over old roofs and nobody asks why prices rose again after banks raised "
+    "their rates last year so people read long reports about small engines quiet rivers new software and how to reset a password"
+).split()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """A running server: its process, its port, and seconds from the start of its process to its first answer."""
+
+    name: str
+    process: subprocess.Popen[str]
+    port: int
+    start: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """`seconds` in all, and of the processors for the server; of every request its latency in seconds, the text's number and the
+    answer's body."""
+
+    seconds: float
+    processor: float
+    answers: tuple[tuple[float, int, bytes], ...]
+
+
+def texts() -> list[str]:
+    """The same sentences in every run: 3 to 100 words, half of them shorter than 14."""
+    draw = random.Random(0)
+    lengths = [min(100, max(3, round(draw.lognormvariate(2.6, 0.7)))) for _ in range(TEXTS)]
+    return [" ".join(draw.choices(WORDS, k=length)) + "." for length in lengths]
+
+
+def references(sentences: Sequence[str]) -> list[list[float]]:
+    """Eager PyTorch's embedding of every sentence alone, from a process of its own: torch stays out of this one."""
+    program = (
+        "import json, sys, minilm, torch\n"
+        "network, found = minilm.model(), []\n"
+        "with torch.inference_mode():\n"
+        "    for text in json.load(sys.stdin):\n"
+        "        found.append(network(*map(torch.from_numpy, minilm.tokenize([text])))[0].tolist())\n"
+        "print(json.dumps(found))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=children.ROOT / "examples", input=json.dumps(sentences), env=children.environment(),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise children.ChildFailed(done.stderr)
+    return json.loads(done.stdout)
+
+
+@contextmanager
+def running(name: str, command: Sequence[str], sentence: str, threads: int) -> Iterator[Server]:
+    """A server until the end of the block, whose model computes in `threads` threads.  Raises ChildFailed where it does not start,
+    or does not end well."""
+    environment = children.environment({"OMP_NUM_THREADS": str(threads)})
+    begin = float(environment[serving.SPAWNED])
+    process = subprocess.Popen([sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        said = process.stderr.readline()
+        if "http://" not in said:
+            raise children.ChildFailed(f"{name}: {said}{process.stderr.read()}")
+        port = int(said.rsplit(":", 1)[1])
+        post(http.client.HTTPConnection("127.0.0.1", port), sentence)
+        yield Server(name=name, process=process, port=port, start=serving.now() - begin)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        if process.wait(30) or said:
+            raise children.ChildFailed(f"{name}: ended with {process.returncode}\n{said}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def post(connection: http.client.HTTPConnection, text: str) -> bytes:
+    """The answer's body.  Raises ChildFailed where it is no 200."""
+    connection.request("POST", "/embed", json.dumps({"text": text}), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    body = answer.read()
+    if answer.status != 200:
+        raise children.ChildFailed(f"{answer.status}: {body.decode()}")
+    return body
+
+
+def health(server: Server) -> dict[str, Any]:
+    """What the server says of itself."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("GET", "/health")
+    return json.loads(connection.getresponse().read())
+
+
+def drive(server: Server, sentences: Sequence[str], clients: int, each: int) -> Round:
+    """`clients` threads send `each` requests, all starting at once."""
+    found: list[list[tuple[float, int, bytes]]] = [[] for _ in range(clients)]
+    failed: list[BaseException] = []
+    start = threading.Barrier(clients + 1)
+
+    def client(number: int) -> None:
+        order = random.Random(number).choices(range(len(sentences)), k=each)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        connection.connect()
+        start.wait()
+        try:
+            for text in order:
+                begin = serving.now()
+                body = post(connection, sentences[text])
+                found[number].append((serving.now() - begin, text, body))
+        except (OSError, http.client.HTTPException, children.ChildFailed) as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    spent = processor_time(server)
+    start.wait()
+    begin = serving.now()
+    for thread in threads:
+        thread.join()
+    seconds = serving.now() - begin
+    spent = processor_time(server) - spent
+    if failed:
+        raise children.ChildFailed(f"{server.name}: {len(failed)} clients failed, first {failed[0]}")
+    return Round(seconds=seconds, processor=spent, answers=tuple([answer for part in found for answer in part]))
+
+
+def largest_difference(made: Round, expected: Sequence[Sequence[float]]) -> float:
+    """Of an element of an answer from eager PyTorch's for that text alone."""
+    worst = 0.0
+    for _, text, body in made.answers:
+        values = json.loads(body)["embedding"]
+        worst = max(worst, *[abs(a - b) for a, b in zip(values, expected[text], strict=True)])
+    return worst
+
+
+def summary(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Requests a second of every round; latencies of all rounds together, in seconds."""
+    latencies = sorted(latency for made in rounds for latency, _, _ in made.answers)
+    return {
+        "throughput": [len(made.answers) / made.seconds for made in rounds],
+        "processor": sum([made.processor for made in rounds]) / len(latencies),
+        "p50": statistics.median(latencies),
+        "p99": latencies[min(len(latencies) - 1, round(0.99 * len(latencies)))],
+        "requests": len(latencies),
+    }
+
+
+def processor_time(server: Server) -> float:
+    """Seconds that all threads of the process have had a processor."""
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident(server: Server) -> int:
+    """KiB of memory that the process holds."""
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Everything, as numbers.  Raises ChildFailed."""
+    folder = given.cache / "serve"  # beside the bundle of the other benchmarks, which has other sizes
+    folder.mkdir(parents=True, exist_ok=True)
+    path = given.bundle or cases.bundle(CASE, folder)
+    sentences = texts()
+    expected = references(sentences)
+    here = Path(__file__).parent
+    served = [str(children.ROOT / "examples" / "serve.py"), str(path), "--port", "0"]
+    eager = [str(here / "serve_eager.py"), str(BATCHES[-1]), ",".join(map(str, LENGTHS))]
+    counts = (given.clients, 1)
+    found: dict[str, Any] = {"clients": given.clients, "processors": os.cpu_count(), "threads": given.threads}
+    with (
+        running("bundle", served, sentences[0], given.threads) as one,
+        running("eager", eager, sentences[0], given.threads) as other,
+    ):
+        rounds: dict[tuple[str, int], list[Round]] = {(server.name, count): [] for server in (one, other) for count in counts}
+        for server in (one, other):
+            drive(server, sentences, given.clients, 2)  # not measured
+        before = {server.name: health(server) for server in (one, other)}
+        for count in counts:
+            each = given.requests if count > 1 else given.requests * 4
+            for _ in range(given.rounds):
+                for server in (one, other):
+                    rounds[server.name, count].append(drive(server, sentences, count, each))
+            if count > 1:
+                after = {server.name: health(server) for server in (one, other)}
+        for server in (one, other):
+            worst = max(largest_difference(made, expected) for count in counts for made in rounds[server.name, count])
+            if worst > TOLERANCE:
+                raise children.ChildFailed(f"{server.name}: an answer is {worst:.1e} off, allowed are {TOLERANCE:.0e}")
+            calls, rows = (after[server.name][what] - before[server.name][what] for what in ("calls", "rows"))
+            found[server.name] = {
+                "torch": after[server.name]["torch"], "start": server.start, "resident": resident(server), "difference": worst,
+                "rows per call": rows / calls, "many": summary(rounds[server.name, given.clients]),
+                "one": summary(rounds[server.name, 1]),
+            }  # fmt: skip
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    """The table."""
+    bundle, eager = found["bundle"], found["eager"]
+
+    def ratio(a: float, b: float) -> str:
+        return f"{a / b:.2f} x"
+
+    def row(name: str, key: str, spell: Callable[[Any], str]) -> tuple[str, ...]:
+        return (name, spell(bundle[key]), spell(eager[key]), ratio(eager[key], bundle[key]))
+
+    rows: list[tuple[str, ...]] = [
+        ("torch imported", *("yes" if way["torch"] else "no" for way in (bundle, eager)), ""),
+        row("process start to first answer", "start", lambda seconds: f"{seconds:.2f} s"),
+        row("memory of the process", "resident", report.mebibytes),
+    ]
+    for key, name in (("many", f"{found['clients']} clients"), ("one", "1 client")):
+        a, b = bundle[key], eager[key]
+        through = [statistics.median(way["throughput"]) for way in (a, b)]
+        spread = [f"{min(way['throughput']):.0f}-{max(way['throughput']):.0f}" for way in (a, b)]
+        rows.append(
+            (f"{name}, requests a second", *(f"{x:.0f} ({s})" for x, s in zip(through, spread, strict=True)), ratio(*through))
+        )
+        for percentile in ("p50", "p99"):
+            cells = [f"{way[percentile] * 1e3:.1f} ms" for way in (a, b)]
+            rows.append((f"{name}, latency {percentile}", *cells, ratio(b[percentile], a[percentile])))
+        spent = [f"{way['processor'] * 1e3:.1f} ms" for way in (a, b)]
+        rows.append((f"{name}, processor time a request", *spent, ratio(b["processor"], a["processor"])))
+    rows.append(("rows of a call, on average", *(f"{way['rows per call']:.1f}" for way in (bundle, eager)), ""))
+    total = sum(way[key]["requests"] for way in (bundle, eager) for key in ("many", "one"))
+    note = f"all {total} answers correct; largest difference of an element {max(bundle['difference'], eager['difference']):.1e}"
+    title = f"examples/serve.py, MiniLM, {found['processors']} processors, {found['threads']} of them for the model"
+    report.table(report.console(), title, ("", "bundle", "eager PyTorch", "better by"), rows, note)
+
+
+def main() -> int:
+    """0 when every answer was correct and torch stayed out of the bundle's server."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where the bundle is kept")
+    parser.add_argument("--bundle", type=Path, help="serve this one instead of building it")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=16, help="of each client in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of the model in either server: HTTP and the clients need some, too")
+    parser.add_argument("--json", action="store_true", help="print the numbers instead of the table")
+    given = parser.parse_args()
+    try:
+        found = measure(given)
+    except children.ChildFailed as error:
+        print(f"serve_http: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(found)
+    return int(found["bundle"]["torch"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Child: `serve_eager.py LARGEST LENGTH,LENGTH,...` is examples/serve.py with eager PyTorch behind it instead of a bundle.
+
+The same HTTP, the same batching by the same lengths.  Eager PyTorch needs no recorded sizes: a batch is as large as it is, and
+padded to its longest row only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+
+import minilm
+import serve
+import torch
+from batching import Batcher
+
+
+def main(largest: str, lengths: str) -> None:
+    """Serves at a free port, which the first line on stderr names."""
+    network = minilm.model()
+
+    def call(rows: Sequence[Sequence[int]], _: int) -> Sequence[Any]:
+        longest = max(map(len, rows))
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+        mask = torch.tensor([[*[1] * len(row), *[0] * (longest - len(row))] for row in rows])
+        with torch.inference_mode():
+            return network(ids, mask).tolist()
+
+    batcher = Batcher(call, [int(length) for length in lengths.split(",")], int(largest))
+    serve.serve(serve.make_app(batcher, serve.tokenizer(None), {"model": "eager"}), "127.0.0.1", 0, "eager")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,37 @@
+"""Write the table of a target from measurements: `table.py ARCH MEASURED.json...`.  Part three of three of `make tune`.
+
+Of every problem the fastest candidates are kept; the file says where, with what and when they were measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.bench.common import children
+
+KEPT = 4
+"""Candidates per problem: more than one, because another version of Inductor may not offer the fastest."""
+
+
+def main(arch: str, *measured: str) -> None:
+    """Replaces cgcompile/trace/data/ARCH.json."""
+    files = [json.loads(Path(each).read_text()) for each in measured]
+    found = files[0]
+    problems = {json.dumps(row["problem"]): row["measured"][:KEPT] for each in files for row in each["problems"]}
+    lines = [f'{{"problem": {problem}, "measured": {json.dumps(rows)}}}' for problem, rows in problems.items()]
+    about = {
+        "arch": arch, "gpu": found["gpu"], "driver": found["driver"], "date": found["date"],
+        "versions": {"torch": version("torch"), "triton": version("triton")},
+        "how": "tests/bench/tuning/measure.py: median of 7 graphs of 24 launches each, operands from memory, microseconds",
+    }  # fmt: skip
+    path = children.ROOT / "cgcompile" / "offline" / "tuning" / f"{arch}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(about)[:-1] + ',\n"problems": [\n' + ",\n".join(sorted(lines)) + "\n]}\n")
+    print(f"{path}: {len(lines)} problems, {path.stat().st_size / 1e3:.0f} KB")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,52 @@
+"""The models whose products and convolutions are tuned: name -> exported program and the tensors of every size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from cgcompile.export.export import export
+from cgcompile.model.load import load_source
+from cgcompile.model.source import all_keys, sample
+from tests.bench.common import children
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """A model file of examples/, its sizes, and its environment."""
+
+    file: str
+    sizes: dict[str, tuple[int, ...]]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+BATCHES = {"batch": (1, 8, 32)}
+MODELS = {
+    "gpt-bf16": Tuned(file="gpt", sizes=BATCHES, environment={"GPT_DTYPE": "bfloat16"}),
+    "gpt-fp32": Tuned(file="gpt", sizes=BATCHES, environment={"GPT_DTYPE": "float32"}),
+    "minilm": Tuned(file="minilm", sizes={"batch": (1, 8), "seq": (32, 128)}),
+    "resnet-fp16": Tuned(
+        file="resnet", sizes={"batch": (1, 8)}, environment={"RESNET_DTYPE": "float16", "RESNET_LAYOUT": "channels_last"}
+    ),
+    "mlp": Tuned(file="mlp", sizes={"batch": (1, 8)}),
+}
+
+
+def calls(name: str) -> Iterator[tuple[torch.export.ExportedProgram, tuple[torch.Tensor, ...]]]:
+    """The program with the tensors of each size."""
+    tuned = MODELS[name]
+    before = dict(os.environ)
+    os.environ.update(tuned.environment)
+    try:
+        source = load_source(str(children.ROOT / "examples" / f"{tuned.file}.py"))
+        exported = export(source, tuned.sizes)
+        keys = [dict(zip(tuned.sizes, key, strict=True)) for key in all_keys(tuned.sizes)]
+        tensors = [sample(source, key).tensors for key in keys]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    for each in tensors:
+        yield exported.program, each

@@ -1,0 +1,30 @@
+"""What all tests share: a folder for what is built once per run, and a compiler that keeps its headers there.
+
+All of it is told in the environment, which the workers of pytest-xdist and processes that tests start inherit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+from tests.helpers import cxx
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any worker starts.  A compiler that the user names stays."""
+    if hasattr(config, "workerinput"):
+        return
+    os.environ[cxx.SHARED] = tempfile.mkdtemp(prefix="cgcompile-tests-")
+    if "CXX" not in os.environ and shutil.which(cxx.COMPILER):
+        os.environ["CXX"] = cxx.__file__
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits leaves its core to the other workers
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """When all workers have ended."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[cxx.SHARED], ignore_errors=True)

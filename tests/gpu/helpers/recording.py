@@ -1,0 +1,91 @@
+"""Record a case of models.py, and write what a replay without torch needs."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from cgcompile.capture.recorder import Recorded, record
+from cgcompile.checks import functional, state_buffers
+from cgcompile.targets.cuda.tensors import contents, program_tensors
+from tests.gpu.helpers.models import CASES
+
+HERE = Path(__file__).parent
+
+
+def export(name: str, device: str = "cpu") -> tuple[torch.export.ExportedProgram, dict]:
+    """A case as an exported program with a dynamic batch, and one call per size."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.model().eval().to(device)
+    calls = {(size,): (tuple(t.to(device) for t in case.inputs(size)), {}) for size in case.sizes}
+    args = calls[max(calls)][0] if len(calls) > 1 else tuple(t.to(device) for t in case.inputs(3))
+    shapes = tuple({0: torch.export.Dim("batch", min=1, max=4096)} for _ in args)
+    return torch.export.export(model, args, dynamic_shapes=shapes), calls
+
+
+def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorded, dict]:
+    """Record a case; returns it with the plain data of `replay.py`."""
+    program, calls = export(name)
+    takes: list[Take] = []
+
+    def noted(a: Take, b: Take, weights_end: int) -> Assembled:
+        takes[:] = a, b
+        return assemble(a, b, weights_end)
+
+    exam = options.pop("exam", None) or other_calls(calls)
+    with mock.patch.object(recorder, "assemble", noted):
+        recorded = recorder.record(
+            program, calls, exam=exam, folder=folder, level=level, state=state_buffers(functional(program)), **options
+        )
+    tensors = weight_tensors(program)
+    plain = {
+        "recordings": {key: graph.recording for key, (graph,) in recorded.graphs.items()},
+        "inputs": {key: graph.inputs for key, (graph,) in recorded.graphs.items()},
+        "outputs": {key: graph.outputs for key, (graph,) in recorded.graphs.items()},
+        "trials": {key: (replay.contents.inputs, replay.contents.outputs) for key, replay in recorded.replays.items()},
+        "arena": max(graph.arena for (graph,) in recorded.graphs.values()),
+        "static": max(recorded.static.values()),
+        "weights": recorded.weights,
+        "weight_contents": {w.tensor: contents(tensors[w.tensor], w.strides) for w in recorded.weights},
+        "tables": [(table.offset, table.contents) for table in recorded.tables],
+        "weights_bytes": recorded.weights_bytes,
+        "states": recorded.states,
+        "images": recorded.images,
+        "state_bytes": recorded.state_bytes,
+    }
+    (folder / "plain.pkl").write_bytes(pickle.dumps(plain))
+    plain["census"] = {graph.key: census for graph, census in zip(takes[0].graphs, count(*takes), strict=True)}
+    return recorded, plain
+
+
+def other_calls(calls: dict) -> dict:
+    """Other inputs of the same shapes for every key, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return {key: tree_map_only(torch.Tensor, lambda t: _other_values(t, generator), call) for key, call in calls.items()}
+
+
+def _other_values(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Other values of the same kind: floats of the same mean and spread, everything else permuted, so that indices stay valid."""
+    if tensor.dtype.is_floating_point and tensor.numel() and tensor.element_size() > 1:
+        wide = tensor.detach().cpu().double()
+        spread = wide.std(correction=0).item() or 1.0
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * spread + wide.mean().item()
+        return torch.empty_like(tensor, device="cpu").copy_(noise)
+    flat = tensor.detach().cpu().reshape(-1)
+    order = torch.randperm(flat.numel(), generator=generator)
+    return torch.empty_like(tensor, device="cpu").copy_(flat[order].reshape(tensor.shape))
+
+
+def replay(folder: Path) -> str:
+    """Rebuild and replay in a fresh process without torch; its report ("exact" for every key, or what went wrong)."""
+    command = [sys.executable, str(HERE / "replay.py"), str(folder / "plain.pkl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return lines[-1] if lines else f"status {done.returncode}"
