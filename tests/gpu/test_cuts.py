@@ -20,7 +20,9 @@ from cgbundle.cuda.backend import CudaBackend  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from cgbundle.format.safetensors import Mapped  # noqa: E402
 from cgbundle.format.schema import Program  # noqa: E402
+from cgbundle.format.spans import span  # noqa: E402
 from tests.gpu.helpers.cut_models import KINDS, MODELS, WIDTH  # noqa: E402
+from tests.helpers.cuda_calls import synchronize  # noqa: E402
 
 SIZES = (1, 8)
 POISON = 0xFF

@@ -1,4 +1,4 @@
-"""Measured configurations: <arch>.json beside this file, which the tuner (tests/bench/tune_*.py) writes on a real GPU."""
+"""Measured configurations: <arch>.json beside this file, which the tuner (tests/bench/tuning) writes on a real GPU."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import cgcompile
 from cgbundle import CgbundleError
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
-from cgbundle.tables import codec as tables
+from cgbundle.tables.table import Table
 from tests.bench.builds import built_models
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 import cgbundle
-from cgbundle.cuda import memory
 from tests.bench.gpu import gpu_calls
 
 Key = tuple[int, ...]

@@ -18,13 +18,11 @@ from typing import Any
 
 import torch
 import torch._inductor.config
-from torch._inductor.virtualized import V
 
 from cgcompile.errors import BuildError
 from cgcompile.offline.build import cache_folder
 from cgcompile.offline.compile.kernels import compile_variants
 from cgcompile.offline.decompose.retrace import Retraced, retrace
-from cgcompile.offline.lower.fake_device import fake_device
 from cgcompile.offline.lower.inductor import lower_graph
 from cgcompile.offline.lowered import Launch, Lowered, Pointer
 from cgcompile.offline.tuning import cost_model
@@ -56,7 +54,7 @@ def main(name: str, out: str, *models: str) -> None:
     """Writes the pieces."""
     target = arch(name)
     graphs: dict[str, Retraced] = {}
-    with offline(target):
+    with fake_device(target):
         for model in models or tuple(tuned_models.MODELS):
             for program, tensors in tuned_models.calls(model):
                 for text, graph in operations(retrace(program, tensors)):

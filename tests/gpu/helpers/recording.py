@@ -11,10 +11,15 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_map_only
 
-from cgcompile.capture.recorder import Recorded, record
-from cgcompile.checks import functional, state_buffers
-from cgcompile.targets.cuda.tensors import contents, program_tensors
+from cgcompile.capture import recorder
+from cgcompile.capture.assemble import Assembled, assemble
+from cgcompile.capture.recorder import Recorded
+from cgcompile.capture.take import Take
+from cgcompile.export.functionalization import functional, state_buffers
+from cgcompile.export.weights import weight_tensors
+from cgcompile.targets.weights import contents
 from tests.gpu.helpers.models import CASES
+from tests.helpers.census import count
 
 HERE = Path(__file__).parent
 
