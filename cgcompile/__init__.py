@@ -12,15 +12,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import build, check
-    from .records import Built, Report
+    from .pipeline.api import build, check
+    from .pipeline.records import Built, Report
     from .util.progress import Event
 
 from .util.version import VERSION as __version__
 
 __all__ = ["Built", "Event", "Report", "__version__", "build", "check"]
 
-_MODULES = {"build": "api", "check": "api", "Built": "records", "Report": "records", "Event": "util.progress"}
+_MODULES = {
+    "build": "pipeline.api", "check": "pipeline.api", "Built": "pipeline.records", "Report": "pipeline.records",
+    "Event": "util.progress",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

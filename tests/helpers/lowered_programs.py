@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cgcompile.offline.assemble.arena import Plan
-from cgcompile.offline.assemble.rows import Graph, assemble
+from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.compile.kernels import CompiledKernel
 from cgcompile.offline.lowered import Lowered, LoweredProgram, RegionEvents
+from cgcompile.targets.cuda.recorded import RecordedGraph
 
 
 def assembled(
     lowered: Lowered, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
-) -> Graph:
+) -> RecordedGraph:
     whole = RegionEvents(name="model", start=0, stop=len(lowered.events), inputs=lowered.inputs, outputs=lowered.outputs)
     (graph,) = assemble(LoweredProgram(lowered=lowered, regions=(whole,)), compiled, plan, weights, inputs)
     return graph

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cgbundle.format.schema import Manifest
-    from cgcompile.pipeline import Built
+    from cgcompile.pipeline.build import Built
 
 PROVED = {
     "replay": "replayed in a fresh process, compared with eager PyTorch",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from cgbundle.format.schema import Finding
-    from cgcompile.report import RegionReport, Report
+    from cgcompile.pipeline.check import RegionReport, Report
 
 MEANING = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
 COLOURS = {"refuse": "bold red", "host": "yellow", "note": "dim"}

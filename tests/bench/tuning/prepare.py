@@ -23,6 +23,7 @@ from cgcompile.errors import BuildError
 from cgcompile.offline.build import cache_folder
 from cgcompile.offline.compile.kernels import compile_variants
 from cgcompile.offline.decompose.retrace import Retraced, retrace
+from cgcompile.offline.lower.fake_device import fake_device
 from cgcompile.offline.lower.inductor import lower_graph
 from cgcompile.offline.lowered import Launch, Lowered, Pointer
 from cgcompile.offline.tuning import cost_model

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 import cgcompile
 from cgbundle.format.schema import Finding
-from cgcompile.records import RegionReport, Report
+from cgcompile.pipeline.records import RegionReport, Report
 from cgcompile_cli.commands.check import grouped
 from cgcompile_cli.main import app
 from tests.pure.cli.test_commands import without_torch

@@ -22,7 +22,7 @@ from cgbundle.validate.recordings import check_recording
 from cgcompile.errors import BuildError
 from cgcompile.offline.assemble.arena import Plan, plan
 from cgcompile.offline.assemble.parameter_block import scalar
-from cgcompile.offline.assemble.rows import Graph, assemble
+from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.compile.cubin_info import KernelInfo, read_kernel_info
 from cgcompile.offline.compile.kernels import CompiledKernel
 from cgcompile.offline.lowered import (
@@ -45,6 +45,7 @@ from cgcompile.offline.lowered import (
     Release,
 )
 from cgcompile.targets.cuda.elf import EM_CUDA
+from cgcompile.targets.cuda.recorded import RecordedGraph
 from tests.helpers.lowered_programs import assembled
 from tests.helpers.raising import raises
 
@@ -121,11 +122,11 @@ def traced(*events: Event, variants: tuple[KernelVariant, ...] = (variant(),), o
     )
 
 
-def rows(program: Lowered, *kernels: CompiledKernel, weights: dict[str, int] | None = None) -> Graph:
+def rows(program: Lowered, *kernels: CompiledKernel, weights: dict[str, int] | None = None) -> RecordedGraph:
     return assembled(program, kernels or (compiled(),), plan(program), weights or {"layer.weight": 4096}, (0, 256))
 
 
-def verify(graph: Graph, kernels: Sequence[CompiledKernel]) -> None:
+def verify(graph: RecordedGraph, kernels: Sequence[CompiledKernel]) -> None:
     """What the builder and the loader check of a table, and that nothing is lost on the way to bytes."""
     data = tables.encode(graph.recording)
     check_recording(Table(data, "t"), SIZES | {"arena": graph.arena}, {kernel.sha256 for kernel in kernels})

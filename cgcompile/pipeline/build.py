@@ -16,25 +16,25 @@ from cgbundle.format import archive
 from cgbundle.format.publish import staged
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
 
-from .bundle.emit import seal, write_program
-from .bundle.proof import replay
-from .bundle.provenance import provenance
-from .checks import check, refuse
-from .errors import BuildError
-from .export.export import export, refuse_branches
-from .export.signature import describe_signature
-from .model.declared_sizes import count_keys, declared_sizes
-from .model.flat_module import PREFIX
-from .model.load import load_source
+from ..bundle.emit import seal, write_program
+from ..bundle.proof import replay
+from ..bundle.provenance import provenance
+from ..checks import check, refuse
+from ..errors import BuildError
+from ..export.export import export, refuse_branches
+from ..export.signature import describe_signature
+from ..model.declared_sizes import count_keys, declared_sizes
+from ..model.flat_module import PREFIX
+from ..model.load import load_source
+from ..targets.build_spec import BuildSpec, ManifestParts
+from ..targets.choice import choose
+from ..transforms.output_aliases import manifest_aliases
+from ..transforms.padding_proof import prove_padding
+from ..transforms.prepared import prepare
+from ..util.progress import Stages
 from .records import Built, Options
-from .targets.build_spec import BuildSpec, ManifestParts
-from .targets.choice import choose
-from .transforms.output_aliases import manifest_aliases
-from .transforms.padding_proof import prove_padding
-from .transforms.prepared import prepare
-from .util.progress import Stages
 
-BUILDERS = {"host": ".targets.cpu.build", "capture": ".capture.build", "trace": ".offline.build"}
+BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "trace": "cgcompile.offline.build"}
 """By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
 
 
@@ -69,7 +69,7 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
     )  # fmt: skip
     with staged(destination, replace=options.force) as folder:
         # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
-        parts: ManifestParts = import_module(BUILDERS[chosen.recorder], __package__).build_parts(spec, folder, stages)
+        parts: ManifestParts = import_module(BUILDERS[chosen.recorder]).build_parts(spec, folder, stages)
         write_program(folder / archive.PROGRAM, prepared.program)
         origin = provenance(source.label, _recorded_options(options, chosen.recorder))
         sealed = seal(folder, _manifest(spec, parts, checked.findings, options.waive, origin))

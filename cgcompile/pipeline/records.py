@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cgbundle.format.schema import Finding, Manifest
 
-from .model.declared_sizes import Given
-from .util.progress import Watcher
+from ..model.declared_sizes import Given
+from ..util.progress import Watcher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .errors import BuildError
-from .model.declared_sizes import Given
+from ..errors import BuildError
+from ..model.declared_sizes import Given
+from ..util.progress import Watcher, silent
 from .records import Built, Options, Report
-from .util.progress import Watcher, silent
 
 MAX_KEYS = 64
 """int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
@@ -69,9 +69,9 @@ def build(
         recorder=recorder, prove=prove, host_ops=tuple(host_ops), force=force, max_keys=max_keys, progress=progress or silent,
     )  # fmt: skip
     with _torch():
-        from . import pipeline  # late: it imports torch
+        from .build import build as run  # late: it imports torch
 
-        return pipeline.build(model, inputs, options)
+        return run(model, inputs, options)
 
 
 def check(
@@ -92,6 +92,6 @@ def check(
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
     with _torch():
-        from . import report  # late: it imports torch
+        from .check import check as run  # late: it imports torch
 
-        return report.check(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, max_keys=MAX_KEYS)
+        return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, max_keys=MAX_KEYS)

@@ -12,23 +12,23 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from cgbundle.format.schema import Finding
 
-from .checks import check as check_rules
-from .checks.context import operator
-from .checks.sizes import small_region, too_many_keys
-from .errors import BuildError, ModelError
-from .export.export import export
-from .export.exported import Exported
-from .export.signature import describe_signature
-from .model.declared_sizes import Given, declared_sizes
-from .model.load import load_source
-from .model.side_effects import BRANCH, BRANCH_FIX
-from .model.source import sample
-from .model.user_code import user_place
-from .partition.crossing import crossings, effect_of
-from .partition.region_modules import region_modules
-from .partition.split import Partition, partition
+from ..checks import check as check_rules
+from ..checks.context import operator
+from ..checks.sizes import small_region, too_many_keys
+from ..errors import BuildError, ModelError
+from ..export.export import export
+from ..export.exported import Exported
+from ..export.signature import describe_signature
+from ..model.declared_sizes import Given, declared_sizes
+from ..model.load import load_source
+from ..model.side_effects import BRANCH, BRANCH_FIX
+from ..model.source import sample
+from ..model.user_code import user_place
+from ..partition.crossing import crossings, effect_of
+from ..partition.region_modules import region_modules
+from ..partition.split import Partition, partition
+from ..targets.architectures import arch
 from .records import RegionReport, Report
-from .targets.architectures import arch
 
 ASSUMED = (2, 8)
 """Sizes of a dimension that the user gives none for: a report needs a range, not a list."""
