@@ -18,10 +18,10 @@ INTEGERS = (
 """Whole numbers at the edges of types and limits."""
 
 TEXTS = (
-    "", " ", "-", "x", "..", "/", "/etc/passwd", "../weights.safetensors", "a\x00b", "\x1b[31m", "²", "\ud800", "batch", "seq", "2*batch",
-    "batch//2", "float32", "float64", "int64", "bool", "complex64", "bfloat16", "weights", "state", "inputs", "arena", "host", "code",
-    "graph", "copy", "cpu", "cuda", "rows", "no", "zeros", "host/model.so", "weights.safetensors", "graphs/modules.bin", "9" * 5000,
-    "x" * 5000, "//" * 3000,
+    "", " ", "-", "x", "..", "/", "/etc/passwd", "../weights.safetensors", "a\x00b", "\x1b[31m", "²", "\ud800", "batch", "seq",
+    "2*batch", "batch//2", "float32", "float64", "int64", "bool", "complex64", "bfloat16", "weights", "state", "inputs", "arena",
+    "host", "code", "graph", "copy", "cpu", "cuda", "rows", "no", "zeros", "host/model.so", "weights.safetensors",
+    "graphs/modules.bin", "9" * 5000, "x" * 5000, "//" * 3000,
 )  # fmt: skip
 """Texts that mean something somewhere else, or nothing anywhere."""
 
