@@ -1,7 +1,7 @@
 """A fuzzing process: `python -m tests.fuzz.worker GOLDEN SCRATCH STATUS FIRST LAST`.
 
-Runs the cases FIRST..LAST of a golden bundle, one after the other.  STATUS is a file of 8 bytes: the number of the case that runs, so
-that the parent knows which one crashed or hung.  On stdout a line of JSON for every find, and one with counts at the end.
+Runs the cases FIRST..LAST of a golden bundle, one after the other.  STATUS is a file of 8 bytes, the number of the case that runs:
+the parent knows which one crashed or hung.  On stdout a line of JSON for every find, and one with counts at the end.
 """
 
 from __future__ import annotations
