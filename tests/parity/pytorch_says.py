@@ -1,6 +1,7 @@
 """PyTorch's own verdict on a case: what its compiler would say of CUDA graphs, called on a machine without a GPU.
 
-The model goes PyTorch's way, not ours.  Under `cgcompile.offline.lower.fake_device`, its weights and inputs become fake cuda tensors,
+The model goes PyTorch's way, not ours.  Under `cgcompile.offline.lower.fake_device`, its weights and inputs become fake cuda
+tensors, `torch.export` traces the user's module itself, AOTAutograd makes it functional (`aot_export_module`), Inductor
 lowers it (`compile_fx_inner`), and just before the scheduler would fuse operations we ask.  So `.cpu()` in the user's code is a
 copy here, whatever our own export makes of it.
 
