@@ -35,8 +35,6 @@ class FlatModule(torch.nn.Module):
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
 
-    __module__ = "cgcompile.flat"  # stored programs name it: they must not change with the place of this file
-
     def __init__(self, model: torch.nn.Module, like: Sample) -> None:
         super().__init__()
         self.model = model

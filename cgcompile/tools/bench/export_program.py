@@ -29,8 +29,8 @@ from cgbundle.tensors.tensor import memory_order
 
 from ...errors import BuildError
 from ...model.flat_module import PREFIX
-from ...partition.markers import without_markers
 from ...targets.cuda.lowering import repair
+from ...transforms.marker_removal import without_markers
 from .protocol import fail, say
 
 FORWARD = "def forward(self"
