@@ -50,8 +50,9 @@ def cut(
     """The fewest layers that alternate between graph and host and respect `edges`, pairs (earlier, later) of positions.
 
     `small`: a graph layer between two host layers that weighs less is given up, the lightest first, while another graph is left.
-    Each operation of kind "graph" weighs 1, or as `weights` says.  A copy to the host and back takes about 20 us, a small kernel 2
-    to 5 us.  Raises ValueError for an edge that does not point forward.
+    The first and the last one stay: the call's values cross there anyhow.  Each operation of kind "graph" weighs 1, or as `weights`
+    says.  A copy to the host and back takes about 20 us, a small kernel 2 to 5 us.  Raises ValueError for an edge that does not
+    point forward.
     """
     before: list[list[int]] = [[] for _ in kinds]
     for earlier, later in edges:

@@ -1,7 +1,7 @@
 """Dependencies of a program: the operations that run in one region, what depends on what, and what is recomputed where it is read.
 
 A number of the host and a tensor whose size depends on data are *recomputed* in every host region that reads them: they never
-cross.  Where memory is written to, they are operations like others, tied to all that reads them.
+cross.  Where memory is written to, a second computation could differ: there they are operations like others, tied to all readers.
 """
 
 from __future__ import annotations

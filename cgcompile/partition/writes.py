@@ -88,7 +88,8 @@ def _memories(nodes: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _shown(node: Node) -> list[Node]:
-    """The inputs that a node's result may be a view of, by schema and tags.  Dropout outside training gives its input itself."""
+    """The inputs that a node's result is or may be a view of, by the schema and its tags.  Dropout outside training gives its input
+    itself, where export saw a copy."""
     if torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ()):
         return node.all_input_nodes[:1]
     schema = getattr(node.target, "_schema", None)
