@@ -22,11 +22,9 @@ REFUSE, HOST, NOTE = "refuse", "host", "note"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleContext:
-    """What the rules are given.
+    """`functionalized`: the signature of the program's functional form; only there are writes in place listed.
 
-    `functionalized` is the signature of the program's functional form: only there are writes in place listed.  `moved` and
-    `data_dependent` are the nodes that follow an obstacle to the host (host_placement.py); `host_ops` the operators that the user
-    keeps there.
+    `moved` and `data_dependent` follow an obstacle to the host (host_placement.py), `host_ops` the user keeps there.
     """
 
     exported: Exported
@@ -41,16 +39,15 @@ class RuleContext:
         return self.exported.program
 
     def calls(self) -> Iterator[tuple[Node, str]]:
-        """Every operation, those inside higher-order operators too, with the name of the node of the program that it is a part
-        of."""
+        """Every operation, with the name of the node of the program that it is a part of."""
         return all_calls(self.program.graph_module)
 
     def obstacles(self, rule: str) -> Iterator[Obstacle]:
         """What a call of the model showed for a rule, and no operation shows."""
         return (obstacle for obstacle in self.exported.obstacles if obstacle.rule == rule)
 
-    def followers(self, name: str) -> int:
-        """How many operations go to the host because they take what the node of this name makes."""
+    def effect(self, name: str) -> str:
+        """What a finding of severity host leads to: the node of this name and what takes its value go to the host."""
         nodes = {node.name: node for node in self.program.graph.nodes}
         found: set[str] = set()
         waiting = [nodes[name]] if name in nodes else []
@@ -59,16 +56,10 @@ class RuleContext:
                 if user.name not in found and (user.name in self.data_dependent or user.name in self.moved):
                     found.add(user.name)
                     waiting.append(user)
-        return sum(computes(nodes[each]) for each in found)
-
-    def effect(self, name: str) -> str:
-        """What a finding of severity host leads to."""
-        after = self.followers(name)
+        after = sum(computes(nodes[each]) for each in found)
         if not after:
             return "this operation runs on the host between two graphs"
-        return f"this operation and the {after} after it run on the host between two graphs" if after > 1 else (
-            "this operation and the one after it run on the host between two graphs"
-        )  # fmt: skip
+        return f"this operation and the {'one' if after == 1 else after} after it run on the host between two graphs"
 
 
 def all_calls(module: torch.fx.GraphModule, top: str = "") -> Iterator[tuple[Node, str]]:

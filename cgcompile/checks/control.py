@@ -19,13 +19,12 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
     """Control flow as operators: `torch.cond`, while_loop, map, scan.
 
     What it looks for: these higher-order operators, anywhere in the program.
-    Why CUDA forbids it: a graph is a fixed order of kernels.  Which branch of a cond runs, and how often a loop turns, is decided
-    by a tensor, which the CPU reads: it waits for the GPU (see host-scalar).  CUDA 12.4 has conditional nodes, but a
-    capture by PyTorch makes none.
+    Why CUDA forbids it: a tensor, which the CPU waits for, decides what runs and how often; a graph is a fixed order of kernels.  A
+    capture by PyTorch makes none of the conditional nodes of CUDA 12.4.
     Effect: the operator with all its branches runs on the host.
     Fix: `torch.where` computes both sides and chooses; a loop with a fixed number of turns in Python is unrolled.
-    Source: "Conditional ops" in Scheduler.should_partition (torch/_inductor/scheduler.py), and is_cudagraph_unsafe_op in
-    torch/_inductor/utils.py (ir.Conditional, ir.WhileLoop; map and scan become while loops).
+    Source: "Conditional ops" in Scheduler.should_partition (torch/_inductor/scheduler.py); is_cudagraph_unsafe_op in
+    torch/_inductor/utils.py.
     """
     for node, top in context.calls():
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in OPERATORS and top == node.name:

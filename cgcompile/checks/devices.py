@@ -17,14 +17,12 @@ from .host_placement import CPU_OPERATION, DEVICE_COPY
 def device_copy(context: RuleContext) -> Iterable[Finding]:
     """A copy from the GPU to the CPU that the user's code asks for: `.cpu()`, `.to("cpu")`, `device="cpu"`.
 
-    What it looks for: the marker `cgcompile::to_host` that device tracking leaves for such a move, where something uses the copy.
-    The way back (`.cuda()`, `.to(x.device)`) is part of the same cut.
-    Why CUDA forbids it: the copy can be recorded, but what comes next is Python's, and the CPU waits for the copy.  Waiting is
-    forbidden while a stream is captured; a replay would run no CPU code between its kernels.
+    What it looks for: the marker `cgcompile::to_host` of such a move, where something uses the copy.  The way back is part of the
+    cut.
+    Why CUDA forbids it: the CPU waits for the copy, which a capture forbids; a replay runs no CPU code between its kernels.
     Effect: a graph ends at the copy; it, and what the CPU computes from it, run between two graphs.
     Fix: leave the move out where the GPU can do what follows.
-    Source: "DeviceCopy ops" in Scheduler.should_partition (torch/_inductor/scheduler.py); check_multiple_devices_or_any_cpu_nodes
-    in torch/_inductor/cudagraph_utils.py disables CUDA graphs for the whole function.
+    Source: "DeviceCopy ops" in Scheduler.should_partition (torch/_inductor/scheduler.py).
     """
     for node, top in context.calls():
         if context.moved.get(node.name) == DEVICE_COPY and top == node.name and not _made_there(context, node):
@@ -37,14 +35,12 @@ def device_copy(context: RuleContext) -> Iterable[Finding]:
 def cpu_operation(context: RuleContext) -> Iterable[Finding]:
     """An operation that the user's code runs on the CPU.
 
-    What it looks for: what takes tensors on the CPU (after `.cpu()`, or made with device="cpu") and none on the GPU; what makes
-    tensors there.  A weight goes with the other tensors: an embedding of indices on the CPU looks its table up there.
-    Why CUDA forbids it: a CUDA graph holds work of one GPU.  (It can hold host functions, but those must not call CUDA and would
-    have to be compiled into the serving process.)
+    What it looks for: what makes tensors on the CPU, or takes some there and none on the GPU.  A weight goes with the other
+    tensors.
+    Why CUDA forbids it: a CUDA graph holds work of one GPU, and host functions that call no CUDA.
     Effect: it is compiled for the CPU and runs between two graphs.
     Fix: move the tensor to the GPU before, or leave the move to the CPU out.
-    Source: "cpu ops" in Scheduler.should_partition (torch/_inductor/scheduler.py); check_multiple_devices_or_any_cpu_nodes in
-    torch/_inductor/cudagraph_utils.py.
+    Source: "cpu ops" in Scheduler.should_partition (torch/_inductor/scheduler.py).
     """
     for node, top in context.calls():
         if top != node.name:
@@ -77,13 +73,11 @@ def several_devices(context: RuleContext) -> Iterable[Finding]:
     """Tensors of two devices in one operation, and devices other than one GPU and the CPU.
 
     What it looks for: an operation on tensors of the GPU and one of the CPU that has dimensions; moves to `cuda:1`, to an xpu.
-    Why CUDA forbids it: a kernel reads the memory of its GPU.  PyTorch itself refuses the mixture ("Expected all tensors to be on
-    the same device"); a graph over several GPUs is not what a bundle holds.
+    Why CUDA forbids it: a kernel reads the memory of its GPU, and PyTorch itself refuses the mixture.
     Effect: no bundle can be built.
-    Fix: make tensors where the others are: `torch.arange(n, device=x.device)`, `y.to(x.device)`.  A device that was chosen when the
-    module was made (`"cuda" if torch.cuda.is_available() else "cpu"`) is "cpu" on a machine without a GPU.
-    Source: TensorIterator's check of devices in PyTorch; check_multiple_devices_or_any_cpu_nodes in
-    torch/_inductor/cudagraph_utils.py ("multiple devices").
+    Fix: make tensors where the others are: `torch.arange(n, device=x.device)`.  A device chosen when the module was made is "cpu"
+    on a machine without a GPU.
+    Source: TensorIterator's check of devices; check_multiple_devices_or_any_cpu_nodes in torch/_inductor/cudagraph_utils.py.
     """
     for obstacle in context.obstacles("several-devices"):
         yield finding(
@@ -96,12 +90,10 @@ def pinned_memory(context: RuleContext) -> Iterable[Finding]:
     """Pinned memory of the user's: `.pin_memory()`, `pin_memory=True`.
 
     What it looks for: the calls, which device tracking sees.
-    Why CUDA cares: allocating pinned memory (cudaHostAlloc) is forbidden while a stream is captured.  A recorded copy reads the
-    same address in every replay, whatever the user has put elsewhere since.
+    Why CUDA cares: cudaHostAlloc is forbidden under capture, and a recorded copy reads the same address in every replay.
     Effect: none on results: the runtime copies between regions through memory of its own.
     Fix: leave it out.
-    Source: the CUDA programming guide on stream capture and page-locked memory; the pinned memory notes in PyTorch's CUDA
-    semantics.
+    Source: the CUDA programming guide on stream capture and page-locked memory.
     """
     for obstacle in context.obstacles("pinned-memory"):
         yield finding(

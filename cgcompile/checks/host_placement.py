@@ -71,11 +71,9 @@ def data_dependent_nodes(graph: Graph) -> frozenset[str]:
 
 
 def moved_nodes(graph: Graph, weights: frozenset[str]) -> Mapping[str, str]:
-    """The operations that the user's code runs on the CPU: node name -> rule.  `weights` names the placeholders of parameters,
-    buffers and constants, which are wherever they are used.
+    """The operations that the user's code runs on the CPU: node name -> rule.  `weights` names the placeholders of weights.
 
-    What takes only weights, or no tensor at all (a factory), goes to the host when all that use it are there.  A copy that nothing
-    uses is no copy.
+    What takes only weights, or no tensor, goes to the host when all that use it are there.  A copy that nothing uses is no copy.
     """
     alive = _alive(graph)
     if not any(node.target is TO_HOST for node in alive):

@@ -57,15 +57,18 @@ def boolean_index_put(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: index_put with an index of dtype bool or uint8.
     Why CUDA forbids it: PyTorch turns the mask into positions with nonzero, whose size the CPU waits for.
-    Effect: it runs on the host.  Where one mask takes one number (`x[mask] = 0`) it is a note: Inductor makes a masked fill of it,
-    which a graph holds.
+    Effect: it runs on the host.  One mask that takes one number (`x[mask] = 0`) is a note: Inductor makes a masked fill of it.
     Fix: `torch.where(mask, values, x)` with values of x's shape, or `x.masked_fill(mask, 0)`.
-    Source: _fx_node_is_input_dependent_cudagraph_unsafe in torch/_inductor/utils.py; index_put_as_masked_fill in
-    torch/_inductor/lowering.py.
+    Source: _fx_node_is_input_dependent_cudagraph_unsafe in utils.py, index_put_as_masked_fill in lowering.py of torch/_inductor.
     """
     for node, top in context.calls():
-        if node.target in INDEX_PUTS and (masks := _masks(node)):
-            filled = len(masks) == len(_indices(node)) == 1 and _is_number(arguments(node)["values"])
+        if node.target not in INDEX_PUTS:
+            continue
+        given = arguments(node)
+        indices, value = [index for index in given["indices"] if index is not None], given["values"]
+        masks = [index for index in indices if index.meta["val"].dtype in (torch.bool, torch.uint8)]
+        if masks:
+            filled = len(masks) == len(indices) == 1 and isinstance(value, Node) and value.meta["val"].dim() == 0
             yield finding(
                 "boolean-index-put", NOTE if filled else HOST, "an assignment through a mask needs the positions of its True", node,
                 "it is lowered as a masked fill, which a graph holds" if filled else context.effect(top),
@@ -73,26 +76,13 @@ def boolean_index_put(context: RuleContext) -> Iterable[Finding]:
             )  # fmt: skip
 
 
-def _indices(node: Node) -> list[Node]:
-    return [index for index in arguments(node)["indices"] if index is not None]
-
-
-def _masks(node: Node) -> list[Node]:
-    return [index for index in _indices(node) if index.meta["val"].dtype in (torch.bool, torch.uint8)]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Node) and value.meta["val"].dim() == 0
-
-
 def incompatible_operator(context: RuleContext) -> Iterable[Finding]:
-    """An operator that PyTorch knows to break under capture: fused moving average observers of quantization, jagged conversions.
+    """An operator that breaks under capture: observers of quantization, jagged conversions, decompositions of matrices.
 
-    What it looks for: the list INCOMPATIBLE; and decompositions of matrices that wait to see whether they failed (WAITING).
+    What it looks for: the lists INCOMPATIBLE and WAITING.
     Why CUDA forbids it: their kernels wait for the GPU, or allocate by what they find there.
     Effect: it runs on the host; a decomposition refuses the build, since the code of a host region cannot call it.
-    Fix: convert the quantized model (`convert_fx` or `convert_pt2e`), so that no observer is left; pad instead of jagged tensors;
-    `torch.linalg.inv_ex` and its kind, which do not wait.
+    Fix: convert the quantized model (`convert_fx`, `convert_pt2e`); pad; `torch.linalg.inv_ex` and its kind, which do not wait.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py; _linalg_check_errors in ATen's BatchLinearAlgebra.cpp.
     """
     for node, top in context.calls():
@@ -130,12 +120,11 @@ def sparse_output(context: RuleContext) -> Iterable[Finding]:
 def deterministic_scatter(context: RuleContext) -> Iterable[Finding]:
     """Scatters while `torch.use_deterministic_algorithms(True)` is on.
 
-    What it looks for: scatter, scatter_add, scatter_reduce, index_add and index_put when the switch is on during the build.
+    What it looks for: the operators DETERMINISTIC_SCATTER when the switch is on during the build.
     Why CUDA forbids it: the deterministic implementations sort, and wait for the GPU on the way.
     Effect: it runs on the host.
     Fix: switch deterministic algorithms off for the build, or write the scatter as a matrix product with a one-hot matrix.
-    Source: the list for torch.are_deterministic_algorithms_enabled() in get_first_incompatible_cudagraph_node,
-    torch/_inductor/utils.py.
+    Source: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py.
     """
     if not torch.are_deterministic_algorithms_enabled():
         return
@@ -183,11 +172,10 @@ def host_op(context: RuleContext) -> Iterable[Finding]:
 def custom_operator(context: RuleContext) -> Iterable[Finding]:
     """An operator of another library.
 
-    What it looks for: namespaces that are not PyTorch's.  One without a fake implementation does not pass torch.export, which is
-    reported under this name, too.
-    Why CUDA cares: nobody knows what it does.  It may be recorded only if it launches all its work on the current stream, waits for
-    nothing, allocates through PyTorch, and keeps no state.
-    Effect: it is recorded as it is.  What it hides, recording in two processes and the replay at other addresses are there to find.
+    What it looks for: namespaces that are not PyTorch's.
+    Why CUDA cares: it may be recorded only if it works on the current stream, waits for nothing, allocates through PyTorch, and
+    keeps no state.
+    Effect: it is recorded as it is.  Recording in two processes and the replay at other addresses find what it hides.
     Fix: tag it `torch.Tag.cudagraph_unsafe`, or name it with --host-op, if it cannot be captured.
     Source: the notes on custom operators in the torch.library documentation.
     """

@@ -18,21 +18,16 @@ DRAWN_TOKEN = "draw with (p / torch.empty_like(p).exponential_()).argmax(-1), or
 
 
 def random_operation(context: RuleContext) -> Iterable[Finding]:
-    """An operation that draws random numbers: dropout in training, rand, bernoulli, multinomial, attention with a dropout
-    probability.
+    """An operation that draws random numbers: dropout in training, rand, bernoulli, multinomial, attention with dropout.
 
-    What it looks for: operators tagged `nondeterministic_seeded`, and attention, but for those that draw nothing (dropout outside
-    training, a probability of 0).
-    Why CUDA cares: a graph can hold random kernels if the generator is registered with it, with seed and offset in device memory
-    that is updated before each replay.  A bundle without torch has no such generator, and would draw the same numbers each time.
-    So a build lets the program compute its numbers itself, from a seed and a count of its calls that lie in its state.
-    Effect: fresh numbers at every call, not those of PyTorch's generator; `program.seed(n)` repeats them.  No bundle can be built
-    for other operators (multinomial, poisson, binomial, gamma), nor for one with a generator of its own, or with a graph of its own
-    around it, as in torch.cond.  Nor is one beside a saved program that computes random numbers already.
-    Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input; a token is
-    drawn without multinomial by `(probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)`.
-    Source: torch.Tag.nondeterministic_seeded; CUDAGeneratorImpl and torch.cuda.CUDAGraph.register_generator_state in PyTorch;
-    transforms/rng.
+    What it looks for: operators tagged `nondeterministic_seeded`, and attention, but for those that draw nothing.
+    Why CUDA cares: a bundle without torch has no generator that could be registered with a graph, and would repeat its numbers.  So
+    the program computes them itself, from a seed and a count of its calls in its state.
+    Effect: fresh numbers at every call, not PyTorch's; `program.seed(n)` repeats them.  Refused are other operators (multinomial,
+    poisson, binomial, gamma), generators of the user's, operators inside torch.cond, and a second program that computes its own.
+    Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input (DRAWN_TOKEN for
+    multinomial).
+    Source: torch.Tag.nondeterministic_seeded; torch.cuda.CUDAGraph.register_generator_state; transforms/rng.
     """
     saved = generator_buffers(context.program)
     if len(saved) + draws(context.program) > 1:
@@ -69,8 +64,7 @@ def rng_state_operation(context: RuleContext) -> Iterable[Finding]:
     What it looks for: the higher-order operators run_and_save_rng_state, run_with_rng_state and their graph-safe kind.
     Why CUDA forbids it: the state is read to and set from the CPU, which waits for the GPU; in a replay nobody sets it.
     Effect: no bundle can be built.
-    Fix: inference needs no activation checkpointing: switch it off (`model.gradient_checkpointing_disable()`, or call the module
-    itself instead of torch.utils.checkpoint).
+    Fix: inference needs no activation checkpointing: `model.gradient_checkpointing_disable()`, or call the module itself.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py.
     """
     for node, top in context.calls():
@@ -85,8 +79,7 @@ def training_mode(context: RuleContext) -> Iterable[Finding]:
     """A model in training mode that holds dropout or batch normalization, which behave differently there.
 
     What it looks for: `module.training` and modules of these kinds.
-    Why it matters: dropout draws random numbers (random-operation), batch normalization writes the statistics of the batch to its
-    buffers (mutated-buffer).  Both are built as they are, and neither is what inference usually means.
+    Why it matters: both are built as they are (random-operation, mutated-buffer), which is rarely what inference means.
     Effect: information; the other rules say what follows.
     Fix: `model.eval()`.
     Source: torch.nn.Module.eval.

@@ -28,16 +28,12 @@ SELECTS = (aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.select_
 def host_scalar(context: RuleContext) -> Iterable[Finding]:
     """A number that Python reads out of a tensor: `.item()`, `int(x)`, `float(x)`, `.tolist()`.
 
-    What it looks for: `aten.item` and `aten._local_scalar_dense`.  A read that only selects (`x[i]` with a tensor `i` of no
-    dimensions) is the rule data-dependent-select.
-    Why CUDA forbids it: the number is known only when all work before it is done, so the CPU waits (cudaStreamSynchronize).  A
-    stream that is being captured cannot be waited for, and a replay has no CPU that could wait.  ("Prohibited and Unhandled
-    Operations" in the CUDA programming guide, error cudaErrorStreamCaptureUnsupported.)
-    Effect: the read, and every operation that takes the number, run on the host, between two graphs.  torch.compile gives up CUDA
-    graphs for the whole function instead, or breaks the graph.
+    What it looks for: `aten.item` and `aten._local_scalar_dense`, but for reads that only select (data-dependent-select).
+    Why CUDA forbids it: the CPU waits for the number; a stream under capture cannot be waited for, and a replay has no CPU that
+    could.  ("Prohibited and Unhandled Operations" in the CUDA programming guide, error cudaErrorStreamCaptureUnsupported.)
+    Effect: the read, and every operation that takes the number, run on the host, between two graphs.
     Fix: keep the number as a tensor of no dimensions: `x * x.max()` is what `x * x.max().item()` is.
-    Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py names aten._local_scalar_dense; its
-    get_first_incompatible_cudagraph_node flags every value with an unbacked symbol, and a read makes one.
+    Source: FORBIDDEN_CUDAGRAPH_OPS and get_first_incompatible_cudagraph_node in torch/_inductor/utils.py.
     """
     for node, top in context.calls():
         if node.target in READS and not selects(node):
@@ -59,10 +55,9 @@ def selects(node: Node) -> bool:
 def assert_scalar(context: RuleContext) -> Iterable[Finding]:
     """An assertion about a number that depends on data.
 
-    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`, but for those at the line that made the number or size.
-    torch.export adds these, also for `torch._check`, and they belong to a finding that is listed.
-    Why CUDA forbids it: the CPU would have to know the number: see host-scalar.  An assertion about declared dimensions alone costs
-    nothing: it was decided when the bundle was built.
+    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`.  Not those that torch.export adds at the line that made
+    the number or size: these belong to another finding.
+    Why CUDA forbids it: the CPU would have to know the number (host-scalar).
     Effect: none by itself: it goes to the host with the number that it is about, or away.
     Fix: none needed; `torch._assert_async` asserts on the GPU.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py names aten._assert_scalar.
@@ -82,15 +77,11 @@ def assert_scalar(context: RuleContext) -> Iterable[Finding]:
 def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
     """Python that branches on the value of a tensor: `if x.sum() > 0:`, `while error > bound:`, `assert mask.all()`.
 
-    What it looks for: Python asks a tensor for its truth while the model is exported, when tensors hold no data.  The export goes
-    on as the example inputs did, so that one run finds what comes after, too.
-    Why CUDA forbids it: a graph is a fixed order of kernels; and torch.export records one path through Python, so the other path
-    would be missing from any artifact.
+    What it looks for: Python asks a tensor for its truth during the export, which then goes on as the example inputs did.
+    Why CUDA forbids it: a graph is a fixed order of kernels, and torch.export records one path through Python.
     Effect: no bundle can be built.
-    Fix: compute both sides and choose: `torch.where(condition, a, b)`; or `torch.cond(condition, true_fn, false_fn, operands)`,
-    which runs on the host between two graphs.  An assertion: `torch._assert_async(condition)`.
-    Source: torch.export refuses it as GuardOnDataDependentSymNode; "Control flow - Cond" in the torch documentation; the CUDA
-    programming guide has conditional nodes, which no capture by PyTorch makes.
+    Fix: `torch.where(condition, a, b)`; or `torch.cond`, which runs on the host; for an assertion `torch._assert_async(condition)`.
+    Source: torch.export refuses it as GuardOnDataDependentSymNode; "Control flow - Cond" in the torch documentation.
     """
     for obstacle in context.obstacles("data-dependent-branch"):
         yield finding(

@@ -27,7 +27,8 @@ FIXES = {
 }
 """What to write instead, by operator."""
 
-_HIGHER = torch._ops.HigherOrderOperator
+CALLED = {"index": "indexing with a boolean mask", "_unique2": "unique", "_pack_padded_sequence": "packing a sequence"}
+"""Operators in words."""
 
 FIX = "pad to a fixed size, and pass a mask or a length as a tensor"
 
@@ -35,21 +36,21 @@ FIX = "pad to a fixed size, and pass a mask or a length as a tensor"
 def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
     """An operation whose result has a size that depends on the values of its inputs: nonzero, `x[mask]`, unique, bincount, ...
 
-    What it looks for: a value with an unbacked symbol of export in its sizes, strides or offset that none of the operation's inputs
-    has; outputs of the model with such a size.
-    Why CUDA forbids it: the host must learn the size before it can allocate the result and choose the grid of the next kernel.  It
-    waits for the stream, which a capture forbids; and a recorded kernel has its grid and its addresses fixed.
-    Effect: it and everything that takes such a value run on the host, until sizes are known again (a sum, say).  As an output of
-    the model (severity refuse): a bundle states the shape of every output.
+    What it looks for: a value with an unbacked symbol in its sizes, strides or offset that no input has; outputs with such a size.
+    Why CUDA forbids it: the host waits for the size to allocate the result and choose the next grid; a recorded kernel has both
+    fixed.
+    Effect: it and what takes such a value run on the host, until sizes are known again.  An output is refused: a bundle states its
+    shape.
     Fix: see FIXES: a mask instead of a selection, a fixed size and padding, a length as a tensor.
-    Source: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py (free_unbacked_symbols of a node's value), and
-    "unbacked binding ops" in Scheduler.should_partition, torch/_inductor/scheduler.py.
+    Source: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py; "unbacked binding ops" in Scheduler.should_partition,
+    torch/_inductor/scheduler.py.
     """
     for node, top in context.calls():
-        if has_tensor(node) and born(node) and node.target not in SELECTS and not isinstance(node.target, _HIGHER):
+        nested = isinstance(node.target, torch._ops.HigherOrderOperator)
+        if has_tensor(node) and born(node) and node.target not in SELECTS and not nested:
             name = operator(node)
             yield finding(
-                "data-dependent-shape", HOST, f"{_called(name)} gives a result whose size depends on data", node,
+                "data-dependent-shape", HOST, f"{CALLED.get(name, name)} gives a result whose size depends on data", node,
                 context.effect(top), FIXES.get(name, FIX), top,
             )  # fmt: skip
     for node, name in outputs(context):
@@ -68,14 +69,11 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
 def data_dependent_select(context: RuleContext) -> Iterable[Finding]:
     """A position that a tensor holds: `x[i]`, `x[:n]`, `x.narrow(0, i, 1)` with tensors of no dimensions.
 
-    What it looks for: a number that the CPU reads out of a tensor (see host-scalar) and uses as an index or a bound only.
-    Why CUDA forbids it: PyTorch makes a view, whose address (the storage offset) the host must know; it reads the number and waits
-    for the GPU.  A recorded kernel has its addresses fixed.
+    What it looks for: a number that the CPU reads out of a tensor (host-scalar) and uses as an index or a bound only.
+    Why CUDA forbids it: the host waits for the address of the view that PyTorch makes; a recorded kernel has its addresses fixed.
     Effect: the read, the view and what is computed from it run on the host.
-    Fix: `x.index_select(0, i.reshape(1)).squeeze(0)` or torch.gather read the position on the GPU; for a bound, compare
-    `torch.arange(len) < n` and mask.
-    Source: unbacked symbols in the storage offset, as in data-dependent-shape: get_first_incompatible_cudagraph_node in
-    torch/_inductor/utils.py.
+    Fix: `x.index_select(0, i.reshape(1)).squeeze(0)` or torch.gather; for a bound, compare `torch.arange(len) < n` and mask.
+    Source: unbacked symbols in the storage offset: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py.
     """
     for node, top in context.calls():
         if node.target in READS and selects(node):
@@ -96,9 +94,3 @@ def outputs(context: RuleContext) -> Iterable[tuple[Node, str]]:
     (last,) = [node for node in context.program.graph.nodes if node.op == "output"]
     names = context.exported.flat.names
     return [(node, name) for node, name in zip(last.args[0][-len(names) :], names, strict=True) if isinstance(node, Node)]
-
-
-def _called(name: str) -> str:
-    return {"index": "indexing with a boolean mask", "_unique2": "unique", "_pack_padded_sequence": "packing a sequence"}.get(
-        name, name
-    )

@@ -42,8 +42,7 @@ def too_many_keys(sizes: Mapping[str, tuple[int, ...]], limit: int) -> Iterable[
     """More int_keys than are built without being asked.
 
     What it looks for: the product of the sizes of the declared dimensions.
-    Why it matters: every int_key is a recording of every graph region: tables, an exam, seconds of build time.  (Weights and the
-    arena are shared by all.)
+    Why it matters: every int_key is a recording of every graph region: tables, an exam, seconds of build time.
     Effect: `cgcompile build` refuses until it is told with --max-keys.
     Fix: fewer sizes: `cgcompile sizes` chooses those that waste the least padding on a trace of requests.
     Source: PyTorch warns in the same place: cudagraph_dynamic_shape_warn_limit in torch/_inductor/config.py.
@@ -60,17 +59,13 @@ def small_region(nodes: Sequence[Node]) -> Iterable[Finding]:
     """Operations that could be in a graph, and run in the host region around them.
 
     What it looks for: what the partitioner merged into a host region: a graph of a few kernels between two host regions.
-    Why it matters: a graph costs a launch, the copies to and from it, and a wait for the GPU; a few small operations cost less
-    where the tensors are.
+    Why it matters: a graph costs a launch, copies and a wait for the GPU; a few small operations cost less where the tensors are.
     Effect: none on results.
     Fix: none needed; removing the obstacles around it removes the host regions.
-    Source: SMALL in cgcompile/partition/split.py; cudagraph_min_partition_size in torch/_inductor/config.py is the same idea.
+    Source: SMALL in cgcompile/partition/split.py; cudagraph_min_partition_size in torch/_inductor/config.py.
     """
+    count = f"{len(nodes)} operation{'' if len(nodes) == 1 else 's'}"
     yield finding(
-        "small-region", NOTE, f"{_counted(len(nodes))} between host regions, too few for a graph", nodes[0],
+        "small-region", NOTE, f"{count} between host regions, too few for a graph", nodes[0],
         "they run on the host, with what is around them", "remove the obstacles around them",
     )  # fmt: skip
-
-
-def _counted(number: int) -> str:
-    return f"{number} operation{'' if number == 1 else 's'}"

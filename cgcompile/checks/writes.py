@@ -10,6 +10,7 @@ from torch.fx import Node
 from cgbundle.format.schema import Finding
 from cgbundle.tensors.overlap import folds, reach, shared
 
+from ..export.functionalization import state_buffers
 from ..export.weights import weight_placeholders
 from ..model.flat_module import PREFIX
 from ..model.module_attributes import ATTRIBUTE_FIX
@@ -24,18 +25,17 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
     """A buffer that forward() writes to: a cache, running statistics, a counter.
 
     What it looks for: the buffers that the functional form of the program gives new values.
-    Why CUDA cares: a graph's replay writes to the same address each time, which is what a cache wants.  Such a buffer is state, in
-    memory of its own that every session has for itself and all int_keys share.  It starts with what the model's buffer held at the
-    build; `program.state` and `program.reset()` read, write and reset it.
-    Effect: a call is neither padded nor cut, since padding would be written, too.  (Buffers that share memory are refused:
-    torch.export cannot follow writes to them.)
+    Why CUDA cares: a replay writes to the same address each time.  Such a buffer is state of a session, in memory that all int_keys
+    share.  It starts as the model's buffer was at the build; `program.state` and `program.reset()` read, write and reset it.
+    Effect: a call is neither padded nor cut, since padding would be written, too.
     Fix: none needed; or return the new value as an output, and pass it in as an input.
-    Source: check_for_mutation in torch/_inductor/cudagraph_utils.py excepts static inputs (buffers); ExportGraphSignature.
+    Source: check_for_mutation in torch/_inductor/cudagraph_utils.py excepts static inputs (buffers).
     """
-    for target in sorted(set(context.functionalized.buffers_to_mutate.values())):
+    placeholders = {target: name for name, target in context.program.graph_signature.inputs_to_buffers.items()}
+    for target in state_buffers(context.functionalized):
         yield finding(
             "mutated-buffer", NOTE, f"forward() writes to the buffer {target.removeprefix(PREFIX)!r}",
-            _writer(context, _input_of(context, target)), "it is state of a session; no call is padded or cut",
+            _writer(context, placeholders.get(target, "")), "it is state of a session; no call is padded or cut",
             f"none needed; or {RETURN}",
         )  # fmt: skip
 
@@ -43,13 +43,11 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
 def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
     """An attribute that forward() changes and that is no buffer: a counter in Python, a tensor kept for the next call.
 
-    What it looks for: attributes of modules that are others after a call than before, at the second call with the same inputs, too
-    (model/module_attributes.py).
+    What it looks for: attributes of modules that the second call with the same inputs changes, too (model/module_attributes.py).
     Why CUDA cares: a replay runs kernels and no Python; the attribute would stay what it was when the model was traced.
     Effect: no bundle can be built: its results would be those of the first call for ever.
     Fix: `self.register_buffer(name, torch.zeros(()))`, and write to it: that is state, and kept from call to call.
-    Source: torch.export traces Python once ("attributes assigned during export"); torch.compile guards on such attributes and
-    compiles again.
+    Source: torch.export traces Python once ("attributes assigned during export").
     """
     for obstacle in context.obstacles("mutated-attribute"):
         yield finding(
@@ -62,10 +60,9 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
     """An input that forward() writes to.
 
     What it looks for: the inputs that the functional form of the program gives new values.
-    Why CUDA cares: a graph writes to its own static copy of the input.  The runtime copies that back to the caller's tensor, so
-    that it changes as in eager PyTorch.  A call is neither padded nor cut: a part of a tensor would be left as it was.
-    Effect: every call costs the copy back.  No bundle can be built for an input whose elements share memory, with each other or
-    with another input: there, in eager PyTorch, a write shows elsewhere too.  PyTorch skips CUDA graphs for the whole function.
+    Why CUDA cares: a graph writes to its own static copy, which the runtime copies back to the caller's tensor.
+    Effect: the copy back, and a call is neither padded nor cut.  Refused is an input whose elements share memory, with each other
+    or another input: there a write shows elsewhere too.
     Fix: none needed; or clone the input before writing, and return the result.
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
@@ -84,10 +81,9 @@ def overlapping_input(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: the example inputs: a stride of 0 along an axis longer than 1, and two inputs in one storage.
     Why CUDA cares: a graph reads its inputs from static buffers, each of its own and dense; the sharing is gone.
-    Effect: none on results as long as nothing writes to these inputs (mutated-input refuses that); an expanded input is copied out.
+    Effect: none on results while nothing writes to them (mutated-input refuses that); an expanded input is copied out.
     Fix: pass the small tensor, and expand it inside forward().
-    Source: the handling of expanded dimensions (get_expanded_dims) in torch/_inductor/compile_fx.py, and check_memory_overlap in
-    PyTorch.
+    Source: get_expanded_dims in torch/_inductor/compile_fx.py, and check_memory_overlap in PyTorch.
     """
     owners: dict[int, str] = {}
     for name, tensor in context.exported.flat.like.leaves:
@@ -109,10 +105,8 @@ def aliased_output(context: RuleContext) -> Iterable[Finding]:
     """An output that is an input or a weight, or a view of one.
 
     What it looks for: outputs of the program that share memory with one of its inputs, before anything is lowered.
-    Why CUDA cares: a graph's inputs lie in static buffers that the next call overwrites; PyTorch tracks such aliases with weak
-    references and rebuilds the views from the caller's tensors.
-    Effect: the output is the caller's own tensor or a view of it, or of the weight or state in the runtime's memory, also where
-    others are copied.  What is written to one shows in the other, as in eager PyTorch.
+    Why CUDA cares: a graph's inputs lie in static buffers that the next call overwrites.
+    Effect: the output is the caller's own tensor, the weight or the state, or a view of it: a write to one shows in the other.
     Fix: none needed; clone it in forward() for a tensor that nothing else changes.
     Source: OutputAliasInfo in torch/_inductor/cudagraph_trees.py.
     """
@@ -162,11 +156,6 @@ def _shared(context: RuleContext, placeholder: str) -> str:
     if folds(found[own]):
         return "itself (it is expanded)"
     return next((f"the input {leaves[other][0]!r}" for _, other in shared(found, [own])), "")
-
-
-def _input_of(context: RuleContext, buffer: str) -> str:
-    """The placeholder of a buffer."""
-    return next((name for name, target in context.program.graph_signature.inputs_to_buffers.items() if target == buffer), "")
 
 
 def _writer(context: RuleContext, placeholder: str) -> Node | None:

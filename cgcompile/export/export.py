@@ -79,11 +79,8 @@ def _past_branches(
     sizes: Mapping[str, tuple[int, ...]],
     calls: list[SideEffects],
 ) -> tuple[ExportedProgram, tuple[Obstacle, ...]]:
-    """The program and the obstacles.
-
-    A branch on a number that Python read out of a tensor stops the export.  It is made again with that number as eager PyTorch had
-    it, so that the checks see what comes after.
-    """
+    """A branch on a number that Python read out of a tensor stops the export.  It is made again with the number that eager PyTorch
+    had, so that the checks see what comes after."""
     passed: list[Obstacle] = []
     while True:
         try:
@@ -117,9 +114,7 @@ def _make_dense(model: torch.nn.Module) -> None:
 
 
 def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
-    """Runs the model at its smallest and largest sizes.  Raises size-excluded where it fails in eager PyTorch,
-    structure-unsupported where the nesting of its result depends on a size.
-    """
+    """Runs the model at its smallest and largest sizes.  Raises size-excluded, structure-unsupported."""
     results, shapes = [], []
     for pick in (0, -1):
         chosen = {name: values[pick] for name, values in sizes.items()}

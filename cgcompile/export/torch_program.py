@@ -18,8 +18,7 @@ from torch.fx import GraphModule, Node
 
 
 def copied_graph(program: ExportedProgram) -> GraphModule:
-    """A copy of a program's graph whose nodes have the same names: a plain copy renames those called as Python's own functions are,
-    such as "input"."""
+    """A copy of a program's graph whose nodes keep their names: a plain copy renames those called as Python's own functions are."""
     made = copy.deepcopy(program.graph_module)
     for old, new in zip(program.graph.nodes, made.graph.nodes, strict=True):
         new.name = old.name
@@ -33,8 +32,7 @@ def with_graph(
     input_specs: Sequence[InputSpec] | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> ExportedProgram:
-    """`program` with the graph of `root`, in which outputs have new names where `renamed` says so.  Weights are shared, not copied;
-    `input_specs` and `state_dict` where they are others."""
+    """`program` with the graph of `root`, whose outputs have new names where `renamed` says so.  Weights are shared, not copied."""
     signature = program.graph_signature
     result = ExportedProgram(
         root=root,

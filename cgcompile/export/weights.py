@@ -13,9 +13,9 @@ def weight_tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
-_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def weight_placeholders(program: ExportedProgram) -> dict[str, str]:
     """Name of a placeholder -> name of its parameter, buffer or constant in the program."""
-    return {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.kind in _KINDS}
+    return {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.kind in WEIGHT_KINDS}

@@ -227,17 +227,14 @@ class DeviceTracking(TorchFunctionMode):
 
 _OTHER = {HOST: DEVICE, DEVICE: HOST}
 
-_CROSSING = frozenset({
-    torch.Tensor.copy_, torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.Tensor.index_put,
-    torch._VF._pack_padded_sequence, torch.tensor_split, torch.Tensor.tensor_split,
-})  # fmt: skip
-"""What takes tensors of both places in PyTorch, too: copies, and indices and lengths on the host."""
-
 _AT_FIRST = frozenset({
     torch.Tensor.copy_, torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.Tensor.index_put,
     torch._VF._pack_padded_sequence,
 })  # fmt: skip
 """What runs where its first tensor is."""
+
+_CROSSING = _AT_FIRST | {torch.tensor_split, torch.Tensor.tensor_split}
+"""What takes tensors of both places in PyTorch, too: copies, and indices and lengths on the host."""
 
 _Handler = Callable[[DeviceTracking, Any, list[Any], dict[str, Any]], Any]
 
@@ -295,8 +292,7 @@ def track_devices(inputs: Sequence[torch.Tensor], earlier: SideEffects, known: S
 
 
 def _noted(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls an operation.  While it is traced, what it adds to the graph gets the user's innermost line: torch notes lines of
-    functions called forward alone."""
+    """Calls an operation.  What it adds to a traced graph gets the user's innermost line: torch notes lines of forward() alone."""
     mode = get_proxy_mode()
     if mode is None:
         return func(*args, **kwargs)

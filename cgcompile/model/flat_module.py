@@ -35,8 +35,6 @@ class FlatModule(torch.nn.Module):
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
 
-    __module__ = "cgcompile.flat"  # stored programs name it: they must not change with the place of this file
-
     def __init__(self, model: torch.nn.Module, like: Sample) -> None:
         super().__init__()
         self.model = model
@@ -104,8 +102,7 @@ class Reference(Protocol):
 
 
 class BufferSnapshot:
-    """What the buffers of a module hold at first, so that runs of the model change nothing in it: a model may write to them, or
-    assign others.  Names are without `prefix`."""
+    """What the buffers of a module hold at first, for runs that change nothing in the model.  Names are without `prefix`."""
 
     def __init__(self, module: torch.nn.Module, prefix: str = "") -> None:
         self._rows: list[tuple[str, Any, str, torch.Tensor, torch.Tensor]] = []
@@ -137,11 +134,8 @@ class BufferSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagerResult:
-    """What eager PyTorch left after its last call.
-
-    `given` are the copies of the inputs that it ran on; an output may be one of these.  `state` is what the buffers hold, by their
-    names in the user's module.
-    """
+    """What eager PyTorch left after its last call.  `given`: the copies of the inputs that it ran on; an output may be one of
+    these.  `state`: what the buffers hold, by their names in the user's module."""
 
     outputs: tuple[torch.Tensor, ...]
     given: tuple[torch.Tensor, ...]

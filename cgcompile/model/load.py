@@ -51,8 +51,7 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
 
 
 def load_code(code: str) -> None:
-    """Imports `Source.code`, which may register operators, without making the model: for processes that load the exported program.
-    Raises source-missing, source-invalid."""
+    """Imports `Source.code`, which may register operators, without making the model.  Raises source-missing, source-invalid."""
     if code.endswith(".py"):
         _load_file(code)
     elif code:

@@ -57,10 +57,8 @@ def _mark(value: Any, deep: int) -> Any:
 
 
 def assignment_place(model: torch.nn.Module, name: str) -> tuple[str, str]:
-    """(file:line, source line) of the first assignment to an attribute in the class of its module outside __init__.
-
-    Else of its forward(); ("", "") where there is no source to read.
-    """
+    """(file:line, source line) of the first assignment to an attribute in the class of its module outside __init__, else of its
+    forward(); ("", "") without source."""
     path, _, leaf = name.rpartition(".")
     kind = type(model.get_submodule(path))
     try:

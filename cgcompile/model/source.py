@@ -51,8 +51,7 @@ class Sample:
 
 
 def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample:
-    """The inputs at `sizes`, drawn after seeding torch with `seed`.  Raises source-invalid when inputs() fails or gives
-    something that is no input."""
+    """The inputs at `sizes`, drawn after seeding torch with `seed`.  Raises source-invalid when inputs() fails or gives none."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         given = call_user(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 
 
@@ -60,10 +61,7 @@ def _strongly_connected(after: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _ordered(components: Sequence[tuple[int, ...]], after: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
-    """Components in the order that the edges allow which is nearest to the original one: of those that are free, the one whose
-    first operation comes first."""
-    import heapq
-
+    """Components in the order nearest to the original one: of those that are free, the one whose first operation comes first."""
     component_of = {member: number for number, component in enumerate(components) for member in component}
     readers = [
         {component_of[reader] for member in component for reader in after[member]} - {number}

@@ -27,8 +27,7 @@ class Crossing:
 
 
 def crossings(partition: Partition, modules: Sequence[GraphModule]) -> tuple[Crossing, ...]:
-    """Every value that crosses, by target region in their order; `modules` are `region_modules` at the key.  An input that the
-    program returns as it is crosses nothing."""
+    """Every value that crosses, by target region in their order; `modules` are `region_modules` at the key."""
     maker = {name: region for region in partition.regions for name in region.outputs}
     sides = {(name, "graph") for name in partition.inputs} | {(name, region.kind) for name, region in maker.items()}
     bytes_of = _bytes(partition, modules)

@@ -1,15 +1,14 @@
 """The cuts: operations of two kinds and their dependencies -> the fewest alternating layers.  Pure Python.
 
 **The minimum.**  Number the layers from 1 and let the kind of the first one be given; the kinds then alternate.  Give every
-operation the smallest number that its kind allows and that is not below those of its dependencies (`_earliest`).  By induction
-along the order no valid numbering gives a smaller one.  So the largest number is the fewest layers with this first kind, and the
-better of the two first kinds is the minimum.  (A first layer that stays empty means that no numbering starts with that kind.)
+operation the smallest number that its kind allows and that is not below those of its dependencies (`_earliest`).  By induction no
+valid numbering gives a smaller one.  So the largest number is the fewest layers with this first kind, and the better of the two
+first kinds is the minimum.  (A first layer that stays empty means that no numbering starts with that kind.)
 
-**The choice among minimal ones.**  `_settle` goes backwards from the last operation.  Each takes the largest number that is not
-above those of what depends on it, nor above the layer that the original order had reached: nothing moves without need.  An
-operation of kind "either" takes a graph layer wherever its range holds one.  One of kind "host" takes its smallest number: host
-operations that read the same are best in one layer.  This is greedy: another choice may have one operation of kind "either" fewer
-on the host.
+**The choice among minimal ones.**  `_settle` goes backwards.  Each operation takes the largest number that is not above those of
+what depends on it, nor above the layer that the original order had reached.  One of kind "either" takes a graph layer wherever its
+range holds one.  One of kind "host" takes its smallest number: host operations that read the same are best in one layer.  This is
+greedy: another choice may have one operation of kind "either" fewer on the host.
 """
 
 from __future__ import annotations
@@ -50,12 +49,10 @@ def cut(
 ) -> tuple[Layer, ...]:
     """The fewest layers that alternate between graph and host and respect `edges`, pairs (earlier, later) of positions.
 
-    `small`: a graph layer between two host layers that weighs less is given up.  Its operations that can be in no other graph layer
-    run on the host.  Each of kind "graph" weighs 1, or as `weights` says.  A copy to the host and back takes about 20 us with its
-    synchronization, a small kernel 2 to 5 us.  The first and the last graph layer stay: the call's values cross there anyhow.  Of
-    several small ones the largest stays where else none would be left.
-
-    Raises ValueError for an edge that does not point forward: the operations have to stand in a valid order.
+    `small`: a graph layer between two host layers that weighs less is given up, the lightest first, while another graph is left.
+    The first and the last one stay: the call's values cross there anyhow.  Each operation of kind "graph" weighs 1, or as `weights`
+    says.  A copy to the host and back takes about 20 us, a small kernel 2 to 5 us.  Raises ValueError for an edge that does not
+    point forward.
     """
     before: list[list[int]] = [[] for _ in kinds]
     for earlier, later in edges:
@@ -125,8 +122,7 @@ def _latest(kinds: Sequence[Kind], after: Sequence[Sequence[int]], first: Side, 
 
 
 def _settle(kinds: Sequence[Kind], after: Sequence[Sequence[int]], first: Side, earliest: Sequence[int]) -> list[int]:
-    """Numbers between the earliest and what the readers allow.  They are valid: a number is never above its readers', and never
-    below its own earliest, which is not above any reader's earliest."""
+    """Numbers between the earliest and what the readers allow: never above a reader's number, nor below the own earliest."""
     reached, running = [], 1
     for number in earliest:
         running = max(running, number)

@@ -1,8 +1,7 @@
 """Dependencies of a program: the operations that run in one region, what depends on what, and what is recomputed where it is read.
 
-A number of the host (`.item()`) and a tensor whose size depends on data are *recomputed*: every host region that reads one computes
-it, from tensors of fixed size.  So they never cross between regions.  Where memory is written to, computing twice could see
-different contents: there they are operations like others, tied to all that reads them.
+A number of the host and a tensor whose size depends on data are *recomputed* in every host region that reads them: they never
+cross.  Where memory is written to, a second computation could differ: there they are operations like others, tied to all readers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Regions isolated from each other, for one int_key: what a graph recorder and the host's compiler start from.
 
-What crosses between the host and a GPU is copied as bytes: the region that makes such a tensor makes it contiguous.  And a region
-hands out no view of what it was given: two values of a program never share memory.
+What crosses is copied as bytes, so its maker makes it contiguous.  A region hands out no view of what it was given.
 """
 
 from __future__ import annotations

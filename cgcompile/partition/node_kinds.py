@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ModelError
+from ..export.weights import WEIGHT_KINDS
 from ..model.device_markers import marker
 from ..model.user_code import is_user_file
 
@@ -43,8 +44,6 @@ class NodeKind(Enum):
     OPERATION = "operation"
     OUTPUT = "output"
 
-
-WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 SCALAR_CHECKS = (
     aten._assert_scalar.default,
@@ -70,7 +69,7 @@ def node_kinds(program: ExportedProgram) -> NodeKinds:
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = kinds[node.name]
-            if spec.kind in WEIGHTS:
+            if spec.kind in WEIGHT_KINDS:
                 made[node] = NodeKind.WEIGHT
             elif spec.kind is InputKind.USER_INPUT:
                 made[node] = NodeKind.INPUT if isinstance(spec.arg, TensorArgument) else NodeKind.NUMBER
@@ -126,8 +125,7 @@ def _of_call(node: Node, made: NodeKinds) -> NodeKind:
 
 
 def unbacked(value: Any) -> bool:
-    """Whether a value depends on data by itself (a number) or in its sizes (a tensor).  Where in memory a tensor of fixed size
-    begins does not matter (`x[:, i]`, i a number of the host): what crosses is copied."""
+    """Whether a value depends on data by itself (a number) or in its sizes (a tensor); not in where a tensor begins."""
     leaves = tree_leaves(value)
     sizes = [(*leaf.shape, *leaf.stride()) for leaf in leaves if isinstance(leaf, torch.Tensor) and _strided(leaf)]
     numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]

@@ -32,12 +32,9 @@ DIRECT = ("cond", "wrap_with_set_grad_enabled", "wrap_with_autocast")
 def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequence[torch.Tensor]) -> tuple[GraphModule, ...]:
     """One module per region of `partition`, for the int_key whose inputs have the sizes of `tensors` (their values are not read).
 
-    `module(*inputs) -> tuple of outputs`, tensors in the order of the region's `inputs` and `outputs`.  Weights are attributes
-    under their names in the program, the program's own tensors.  A placeholder's `meta["val"]` is a fake tensor of its shape,
-    strides and dtype at this key, and so is every other node's whose size is known.  A region never writes to its inputs: one that
-    it would is cloned first.  A region without operations returns its inputs.
-
-    Raises inputs-unlike.
+    `module(*inputs) -> tuple of outputs`, in the order of the region's names.  Weights are attributes under their names in the
+    program, the program's own tensors.  `meta["val"]` of a node whose size is known is a fake tensor of its shape, strides and
+    dtype at this key.  A region clones an input before it writes to it.  Raises inputs-unlike.
     """
     known = node_kinds(program)
     sizes = bindings(program, tensors)
@@ -103,8 +100,7 @@ class _ModuleBuilder:
         return self._described(self.graph.get_attr(target), node)
 
     def _call_higher_order(self, node: Node) -> Node:
-        """A higher-order operator with copies of its modules.  Numbers that it gave them are constants inside: torch cannot export
-        an operator that is given Python numbers."""
+        """Numbers become constants in copies of its modules: torch cannot export an operator that is given Python numbers."""
         modules = {
             source: specialized(getattr(self.program.graph_module, str(source.target)), self.sizes)
             for source in node.all_input_nodes

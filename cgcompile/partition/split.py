@@ -44,9 +44,8 @@ DATA = "needs a value that depends on data"
 class PlannedRegion:
     """A region before it is lowered.  `reason`: why the operations of a host region are there, "" for a graph.
 
-    `nodes`: names in the program's graph, in its order, of all that is computed there, recomputed ones included (dependencies.py).
-    `operations`: those that compute something (no markers, assertions or arithmetic on numbers); none: the region hands its inputs
-    on.  `inputs` and `outputs`: the tensors that cross, by the names of the nodes that make them.
+    `nodes`: names, in the program's order, of what is computed there.  `operations`: those that are more than markers, assertions
+    or arithmetic on numbers; none: inputs are handed on.  `inputs` and `outputs`: the tensors that cross, by their makers' names.
     """
 
     name: str
@@ -68,8 +67,7 @@ class MergedGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Regions in the order in which they run; there is at least one.  `inputs` and `outputs`: the values of the call in the
-    signature's order; an output is made by a region, or is an input by its name."""
+    """Regions in the order in which they run, at least one.  `inputs` and `outputs`: the call's values in the signature's order."""
 
     regions: tuple[PlannedRegion, ...]
     merged: tuple[MergedGraph, ...]
@@ -80,10 +78,8 @@ class Partition:
 def partition(program: ExportedProgram, placements: Mapping[str, str], small: int = SMALL) -> Partition:
     """The regions of `program`; `placements` are the nodes that must be on the host, with the reasons.
 
-    On the host are also: what reads a data-dependent value, control flow, copies to the host, and whatever writes tie to one of
-    these.  A name inside a module of a higher-order operator places the operator.
-
-    Raises node-unknown, program-unsupported, data-dependent-output.
+    So are what reads a data-dependent value, control flow, copies to the host, and what writes tie to these.  A name inside a
+    module of a higher-order operator places the operator.  Raises node-unknown, program-unsupported, data-dependent-output.
     """
     known = node_kinds(program)
     placed = _placed(program, known, placements)
@@ -238,8 +234,7 @@ def _partition(
 
 
 def value_of(node: Node) -> Node:
-    """The node whose value a node hands on: a marker to_device is another name of what it is given.  (to_host is a value of its
-    own: the copy in host memory.)"""
+    """The node whose value a node hands on: to_device is another name of what it is given.  (to_host is a copy.)"""
     while marker(node) == "to_device":
         source = node.args[0]
         assert isinstance(source, Node)

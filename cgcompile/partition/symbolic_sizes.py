@@ -17,8 +17,7 @@ from ..errors import BuildError
 from .node_kinds import is_free
 
 LIGHT = 16384
-"""Elements that an operation may read and write to be as quick on the host as a small kernel: 4 bytes each at 10 GB/s, about 7 us.
-"""
+"""Elements of an operation that is as quick on the host as a small kernel: 4 bytes each at 10 GB/s, about 7 us."""
 
 Bindings = Mapping[Any, int]
 """A number for each of export's symbols."""

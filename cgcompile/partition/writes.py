@@ -101,8 +101,7 @@ def _shown(node: Node) -> list[Node]:
 
 
 def _targets(node: Node, module: GraphModule) -> tuple[Node, ...]:
-    """The nodes whose memory a node writes to.  A higher-order operator one of whose modules writes to something that it is given
-    counts as writing to all of it."""
+    """The nodes whose memory a node writes to: all that a higher-order operator is given, if one of its modules writes to some."""
     if higher_order(node) and any(_writes_outside(part) for part in inner_modules(node, module)):
         return tuple([source for source in node.all_input_nodes if source.op != "get_attr"])
     return writes_to(node)
@@ -131,8 +130,7 @@ def _order(accesses: Sequence[Node], writers: set[Node]) -> list[tuple[Node, Nod
 def _together(
     members: Sequence[Node], accesses: Sequence[Node], writers: set[Node], known: NodeKinds, place: dict[Node, int]
 ) -> list[tuple[Node, ...]]:
-    """The accesses fall into segments, each begun by the maker or by a write that makes a new value; one set per segment that other
-    writes bind."""
+    """One set per segment that other writes bind: the maker, or a write that makes a new value, begins a segment."""
     found: list[tuple[Node, ...]] = []
     segment: list[Node] = []
     given = any(known[member] in _GIVEN for member in members)

@@ -1,8 +1,7 @@
 """Operators of a host region that its code cannot call become the operations that they are written with.
 
-The code of a host region runs without Python, where a custom operator would have to be called through the interpreter that
-registered it.  One that PyTorch can trace is traced; any other is refused.  A few of PyTorch's own, which
-AOTInductor has no C interface for, are spelled out (SPELLED).
+That code runs without Python, which a custom operator needs.  One that PyTorch can trace is traced; any other is refused.  A few of
+PyTorch's own, which AOTInductor has no C interface for, are spelled out (SPELLED).
 
 Private interface (torch 2.11, 2.13): `torch._library.custom_ops`, for the Python functions behind `torch.library.custom_op`.
 """

@@ -50,9 +50,8 @@ _Pair = tuple[int, str, int, str]
 def find_aliases(exported: Exported, outputs: Sequence[TensorSpec], state: Sequence[str]) -> tuple[OutputAlias, ...]:
     """What the outputs share at the sizes of every int_key; the model runs once where they share nothing.
 
-    `state`: the buffers that the program writes to, by their names in it.
-
-    Raises outputs-shared where it differs between sizes, or where two outputs overlap and neither holds the other.
+    `state`: the buffers that the program writes to.  Raises outputs-shared where it differs between sizes, or where two outputs
+    overlap and neither holds the other.
     """
     keys = all_keys(exported.sizes)
     changed = frozenset(name.removeprefix(PREFIX) for name in state)

@@ -152,8 +152,7 @@ def _range(tensor: torch.Tensor, shape: Sequence[object], name: str, start: int,
 
 
 def _negated(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats with the opposite sign (a maximum over positive inputs would not notice zeros); masks of zeros and ones as they
-    are."""
+    """Floats with the opposite sign (a maximum over positive inputs would not notice zeros); masks of zeros and ones unchanged."""
     if not tensor.dtype.is_floating_point or bool(((tensor == 0) | (tensor == 1)).all()):
         return tensor
     return -tensor

@@ -54,10 +54,8 @@ def prepare(exported: Exported, signature: Signature, functionalized: ExportGrap
 
 
 def _exam_calls(exported: Exported, reference: Reference, state: Sequence[str]) -> int:
-    """Twice for a model with state: only the second call shows whether it begins where the first one ended.
-
-    Once where eager PyTorch fails at that, as with a cache that one call fills.
-    """
+    """Twice for a model with state: only the second call shows whether it begins where the first one ended.  Once where eager
+    PyTorch fails at that, as with a cache that one call fills."""
     if not state:
         return 1
     for key in all_keys(exported.sizes):

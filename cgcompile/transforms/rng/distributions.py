@@ -40,8 +40,7 @@ DIGITS = {torch.float16: 11, torch.bfloat16: 8}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """The random words of one call of a program.  `shared`: what philox.schedule gives; `numbers`: one for each draw of the
-    program."""
+    """The random words of one call.  `shared`: what philox.schedule gives; `numbers`: one for each draw of the program."""
 
     shared: Tensor
     numbers: Iterator[int]

@@ -31,12 +31,11 @@ ROUNDS = 10
 
 
 def schedule(state: Tensor) -> Tensor:
-    """What all draws of a call share: int64 [2 * ROUNDS + 2], the left and the right keys of the rounds, the two words of the
-    calls.
+    """What all draws of a call share: int64 [2 * ROUNDS + 2], the left and right keys of the rounds, the two words of the calls.
 
-    `state`: int64 [seed, calls so far].  Where indices are multiplied, they are masked first: Inductor would take the product with
-    an index for a larger index, and 32 bits for that.  as_strided changes nothing: it is what Inductor stores in memory.  Else it
-    would compute the keys once more in each place that takes one, and take minutes.
+    `state`: int64 [seed, calls so far].  Indices are masked before they are multiplied: Inductor would take the product for a
+    larger index, and 32 bits for that.  as_strided makes Inductor store the keys in memory; else it computes them in each place
+    that takes one.
     """
     lane, turn = [torch.arange(count, dtype=torch.int64, device=state.device) & MASK for count in (2, ROUNDS)]
     words = (state.unsqueeze(1) >> (lane * 32)) & MASK

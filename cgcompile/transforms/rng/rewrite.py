@@ -1,8 +1,7 @@
 """Random numbers in a program: its random operators are rewritten so that the program computes the numbers itself.
 
 The program gets one more buffer, RNG: int64 [seed, calls so far].  Every random operator becomes ordinary operations that make its
-numbers from that buffer (operators.py, distributions.py, philox.py), and the last operation adds 1 to the calls.  Nothing is
-frozen, and nothing but these two integers is kept between calls.  All other nodes keep their names and metadata.  The new ones
+numbers from that buffer, and the last operation adds 1 to the calls.  All other nodes keep their names and metadata.  The new ones
 carry the metadata of the operator whose place they take, and the one that gives its result takes its name.
 
 Private interface (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, under which a composite operator falls
@@ -50,11 +49,7 @@ def supported() -> frozenset[torch._ops.OpOverload]:
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, which draws for its
-    dropout_p.
-
-    Those that are switched off do not: dropout outside training, a probability of 0.
-    """
+    """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, that is not switched off."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op == "call_function" and (tagged or node.target is aten.scaled_dot_product_attention.default) and not _off(node)
 
@@ -70,16 +65,12 @@ def draws(program: ExportedProgram) -> bool:
 
 
 def generator_buffer(program: ExportedProgram) -> str:
-    """The buffer of the random numbers' state, by its name in the program, "" without.
-
-    That is RNG, with a prefix where the program was saved after it was rewritten, and loaded as a model.
-    """
+    """The buffer of the random numbers' state, by its name in the program, "" without."""
     return next(iter(generator_buffers(program)), "")
 
 
 def generator_buffers(program: ExportedProgram) -> tuple[str, ...]:
-    """The names of all such buffers.  A model that is made of saved programs may have several, of which a bundle can seed one: the
-    rule random-operation refuses it."""
+    """All buffers RNG, with a prefix where a program was saved after it was rewritten, and loaded as (a part of) a model."""
     buffers = program.graph_signature.inputs_to_buffers.values()
     return tuple([name for name in buffers if name.rpartition(".")[2] == RNG])
 
@@ -128,8 +119,7 @@ def _add_buffer(graph: Graph, signature: ExportGraphSignature) -> tuple[Node, li
 
 
 def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
-    """Puts ordinary operations in the place of a random one.  Gives the names of nodes that are gone, with those of the nodes that
-    stand for them, where these could not take the names over."""
+    """Puts ordinary operations in the place of a random one.  Gives what `_stand_in` gives."""
     assert can_rewrite(node), node.format_node()
     flat, spec = pytree.tree_flatten((node.args, node.kwargs))
     given = list(dict.fromkeys([each for each in flat if isinstance(each, Node)]))
@@ -180,8 +170,7 @@ def _insert(
     table: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     origin: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Inserts before `place` what `function` does to the (fake) values of `inputs`, with the operators in `table` decomposed.
-    Gives the nodes of its result."""
+    """Inserts before `place` what `function`, decomposed by `table`, does to the values of `inputs`.  Gives its result's nodes."""
     graph, values = place.graph, [node.meta["val"] for node in inputs]
     with values[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
         traced = make_fx(function, decomposition_table=dict(table))(*values)
@@ -199,8 +188,7 @@ def _insert(
 
 
 def _expand(graph: Graph) -> None:
-    """Puts the operations of philox.block in the place of each BLOCK.  They are traced once: each gives one number per element, or
-    one for all, and those that read only what all draws share are there once."""
+    """Puts the operations of philox.block in the place of each BLOCK.  Those that read only what all draws share are there once."""
     blocks = graph.find_nodes(op="call_function", target=BLOCK)
     if not blocks:  # dropout with probability 1 draws nothing
         return

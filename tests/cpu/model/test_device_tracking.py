@@ -222,7 +222,7 @@ def test_obstacles_have_a_place(function: Callable[..., Any], rule: str) -> None
     (obstacle,) = traced(function).obstacles
     assert obstacle.rule == rule
     file, _, line = obstacle.where.rpartition(":")
-    assert file.endswith("test_placing.py")
+    assert file.endswith("test_device_tracking.py")
     with open(__file__) as text:
         assert text.readlines()[int(line) - 1].strip() == obstacle.source
 
@@ -256,7 +256,7 @@ def test_a_loop_that_the_inputs_did_not_enter_ends() -> None:
 
 @pytest.mark.parametrize("function", [branches, OBSTACLES[6][1], OBSTACLES[7][1]])
 def test_nothing_is_built_from_one_branch_of_several(function: Callable[..., Any]) -> None:
-    with raises("branch-on-data", match=r"test_placing.py:\d+: data-dependent-branch: ") as caught:
+    with raises("branch-on-data", match=r"test_device_tracking.py:\d+: data-dependent-branch: ") as caught:
         refuse_branches(export(load_source(Model(function), rows), {"batch": (1, 8)}))
     assert "\n" not in str(caught.value) and "torch.where" in caught.value.hint
 
