@@ -1,10 +1,6 @@
-"""Constant folding: what depends on weights alone is computed at build time, such as the scale of a batch normalization.
-
-A view of a weight costs nothing and stays.  A result is folded when it is small, or not much larger than its weights.  A
-copy in a wider type would be read from memory at every call.
-
-Private interfaces (torch 2.11, 2.13): `torch._ops.OpOverload` and its `_schema`.
-"""
+"""Constant folding: what depends on weights alone, such as the scale of a batch normalization, is computed at build time.  Views of
+weights stay.  A large copy in a wider type stays too: it would be read from memory at every call.  Private interfaces (torch 2.11,
+2.13): `torch._ops.OpOverload` and its `_schema`."""
 
 from __future__ import annotations
 
@@ -38,10 +34,8 @@ GROWTH = 1.25
 
 
 def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
-    """`retraced`, its graph changed in place, with folded constants as further weights; and these constants.
-
-    `values`: the program's tensors by name, on the CPU.  Weights that the program changes are left alone.
-    """
+    """`retraced`, its graph changed in place, with folded constants as further weights; and these constants.  `values`: the
+    program's tensors by name, on the CPU.  Weights that the program changes are left alone."""
     graph = retraced.graph.graph
     known = _weights(retraced, values)
     derived = _derived(graph, known)
