@@ -8,17 +8,16 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import BuildError
 from ...util.content_cache import cache_path, recall, remember
+from ...util.progress import Tell
 from ...util.workers import Kind, Request, ask
 from ..lowered import KernelVariant
 from .cubin_info import read_kernel_info
-
-Tell = Callable[[str], None]
 
 FORMAT = 2
 """Version of `KernelImage` and of how it is made: part of every name in the cache."""

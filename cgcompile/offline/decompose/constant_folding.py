@@ -8,7 +8,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -132,13 +131,10 @@ def _run(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
         for each in node.all_input_nodes:
             _run(each, values)
         given = torch.fx.map_arg((node.args, node.kwargs), lambda each: values[each])
-        args, kwargs = torch.fx.node.map_aggregate(given, _on_cpu)
+        here = torch.device("cpu")
+        args, kwargs = torch.fx.node.map_aggregate(given, lambda each: here if isinstance(each, torch.device) else each)
         values[node] = node.target(*args, **kwargs)
     return values[node]
-
-
-def _on_cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

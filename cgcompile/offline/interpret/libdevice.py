@@ -66,14 +66,10 @@ FLOATS: dict[str, Function] = {
 """Floats to floats of the same type; computed in float64 where that matters, and rounded."""
 
 
-def _ilogb(item: Array) -> Array:
-    return np.frexp(item)[1] - 1
-
-
 OTHERS: dict[str, tuple[Any, Function]] = {
     "isnan": (tl.int32, np.isnan), "isinf": (tl.int32, np.isinf), "finitef": (tl.int32, np.isfinite),
     "isfinited": (tl.int32, np.isfinite),
-    "signbit": (tl.int32, np.signbit), "ilogb": (tl.int32, _ilogb),
+    "signbit": (tl.int32, np.signbit), "ilogb": (tl.int32, lambda x: np.frexp(x)[1] - 1),
     "llrint": (tl.int64, np.rint), "llround": (tl.int64, FLOATS["round"]),
 }  # fmt: skip
 """Floats to integers of a fixed type."""

@@ -51,7 +51,7 @@ class Memory:
         return self._starts[self._names.index(MEMORIES[memory])] + offset
 
     def span(self, memory: int, offset: int, nbytes: int, verb: str = "reads") -> Array:
-        """A range of bytes of a memory, to read and write.  Raises access-outside or access-outside."""
+        """A range of bytes of a memory, to read and write.  Raises access-outside."""
         start = self.address(memory, offset)
         if nbytes:
             self._check(np.array([start, start + nbytes - 1]), 1, verb)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ...targets.cuda.recorded import RegionKey
 from ...targets.cuda.tensors import settings
 from ...targets.weights import contents
 from ...util.content_cache import cache_path, digest, recall, remember
+from ...util.progress import Tell
 from ...util.workers import Kind, Request, ask
 from ..lowered import Lowered
 
@@ -55,7 +56,7 @@ def lower_all(
     *,
     cache: Path,
     table: Path | None,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> dict[RegionKey, Lowered]:
     """Every job lowered for `arch`, in the order of `jobs`, in as many processes as there are processors.  `folder` takes working
     files and logs, `cache` what was lowered.  Raises what `inductor.lower_key` raises, and lowering-broken when a process ends

@@ -4,7 +4,6 @@ whatever reads the product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ...targets.architectures import Arch
@@ -71,8 +70,5 @@ def _measured(problem: Problem, factor: int, table: Table) -> float | None:
 
 def _estimated(problem: Problem, factor: int, arch: Arch) -> float:
     wanted = split_problem(problem, factor)
-    return min(1e6 * cost(wanted, tile, arch) / CLOCK for tile in _fitting(wanted, arch))
-
-
-def _fitting(problem: Problem, arch: Arch) -> Sequence[Candidate]:
-    return [tile for tile in TILES if fits(problem, tile, arch)] or TILES[:1]
+    fitting = [tile for tile in TILES if fits(wanted, tile, arch)] or TILES[:1]
+    return min(1e6 * cost(wanted, tile, arch) / CLOCK for tile in fitting)
