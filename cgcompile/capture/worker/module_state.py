@@ -1,5 +1,6 @@
 """Module state: variables of the kernel images used that no longer hold their initial bytes; every data symbol is compared.  A
-library may set one before its first launch: cuFFT's `lut_sp` points to a table that cuFFT allocated."""
+library may set one before its first launch: cuFFT's `lut_sp` points to a table that cuFFT allocated.  A module
+loaded afresh would hold the initial bytes instead."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Two temporaries may share bytes when one's last use comes before the other's first.  The largest sum of sizes that are live at one
 moment is a lower bound; the smallest arena is NP-hard to find (dynamic storage allocation).  A few orders placed greedily meet the
-bound on real programs.  Above it, buffers that ended up on top move to the front of the order.
+bound on real programs.  Above it, buffers that ended up on top move to the front of the order.  Equal programs get equal plans.
 """
 
 from __future__ import annotations
