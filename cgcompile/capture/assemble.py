@@ -1,8 +1,5 @@
-"""Two takes -> the rows of a bundle: pair, classify, place.  Pure.
-
-Ranges are paired over all keys first.  Then every graph is classified.  Then what is constant outside the program's own memory
-becomes tables behind the weights, and the rest of what a key refers to is laid into its arena.
-"""
+"""Two takes -> the rows of a bundle: ranges are paired over all keys, every graph is classified, memory is laid out.  Pure.
+Constants outside the program's own memory become tables behind the weights; the rest of what a key refers to lies in its arena."""
 
 from __future__ import annotations
 
@@ -64,10 +61,8 @@ class _ClassifiedGraph:
 
 
 def assemble(a: Take, b: Take, weights_end: int) -> Assembled:
-    """Compare two takes and name every address.  `weights_end` is where the program's own tensors end in memory `weights`.
-
-    Raises recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs.
-    """
+    """Compare two takes and name every address.  `weights_end`: where the program's own tensors end in memory `weights`.  Raises
+    recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs."""
     compare(a, b)
     paired = pair_takes(a, b)
     classified = [_classified(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]

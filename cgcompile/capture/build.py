@@ -36,11 +36,8 @@ EXAM_SEED = 1
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
-    """Records every int_key, and writes tables, images, weights and the exam into `stage`.
-
-    Raises the refusals of `record` and `split_program`, and proof-failed when a replay is further from eager PyTorch than the dtype
-    allows.
-    """
+    """Records every int_key, and writes tables, images, weights and the exam into `stage`.  Raises the refusals of `record` and
+    `split_program`, and proof-failed when a replay is further from eager PyTorch than the dtype allows."""
     prepared = spec.prepared
     program = prepared.program
     calls = _calls(spec, SEED)
@@ -129,9 +126,7 @@ def _proof(recorded: Recorded, key: IntKey) -> Proof:
 
 
 def _lowest_driver(recorded: Recorded) -> int:
-    """The major CUDA version that the kernels were compiled with (13000 = 13.0), at most the recording machine's driver.
-
-    A cubin runs on every driver of its major version (CUDA's minor version compatibility).
-    """
+    """The major CUDA version of the kernels' compiler (13000 = 13.0), at most the recording machine's driver.  A cubin runs on
+    every driver of its major version (CUDA's minor version compatibility)."""
     toolkit = torch.version.cuda or "0"
     return min(int(toolkit.partition(".")[0]) * 1000, recorded.driver)

@@ -39,13 +39,10 @@ def pair_takes(a: Take, b: Take) -> PairedRanges:
 
 
 def meaning(mine: Word, theirs: Word, paired: PairedRanges) -> Reading | None:
-    """The place that a word means, which is an address in both processes; None when they do not agree on one.
-
-    Both may also mean different places of the graph's own pool: of free blocks of one size torch's allocator takes the lowest.
-    Then the first process's choice counts, which agrees with all its other words; the replay over poisoned memory shows that it
-    does.  An address that ends one segment and begins the next is the beginning, unless the other process can only read it as an
-    end.
-    """
+    """The place that a word means, which is an address in both processes; None when they do not agree on one.  Both may also mean
+    different places of the graph's own pool: of free blocks of one size torch's allocator takes the lowest.  Then the first
+    process's choice counts; the replay over poisoned memory shows that it agrees with the other words.  An address that ends one
+    segment and begins the next is the beginning, unless the other process can only read it as an end."""
     agreed = agree(mine, theirs, paired.pairing)
     if agreed is not None:
         return agreed

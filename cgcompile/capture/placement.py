@@ -37,11 +37,9 @@ class Placement:
 def place_tables(
     a: Take, b: Take, pairing: Pairing, used: Iterable[int], end: int
 ) -> tuple[tuple[Table, ...], dict[int, int], int]:
-    """Constants among the used "torch" and "device" ranges: those with equal contents in both processes.
-
-    Returns the tables, range -> offset in `weights`, and the new end of `weights`.  A range that is missing in the
-    result has contents of its own in every process: scratch, which goes into the arena.  Raises pointer-in-table, memory-refused.
-    """
+    """Constants among the used "torch" and "device" ranges: those with equal contents in both processes.  Returns the tables, range
+    -> offset in `weights`, and the new end of `weights`.  Any other range is scratch, which goes into the arena.  Raises
+    pointer-in-table, memory-refused."""
     tables: list[Table] = []
     offsets: dict[int, int] = {}
     for i in used:

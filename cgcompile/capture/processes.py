@@ -17,10 +17,8 @@ from .request import PREFIX, REFUSED, Request
 
 
 def run_all(requests: Sequence[Request], folder: Path, environment: Mapping[str, str], workers: int, tell: Tell) -> list[Any]:
-    """Run recorder processes, at most `workers` at a time, and return their results in order.
-
-    A failure ends the processes that are still running.  Raises what a process refused, or recorder-failed.
-    """
+    """Run recorder processes, at most `workers` at a time, and return their results in order.  A failure ends the others.  Raises
+    what a process refused, or recorder-failed."""
     running: list[subprocess.Popen[str]] = []
 
     def one(number: int) -> Any:

@@ -1,8 +1,7 @@
 """The capture recorder: an exported program and one call per int_key -> everything a bundle needs, by way of a GPU.
 
-`record` starts processes of its own, so that CUPTI can listen before CUDA starts: some fill the compile cache in parallel, then two
-capture every key and say what they saw.  Comparing the two names every address (assemble.py); replaying the same inputs in both
-shows whether the program is deterministic.
+CUPTI has to listen before CUDA starts, hence the processes: some fill the compile cache in parallel, then two capture every key.
+Comparing the two names every address (assemble.py); replaying the same inputs in both shows whether the program is deterministic.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ from .take import Take
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """A replay of one key in the recording process, on the exam's inputs.
-
-    `deterministic`: two processes got the same bits.  `error` and `tolerance` are those of schema.Proof, against eager PyTorch.
-    """
+    """A replay of one key on the exam's inputs.  `deterministic`: two processes got the same bits.  The rest as in schema.Proof."""
 
     contents: ReplayedBytes
     deterministic: bool

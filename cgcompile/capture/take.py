@@ -1,9 +1,6 @@
-"""Plain data that a recorder process hands to its parent: one process's view of the captured graphs, before two are compared.
-
-Addresses are kept twice: raw in the blocks, and as *targets*, (range, offset) pairs into the process's own `Range`
-table.  A word has every reading that is possible: inside one range, and one past the end of another that happens to lie
-before it.
-"""
+"""Plain data that a recorder process hands to its parent: one process's view of the captured graphs.  Addresses are kept raw in the
+blocks, and as *targets*, (range, offset) pairs into the process's own `Range` table.  A word has every reading that is possible:
+inside one range, and one past the end of another before it."""
 
 from __future__ import annotations
 
@@ -50,8 +47,7 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pointee:
-    """What a live address lies in: `kind` is "device" or "host", and the allocation's start and size in bytes
-    (0, 0 for host memory, whose extent nobody needs)."""
+    """What a live address lies in: `kind` "device" or "host", start and size in bytes of the allocation (0, 0 for host memory)."""
 
     kind: str
     start: int
@@ -68,8 +64,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawKernel:
-    """A kernel node; `image` is a sha256, the attributes are (number, value or values) as in schema.Function and
-    schema.KernelNode."""
+    """A kernel node; `image` is a sha256, attributes are (number, value or values) as in schema.Function and schema.KernelNode."""
 
     image: str
     symbol: str
@@ -119,8 +114,7 @@ class RawValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawGraph:
-    """One captured graph, number `region` of its key.  `edges` are (source, target, from_port, to_port, type); `inputs` and
-    `outputs` its tensors."""
+    """Captured graph number `region` of its key; `edges` are (source, target, from_port, to_port, type), the rest its tensors."""
 
     key: IntKey
     nodes: tuple[RawNode, ...]

@@ -53,11 +53,8 @@ BUDGET = 120.0
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
-    """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.
-
-    Raises the refusals of lowering and of `split_program`, and proof-failed when an interpreted key is further from eager PyTorch
-    than the dtype allows.
-    """
+    """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.  Raises the refusals of
+    lowering and of `split_program`, and proof-failed when a key differs from eager PyTorch by more than the dtype allows."""
     target, program = arch(spec.target), spec.prepared.program
     tensors = weight_tensors(program)
     calls = {key: sample(spec.source, dict(zip(spec.sizes, key, strict=True))).tensors for key in all_keys(spec.sizes)}

@@ -1,8 +1,5 @@
-"""What lowering one int_key gives: the launches in order, every argument typed, and the buffers between them.
-
-Values only.  `lower` makes them, `compile` turns kernel variants into images, and `assemble` plans the arena and makes the rows of
-a bundle.  Imports neither torch nor Triton.
-"""
+"""What lowering one int_key gives: the launches in order, every argument typed, and the buffers between them.  Values only:
+`compile` makes images of the kernel variants, `assemble` the arena plan and the rows.  Imports neither torch nor Triton."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The proof of a bundle that cannot run here: its steps as stages for the interpreter, and what was read, against eager PyTorch.
-
-The stages follow from the manifest's own rows, so that the order of the steps and the places of the copies are proved with the
-recordings.  Host regions do not run: what they make is what eager PyTorch makes of the same inputs.
-"""
+The stages follow from the manifest's rows, so that the order of steps and the places of copies are proved too.  Host regions do not
+run: what they make is what eager PyTorch makes of the same inputs."""
 
 from __future__ import annotations
 

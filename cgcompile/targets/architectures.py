@@ -1,8 +1,8 @@
-"""The GPUs that a bundle can be built for without one: what lowering has to know of each.
+"""The GPUs that a bundle can be built for without one: what lowering has to know of each.  Imports no torch.
 
-Imports no torch.  Limits per multiprocessor and block come from the CUDA C++ Programming Guide, table "Technical Specifications
-per Compute Capability".  Multiprocessors, caches and memory of the named GPU come from its datasheet or architecture whitepaper,
-as does `tensor_flops`: dense half precision operations, divided by multiprocessors and clock.
+Limits per multiprocessor and block come from the CUDA C++ Programming Guide, table "Technical Specifications per Compute
+Capability".  Multiprocessors, caches and memory of the named GPU come from its datasheet or architecture whitepaper, as does
+`tensor_flops`: dense half precision operations, divided by multiprocessors and clock.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """A target and a typical GPU of it.  Memory in bytes, `bandwidth` in bytes per second.
-
-    `shared_sm`: shared memory of a multiprocessor, for all its blocks.  `tensor_flops`: half precision operations (a multiplication
-    and an addition are two) of the tensor cores per cycle and multiprocessor.  `shared_block`: what a block gets without asking.
-    """
+    """A target and a typical GPU of it.  Memory in bytes, `bandwidth` in bytes per second.  `shared_sm`: shared memory of a
+    multiprocessor, for all its blocks.  `shared_block`: what a block gets without asking.  `tensor_flops`: half precision
+    operations (a multiplication and an addition are two) of the tensor cores per cycle and multiprocessor."""
 
     name: str
     gpu: str

@@ -26,10 +26,8 @@ class Chosen:
 
 
 def choose(target: str, lower: str, specialize: str = "size", recorder: str = "auto", prove: str = "interpret") -> Chosen:
-    """What is built, and how.  Raises target-unavailable.
-
-    A GPU that is here is captured; for every other architecture, or with recorder="trace", launches are traced.
-    """
+    """What is built, and how.  A GPU that is here is captured; for every other architecture, or with recorder="trace", launches are
+    traced.  Raises target-unavailable."""
     for name, value, known in (
         ("lower", lower, LOWERINGS),
         ("specialize", specialize, SPECIALIZE),

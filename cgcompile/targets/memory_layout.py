@@ -91,10 +91,8 @@ class WeightLayout:
 
 
 def lay_out(shapes: Mapping[str, Shape], state: Collection[str] = (), host_only: Collection[str] = ()) -> WeightLayout:
-    """Offsets of the program's tensors, in their order: those named in `state` in memory `state`, the others in `weights`.
-
-    Those in `host_only` have no place on the GPU; their rows are the last.
-    """
+    """Offsets of the program's tensors, in their order: those named in `state` in memory `state`, the others in `weights`.  Those
+    in `host_only` have no place on the GPU; their rows are the last."""
     rows: list[Weight] = []
     last: list[Weight] = []
     offsets: dict[str, int] = {}

@@ -55,11 +55,9 @@ def row_major(tensor: torch.Tensor) -> bytes:
 def write_weights(
     path: Path, tensors: Mapping[str, torch.Tensor], placed: Iterable[Weight], tables: Sequence[Table] = ()
 ) -> tuple[Weight, ...]:
-    """weights.safetensors: the tensors as `lay_out` placed them, and the tables behind them as `cgcompile.table.N`.
-
-    `tensors` and `placed` have the program's names.  Returns the manifest's rows, under the model's own.  A weight that is not
-    row-major is stored with its axes in memory order.
-    """
+    """weights.safetensors: the tensors as `lay_out` placed them, and the tables behind them as `cgcompile.table.N`.  `tensors` and
+    `placed` have the program's names.  Returns the manifest's rows, under the model's own.  A weight that is not row-major is
+    stored with its axes in memory order."""
     rows: list[Weight] = []
     stored: dict[str, safetensors.Tensor] = {}
     for row in placed:

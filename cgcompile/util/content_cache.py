@@ -1,7 +1,5 @@
-"""Results kept by content between builds: a folder of files named by the hash of all that a result depends on.
-
-A file is the SHA-256 of a pickle and the pickle.  The folder is the user's own (`offline.build.cache_folder`).
-"""
+"""Results kept by content between builds: a folder of files named by the hash of all that a result depends on.  A file is the
+SHA-256 of a pickle and the pickle.  The folder is the user's own (`offline.build.cache_folder`)."""
 
 from __future__ import annotations
 

@@ -28,10 +28,7 @@ def silent(event: Event) -> None:
 
 
 class Stages:
-    """Runs stages one after another and remembers how long each took.
-
-    `with stages("lower") as tell:` ... `tell("3 of 12 kernels")`.
-    """
+    """Runs stages, `with stages("lower") as tell: ... tell("3 of 12 kernels")`, and remembers how long each took."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher

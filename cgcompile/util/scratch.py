@@ -15,11 +15,8 @@ PATIENCE = 3.0
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder, removed at the end.
-
-    Compilers' worker processes may outlive the process that started them by a moment and still write there.  So removing is tried
-    again; what is left after PATIENCE stays, since the build itself is done.
-    """
+    """A new folder, removed at the end.  Compilers' worker processes may outlive the process that started them by a moment and
+    still write there.  So removing is tried again; what is left after PATIENCE stays, since the build itself is done."""
     folder = Path(tempfile.mkdtemp(prefix="cgcompile-"))
     try:
         yield folder

@@ -1,8 +1,6 @@
-"""How far two computations of one model may differ, relative to the largest magnitude of the output.
-
-A bound is eight to ten times the rounding step of the dtype for one operation, more for the depth of a model.  The bounds hold for
-all examples of this repository with a factor of ten to spare, and catch every real mistake tried.
-"""
+"""How far two computations of one model may differ, relative to the largest magnitude of the output.  A bound is eight to ten times
+the rounding step of the dtype for one operation, more for the depth of a model.  It holds for all examples of this repository with
+a factor of ten to spare, and catches every real mistake tried."""
 
 from __future__ import annotations
 

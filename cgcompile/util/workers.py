@@ -1,8 +1,6 @@
-"""Processes for work that cannot be done in this one, because torch or Triton has to be told something before it is imported.
-
-A worker is `python -m MODULE`.  It takes pickled requests from standard input, one after the other, and answers each on standard
-output.  The pickles stay between two processes of one build and never become part of a bundle.
-"""
+"""Processes for work before which torch or Triton has to be told something, ahead of its import.  A worker is `python -m MODULE`.
+It takes pickled requests from standard input, one after the other, and answers each on standard output.  The pickles stay between
+two processes of one build and never become part of a bundle."""
 
 from __future__ import annotations
 
@@ -24,11 +22,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """How workers are started.  `module` calls `serve`; `folder` takes logs and caches.
-
-    `environment` is added to this process's, without the variables that `hidden` is true of.  A `reused` worker takes several
-    requests, any other one.  `died`: the code of the error when one ends without an answer, in which `title` stands for it.
-    """
+    """How workers are started.  `module` calls `serve`; `folder` takes logs and caches.  `environment` is added to this process's,
+    without the variables that `hidden` is true of.  A `reused` worker takes several requests, any other one.  `died`: the code of
+    the error when one ends without an answer, in which `title` stands for it."""
 
     module: str
     folder: Path
@@ -48,10 +44,8 @@ class Request:
 
 
 def ask(kind: Kind, requests: Mapping[Key, Request], workers: int | None = None) -> Iterator[tuple[Key, Any]]:
-    """The answers as they come, of `workers` processes at a time (default: one for each processor).
-
-    Raises what a worker refused, and an error of code `kind.died` when one ended without an answer.  The first error ends all.
-    """
+    """The answers as they come, of `workers` processes at a time (default: one for each processor).  Raises what a worker refused,
+    and an error of code `kind.died` when one ended without an answer.  The first error ends all."""
     started: list[_Worker] = []
     idle: list[_Worker] = []
 

@@ -1,7 +1,4 @@
-"""What an address means in this process: readings of a number as places in known memory.
-
-Pure but for `probe`, which asks the driver about an address that lies in nothing known (tests pass a function of their own).
-"""
+"""What an address means in this process: places in known memory.  Pure but for `probe`, which asks the driver about any other."""
 
 from __future__ import annotations
 
@@ -20,11 +17,8 @@ Probe = Callable[[int], Pointee | None]
 
 
 class AddressMap:
-    """The known ranges of one process, and those found on the way.
-
-    `owned` are torch's segments, whose live parts are among the ranges.  A number inside them that lies in no range refers to
-    something freed, which no kernel of a captured graph may use: it is data.
-    """
+    """The known ranges of one process, and those found on the way.  `owned` are torch's segments, whose live parts are ranges.  A
+    number elsewhere in them refers to something freed, which no kernel of a captured graph may use: it is data."""
 
     def __init__(self, ranges: Iterable[Range], owned: Iterable[tuple[int, int]], probe: Probe) -> None:
         self.ranges = list(ranges)
@@ -38,10 +32,8 @@ class AddressMap:
             self._ends.setdefault(piece.start + piece.size, []).append(i)
 
     def readings(self, address: int, key: IntKey | None) -> tuple[Reading, ...]:
-        """Every place that `address` can mean in a graph of `key`, the likeliest first; () when it is no live address.
-
-        Private pools of other keys do not count: nothing there is alive while the graph of this key runs.
-        """
+        """Every place that `address` can mean in a graph of `key`, the likeliest first; () when it is no live address.  Private
+        pools of other keys do not count: nothing there is alive while the graph of this key runs."""
         if not LOWEST <= address < HIGHEST:
             return ()
         found = [Reading(range=i, offset=address - self.ranges[i].start) for i in self._inside(address)]
@@ -73,8 +65,7 @@ class AddressMap:
         return tuple(words)
 
     def fill(self, used: Iterable[int], read: Callable[[int, int], bytes], limit: int) -> tuple[Range, ...]:
-        """The ranges, with the contents of those in `used` that a bundle would have to carry and that are at most
-        `limit` bytes."""
+        """The ranges, with the contents of those in `used` that a bundle would carry and that are at most `limit` bytes."""
         wanted = {i for i in used if self.ranges[i].kind in ("torch", "device") and self.ranges[i].size <= limit}
         return tuple(replace(r, contents=read(r.start, r.size)) if i in wanted else r for i, r in enumerate(self.ranges))
 

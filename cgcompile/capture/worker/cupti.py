@@ -85,8 +85,7 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """One loaded image: the driver call it happened in (`serial` tells calls apart), and the handle that the call names
-    (`kind` "" if the call is unknown)."""
+    """One loaded image: its driver call (`serial` tells calls apart), and the handle that this names (`kind` "" if unknown)."""
 
     serial: int
     call: str
@@ -119,11 +118,9 @@ class ImageLog:
         return dict(self._images)
 
     def modules(self) -> dict[int, tuple[str, ...]]:
-        """CUmodule handle -> sha256 of the image it was made from; several when one call loaded several images.
-
-        A handle that was used again after an unload maps to its latest image.  Call this with the module's context current and
-        before the kernels of the graph may have been unloaded.  Raises loader-unknown.
-        """
+        """CUmodule handle -> sha256 of its image; several when one call loaded several.  A handle that was used again maps to its
+        latest image.  Call this with the module's context current, before kernels of the graph may be unloaded.  Raises
+        loader-unknown."""
         unknown = sorted({load.call for load in self._loads if not load.kind})
         if unknown:
             raise BuildError(
@@ -188,10 +185,8 @@ def _handle(name: str, params: int) -> tuple[str, int]:
 
 
 def _module_of(load: Load) -> int | None:
-    """The CUmodule behind a handle, or None if the handle is no longer valid.
-
-    cudart hands out CUkernel handles where a CUfunction is expected (cuda.h allows the cast), so both readings are tried.
-    """
+    """The CUmodule behind a handle, or None if that is no longer valid.  cudart hands out CUkernel handles where a CUfunction is
+    expected (cuda.h allows the cast), so both readings are tried."""
     if load.kind == "module":
         return load.handle
     if load.kind == "library":

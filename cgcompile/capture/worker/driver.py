@@ -1,7 +1,4 @@
-"""The CUDA driver as the recorder uses it: `check` for results, and reads of device memory.
-
-cuda-bindings returns a tuple (error, value, ...) from every call.  Nothing here changes the device.
-"""
+"""The CUDA driver as the recorder uses it: `check` for the tuples (error, value, ...) of cuda-bindings, and reads of memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A captured graph, read node by node with the driver API: CUgraph -> raw rows.
-
-Nodes of kinds that a bundle cannot hold are refused by name.  Parameters come in two forms (FACTS.md): an array of
-pointers, or, for cuBLAS, the `extra` list with one packed buffer.  Both become one packed block.
-"""
+"""A captured graph, read node by node with the driver API: CUgraph -> raw rows.  What a bundle cannot hold is refused by name.
+Parameters come as an array of pointers or, for cuBLAS, as one packed buffer in the `extra` list (FACTS.md).  Both become one packed
+block."""
 
 from __future__ import annotations
 
@@ -63,12 +61,9 @@ def walk(
     modules: Mapping[int, tuple[str, ...]],
     functions: Callable[[str], frozenset[str]],
 ) -> tuple[tuple[RawNode, ...], tuple[tuple[int, int, int, int, int], ...], dict[str, int]]:
-    """Read a CUgraph.
-
-    `modules` maps CUmodule handles to images (ImageLog.modules), `functions` an image to its kernels' names.  Returns
-    the nodes, the edges as (source, target, from_port, to_port, type), and the module handle of every image used.
-    Raises node-refused, attribute-refused, copy-refused, image-unseen, parameters-unreadable.
-    """
+    """A CUgraph's nodes, edges (source, target, from_port, to_port, type), and the module handle of every image used.  `modules`
+    maps CUmodule handles to images (ImageLog.modules), `functions` an image to its kernels' names.  Raises node-refused,
+    attribute-refused, copy-refused, image-unseen, parameters-unreadable."""
     handle = driver.CUgraph(graph)
     count = check(driver.cuGraphGetNodes(handle, 0))[1]
     handles = check(driver.cuGraphGetNodes(handle, count))[0] if count else []

@@ -1,8 +1,6 @@
-"""Inside a recorder process: load the program, place its memory, lower, warm up, capture every key.
-
-Private torch interface: `torch._C._cuda_clearCublasWorkspaces` (2.11, 2.13).  cuBLAS workspaces live per handle and
-stream; without clearing them, a later key's graph would use a workspace in an earlier key's private pool.
-"""
+"""Inside a recorder process: load the program, place its memory, lower, warm up, capture every key.  Private torch interface:
+`torch._C._cuda_clearCublasWorkspaces` (2.11, 2.13).  cuBLAS workspaces live per handle and stream; without clearing them, a later
+key's graph would use a workspace in an earlier key's private pool."""
 
 from __future__ import annotations
 
@@ -101,11 +99,8 @@ def load_program(request: Request) -> LoadedProgram:
 
 
 def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
-    """Lower the program for a key and run it on a side stream, each time on the example's values, although it may write to its
-    inputs and buffers.  Returns the call without arguments, and its static inputs, which hold these values again.
-
-    Raises lowering-failed.
-    """
+    """Lower the program for a key and run it on a side stream, each time on the example's values, although it may write to them.
+    Returns the call without arguments, and its static inputs, which hold these values again.  Raises lowering-failed."""
     tell(f"lowering {key}")
     leaves, spec = tree_flatten(loaded.calls[key][0])
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -160,10 +155,8 @@ def capture(loaded: LoadedProgram, key: IntKey, tell: Tell) -> Captured:
 
 
 def capture_call(call: Callable[[], Any], where: str, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A captured graph of a call that ran before, and what the call returned.  Raises not-capturable.
-
-    `pool`: of an earlier graph, whose memory this one may use as far as nothing holds it.
-    """
+    """A captured graph of a call that ran before, and what the call returned.  `pool`: of an earlier graph, whose memory this one
+    may use as far as nothing holds it.  Raises not-capturable."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

@@ -1,7 +1,5 @@
-"""A recorder process: `python -m cgcompile.capture.worker.main REQUEST`, where REQUEST is the path of a pickled `Request`.
-
-CUPTI must subscribe before CUDA starts, therefore before torch is imported; the parent stays free of both.
-"""
+"""A recorder process: `python -m cgcompile.capture.worker.main REQUEST`, where REQUEST is the path of a pickled `Request`.  CUPTI
+must subscribe before CUDA starts, therefore before torch is imported; the parent stays free of both."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Module state: variables of kernel images that no longer hold their initial bytes.
-
-A library may set a variable of its module before its first launch: cuFFT's `lut_sp` points to a table that cuFFT allocated.  A
-module loaded afresh would hold the initial bytes instead.  Every data symbol of every image used is read and compared.
-"""
+"""Module state: variables of the kernel images used that no longer hold their initial bytes; every data symbol is compared.  A
+library may set one before its first launch: cuFFT's `lut_sp` points to a table that cuFFT allocated.  A module
+loaded afresh would hold the initial bytes instead."""
 
 from __future__ import annotations
 
@@ -22,11 +20,9 @@ WRITABLE = ".nv.global"
 
 
 def changed_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap) -> tuple[RawModuleState, ...]:
-    """The changed variables of the images in `modules` (image -> CUmodule handle), sorted.
-
-    A symbol without a handle is read at its distance from one of the same section, if that lies in the same allocation: an address
-    outside could be host memory.  Raises module-state-unreadable when a section that kernels can write has no handle at all.
-    """
+    """The changed variables of the images in `modules` (image -> CUmodule handle), sorted.  A symbol without a handle is read at
+    its distance from one of its section, if that lies in the same allocation: an address outside could be host memory.  Raises
+    module-state-unreadable when a section that kernels can write has no handle at all."""
     found: list[RawModuleState] = []
     for image, module in sorted(modules.items()):
         handles: dict[str, int] = {}

@@ -1,8 +1,5 @@
-"""Inside a recorder process: everything that one process has to say about its captured graphs, as plain data.
-
-Every graph, table and module variable is read before any graph runs: replays change them.  Then each graph is replayed for the
-exam.
-"""
+"""Inside a recorder process: everything that one process has to say about its captured graphs, as plain data.  Every graph, table
+and module variable is read before any graph runs: replays, for the exam, change them."""
 
 from __future__ import annotations
 
@@ -116,8 +113,7 @@ def _value(spot: TensorPlace, item: Captured, addresses: AddressMap) -> RawValue
 
 
 def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[RawModuleState]) -> tuple[Range, ...]:
-    """The ranges, with contents and the addresses in them where a graph or a variable refers to one outside the
-    program's memory."""
+    """The ranges, with contents and addresses where a graph or a variable refers to one outside the program's memory."""
     words: list[Word] = [word for state in states for word in state.block.words]
     for graph in graphs:
         words += [value.place for value in (*graph.inputs, *graph.outputs)]
@@ -148,11 +144,9 @@ def _mutated(loaded: LoadedProgram) -> tuple[str, ...]:
 
 
 def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
-    """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.
-
-    Raises randomness-refused when the replay advanced torch's generator, input-mutated when it changed a static input that the
-    program is not known to write to.
-    """
+    """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.  Raises
+    randomness-refused when torch's generator advanced, input-mutated when a static input changed that the program is not known to
+    write to."""
     fresh = loaded.calls[key][1]
     values = tensors_of(fresh)
     opened = open_regions(loaded, key) if loaded.sides else None
@@ -191,8 +185,7 @@ def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
 
 
 def _eager(loaded: LoadedProgram, call: Call) -> list[torch.Tensor]:
-    """The outputs of eager PyTorch, then the inputs that the program writes to: on the GPU, or on the CPU where a part must be
-    there."""
+    """The outputs of eager PyTorch, then the inputs that it writes to: on the CPU where a part must be there, else on the GPU."""
     device, module = loaded.inputs.device, loaded.module
     if loaded.sides:
         device, module = torch.device("cpu"), loaded.sides[0].module(check_guards=False)

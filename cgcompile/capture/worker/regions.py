@@ -1,9 +1,6 @@
-"""Inside a recorder process: a program of several regions, for one key.
-
-Graph regions are captured one after the other into one private pool, so that torch's allocator plans their shared arena.  A value
-that a later region reads keeps its memory, any other gives it back.  Between them host regions run in eager PyTorch on the CPU; in
-the bundle they are compiled.  Inputs of a region hold what eager PyTorch computes, because kernels may use them as indices.
-"""
+"""Inside a recorder process: a program of several regions, for one key.  Graph regions share one private pool, so that torch's
+allocator plans their arena; a value that a later region reads keeps its memory.  Between them host regions, compiled in the bundle,
+run in eager PyTorch on the CPU.  Inputs of a region hold what eager PyTorch computes, because kernels may use them as indices."""
 
 from __future__ import annotations
 

@@ -1,3 +1,1 @@
-"""Launches and images become rows: merged regions, a planned arena, parameter blocks.
-Every plan is derived again by a second function.
-"""
+"""Launches and images become rows: merged regions, a planned arena, parameter blocks.  A second function checks every plan."""

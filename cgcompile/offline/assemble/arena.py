@@ -1,9 +1,8 @@
 """The arena plan: offsets in memory `arena` of the temporaries of a lowered program.  Pure; sizes in bytes.
 
-Nodes of a graph run one after the other, so two temporaries may share bytes when one's last use comes before the other's first.
-The largest sum of sizes that are live at one moment is a lower bound of any arena.  Finding the smallest arena is NP-hard (dynamic
-storage allocation).  Here a few orders are placed greedily, which meets the bound on real programs.  Above it, buffers that ended
-up on top are moved to the front of the order.  The same program always gets the same plan.
+Two temporaries may share bytes when one's last use comes before the other's first.  The largest sum of sizes that are live at one
+moment is a lower bound; the smallest arena is NP-hard to find (dynamic storage allocation).  A few orders placed greedily meet the
+bound on real programs.  Above it, buffers that ended up on top move to the front of the order.  Equal programs get equal plans.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ ROUNDS = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """`offsets`: position in `Lowered.buffers` -> offset in memory `arena`, of every temporary, multiples of 256.
-
-    `arena`: bytes of it that the program needs, PAD included.  `bound`: the largest sum of aligned sizes live at one moment.
-    """
+    """`offsets`: position in `Lowered.buffers` -> offset in memory `arena`, of every temporary, multiples of 256.  `arena`: bytes
+    that the program needs, PAD included.  `bound`: the largest sum of aligned sizes live at one moment."""
 
     offsets: Mapping[int, int]
     arena: int
@@ -46,10 +43,8 @@ class Lifetime:
 
 
 def plan(lowered: Lowered) -> Plan:
-    """Place every temporary.  A buffer lives from its first use to its last, an output to the end.
-
-    Empty and unused temporaries lie at offset 0.  Raises lifetime-broken when a buffer is used before Allocate or after Release.
-    """
+    """Place every temporary, empty and unused ones at offset 0.  It lives from its first use to its last, an output to the end.
+    Raises lifetime-broken when a buffer is used before Allocate or after Release."""
     offsets = {i: 0 for i, buffer in enumerate(lowered.buffers) if buffer.kind == TEMPORARY}
     lives = lifetimes(lowered)
     bound = largest_sum(lives)

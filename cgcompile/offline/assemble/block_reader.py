@@ -1,7 +1,5 @@
-"""A launch's parameter block -> its arguments: the reverse of `parameter_block`, written apart so that one checks the other.
-
-Imports neither torch nor Triton.
-"""
+"""A launch's parameter block -> its arguments, written apart from `parameter_block` so that one checks the other.  Without
+torch."""
 
 from __future__ import annotations
 
@@ -35,11 +33,8 @@ Argument = Address | int | float | None
 
 
 def arguments(variant: KernelVariant, function: Function, node: KernelNode) -> dict[str, Argument]:
-    """The value of every argument of the variant that is no constexpr, as this launch passes it.
-
-    Raises parameter-mismatch when block, parameters, relocations and signature do not fit each other: another number of parameters,
-    a parameter outside the block or of another size than its type, a relocation that is not exactly one pointer parameter.
-    """
+    """The value of every argument of the variant that is no constexpr, as this launch passes it.  Raises parameter-mismatch when
+    block, parameters (number, places, sizes), relocations and signature do not fit each other."""
     where = f"kernel {variant.name}"
     names = [(name, kind) for name, kind in variant.signature if kind != "constexpr"]
     if not 0 <= len(function.params) - len(names) <= SCRATCH:

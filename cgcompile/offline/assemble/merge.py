@@ -1,8 +1,5 @@
-"""The traced regions of a program at one int_key -> one traced program over one set of buffers.  Pure.
-
-A value that a later region reads is the same buffer there: one plan places them all and knows how long each is needed.  What the
-host reads between two regions is an event of its own.  What it makes lies in memory `inputs`, behind the call's tensors.
-"""
+"""The traced regions of a program at one int_key -> one program over one set of buffers, which one plan places.  Pure.  What the
+host reads between two regions is an event of its own; what it makes lies in memory `inputs`, behind the call's tensors."""
 
 from __future__ import annotations
 
@@ -49,12 +46,9 @@ def whole(traced: Lowered) -> LoweredProgram:
 
 
 def merge(key: IntKey, regions: Sequence[LoweredRegion], given: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
-    """The regions as one program.
-
-    `regions` in the order in which they run.  `given`: the values that lie in memory `inputs`, in the order of INPUT buffers: the
-    call's, and behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to
-    the end.  Raises sizes-unlike and place-invalid when a region takes a value otherwise than an earlier one made it.
-    """
+    """`regions`, in the order in which they run, as one program.  `given`: the values of INPUT buffers, in order: the call's, and
+    behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to the end.
+    Raises sizes-unlike and place-invalid when a region takes a value otherwise than an earlier one made it."""
     growing = _MergedProgram(key=key, given={name: place for place, name in enumerate(given)})
     for region in regions:
         if region.lowered is None:

@@ -1,8 +1,5 @@
-"""Arguments of a launch -> the parameter block that the driver copies to the device.  Pure.
-
-Values are laid out as triton's launcher does it (backends/nvidia/driver.c, 3.6 and 3.7), at the offsets that the image names.  The
-launcher converts what does not fit; here that is refused.
-"""
+"""Arguments of a launch -> the parameter block that the driver copies to the device.  Pure.  As triton's launcher lays it out
+(backends/nvidia/driver.c, 3.6 and 3.7); what that would convert to fit is refused here."""
 
 from __future__ import annotations
 
@@ -35,10 +32,8 @@ class ParameterBlock(NamedTuple):
 
 
 def pack_arguments(compiled: CompiledKernel, launch: Launch, where: str) -> ParameterBlock:
-    """The parameter block of a launch, up to the end of the last parameter; scratch pointers and padding are zero.
-
-    Raises parameter-mismatch when an argument is missing, is too large for its type, or its type for its place in the block.
-    """
+    """The parameter block of a launch, up to the end of the last parameter; scratch pointers and padding are zero.  Raises
+    parameter-mismatch when an argument is missing, is too large for its type, or its type for its place in the block."""
     if len(launch.arguments) != len(compiled.params):
         text = f"{where} has {len(launch.arguments)} arguments for {len(compiled.params)} parameters"
         raise BuildError("parameter-mismatch", text)
@@ -63,9 +58,7 @@ def pack_arguments(compiled: CompiledKernel, launch: Launch, where: str) -> Para
 
 def scalar(type_: str, value: int | float, what: str) -> bytes:
     """A number of a Triton type, little-endian.  fp32 is rounded to nearest; bf16 cut off from fp32, as triton's launcher does.
-
-    Raises parameter-mismatch when the type is not known, or the value does not fit it.
-    """
+    Raises parameter-mismatch when the type is not known, or the value does not fit it."""
     if type_ in INTEGERS:
         size, low, high = INTEGERS[type_]
         if not isinstance(value, int) or not low <= value <= high:

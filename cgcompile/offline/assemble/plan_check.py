@@ -1,8 +1,6 @@
-"""The check of an arena plan, derived again from the order of launches alone.  Pure.
-
-It shares no code with `arena`, and does not look at Allocate and Release.  A buffer is needed from the first event that names it to
-the last, and to the end when it is an output.  Two buffers that are needed at one event must not share a byte.
-"""
+"""The check of an arena plan, derived again from the launches alone, not from `arena`, Allocate or Release.  Pure.  A buffer is
+needed from the first event that names it to the last, and to the end when it is an output.  Two that are needed at one event must
+not share a byte."""
 
 from __future__ import annotations
 

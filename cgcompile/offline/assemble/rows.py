@@ -1,8 +1,5 @@
-"""A lowered program, its kernel images and its arena plan -> the rows of a bundle.  Pure.
-
-A relocation is where a buffer begins in its memory, plus the offset into it.  The nodes run one after the other, as Inductor's
-wrapper launches them.
-"""
+"""A lowered program, its kernel images and its arena plan -> the rows of a bundle.  Pure.  The nodes run one after the other, as
+Inductor's wrapper launches them."""
 
 from __future__ import annotations
 
@@ -58,12 +55,9 @@ class _Where:
 def assemble(
     program: LoweredProgram, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
 ) -> tuple[RecordedGraph, ...]:
-    """The rows of one key, a graph per region.
-
-    `compiled`: one per variant.  `weights`: the name of a WEIGHT buffer -> its offset in memory `weights`.  `inputs`: the offset of
-    each INPUT buffer, by number, in memory `inputs`.  Launches, copies and fills of nothing are left out.  Raises
-    parameter-mismatch, and place-invalid for a buffer without a place or bytes outside their buffer.
-    """
+    """The rows of one key, a graph per region; launches, copies and fills of nothing are left out.  `compiled`: one per variant.
+    Offsets in their memories: `weights` by the name of a WEIGHT buffer, `inputs` by the number of an INPUT buffer.  Raises
+    parameter-mismatch, and place-invalid for a buffer without a place or bytes outside their buffer."""
     lowered = program.lowered
     where = _Where(lowered=lowered, bases=tuple(_bases(lowered, plan, weights, inputs)))
     return tuple([_assemble(region, compiled, plan.arena, where) for region in program.regions])

@@ -1,3 +1,1 @@
-"""Kernels as Inductor wrote them become cubins for the named architecture.
-Compiled by Triton in worker processes, kept by content.
-"""
+"""Kernels as Inductor wrote them become cubins for the named architecture, by Triton in worker processes; kept by content."""

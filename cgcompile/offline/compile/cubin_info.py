@@ -1,8 +1,8 @@
 """How a kernel is launched, read from its cubin: its parameters as the driver reports them (cuFuncGetParamInfo).  Pure.
 
 NVIDIA does not document the section `.nv.info.<kernel>`.  What is read was seen in cubins of ptxas 12.8 and 13.1 for sm_80 to
-sm_120, and agrees with `cuobjdump -elf`.  The section is a row of records: format (1 byte), attribute (1 byte), and 2 bytes.  Those
-hold a value or, in format 4, the length of the payload that follows.
+sm_120, and agrees with `cuobjdump -elf`: records of format (1 byte), attribute (1 byte), and 2 bytes.  Those hold a value or, in
+format 4, the length of the payload that follows.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ class KernelInfo:
 
 
 def read_kernel_info(image: bytes, symbol: str, what: str = "image") -> KernelInfo:
-    """What a cubin says of kernel `symbol`; `what` names the image in messages.
-
-    Raises image-format when the image is no cubin, has no such kernel, is damaged, or describes its parameters in another way.
-    """
+    """What a cubin says of kernel `symbol`; `what` names the image in messages.  Raises image-format when the image is no cubin,
+    has no such kernel, is damaged, or describes its parameters in another way."""
     name = f".nv.info.{symbol}"
     found = [section for section in read_sections(image, what) if section.name == name]
     if len(found) != 1:

@@ -1,7 +1,5 @@
-"""The Python source of a kernel variant -> the function that it defines, for Triton to compile or to interpret.
-
-Private interface (torch 2.11 to 2.13): `torch._inductor.runtime.triton_helpers`, which the kernels that Inductor writes use.
-"""
+"""The Python source of a kernel variant -> the function that it defines, for Triton to compile or to interpret.  Private interface
+(torch 2.11 to 2.13): `torch._inductor.runtime.triton_helpers`, which the kernels that Inductor writes use."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Kernel variants -> kernel images for an architecture, on a machine that may have no GPU: in processes of their own, and cached.
-
-With every kernel in the cache, neither torch nor Triton is imported.  An image depends on its variant, the architecture, and the
-versions of Triton (which brings its ptxas) and torch (whose helpers kernels call).  So the processes see no setting of Triton
-from the environment.
-"""
+"""Kernel variants -> kernel images: in processes that need no GPU, and cached (then neither torch nor Triton is imported).  An
+image depends on its variant, the architecture, and the versions of Triton (which brings its ptxas) and torch (whose helpers kernels
+call).  So the processes see no setting of Triton from the environment."""
 
 from __future__ import annotations
 
@@ -11,17 +8,16 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import BuildError
 from ...util.content_cache import cache_path, recall, remember
+from ...util.progress import Tell
 from ...util.workers import Kind, Request, ask
 from ..lowered import KernelVariant
 from .cubin_info import read_kernel_info
-
-Tell = Callable[[str], None]
 
 FORMAT = 2
 """Version of `KernelImage` and of how it is made: part of every name in the cache."""
@@ -75,11 +71,9 @@ class CompiledKernel:
 def compile_variants(
     variants: Sequence[KernelVariant], arch: str, *, shared_limit: int, cache: Path, workers: int | None = None, tell: Tell
 ) -> tuple[CompiledKernel, ...]:
-    """Compile every variant for `arch` ("sm_90"), those in `cache` excepted.
-
-    `shared_limit`: bytes of shared memory that a block may have there when it asks for more than 48 KiB.  `workers`: processes, by
-    default one for each processor.  Raises kernel-failed, kernel-too-large, kernel-unsupported, worker-died, image-format.
-    """
+    """Compile every variant for `arch` ("sm_90"), those in `cache` excepted, in `workers` processes (default: one for each
+    processor).  `shared_limit`: bytes of shared memory that a block may have there when it asks for more than 48 KiB.  Raises
+    kernel-failed, kernel-too-large, kernel-unsupported, worker-died, image-format."""
     # what selected a configuration does not matter to its image
     kept = {
         variant: cache_path(cache, "kernels", FORMAT, arch, replace(variant, selected_by=""), code=False) for variant in variants
@@ -109,10 +103,8 @@ def compile_variants(
 
 
 def finish(variant: KernelVariant, kernel: KernelImage, shared_limit: int) -> CompiledKernel:
-    """Check what Triton says about a kernel against its image and the target's limits.
-
-    Raises kernel-too-large, kernel-unsupported, kernel-failed when image and metadata disagree, and image-format.
-    """
+    """Check what Triton says about a kernel against its image and the target's limits.  Raises kernel-too-large,
+    kernel-unsupported, kernel-failed when image and metadata disagree, and image-format."""
     what = f"kernel {variant.name}"
     threads = kernel.warps * 32
     large = [

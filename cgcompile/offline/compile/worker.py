@@ -1,8 +1,6 @@
-"""A process that compiles kernels, one request after another (see `util.workers`): a KernelVariant and an architecture.
-
-Triton, 3.6 and 3.7: `triton.compile`, `ASTSource(fn, signature, constexprs, attrs)`, `GPUTarget`, `JITFunction`, `CUDAOptions`, and
-the fields of a kernel's metadata that `compile_variant` reads.  They need no GPU when the target is given.
-"""
+"""A process that compiles kernels (see `util.workers`), asked for a KernelVariant and an architecture; it needs no GPU.  Triton,
+3.6 and 3.7: `triton.compile`, `ASTSource(fn, signature, constexprs, attrs)`, `GPUTarget`, `JITFunction`, `CUDAOptions`, and the
+fields of a kernel's metadata that `compile_variant` reads."""
 
 from __future__ import annotations
 

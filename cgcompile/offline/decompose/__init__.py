@@ -1,3 +1,1 @@
-"""An exported program becomes a graph of operations that Inductor has Triton kernels for.
-One rewrite a file.
-"""
+"""An exported program becomes a graph of operations that Inductor has Triton kernels for, one rewrite a file."""

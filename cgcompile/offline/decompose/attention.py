@@ -1,11 +1,9 @@
 """Attention in one Triton kernel of our own, without the matrix of scores in memory; Inductor launches it as it is.
 
 A program instance takes a block of rows of one head, and goes through the columns with a running maximum and sum (FlashAttention,
-arXiv 2205.14135, section 3.1).  Tensors are read with the strides that they have.  The result's axes lie in memory in the query's
-order, as torch's own do.  So there are no copies.
-
-What it relies on (torch 2.11, 2.13): Inductor gives a kernel of ours tensors with the strides that it was traced with.  `launches`
-checks that: it compares them with the constants TENSOR_stride_AXIS.
+arXiv 2205.14135, section 3.1).  Tensors are read with their strides, and the result's axes lie in the query's order, as torch's do:
+no copies.  Inductor (torch 2.11, 2.13) gives the kernel tensors with the strides that it was traced with.  `launches` checks that
+by the constants TENSOR_stride_AXIS.
 """
 
 from __future__ import annotations
@@ -147,10 +145,8 @@ def choose_blocks(problem: Sequence[int], item: int, processors: int, shared: in
 
 
 def _shared_bytes(height: int, length: int, width: int, depth: int, item: int, stages: int) -> int:
-    """Bytes of shared memory that a block needs at most: queries, weights, and keys, values and mask of every stage.
-
-    float32 needs one stage more: its factors become several of tf32.
-    """
+    """Bytes of shared memory that a block needs at most: queries, weights, and keys, values and mask of every stage.  float32 needs
+    one stage more: its factors become several of tf32."""
     stage = length * (_block_size(width) + _block_size(depth)) + height * length
     return item * (height * (_block_size(width) + length) + (stages + (item == 4)) * stage)
 

@@ -1,10 +1,6 @@
-"""Constant folding: what depends on weights alone is computed at build time, such as the scale of a batch normalization.
-
-A view of a weight costs nothing and stays.  A result is folded when it is small, or not much larger than its weights.  A
-copy in a wider type would be read from memory at every call.
-
-Private interfaces (torch 2.11, 2.13): `torch._ops.OpOverload` and its `_schema`.
-"""
+"""Constant folding: what depends on weights alone, such as the scale of a batch normalization, is computed at build time.  Views of
+weights stay.  A large copy in a wider type stays too: it would be read from memory at every call.  Private interfaces (torch 2.11,
+2.13): `torch._ops.OpOverload` and its `_schema`."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -38,10 +33,8 @@ GROWTH = 1.25
 
 
 def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
-    """`retraced`, its graph changed in place, with folded constants as further weights; and these constants.
-
-    `values`: the program's tensors by name, on the CPU.  Weights that the program changes are left alone.
-    """
+    """`retraced`, its graph changed in place, with folded constants as further weights; and these constants.  `values`: the
+    program's tensors by name, on the CPU.  Weights that the program changes are left alone."""
     graph = retraced.graph.graph
     known = _weights(retraced, values)
     derived = _derived(graph, known)
@@ -138,13 +131,10 @@ def _run(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
         for each in node.all_input_nodes:
             _run(each, values)
         given = torch.fx.map_arg((node.args, node.kwargs), lambda each: values[each])
-        args, kwargs = torch.fx.node.map_aggregate(given, _on_cpu)
+        here = torch.device("cpu")
+        args, kwargs = torch.fx.node.map_aggregate(given, lambda each: here if isinstance(each, torch.device) else each)
         values[node] = node.target(*args, **kwargs)
     return values[node]
-
-
-def _on_cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

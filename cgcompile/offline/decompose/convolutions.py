@@ -1,5 +1,4 @@
-"""Convolutions that Inductor's templates do not take, or not well, in terms of what they do: products of matrices, sums, plain
-convolutions."""
+"""Convolutions that Inductor's templates do not take, or not well, as products of matrices, sums and plain convolutions."""
 
 from __future__ import annotations
 
@@ -33,10 +32,8 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Convolutions that Inductor's templates do not take: all but two- and three-dimensional ones without dilation.
-
-    x (batch, channels, *size), weight (out, in of a group, *kernel), or (in, out of a group, *kernel) when transposed.
-    """
+    """Convolutions that Inductor's templates do not take: all but two- and three-dimensional ones without dilation.  x (batch,
+    channels, *size), weight (out, in of a group, *kernel), or (in, out of a group, *kernel) when transposed."""
     axes = weight.dim() - 2
     stride, padding, dilation = _per_axis(stride, axes), _per_axis(padding, axes), _per_axis(dilation, axes)
     output_padding = _per_axis(output_padding, axes)
@@ -105,11 +102,9 @@ def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _underfilled(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
-    """Whether the template would have few blocks with many steps each: then a product over a copy of the input can be split.
-
-    On an H200 (tests/bench/gpu/kernel_times.py), 49 by 512 by 4608 took 24 us by the template and 7 so.  196 by 256 by 2304 took 16 and
-    14.  With more rows (56 and 100 blocks) it was no faster.
-    """
+    """Whether the template would have few blocks with many steps each: then a product over a copy of the input can be split.  On an
+    H200 (tests/bench/gpu/kernel_times.py), 49 by 512 by 4608 took 24 us by the template and 7 so.  196 by 256 by 2304 took 16 and
+    14.  With more rows (56 and 100 blocks) it was no faster."""
     sizes = [(x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2)]
     blocks = math.ceil(x.shape[0] * math.prod(sizes) / 64) * math.ceil(weight.shape[0] / 64)
     return blocks < BLOCKS and math.prod(weight.shape[1:]) >= DEEP

@@ -1,10 +1,7 @@
-"""Decompositions: operations that have no Triton kernel in Inductor, in terms of those that have one.
-
-Two tables: `REPLACED` by operation of the exported program, before torch decomposes it, and `decompositions()` by the smaller
-operations that it is retraced to.  Functions there return NotImplemented for what Inductor lowers well itself.
-
-Private interfaces (torch 2.11, 2.13): `torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`.
-"""
+"""Decompositions: operations that have no Triton kernel in Inductor, in terms of those that have one.  Two tables: `REPLACED` by
+operation of the exported program, before torch decomposes it, and `decompositions()` by the smaller operations that it is retraced
+to.  Functions there return NotImplemented for what Inductor lowers well itself.  Private interfaces (torch 2.11, 2.13):
+`torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`."""
 
 from __future__ import annotations
 
@@ -59,10 +56,8 @@ def normalized(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """Batch normalization of `x` (n, c, ...) with statistics that are weights: one product and one sum per element.
-
-    Scale and shift (c) depend on weights alone and are folded; so an epilogue loads two vectors and not four.
-    """
+    """Batch normalization of `x` (n, c, ...) with statistics that are weights: one product and one sum per element.  Scale and
+    shift (c) depend on weights alone and are folded; so an epilogue loads two vectors and not four."""
     if training or mean is None or var is None:
         return NotImplemented
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -80,10 +75,8 @@ def normalized(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """(..., m, k) by (..., k, n), both with the same leading axes, as a sum: of vectors, and of types without a template.
-
-    A product with a vector reads its matrix once, so a sum does as well as a tensor core.
-    """
+    """(..., m, k) by (..., k, n), both with the same leading axes, as a sum: of vectors, and of types without a template.  A
+    product with a vector reads its matrix once, so a sum does as well as a tensor core."""
     if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
         return NotImplemented
     wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
@@ -174,11 +167,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bags of rows of `weight`, summed (mode 0), averaged (1) or their maximum (2).
-
-    Every bag looks at every index, in a fixed order, so that equal inputs give equal bits.  Of the four results only the first is
-    of use without gradients.
-    """
+    """Bags of rows of `weight`, summed (mode 0), averaged (1) or their maximum (2).  Every bag looks at every index, in a fixed
+    order, so that equal inputs give equal bits.  Of the four results only the first is of use without gradients."""
     starts = offsets[:-1] if include_last_offset else offsets
     ends = torch.cat([offsets[1:], offsets[-1:] if include_last_offset else offsets.new_full((1,), indices.shape[0])])
     ends = offsets[1:] if include_last_offset else ends

@@ -1,8 +1,6 @@
-"""program + key -> a graph of small operations on fake cuda tensors, every size a constant.
-
-Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, `torch.fx.traceback.preserve_node_meta` and the `from_node` that
-it leaves in the metadata, `torch.func.functionalize`.
-"""
+"""program + key -> a graph of small operations on fake cuda tensors, every size a constant.  Private interfaces (torch 2.11, 2.13):
+`FakeTensorMode`, `make_fx`, `torch.fx.traceback.preserve_node_meta` and the `from_node` that it leaves in the metadata,
+`torch.func.functionalize`."""
 
 from __future__ import annotations
 
@@ -62,10 +60,8 @@ ALIGNED = 16
 
 def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[int, ...] | None] = ()) -> Retraced:
     """The program at the sizes of `tensors`, inside `fake_device`.  `layouts`: of each output the strides that it must have, None
-    for any; () for any of all.
-
-    Raises sizes-unlike, input-changed, state-shared, constant-unknown, randomness-refused, operation-needs-gpu.
-    """
+    for any; () for any of all.  Raises sizes-unlike, input-changed, state-shared, constant-unknown, randomness-refused,
+    operation-needs-gpu."""
     if any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
         program = program.run_decompositions({})  # takes vmap's batch axes out, and leaves the operations as they are
     rows = _inputs(program, tensors)

@@ -1,7 +1,5 @@
-"""Sorting and the largest elements in terms of operations that have a Triton kernel in Inductor.
-
-torch promises no order of equal elements but for a stable sort; here the first comes first.  NaN is the largest.
-"""
+"""Sorting and the largest elements in terms of operations that have a Triton kernel in Inductor.  Of equal elements the first comes
+first, which torch promises for a stable sort only.  NaN is the largest."""
 
 from __future__ import annotations
 
@@ -17,10 +15,8 @@ SORTED, RANKED, SEARCHED = 512, 1 << 14, 16
 
 
 def sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Sorted values and where they were, equal ones in their order.
-
-    Every element counts those that come before it.  The work grows with the square of the length, so that there is a limit.
-    """
+    """Sorted values and where they were, equal ones in their order.  Every element counts those that come before it: the work grows
+    with the square of the length, so that there is a limit."""
     if x.dim() == 0 or x.shape[dim] <= SORTED:
         return NotImplemented
     length = x.shape[dim]

@@ -1,7 +1,5 @@
-"""Split-K: split the inner axis of matrix products in a retraced graph, as a batched product and a sum of float32 results.
-
-Private interfaces (torch 2.11, 2.13): the overload `aten.bmm.dtype`, which gives float32 sums of half precision factors.
-"""
+"""Split-K: split the inner axis of matrix products in a retraced graph, as a batched product and a sum of float32 results.  Private
+interface (torch 2.11, 2.13): the overload `aten.bmm.dtype`, which gives float32 sums of half precision factors."""
 
 from __future__ import annotations
 

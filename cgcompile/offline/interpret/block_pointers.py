@@ -16,10 +16,8 @@ from .values import Array, Handle
 
 @dataclass(frozen=True, slots=True)
 class BlockPointer:
-    """`base`: the tensor's address; `shape`, `strides` (in elements), `offsets`: a scalar for each axis.
-
-    `padding` is what a descriptor reads outside the tensor.
-    """
+    """`base`: the tensor's address; `shape`, `strides` (in elements), `offsets`: a scalar per axis; `padding`: what lies
+    outside."""
 
     base: Handle
     shape: tuple[Handle, ...]

@@ -1,7 +1,5 @@
-"""The builder that Triton's front end calls: every method computes, for all instances of a batch at once.
-
-Methods have the names and arguments of `triton._C.libtriton.ir.builder`, Triton 3.6 and 3.7; a missing one is refused by name.
-"""
+"""The builder that Triton's front end calls: every method computes, for all instances of a batch at once.  Methods have the names
+and arguments of `triton._C.libtriton.ir.builder`, Triton 3.6 and 3.7; a missing one is refused by name."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ from .values import Array, Handle
 
 class Builder(Arithmetic):
     """`instances`: the program ids of the batch, an int32 array for each axis.  `grid`: of the whole launch.  `options`: what the
-    front end asks a backend for.  `iterations`: of `while` loops so far.
-    """
+    front end asks a backend for.  `iterations`: of `while` loops so far."""
 
     def __init__(self, memory: Memory, options: Any) -> None:
         super().__init__()

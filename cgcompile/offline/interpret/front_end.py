@@ -1,9 +1,7 @@
-"""Triton's front end, changed to run kernels as Python over our builder.  For a process of its own: nothing is put back.
-
-Private interfaces, Triton 3.6 and 3.7: `triton.runtime.interpreter` (`_patch_lang`, `interpreter_builder`, `interpreter_semantic`,
+"""Triton's front end, changed to run kernels as Python over our builder.  For a process of its own: nothing is put back.  Private
+interfaces, Triton 3.6 and 3.7: `triton.runtime.interpreter` (`_patch_lang`, `interpreter_builder`, `interpreter_semantic`,
 `InterpreterOptions`, `InterpretedFunction.rewrite` and `.__call__`), `triton.language.core.tensor`, `triton.language.standard` by
-name, and the front end's rule that TRITON_INTERPRET=1 at import makes `triton.jit` give an `InterpretedFunction`.
-"""
+name, and the front end's rule that TRITON_INTERPRET=1 at import makes `triton.jit` give an `InterpretedFunction`."""
 
 from __future__ import annotations
 
@@ -48,10 +46,7 @@ class Diverged(Exception):
 
 
 class ControlFlow:
-    """What rewritten kernels call where Python would need the truth of a tensor.
-
-    The rules are those of Triton's compiler (triton.compiler.code_generator).
-    """
+    """What rewritten kernels call where Python would need a tensor's truth, by the rules of triton.compiler.code_generator."""
 
     def __init__(self, builder: Builder, semantic: Any) -> None:
         self.builder = builder

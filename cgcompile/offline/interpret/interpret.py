@@ -1,8 +1,8 @@
 """The proof without a GPU: the rows of recordings run on the CPU, kernels in Triton's interpreter, over poisoned memory.
 
-What runs is what a bundle holds: grids, parameter blocks and relocations (decoded by `assemble.block_reader`), over the bundle's
-arena plan.  Values that cross to and from the host are read and written as the program's copies would.  That ptxas compiled the
-kernels rightly is not shown.  Each int_key has a process of its own.  Imports neither torch nor Triton.
+What runs is what a bundle holds: grids, parameter blocks and relocations (decoded by `assemble.block_reader`), over its arena plan.
+Values are copied to and from the host as the program would.  That ptxas compiled the kernels rightly is not shown.  Each int_key
+has a process of its own.  Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -53,11 +53,8 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One int_key to run, stage by stage over the same memory.
-
-    `variants`: what each (image's sha256, symbol) of the recordings was compiled from.  `sizes`: (name, bytes) of each memory.
-    `weights`: the bundle's weights.safetensors, and `placed` where its tensors lie in memory `weights`.
-    """
+    """One int_key to run, stage by stage over the same memory.  `variants`: what each (image's sha256, symbol) was compiled from.
+    `sizes`: (name, bytes) of each memory.  `weights`: the bundle's weights.safetensors, and `placed` where its tensors lie."""
 
     key: IntKey
     stages: tuple[Stage, ...]
@@ -109,14 +106,10 @@ def interpret(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Outcome, ...]:
-    """Run recordings, those in `cache` excepted; the outcomes stand in the order of `tasks`.
-
-    The smallest always runs first.  Its time tells which others fit into `budget` seconds; the rest have no Outcome, and `tell`
-    says which.  `workers` processes run at a time (default: one for each processor); `folder` takes their logs.
-
-    Raises order-broken, parameter-mismatch, function-not-interpretable, access-outside, access-outside, kernel-asserted,
-    kernel-unreadable, worker-died.
-    """
+    """Run recordings, those in `cache` excepted; the outcomes stand in the order of `tasks`.  The smallest always runs first.  Its
+    time tells which others fit into `budget` seconds; the rest have no Outcome, and `tell` says which.  `workers` processes run at
+    a time (default: one for each processor); `folder` takes their logs.  Raises order-broken, parameter-mismatch,
+    function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
     for recording in [recording for task in tasks for recording in task.recordings]:
         check_order(recording)
     kept = _kept(tasks, cache) if cache else {}

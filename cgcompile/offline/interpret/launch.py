@@ -19,12 +19,9 @@ ELEMENTS = 1 << 20
 def launch(
     builder: Builder, function: Callable[..., Any], arguments: Mapping[str, Any], grid: tuple[int, int, int], kernel: str
 ) -> None:
-    """Run every instance of `grid`.  `kernel` names it in messages.
-
-    The first instance runs alone and shows how large the kernel's values are.  A batch whose instances take different branches is
-    undone and run again in groups.  Raises function-not-interpretable, access-outside, access-outside, kernel-asserted,
-    kernel-unreadable.
-    """
+    """Run every instance of `grid`; `kernel` names it in messages.  The first runs alone and shows how large the kernel's values
+    are.  A batch whose instances take different branches is undone and run again in groups.  Raises function-not-interpretable,
+    access-outside, kernel-asserted, kernel-unreadable."""
     builder.kernel = builder.memory.where = kernel
     builder.grid = grid
     builder.widest = 1

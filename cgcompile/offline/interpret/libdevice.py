@@ -1,11 +1,7 @@
-"""libdevice functions and inline assembly, which Triton's interpreter lacks, by NumPy and torch.
-
-Results are within a few units in the last place of libdevice's.  Other functions raise function-not-interpretable.
-
-Private interfaces, Triton 3.6 and 3.7: `triton.language.extra.libdevice` and `triton.language.extra.cuda.libdevice` as modules
-whose functions can be replaced, the dtypes that the latter's functions accept, and the texts of assembly that Inductor
-(2.11, 2.13) and `triton.language.extra.cuda.gdc` emit.
-"""
+"""libdevice functions and inline assembly, which Triton's interpreter lacks, by NumPy and torch.  Results are within a few units in
+the last place of libdevice's.  Private interfaces, Triton 3.6 and 3.7: `triton.language.extra.libdevice` and
+`triton.language.extra.cuda.libdevice` as modules whose functions can be replaced, the dtypes that the latter's accept, and the
+texts of assembly that Inductor (2.11, 2.13) and `triton.language.extra.cuda.gdc` emit."""
 
 from __future__ import annotations
 
@@ -70,14 +66,10 @@ FLOATS: dict[str, Function] = {
 """Floats to floats of the same type; computed in float64 where that matters, and rounded."""
 
 
-def _ilogb(item: Array) -> Array:
-    return np.frexp(item)[1] - 1
-
-
 OTHERS: dict[str, tuple[Any, Function]] = {
     "isnan": (tl.int32, np.isnan), "isinf": (tl.int32, np.isinf), "finitef": (tl.int32, np.isfinite),
     "isfinited": (tl.int32, np.isfinite),
-    "signbit": (tl.int32, np.signbit), "ilogb": (tl.int32, _ilogb),
+    "signbit": (tl.int32, np.signbit), "ilogb": (tl.int32, lambda x: np.frexp(x)[1] - 1),
     "llrint": (tl.int64, np.rint), "llround": (tl.int64, FLOATS["round"]),
 }  # fmt: skip
 """Floats to integers of a fixed type."""
@@ -128,10 +120,8 @@ def _replace(module: ModuleType, name: str, member: Any, builder: Builder, seman
 
 
 def call(builder: Builder, semantic: Any, name: str, items: list[Any]) -> Any:
-    """libdevice.`name` of tensors of one type: float32, float64, or integers for a few functions.  Scalars are broadcast.
-
-    Raises function-not-interpretable.
-    """
+    """libdevice.`name` of tensors of one type: float32, float64, or integers for a few functions.  Scalars are broadcast.  Raises
+    function-not-interpretable."""
     kinds = [item.dtype for item in items]
     floating = kinds[0] in (tl.float32, tl.float64)
     if floating and name in WITH_INTEGER and kinds[1:] == [tl.int32]:

@@ -1,8 +1,5 @@
-"""The memories of a bundle in one buffer, filled with poison; every access is checked.
-
-Addresses are positions in that buffer.  Gaps before and between the memories belong to none, so that address 0, and accesses just
-outside a memory, are errors.
-"""
+"""The memories of a bundle in one buffer, filled with poison; every access is checked.  Addresses are positions in that buffer.
+Gaps around the memories belong to none, so that address 0, and accesses just outside a memory, are errors."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ class Memory:
         return self._starts[self._names.index(MEMORIES[memory])] + offset
 
     def span(self, memory: int, offset: int, nbytes: int, verb: str = "reads") -> Array:
-        """A range of bytes of a memory, to read and write.  Raises access-outside or access-outside."""
+        """A range of bytes of a memory, to read and write.  Raises access-outside."""
         start = self.address(memory, offset)
         if nbytes:
             self._check(np.array([start, start + nbytes - 1]), 1, verb)
@@ -100,10 +97,8 @@ class Memory:
         dtype: np.dtype[np.generic],
         combine: Callable[[Array, tuple[Array, ...]], Array],
     ) -> Array:
-        """new = combine(old, operands) for every element of `pointers` (all of one shape, instances first), in order.
-
-        Returns the old values, poison where `mask` is false.  Values are in their stored type.
-        """
+        """new = combine(old, operands) for every element of `pointers` (all of one shape, instances first), in order.  Returns the
+        old values, poison where `mask` is false.  Values are in their stored type."""
         result = np.full((*pointers.shape, dtype.itemsize), POISON, np.uint8).view(dtype)[..., 0]
         active = pointers[mask]
         if not active.size:

@@ -1,8 +1,5 @@
-"""tl.reduce and tl.associative_scan: the combine function runs on whole blocks, in logarithmically many steps.
-
-A combine function need not be commutative, so neighbours are combined in order.  A GPU combines in another order and rounds
-otherwise.
-"""
+"""tl.reduce and tl.associative_scan: the combine function runs on whole blocks, in logarithmically many steps.  It need not be
+commutative, so neighbours are combined in order.  A GPU combines in another order and rounds otherwise."""
 
 from __future__ import annotations
 

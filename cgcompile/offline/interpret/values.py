@@ -1,8 +1,5 @@
-"""NumPy arrays as the tensors of a kernel, and the conversions between dtypes.
-
-NumPy has neither bfloat16 nor the 8-bit floats.  Such values are float32, rounded after every operation ("working" type); in memory
-they are the GPU's bits ("stored" type).  Conversions that NumPy lacks go through torch.
-"""
+"""NumPy arrays as the tensors of a kernel, and the conversions between dtypes, which torch makes where NumPy lacks them.  bfloat16
+and 8-bit floats are float32, rounded after every operation ("working" type); in memory they are the GPU's bits ("stored" type)."""
 
 from __future__ import annotations
 
@@ -30,9 +27,7 @@ _NARROW: dict[str, tuple[torch.dtype, Any, float]] = {
 
 class Handle:
     """What a `tl.tensor` holds.  `data`: instances of the batch (1: the same for all), then the block's axes; a scalar has none.
-
-    `dtype` is Triton's scalar type; addresses are int64.
-    """
+    `dtype` is Triton's scalar type; addresses are int64."""
 
     __slots__ = ("data", "dtype")
 

@@ -1,7 +1,5 @@
-"""A process that interprets one int_key (see `util.workers`), asked for a `Task`.
-
-TRITON_INTERPRET=1 must be set from outside: `triton.jit` looks at it when Triton and Inductor's helpers are imported.
-"""
+"""A process that interprets one int_key (see `util.workers`), asked for a `Task`.  TRITON_INTERPRET=1 must be set from outside:
+`triton.jit` looks at it when Triton and Inductor's helpers are imported."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """A fake device: torch and Triton are told of a GPU that is not there.
 
-Everything of theirs that is replaced is listed here, with what it is for, and put back at the end.  A GPU that is there is hidden
-from the process, so torch must not have looked for GPUs before.
-
-Private interfaces, tested with torch 2.11 (triton 3.6) and 2.13 (triton 3.7): the names in `_replacements`, `_cached`,
-`_interfaces` and `_device_guard`.
+What of theirs is replaced is listed here, with what it is for, and put back at the end.  A GPU that is there is hidden from the
+process, so torch must not have looked for GPUs before.  Private interfaces, tested with torch 2.11 (triton 3.6) and 2.13 (triton
+3.7): the names in `_replacements`, `_cached`, `_interfaces` and `_device_guard`.
 """
 
 from __future__ import annotations
@@ -57,11 +55,8 @@ class KernelSource:
 
 @contextlib.contextmanager
 def fake_device(arch: Arch) -> Iterator[None]:
-    """Inside, torch has one GPU "cuda:0", of architecture `arch`.  Tensors there can only be fake, and kernels are not compiled:
-    `async_compile.triton` of a wrapper gives a `KernelSource`.
-
-    Raises gpu-visible when the process sees a GPU, and torch-unsupported when a name that has to be replaced is missing.
-    """
+    """Inside, torch has one GPU "cuda:0", of architecture `arch`, for fake tensors only; kernels become `KernelSource`s.  Raises
+    gpu-visible when the process sees a GPU, and torch-unsupported when a name that has to be replaced is missing."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
         if torch.cuda.is_initialized() or torch.cuda.device_count():
@@ -201,11 +196,9 @@ def _interface(base: type) -> type:
 
 @contextlib.contextmanager
 def _device_guard() -> Iterator[None]:
-    """A guard for cuda devices that does nothing: operations on fake cuda tensors ask for one.
-
-    Without a GPU, a build of torch with CUDA puts one in (`FakeTensorMode` asks for it).  A build without CUDA has none to replace,
-    so it gets one that claims no devices, which torch then replaces as usual.
-    """
+    """A guard for cuda devices that does nothing: operations on fake cuda tensors ask for one.  Without a GPU, a build of torch
+    with CUDA puts one in (`FakeTensorMode` asks for it).  A build without CUDA gets one that claims no devices, which torch then
+    replaces as usual."""
     if torch.backends.cuda.is_built():
         yield
         return

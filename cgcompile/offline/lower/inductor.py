@@ -1,10 +1,7 @@
-"""program + key -> Lowered: retrace for cuda at the key's sizes, lower with Inductor, record the launches of its wrapper.
-
-No kernel is compiled, nothing is measured, and no GPU is needed: everything here runs inside `fake_device`.
-
-Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the `source_code` of its result, `user_visible_output_idxs` in the
-metadata of a graph's output, `V.set_choices_handler` with a subclass of `InductorChoices`, and the options below.
-"""
+"""program + key -> Lowered: retrace for cuda at the key's sizes, lower with Inductor, record the launches of its wrapper.  All runs
+inside `fake_device`: no kernel is compiled, nothing is measured.  Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the
+`source_code` of its result, `user_visible_output_idxs` in the metadata of a graph's output, `V.set_choices_handler` with a subclass
+of `InductorChoices`, and the options below."""
 
 from __future__ import annotations
 
@@ -100,10 +97,9 @@ def lower_key(
     choose: Choose = choose_candidate,
     split_factor: SplitFactor = lambda problem: 1,
 ) -> Lowered:
-    """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.
-
-    `layouts`: of each output the strides, dense ones, that it must have, None for any; () for any of all.  `choose` picks the
-    configuration of products and convolutions.  Equal arguments give equal results, in every process.
+    """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.  `layouts`: of each output the strides,
+    dense ones, that it must have, None for any; () for any of all.  `choose` picks the configuration of products and convolutions.
+    Equal arguments give equal results, in every process.
 
     Raises operation-needs-gpu, randomness-refused, input-changed, state-shared, constant-unknown, sizes-unlike, lowering-broken,
     torch-unsupported, gpu-visible.

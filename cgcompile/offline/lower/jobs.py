@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ...targets.cuda.recorded import RegionKey
 from ...targets.cuda.tensors import settings
 from ...targets.weights import contents
 from ...util.content_cache import cache_path, digest, recall, remember
+from ...util.progress import Tell
 from ...util.workers import Kind, Request, ask
 from ..lowered import Lowered
 
@@ -36,11 +37,8 @@ class LoweringJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerJob:
-    """A job as a worker is asked for it, with a file of the exported program.
-
-    `settings`: torch's switches that choose kernels; `table`: the file of measured configurations, or None for Inductor's offers
-    ranked by the model of cost.
-    """
+    """A job as a worker is asked for it: `program` is a file.  `settings`: torch's switches that choose kernels; `table`: the file
+    of measured configurations, or None for Inductor's offers ranked by the model of cost."""
 
     program: Path
     tensors: tuple[torch.Tensor, ...]
@@ -58,13 +56,11 @@ def lower_all(
     *,
     cache: Path,
     table: Path | None,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> dict[RegionKey, Lowered]:
-    """Every job lowered for `arch`, in the order of `jobs`, in as many processes as there are processors.
-
-    `folder` takes working files and logs; `cache` keeps what was lowered, by content.  Raises what `inductor.lower_key` raises,
-    and lowering-broken when a process ends without an answer.
-    """
+    """Every job lowered for `arch`, in the order of `jobs`, in as many processes as there are processors.  `folder` takes working
+    files and logs, `cache` what was lowered.  Raises what `inductor.lower_key` raises, and lowering-broken when a process ends
+    without an answer."""
     rest = arch, table.read_bytes() if table else b"", settings()
     about = _contents([job.program for job in jobs.values()])
     kept = {

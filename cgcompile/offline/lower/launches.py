@@ -1,10 +1,6 @@
-"""Runs the wrapper that Inductor wrote with objects in place of its tensors and kernels, and records what it does.
-
-The tensors of one buffer share a handle.  When the wrapper drops the last of them, Python drops the handle, and that is the
-buffer's release.  So reuse, views and in-place kernels need no rules of their own.
-
-What Inductor's wrapper uses (torch 2.11, 2.13): the names in `_namespace`.
-"""
+"""Runs the wrapper that Inductor wrote with objects in place of its tensors and kernels, and records what it does.  The tensors of
+one buffer share a handle.  With the last of them Python drops the handle, and that is the buffer's release.  So reuse, views and
+in-place kernels need no rules of their own.  What the wrapper uses (torch 2.11, 2.13): the names in `_namespace`."""
 
 from __future__ import annotations
 
@@ -45,9 +41,8 @@ Load = Callable[[KernelSource], WrapperKernel]
 def record_calls(
     key: IntKey, wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """Run the wrapper's `call` for `tensors`, whose kinds and names are `names`; what it does, and what it calls that is no
-    Triton kernel, in order.  Raises constant-unknown, lowering-broken.
-    """
+    """Run the wrapper's `call` for `tensors`, whose kinds and names are `names`; what it does, and what it calls that is no Triton
+    kernel, in order.  Raises constant-unknown, lowering-broken."""
     log = _Log(load=load)
     given = [log.given(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
     inputs = {int(name): value.tensor() for (kind, name), value in zip(names, given, strict=True) if kind == INPUT}

@@ -1,9 +1,6 @@
-"""A kernel as Inductor wrote it -> the KernelVariant that Triton compiles, its launch grid and the order of its arguments.
-
-Inductor's `CachingAutotuner` says what it would give to `triton.compile`.
-Private interfaces (torch 2.11, 2.13): `_load_triton_kernel_from_source`, `CachingAutotuner._create_compile_meta` and
-`_create_compile_options`, `CompileResult._get_arg_lists`, `GridExpr`, `get_constexprs`.
-"""
+"""A kernel as Inductor wrote it -> the KernelVariant that Triton compiles, its launch grid and the order of its arguments.  Private
+interfaces (torch 2.11, 2.13): `_load_triton_kernel_from_source`, `CachingAutotuner._create_compile_meta` and
+`_create_compile_options`, `CompileResult._get_arg_lists`, `GridExpr`, `get_constexprs`."""
 
 from __future__ import annotations
 
@@ -36,10 +33,8 @@ class WrapperKernel:
 
 
 def load(source: KernelSource, selected: Mapping[Configuration, str]) -> WrapperKernel:
-    """Read a kernel of the wrapper.  `selected` says how the configurations of templates were found.  Raises lowering-broken.
-
-    Inductor would measure several configurations; the first is what it takes without measuring.
-    """
+    """Read a kernel of the wrapper, with the first of Inductor's configurations, which it takes without measuring.  `selected` says
+    how those of templates were found.  Raises lowering-broken."""
     tuner = _load_triton_kernel_from_source(source.name, source.text)
     config = tuner.configs[0]
     meta = tuner._create_compile_meta(config)
@@ -72,18 +67,13 @@ def load(source: KernelSource, selected: Mapping[Configuration, str]) -> Wrapper
 
 
 def exact_products(source: str) -> str:
-    """`source` with float32 factors multiplied as three products of tf32, which is about as exact as float32.
-
-    Templates say `allow_tf32=ALLOW_TF32`.  Without tf32, Triton would not use tensor cores and be several times slower.
-    """
+    """`source` with float32 factors multiplied as three products of tf32, which is about as exact as float32.  Templates say
+    `allow_tf32=ALLOW_TF32`.  Without tf32, Triton would not use tensor cores and be several times slower."""
     return source.replace("allow_tf32=ALLOW_TF32", 'input_precision="tf32x3"')
 
 
 def constant_factors(source: str) -> str:
-    """`source` of a product with its constant factors as matrices.
-
-    torch 2.11 and 2.13 broadcast a vector of one element to a matrix, which Triton refuses.
-    """
+    """`source` of a product with constant factors as matrices: torch 2.11 and 2.13 broadcast a vector, which Triton refuses."""
     if len(set(BLOCKS.findall(source))) != 3 or "tl.dot(" not in source:
         return source
     return source.replace("tl.full([1], ", "tl.full([1, 1], ")

@@ -1,7 +1,5 @@
-"""Which configuration a matrix product or convolution gets: by a table of measurements, or by a model of cost.
-
-Pure Python.  A configuration is the size of the block that one program computes, the depth of its pipeline, and its warps.
-"""
+"""Which configuration a matrix product or convolution gets: by a table of measurements, or by a model of cost.  Pure Python.  A
+configuration is the size of the block that one program computes, the depth of its pipeline, and its warps."""
 
 from __future__ import annotations
 
@@ -32,11 +30,9 @@ LAUNCHED = 2000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """`batch` products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv"; `dtype`: of the factors.
-
-    For a convolution m counts output positions, n output channels of a group, and batch the groups.  k is the input channels of a
-    group times the kernel's size.
-    """
+    """`batch` products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv"; `dtype`: of the factors.  For a
+    convolution m counts output positions, n output channels of a group, and batch the groups.  k is the input channels of a group
+    times the kernel's size."""
 
     kind: str
     batch: int
@@ -49,10 +45,8 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A configuration: a program computes block_m x block_n in steps of block_k, and loads `stages` blocks ahead.
-
-    `group` rows of programs run together for the sake of the cache (0: the kernel has no such parameter).
-    """
+    """A configuration: a program computes block_m x block_n in steps of block_k, and loads `stages` blocks ahead.  `group` rows of
+    programs run together for the sake of the cache (0: the kernel has no such parameter)."""
 
     block_m: int
     block_n: int
@@ -67,11 +61,8 @@ Table = Mapping[Problem, Sequence[tuple[Candidate, float]]]
 
 
 def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table: Table | None = None) -> tuple[int, str]:
-    """The position of the best candidate, and how it was found.
-
-    "only" (there was no other), "table" (this problem was measured), "nearest" (one close to it was), "heuristic" (the model of
-    cost).  Raises ValueError when no candidate fits the target.
-    """
+    """The best candidate's position, and how it was found: "only" (there was no other), "table" (this problem was measured),
+    "nearest" (one close to it was), "heuristic" (the model of cost).  Raises ValueError when none fits the target."""
     fitting = [index for index, candidate in enumerate(candidates) if fits(problem, candidate, arch)]
     if not fitting:
         raise ValueError(f"no configuration of {len(candidates)} fits {arch.name}: {problem}")
@@ -100,12 +91,9 @@ def shared_bytes(problem: Problem, candidate: Candidate) -> int:
 
 
 def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
-    """Estimated cycles.
-
-    Every block takes ceil(k / block_k) steps.  A multiprocessor runs as many blocks at a time as fit.  A step takes what the tensor
-    cores or L2 need for all of them, and at least the latency that the pipeline leaves uncovered.  A partly filled wave costs as
-    much as a full one, and so does what a block computes beyond m and n.
-    """
+    """Estimated cycles, of ceil(k / block_k) steps per block, and as many blocks at a time as fit a multiprocessor.  A step takes
+    what the tensor cores or L2 need for all of them, and at least the latency that the pipeline leaves uncovered.  A partly filled
+    wave costs as much as a full one, and so does what a block computes beyond m and n."""
     blocks = problem.batch * math.ceil(problem.m / candidate.block_m) * math.ceil(problem.n / candidate.block_n)
     steps = math.ceil(problem.k / candidate.block_k)
     resident = _resident(problem, candidate, arch)
@@ -119,12 +107,9 @@ def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
 
 
 def _rate(problem: Problem, candidate: Candidate, arch: Arch) -> float:
-    """Operations per cycle and multiprocessor.
-
-    Half precision runs at the tensor cores' rate, float32 as three products of tf32 at half of it, other types at 256.  Small
-    blocks reach less: a warp then has too few independent products.  From Hopper on, only groups of four warps and 64 rows reach
-    the full rate, others about half.
-    """
+    """Operations per cycle and multiprocessor.  Half precision runs at the tensor cores' rate, float32 as three products of tf32 at
+    half of it, other types at 256.  Small blocks reach less: a warp then has too few independent products.  From Hopper on, only
+    groups of four warps and 64 rows reach the full rate, others about half."""
     rates = {"float16": 1.0, "bfloat16": 1.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 2.0, "float32": 1 / 6}
     if problem.dtype not in rates:
         return 256.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from ...errors import BuildError
 from .cost_model import Candidate, Problem, Table
@@ -22,10 +21,9 @@ def read_table(path: Path) -> Table:
     """Problem -> measured (candidate, microseconds), fastest first.  Raises measurements-broken."""
     try:
         rows = json.loads(path.read_text())["problems"]
-        return {Problem(**row["problem"]): [_measured(found) for found in row["measured"]] for row in rows}
+        return {
+            Problem(**row["problem"]): [(Candidate(**each["candidate"]), float(each["microseconds"])) for each in row["measured"]]
+            for row in rows
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BuildError("measurements-broken", f"{path}: {type(error).__name__}: {error}") from error
-
-
-def _measured(row: dict[str, Any]) -> tuple[Candidate, float]:
-    return Candidate(**row["candidate"]), float(row["microseconds"])

@@ -1,12 +1,9 @@
-"""Split-K: into how many parts the inner axis of a matrix product is split.  Pure Python.
-
-A product of few rows has too few blocks to fill a GPU, and each goes through the whole inner axis.  Split, it is a batched product
-with float32 partial sums: more blocks, with fewer steps each.  The sum is fused into whatever reads the product.
-"""
+"""Split-K: into how many parts the inner axis of a matrix product is split.  Pure Python.  A product of few rows has too few blocks
+to fill a GPU.  Split, it is a batched product with float32 partial sums: more blocks, with fewer steps each.  The sum is fused into
+whatever reads the product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ...targets.architectures import Arch
@@ -39,10 +36,8 @@ TILES = tuple(
 
 
 def split_factor(problem: Problem, arch: Arch, table: Table | None = None) -> int:
-    """1, or the number of parts that `problem` ("mm" or "addmm") is best split into.
-
-    By the measurements of this problem or of one close to it, else by the model of cost.
-    """
+    """1, or the number of parts that `problem` ("mm" or "addmm") is best split into.  By the measurements of this problem or of one
+    close to it, else by the model of cost."""
     factors = [factor for factor in SPLIT_FACTORS if problem.k % (16 * factor) == 0 and problem.k // factor >= SHORTEST]
     for known in nearest(problem, table or {}):
         measured = {factor: _measured(known, factor, table or {}) for factor in (1, *factors)}
@@ -75,8 +70,5 @@ def _measured(problem: Problem, factor: int, table: Table) -> float | None:
 
 def _estimated(problem: Problem, factor: int, arch: Arch) -> float:
     wanted = split_problem(problem, factor)
-    return min(1e6 * cost(wanted, tile, arch) / CLOCK for tile in _fitting(wanted, arch))
-
-
-def _fitting(problem: Problem, arch: Arch) -> Sequence[Candidate]:
-    return [tile for tile in TILES if fits(problem, tile, arch)] or TILES[:1]
+    fitting = [tile for tile in TILES if fits(wanted, tile, arch)] or TILES[:1]
+    return min(1e6 * cost(wanted, tile, arch) / CLOCK for tile in fitting)

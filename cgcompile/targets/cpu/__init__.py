@@ -1,3 +1,1 @@
-"""The cpu target: AOTInductor makes one shared object of the program, or of one host region.
-The runtime calls it through its C interface.
-"""
+"""The cpu target: AOTInductor makes one shared object of the program, or of one host region, called by its C interface."""

@@ -1,7 +1,5 @@
-"""lower, for the cpu target: AOTInductor turns the exported program into one shared object without weights.
-
-Private APIs of torch used here: `torch._inductor.aot_compile` and the options below (tested with torch 2.13).
-"""
+"""lower, for the cpu target: AOTInductor turns the exported program into one shared object without weights.  Private APIs of torch
+used here: `torch._inductor.aot_compile` and the options below (tested with torch 2.13)."""
 
 from __future__ import annotations
 
@@ -54,12 +52,9 @@ class Compiled:
 def compile_cpu(
     program: ExportedProgram, work: Path, tell: Callable[[str], None], shared: Collection[int] = (), changing: bool = False
 ) -> Compiled:
-    """Compiles `program` to a shared object in the folder `work`.
-
-    `shared`: outputs that share memory with something else, of which it gives copies.  Compiled code hands out one tensor under two
-    names, or a constant, which the caller would free twice (seen with torch 2.13).  `changing`: its weights may change.
-    Raises compiler-failed, torch-unsupported.
-    """
+    """Compiles `program` to a shared object in the folder `work`.  `changing`: its weights may change.  `shared`: outputs of which
+    it gives copies.  Else it would hand out one tensor under two names, or a constant, which the caller would free twice (seen with
+    torch 2.13).  Raises compiler-failed, torch-unsupported."""
     if not hasattr(torch._inductor, "aot_compile"):
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}"

@@ -72,10 +72,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
 
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> tuple[Weight, ...]:
-    """The rows under the program's names.  Memory `weights` is the mapped file, which has no offsets of its own.
-
-    Raises dtype-unsupported for dtypes without a safetensors code and for constants with gaps or overlaps.
-    """
+    """The rows under the program's names.  Memory `weights` is the mapped file, which has no offsets of its own.  Raises
+    dtype-unsupported for dtypes without a safetensors code and for constants with gaps or overlaps."""
     for full, value in tensors.items():
         name = full.removeprefix(PREFIX)
         if dtype_name(value.dtype) not in safetensors.CODES:

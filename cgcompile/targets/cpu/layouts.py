@@ -36,9 +36,7 @@ class Bound:
 
 def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weight]) -> Bound:
     """Loads the shared object of `program` here, with the model's own tensors as constants, and copies of those that it writes to.
-
-    Raises constant-unknown for a constant that is no weight.
-    """
+    Raises constant-unknown for a constant that is no weight."""
     torch_library = libtorch.load(torch.__version__)
     region = HostRegion(str(path), torch_library, path.name)
     tensors = weight_tensors(program)
@@ -62,10 +60,8 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
 
 
 def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Runs the region once, from its first state, and returns the strides of its outputs.
-
-    Raises compiler-failed when their number, dtype or shape is not eager PyTorch's.
-    """
+    """Runs the region once, from its first state, and returns the strides of its outputs.  Raises compiler-failed when their
+    number, dtype or shape is not eager PyTorch's."""
     torch_library = libtorch.load(torch.__version__)
     layouts = [Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()) for value in inputs]
     bound.restore()

@@ -1,3 +1,1 @@
-"""What both recorders of a cuda target share: memory layout, lowering levels, host regions, steps, kernel images.
-Nothing here knows which recorder made a recording.
-"""
+"""What both recorders of a cuda target share: memory layout, lowering levels, host regions, steps, kernel images."""

@@ -1,8 +1,5 @@
-"""What the recorder reads of a cubin: a 64-bit little-endian ELF file.  Pure and bounds-checked.
-
-Read: the section table, and the symbols of type OBJECT (module variables, with their initial bytes) and FUNC (kernels).
-Layouts are those of the ELF-64 specification; cubins add nothing to them that is needed here.
-"""
+"""The parts of a cubin, a little-endian ELF-64 file, that matter: sections, and symbols of type OBJECT (module variables, with
+their initial bytes) and FUNC (kernels).  Layouts are those of the ELF-64 specification.  Pure and bounds-checked."""
 
 from __future__ import annotations
 
@@ -58,10 +55,8 @@ class Cubin:
 
 
 def read_cubin(image: bytes, what: str = "image") -> Cubin:
-    """Read a cubin.  `what` stands for the image in messages.
-
-    Raises image-format when the bytes are no cubin ELF (a fatbin and PTX text are named as such), or are cut off.
-    """
+    """Read a cubin.  `what` stands for the image in messages.  Raises image-format when the bytes are no cubin ELF (a fatbin and
+    PTX text are named as such), or are cut off."""
     sections = read_sections(image, what)
     data: list[Symbol] = []
     functions: set[str] = set()

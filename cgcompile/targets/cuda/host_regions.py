@@ -1,7 +1,4 @@
-"""Programs of several regions: their plan at every int_key, the host regions compiled for the CPU, and the manifest's rows.
-
-Both recorders start from the plan: what crosses, and where it lies.
-"""
+"""Programs of several regions: their plan at every int_key, the host regions compiled for the CPU, and the manifest's rows."""
 
 from __future__ import annotations
 
@@ -37,11 +34,8 @@ from .tensors import input_offsets
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitProgram:
-    """A program of several regions at every key, and every value as eager PyTorch made it on the CPU.
-
-    `uploads`: where in memory `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that host regions alone
-    read, which stay off the GPU.
-    """
+    """A program of several regions at every key, and every value as eager PyTorch made it on the CPU.  `uploads`: where in memory
+    `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that no graph reads, off the GPU."""
 
     partition: Partition
     regions: dict[IntKey, tuple[RegionModule, ...]] = field(repr=False)
@@ -131,11 +125,9 @@ def _host_only(program: ExportedProgram, regions: Sequence[RegionModule]) -> fro
 
 
 def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: Tell) -> HostRegions:
-    """Compiles every host region that computes something, for every key, and writes host/<name>.so into `stage`.
-
-    Keys whose region has the same code and inputs share one.  `weights`: of `lay_out`.  Raises compiler-failed, constant-unknown,
-    operator-without-code, torch-unsupported.
-    """
+    """Compiles every host region that computes something, for every key, and writes host/<name>.so into `stage`.  Keys whose region
+    has the same code and inputs share one.  `weights`: of `lay_out`.  Raises compiler-failed, constant-unknown,
+    operator-without-code, torch-unsupported."""
     made: dict[Any, Region] = {}
     rows: dict[tuple[str, IntKey], Region] = {}
     features: set[str] = set()

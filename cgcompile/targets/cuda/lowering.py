@@ -38,11 +38,9 @@ def lower(module: torch.nn.Module, level: str, specialize: str) -> Callable[...,
 
 
 def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """`module`, changed in place so that Inductor lowers it rightly.  What it computes in eager mode stays the same.
-
-    torch before 2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200).  They are
-    viewed with the shapes of the initial states.
-    """
+    """`module`, changed in place so that Inductor lowers it rightly.  What it computes in eager mode stays the same.  torch before
+    2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200).  They are viewed with the
+    shapes of the initial states."""
     for node in [n for n in module.graph.nodes if n.target is torch.ops.aten._assert_tensor_metadata.default]:
         module.graph.erase_node(node)  # what export saw holds by the signature; on fake tensors "cuda" is not "cuda:0" (torch 2.11)
     for node in [n for n in module.graph.nodes if n.target is torch.ops.aten.lstm.input]:
@@ -63,10 +61,7 @@ def lowering_errors() -> tuple[type[Exception], ...]:
 
 
 def cache_environment(folder: Path) -> dict[str, str]:
-    """Environment variables that keep every compiler cache inside `folder` and ask no remote cache.
-
-    With an own folder per build, nothing of another build can leak in.  Its processes share it, and so get the same kernels.
-    """
+    """Environment variables that keep every compiler cache inside `folder`, which processes share, and ask no remote cache."""
     folder = folder.absolute()
     return {
         "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),

@@ -27,10 +27,8 @@ class RecordedGraph:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedProgram:
     """A program as it was recorded.  `images`: cubins by sha256.  `static`: bytes of memory `inputs` by key, in the bundle's order.
-
     `weights`: the program's tensors with their offsets, under its own names; `tables` lie behind them.  Bytes include PAD;
-    `state_bytes` is 0 where no call writes to buffers.
-    """
+    `state_bytes` is 0 where no call writes to buffers."""
 
     graphs: Mapping[RegionKey, RecordedGraph]
     images: Mapping[str, bytes]

@@ -14,11 +14,9 @@ from ..memory_layout import align
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweredRegions:
-    """The regions of one int_key as they were lowered, by name.
-
-    `outputs`: what each makes; `files`: the tables of graph regions; `regions`: positions in the manifest.  `inputs`: the call's.
-    `uploads`: where on the GPU a value that the host makes is put.  `passed_through`: as in RegionModule.
-    """
+    """The regions of one int_key as they were lowered, by name.  `outputs`: what each makes; `files`: the tables of graph regions;
+    `regions`: positions in the manifest.  `inputs`: the call's.  `uploads`: where on the GPU a value that the host makes is put.
+    `passed_through`: as in RegionModule."""
 
     outputs: Mapping[str, tuple[Value, ...]]
     files: Mapping[str, str]
@@ -52,11 +50,8 @@ class _Steps:
 
 
 def program_row(key: IntKey, partition: Partition, lowered: LoweredRegions, arena: int, static: int) -> tuple[Program, int]:
-    """The program of one int_key, and the bytes that it needs of memory host.
-
-    A value is copied to the other side once, when a region there first reads it.  What the host made and the call returns is copied
-    in the end.
-    """
+    """The program of one int_key, and the bytes that it needs of memory host.  A value is copied to the other side once, when a
+    region there first reads it.  What the host made and the call returns is copied in the end."""
     rows = _Steps(values=[], steps=[], device={}, host={}, end=0)
     for name, value in zip(partition.inputs, lowered.inputs, strict=True):
         rows.device[name] = rows.add(value)

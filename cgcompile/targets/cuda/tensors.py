@@ -1,9 +1,5 @@
 """The program's tensors: what torch knows of them -> plain shapes, and tensors at addresses of our choosing.
-
-Public torch interfaces only: a tensor at an address comes from `__cuda_array_interface__` and `Tensor.set_`, so that
-every weight and every input has a storage of its own.  Views of one large storage would make AOTAutograd treat them as
-aliases of each other.
-"""
+`__cuda_array_interface__` and `Tensor.set_` give each a storage of its own: AOTAutograd would treat views of one as aliases."""
 
 from __future__ import annotations
 
