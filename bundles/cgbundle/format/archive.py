@@ -65,15 +65,10 @@ def kernel_images(manifest: Manifest) -> set[str]:
     return {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}
 
 
-def unlisted_files(path: str, manifest: Manifest) -> list[str]:
-    """Files in the directory that the manifest does not name."""
-    return sorted(set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST})
-
-
-def check_unlisted(names: Sequence[str]) -> None:
-    """Raises file-damaged for the first of `unlisted_files`."""
-    for name in names:
-        raise BundleError("file-damaged", f"{name}: not named in the manifest")
+def unlisted_files(path: str, manifest: Manifest) -> list[BundleError]:
+    """A file-damaged for every file in the directory that the manifest does not name."""
+    names = set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST}
+    return [BundleError("file-damaged", f"{name}: not named in the manifest") for name in sorted(names)]
 
 
 def exam_entry(key: Sequence[int], kind: str, index: int) -> str:

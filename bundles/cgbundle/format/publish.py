@@ -23,7 +23,9 @@ def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
     stage.mkdir(parents=True)
     try:
         yield stage
-        _sync(stage)
+        for folder, _, names in os.walk(stage):
+            for name in (*names, "."):
+                _sync(Path(folder, name))
         if replace and destination.exists():
             old = stage.with_suffix(".old")
             destination.rename(old)
@@ -35,7 +37,7 @@ def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
             _remove(old)
         else:
             stage.rename(destination)
-        _sync_one(destination.parent)
+        _sync(destination.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
@@ -72,13 +74,7 @@ def _alive(process: int) -> bool:
     return True
 
 
-def _sync(folder: Path) -> None:
-    for inner, _, names in os.walk(folder):
-        for name in (*names, "."):
-            _sync_one(Path(inner, name))
-
-
-def _sync_one(path: Path) -> None:
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

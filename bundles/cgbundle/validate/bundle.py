@@ -41,7 +41,8 @@ def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
     if manifest.target.kind == CUDA:
         check_tables(path, manifest)
     if level == "full":
-        archive.check_unlisted(archive.unlisted_files(path, manifest))
+        for error in archive.unlisted_files(path, manifest):
+            raise error
 
 
 def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
@@ -67,9 +68,7 @@ def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
             holds(check, path, manifest)
     if not broken:
         holds(check_tables, path, manifest)
-    for name in archive.unlisted_files(path, manifest):
-        holds(archive.check_unlisted, (name,))
-    return list(found.values())
+    return [*found.values(), *archive.unlisted_files(path, manifest)]
 
 
 def check_manifest(manifest: Manifest) -> None:
