@@ -134,10 +134,10 @@ class CpuBackend:
         return addressof(self._state) + row.offset if row.memory == STATE else self._use().weights.address(row.tensor)
 
     def fetch(self, weight: int, stream: object = None) -> bytes:
-        return ctypes.string_at(self.address(weight), self._size(weight))
+        return ctypes.string_at(self.address(weight), span(self._weights[weight]))
 
     def store(self, weight: int, address: int, device: int | None, stream: object = None) -> None:
-        ctypes.memmove(self.address(weight), address, self._size(weight))
+        ctypes.memmove(self.address(weight), address, span(self._weights[weight]))
 
     def reset(self, stream: object = None) -> None:
         for row in self._initial.rows:
@@ -174,10 +174,6 @@ class CpuBackend:
         for row in self._initial.rows:
             if row.source:
                 ctypes.memmove(addressof(self._state) + row.offset, row.source, row.size)
-
-    def _size(self, weight: int) -> int:
-        row = self._weights[weight]
-        return span(row)
 
 
 def _memory(size: int) -> Any:

@@ -123,7 +123,10 @@ class HostRegion:
         pairs = (_Pair * len(constants))()
         for pair, (name, (address, layout)) in zip(pairs, constants.items(), strict=True):
             handle = c_void_p()
-            self._create(address, layout, handle)
+            if self._torch.create(
+                address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, byref(handle)
+            ):
+                raise MachineError("library-refused", f"{self._where}: torch refused a constant")
             self._handles.append(handle)
             pair.name, pair.handle = name.encode(), handle.value
         update = self._library.AOTInductorModelContainerUpdateUserManagedConstantBufferPairs
@@ -162,12 +165,6 @@ class HostRegion:
         for handle in self._handles:
             self._torch.delete(handle)
         self._handles.clear()
-
-    def _create(self, address: int, layout: Layout, handle: c_void_p) -> None:
-        if self._torch.create(
-            address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, byref(handle)
-        ):
-            raise MachineError("library-refused", f"{self._where}: torch refused a constant")
 
     def _check(self, code: int) -> None:
         if code:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..cpu.processor import check_features
 from ..format.archive import WEIGHTS as FILE
@@ -15,9 +15,6 @@ from .driver import Context, Relaxed
 from .machine import check_device, check_driver
 from .memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from .modules import Modules, states
-
-if TYPE_CHECKING:
-    from ..tables.recording import ModuleState
 
 
 class Shared:
@@ -74,7 +71,7 @@ class Shared:
         """The kernel images for a session: the same for all, unless a variable of an image points into memory of the session's.
 
         What kernels keep in variables of their images, all sessions share."""
-        if all(_of_weights(state) for state in self._states):
+        if all(MEMORIES[item.target.memory] == WEIGHTS for state in self._states for item in state.relocations):
             return self._modules
         made = self._loaded(memories)
         cleanup.callback(made.close)
@@ -106,7 +103,3 @@ class Shared:
 
     def _loaded(self, memories: Any) -> Modules:
         return Modules(f"{self.folder}/kernels", self._states, memories)
-
-
-def _of_weights(state: ModuleState) -> bool:
-    return all(MEMORIES[item.target.memory] == WEIGHTS for item in state.relocations)
