@@ -20,8 +20,8 @@ from .modules import Modules, states
 class Shared:
     """The bundle in `folder` on GPU number `device`; `context`, `mode` and `poison` as for `CudaBackend`, as is what it raises.
 
-    It has one share when it is made, and every session takes a further one with `retain`; with the last `release` everything is
-    given back.  Whoever makes graphs or loads modules holds `lock`.
+    It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
+    makes graphs or loads modules holds `lock`.
     """
 
     def __init__(
@@ -68,9 +68,7 @@ class Shared:
         return self.base + offset
 
     def modules(self, memories: Memories, cleanup: ExitStack) -> Modules:
-        """The kernel images for a session: the same for all, unless a variable of an image points into memory of the session's.
-
-        What kernels keep in variables of their images, all sessions share."""
+        """The kernel images for a session: the same for all, variables included, unless one points into memory of the session's."""
         if all(MEMORIES[item.target.memory] == WEIGHTS for state in self._states for item in state.relocations):
             return self._modules
         made = self._loaded(memories)

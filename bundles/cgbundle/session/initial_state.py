@@ -26,8 +26,7 @@ class StateRow(NamedTuple):
 class InitialState:
     """The initial contents of a bundle's state but that of the random numbers: `rows`, valid while this object lives.
 
-    Large state is mostly zeros (a cache to be filled), which is found out once, so that neither a session nor a reset has to bring
-    zeros from a file.  Raises weights-invalid.
+    Large state is mostly zeros (a cache to be filled), which are found once and not brought from the file.  Raises weights-invalid.
     """
 
     __slots__ = ("_mapped", "rows")
