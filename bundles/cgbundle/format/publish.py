@@ -15,8 +15,8 @@ from uuid import uuid4
 def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
     """A fresh directory beside `destination`, renamed to it when the block ends well and removed when it does not.
 
-    A process that is killed leaves its staging directory (named after it) and no bundle; the next build to the same destination
-    removes directories whose process is gone.  With `replace`, an existing bundle stays in place until the new one is whole.
+    A process that is killed leaves its staging directory, named after it, which the next build to this destination removes.  With
+    `replace`, an existing bundle stays in place until the new one is whole.
     """
     _sweep(destination)
     stage = destination.parent / f".{destination.name}.{os.getpid()}.{uuid4().hex[:8]}.building"

@@ -1,12 +1,9 @@
-"""Recordings <-> bytes: `graphs/*.bin`.
-
-`encode` and `decode` are exact inverses: equal recordings give equal bytes, and bytes that `decode` accepts are what `encode` makes
-of the result.
-"""
+"""Recordings <-> bytes, exact inverses: bytes that `decode` accepts are what `encode` makes of the result."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 
 from .column_file import Data, bounds, pack
 from .module_state import relocation_columns, symbol_columns
@@ -100,16 +97,8 @@ def _function(table: Table, row: int) -> Function:
 
 
 def _nodes(table: Table) -> tuple[Node, ...]:
-    rows = [0, 0, 0, 0]
-    nodes: list[Node] = []
-    for kind in table.kind:
-        nodes.append(_READERS[kind](table, rows[kind]))
-        rows[kind] += 1
-    return tuple(nodes)
-
-
-def _empty(table: Table, row: int) -> EmptyNode:
-    return EmptyNode()
+    rows = [count() for _ in _READERS]  # the next row of each kind
+    return tuple([_READERS[kind](table, next(rows[kind])) for kind in table.kind])
 
 
 def _kernel(table: Table, row: int) -> KernelNode:
@@ -151,7 +140,7 @@ def _memcpy(table: Table, row: int) -> MemcpyNode:
 
 
 _KINDS: dict[type, int] = {EmptyNode: EMPTY, KernelNode: KERNEL, MemsetNode: MEMSET, MemcpyNode: MEMCPY}
-_READERS = (_empty, _kernel, _memset, _memcpy)
+_READERS = (lambda table, row: EmptyNode(), _kernel, _memset, _memcpy)
 
 
 def _axes(name: str, sizes: Iterable[tuple[int, int, int]]) -> dict[str, list[int]]:

@@ -3,8 +3,7 @@
 A file is a header of 64-bit words (magic, version, bytes of the file, one count per kind of row) and then the columns in order.
 Each is little-endian and padded with zeros to a multiple of 8 bytes.  Where a column begins follows from the counts alone, so a
 file has one spelling: it is covered exactly, and equal columns give equal bytes.  A mapped file is read in place.
-
-Numbers are the processor's own: CUDA runs on little-endian machines only, and elsewhere the version word does not match.
+On a big-endian machine, where CUDA does not run, the version word does not match.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A recording as the executors read it: views of the columns of a mapped `graphs/*.bin`, no object per node.
 
-Making a `Table` checks its structure (header, bounds, references), so whoever iterates one stays inside it.
-`validate/recordings.py` states every other invariant.
+Making a `Table` checks its structure (header, bounds, references); `validate/recordings.py` states every other invariant.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A tensor without a tensor library: an address, a dtype, a shape and whoever keeps the memory alive.
 
-The runtime hands these out when the caller uses neither NumPy nor torch, and takes apart DLPack inputs with them.
+The runtime takes DLPack inputs apart with these, and hands them out when the caller uses neither NumPy nor torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from . import dlpack
 
 class Tensor:
     """`shape` and `strides` in elements, `address` in bytes, in CPU memory unless `device` is a CUDA device number; `owner` keeps
-    the memory alive.
-
-    Speaks DLPack and, on the CPU, the buffer protocol through `tobytes` and NumPy's `__array_interface__`.
-    """
+    the memory alive.  Speaks DLPack and, on the CPU, NumPy's `__array_interface__`."""
 
     __slots__ = ("_capsule", "address", "device", "dtype", "owner", "shape", "strides")
 

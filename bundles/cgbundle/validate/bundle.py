@@ -1,7 +1,4 @@
-"""Every invariant of a bundle, in one place: the compiler calls it before it publishes, the loader before it touches the device.
-
-`check_manifest` is pure; `check_bundle` adds the files: their lengths always, their hashes as far as asked.
-"""
+"""A bundle as a whole: `check_manifest` is pure; `check_bundle` adds the files, their hashes as far as asked."""
 
 from __future__ import annotations
 
