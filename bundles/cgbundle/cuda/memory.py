@@ -110,7 +110,7 @@ def fill(address: int, size: int, byte: int, stream: Any) -> None:
 
 
 def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: bool = True, source_on_device: bool = True) -> None:
-    """Copies `size` bytes in the order of the stream.  From pageable host memory they have been read when this returns.  On the host
+    """Copies `size` bytes in the stream's order.  From pageable host memory they have been read when this returns.  On the host
     they are there when the stream has been synchronized; pinned memory must stay untouched until then, whichever way."""
     if not size:
         return

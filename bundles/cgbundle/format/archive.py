@@ -97,9 +97,5 @@ def list_files(path: str) -> list[str]:
 
 def describe_files(path: str) -> tuple[File, ...]:
     """The manifest's rows for everything below `path` but the manifest."""
-    rows = []
-    for name in list_files(path):
-        if name != MANIFEST:
-            full = os.path.join(path, name)
-            rows.append(File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full)))
-    return tuple(rows)
+    files = [(name, os.path.join(path, name)) for name in list_files(path) if name != MANIFEST]
+    return tuple(File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full)) for name, full in files)

@@ -153,8 +153,8 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alias:
-    """Output number `output` lies in number `index` of what `memory` names: the `inputs` (the caller's own tensor), the
-    `outputs` (one that is no alias itself), or the manifest's weights ("weights" or "state").  Its Values say where: on the cuda
+    """Output number `output` lies in number `index` of what `memory` names.  That is `inputs` (the caller's own tensor), `outputs`
+    (one that is no alias itself), or "weights" or "state", the manifest's weights.  Its Values say where: on the cuda
     target at the place of the other one; on the cpu target `offset` is in bytes from the other one's first element."""
 
     output: int

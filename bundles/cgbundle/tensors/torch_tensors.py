@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CallError
-from ..format.schema import DTYPES
-from .library import Descriptor, Wrapper, array_type, kind_of, span_bytes
+from ..format.spans import span_of
+from .library import Descriptor, Wrapper, array_type, kind_of
 from .tensor import Tensor
 
 
@@ -57,7 +57,7 @@ class Torch:
     def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper:
         if 0 in shape:
             return lambda address, owner: self.empty(dtype, shape)
-        memory, kind = array_type(span_bytes(shape, strides, DTYPES[dtype])), getattr(self.module, dtype)
+        memory, kind = array_type(span_of(dtype, shape, strides)), getattr(self.module, dtype)
         frombuffer, size, steps = self.module.frombuffer, tuple(shape), tuple(strides)
 
         def alias(address: int, owner: object) -> Any:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def check_lifetimes(program: Program, where: str) -> None:
     """Raises manifest-invalid where a step writes over what a later one, or the call's outputs, still need.
 
-    Nor may its outputs share a byte with its inputs or each other, but those of a graph step: its recording has an order of its
+    Nor may its outputs share a byte with its inputs or each other.  Those of a graph step may: its recording has an order of its
     own, and its outputs may be views of one another.
     """
     values, last = program.values, _last_reads(program)
