@@ -27,8 +27,8 @@ HOST = "host"
 
 
 class Memories:
-    """A session's memories on the current context's GPU; `bases` holds their addresses in the order of MEMORIES, 0 where there
-    is none, and 0 for memory `host`, to which no graph refers; that one's address is `host`.  `sizes` are those of all but memory
+    """A session's memories on the current context's GPU.  `bases` holds their addresses in the order of MEMORIES, 0 where there
+    is none and for memory `host`, to which no graph refers; that one's address is `host`.  `sizes` are those of all but memory
     weights, which lies at `weights`; `cleanup` frees the others.  Raises OutOfMemory with the needed and free bytes."""
 
     __slots__ = ("bases", "host", "sizes")

@@ -25,8 +25,8 @@ NONE = -1
 class StreamOrder:
     """Puts the work of every `begin` ... `end` behind that of the one before, whatever their streams.
 
-    The end of the work is marked when another stream comes, if the last one is sure to exist then (ours, or the legacy default
-    stream, which is torch's); else at every `end`.
+    The end of the work is marked when another stream comes, if the last one is sure to exist then; else at every `end`.  Sure are
+    ours and the legacy default stream, which is torch's.
     `captured`: the call that was begun last is part of a caller's capture.  `default` is the stream of callers who name none.
     `refusal` says why no call can be captured, "" where it can.  The context must be current; `cleanup` gives the event back.
     """
