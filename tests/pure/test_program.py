@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def program(
 
 def numbers(shape: Sequence[int], dtype: str = "float32", first: int = 1) -> Tensor:
     kinds = {"float32": ctypes.c_float, "int64": ctypes.c_int64}
-    count = tensor.count(shape)
+    count = prod(shape)
     return tensor.from_bytes((kinds[dtype] * count)(*range(first, first + count)), dtype, shape)
 
 

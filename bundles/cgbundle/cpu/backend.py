@@ -31,7 +31,7 @@ def check_machine(target: Target) -> None:
 
 
 class RegionOutputs:
-    """The output tensors of one replay, in memory that torch's allocator owns until the last reference to this goes."""
+    """The output tensors of one replay, in memory of torch's allocator until the last reference to this goes."""
 
     __slots__ = ("_handles", "_torch", "addresses")
 
@@ -53,11 +53,8 @@ class RegionOutputs:
 
 
 class Shared:
-    """What all sessions of a bundle use: torch's libraries, the mapped weights, what state holds at first.  The weights stay mapped
-    as long as anything of theirs is in use.
-
-    Weights that the model hands out may be written to by the caller, as in eager: then this process's pages become its own.
-    """
+    """What all sessions of a bundle use: torch's libraries, the mapped weights, what state holds at first.  As in eager, a caller
+    may write to weights that the model hands out: this process's pages become its own."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         check_machine(manifest.target)
@@ -71,10 +68,7 @@ class Shared:
 
 class CpuBackend:
     """Runs the programs of a cpu bundle.  Thread-safe: replays share no memory but the weights; those of a bundle with state run
-    one by one.  `session` gives one that shares the weights and has state and host regions of its own.
-
-    Raises library-missing, library-refused, wrong-machine, weights-invalid.
-    """
+    one by one.  Raises library-missing, library-refused, wrong-machine, weights-invalid."""
 
     device: int | None = None
 
@@ -99,9 +93,8 @@ class CpuBackend:
         self._buffers: dict[int, list[Any]] = {}
         self._restore()
         try:
+            state, instances = addressof(self._state), 1 if one_by_one else INSTANCES
             for region in manifest.regions:
-                instances = 1 if one_by_one else INSTANCES
-                state = addressof(self._state)
                 opened = open_region(shared.folder, region, self._weights, shared.weights, self._torch, state, instances)
                 self._regions.append(opened)
             self._inputs = [
@@ -134,10 +127,10 @@ class CpuBackend:
         return addressof(self._state) + row.offset if row.memory == STATE else self._use().weights.address(row.tensor)
 
     def fetch(self, weight: int, stream: object = None) -> bytes:
-        return ctypes.string_at(self.address(weight), self._size(weight))
+        return ctypes.string_at(self.address(weight), span(self._weights[weight]))
 
     def store(self, weight: int, address: int, device: int | None, stream: object = None) -> None:
-        ctypes.memmove(self.address(weight), address, self._size(weight))
+        ctypes.memmove(self.address(weight), address, span(self._weights[weight]))
 
     def reset(self, stream: object = None) -> None:
         for row in self._initial.rows:
@@ -174,10 +167,6 @@ class CpuBackend:
         for row in self._initial.rows:
             if row.source:
                 ctypes.memmove(addressof(self._state) + row.offset, row.source, row.size)
-
-    def _size(self, weight: int) -> int:
-        row = self._weights[weight]
-        return span(row)
 
 
 def _memory(size: int) -> Any:

@@ -21,8 +21,7 @@ CPU_DEVICE = 0
 POINTER_BYTES = ctypes.sizeof(c_void_p)
 
 INSTANCES = 4
-"""Replays of one region that may run at the same time; a further one waits.  An instance shares the constants and costs a few
-KB."""
+"""Replays of one region that may run at once; a further one waits.  An instance shares the constants and costs a few KB."""
 
 
 class _Pair(ctypes.Structure):
@@ -56,10 +55,7 @@ def open_region(
     instances: int = INSTANCES,
 ) -> HostRegion:
     """A host region of the bundle in `folder`, ready to run.  Its constants are used in place, in the mapped weights (None for a
-    region without constants) or in memory state at `state`; both must stay until it is closed.  `instances`: see INSTANCES.
-
-    Raises library-refused.
-    """
+    region without constants) or in memory state at `state`; both must stay until it is closed.  Raises library-refused."""
     opened = HostRegion(os.path.join(folder, region.file), torch, region.file, instances)
     try:
         constants = {}
@@ -85,10 +81,7 @@ def _handles(count: int) -> type[ctypes.Array[c_void_p]]:
 
 class HostRegion:
     """One loaded shared object.  Thread-safe: up to `instances` runs at a time, the rest wait.  Several of one file share its code
-    alone.
-
-    Raises library-refused, with the library's own message, when it cannot be loaded or a run fails.
-    """
+    alone.  Raises library-refused, with the library's own message, when it cannot be loaded or a run fails."""
 
     def __init__(self, path: str, torch: LibTorch, where: str, instances: int = INSTANCES) -> None:
         self._torch, self._where = torch, where
@@ -118,12 +111,14 @@ class HostRegion:
         return found
 
     def bind(self, constants: Mapping[str, tuple[int, Layout]]) -> None:
-        """Gives the region its constants by the shared object's names: (address, layout); the memory stays ours and is used in
-        place."""
+        """Gives the region its constants by the shared object's names: (address, layout); the memory, used in place, stays ours."""
         pairs = (_Pair * len(constants))()
         for pair, (name, (address, layout)) in zip(pairs, constants.items(), strict=True):
             handle = c_void_p()
-            self._create(address, layout, handle)
+            if self._torch.create(
+                address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, byref(handle)
+            ):
+                raise MachineError("library-refused", f"{self._where}: torch refused a constant")
             self._handles.append(handle)
             pair.name, pair.handle = name.encode(), handle.value
         update = self._library.AOTInductorModelContainerUpdateUserManagedConstantBufferPairs
@@ -154,20 +149,13 @@ class HostRegion:
         return made
 
     def close(self) -> None:
-        """Frees the container and the constants' handles; the shared object itself stays mapped (dlclose of C++ code is not
-        safe)."""
+        """Frees the container and the constants' handles; the shared object stays mapped (dlclose of C++ code is not safe)."""
         if self._container.value:
             self._library.AOTInductorModelContainerDelete(self._container)
             self._container = c_void_p()
         for handle in self._handles:
             self._torch.delete(handle)
         self._handles.clear()
-
-    def _create(self, address: int, layout: Layout, handle: c_void_p) -> None:
-        if self._torch.create(
-            address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, byref(handle)
-        ):
-            raise MachineError("library-refused", f"{self._where}: torch refused a constant")
 
     def _check(self, code: int) -> None:
         if code:

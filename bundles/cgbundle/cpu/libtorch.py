@@ -59,8 +59,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def load(needed: str) -> LibTorch:
-    """Loads the libraries.  Raises library-missing, or library-refused for a version older than `needed` (a shared object needs at
-    least the C interface that it was compiled against)."""
+    """Raises library-missing, or library-refused for a version older than `needed`, whose C interface code was built for."""
     folder, version = find(needed)
     if version and numbers(version) < numbers(needed):
         raise MachineError(
@@ -76,8 +75,7 @@ def load(needed: str) -> LibTorch:
 
 
 class LibTorch:
-    """The few functions of the C interface that are needed.  Handles are tensors owned by the caller until given away or
-    deleted."""
+    """The functions of the C interface that are needed.  Handles are tensors of the caller's until given away or deleted."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

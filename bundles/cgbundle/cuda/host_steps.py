@@ -1,8 +1,7 @@
 """Host steps: regions of the graph that the CPU computes between two steps of the GPU, without torch being imported.
 
-A host step reads and writes memory `host`, one pinned buffer: copy steps bring its inputs there and take its outputs on.  Copies
-are the stream's, a host step is the calling thread's, which waits for the stream first.  Then its inputs have come, and no copy of
-an earlier step or call still reads what it is about to overwrite.
+A host step reads and writes memory `host`, one pinned buffer: copy steps bring its inputs there and take its outputs on.  The
+calling thread waits for the stream first: the inputs have come then, and no earlier copy still reads what is overwritten.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ class _Place(NamedTuple):
 
 class HostSteps:
     """The host regions of a bundle, each loaded at its first use; their constants are used in place in the mapped weights.
-
-    Raises library-missing or library-refused without torch's shared libraries; the processor's features were checked before.
-    """
+    Raises library-missing or library-refused without torch's shared libraries."""
 
     def __init__(self, folder: str, manifest: Manifest, memories: Memories) -> None:
         self._folder, self._manifest, self._memories = folder, manifest, memories
@@ -49,8 +46,8 @@ class HostSteps:
     def step(self, program: Program, step: Step) -> Callable[[Any], None]:
         """A host step of the program, as a function of the stream: returns when the outputs are in their places.
 
-        Raises library-refused, weights-invalid; so does the step: library-refused where the shared object fails or gives a tensor
-        that is not laid out as the manifest says, driver-failed where work of the stream failed.
+        Raises library-refused, weights-invalid.  The step raises library-refused where the shared object fails or gives a tensor
+        that is not laid out as the manifest says, and driver-failed where work of the stream failed.
         """
         where, torch = self._manifest.regions[step.region].file, self._torch
         region = self._region(step.region)

@@ -1,5 +1,4 @@
-"""Memory on the GPU: one allocation for each of a session's state, inputs and arena, and outputs that outlive the program; and one
-pinned buffer of the host."""
+"""Memory on the GPU, an allocation for each of a session's memories and for outputs; one pinned buffer of the host."""
 
 from __future__ import annotations
 
@@ -28,12 +27,9 @@ HOST = "host"
 
 
 class Memories:
-    """A session's memories on the current context's GPU; `bases` holds their addresses in the order of MEMORIES, 0 where there
-    is none, and 0 for memory `host`, to which no graph refers; that one's address is `host`.
-
-    `sizes` are those of all but memory weights, which lies at `weights`.  `cleanup` frees the others.  Raises OutOfMemory with the
-    needed and free bytes.
-    """
+    """A session's memories on the current context's GPU.  `bases` holds their addresses in the order of MEMORIES, 0 where there
+    is none and for memory `host`, to which no graph refers; that one's address is `host`.  `sizes` are those of all but memory
+    weights, which lies at `weights`; `cleanup` frees the others.  Raises OutOfMemory with the needed and free bytes."""
 
     __slots__ = ("bases", "host", "sizes")
 
@@ -99,9 +95,8 @@ def allocate_pinned(size: int, what: str) -> int:
     try:
         return int(check("cuMemHostAlloc", cu.cuMemHostAlloc(size, 0), what))
     except OutOfMemory:
-        raise OutOfMemory(
-            "out-of-memory", f"{what}: needs {size:,} bytes of pinned memory, which the system does not give"
-        ) from None
+        reason = f"{what}: needs {size:,} bytes of pinned memory, which the system does not give"
+        raise OutOfMemory("out-of-memory", reason) from None
 
 
 def free_pinned(address: int) -> None:
@@ -115,11 +110,8 @@ def fill(address: int, size: int, byte: int, stream: Any) -> None:
 
 
 def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: bool = True, source_on_device: bool = True) -> None:
-    """Copies `size` bytes in the order of the stream.
-
-    From pageable host memory the bytes have been read when this returns; to host memory they are there when the stream has been
-    synchronized.  Pinned host memory must stay untouched until then, whichever way.
-    """
+    """Copies `size` bytes in the stream's order.  From pageable host memory they have been read when this returns.  On the host
+    they are there when the stream has been synchronized; pinned memory must stay untouched until then, whichever way."""
     if not size:
         return
     if target_on_device and source_on_device:
@@ -133,11 +125,8 @@ def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: 
 
 
 class Output:
-    """`bytes` bytes of GPU memory from the driver's pool, for one output of a call; it outlives the program.
-
-    `free`, or the end of this object, returns it in the order of the stream it was allocated on, which must still exist.  The
-    context must be current when it is made, in no other case.
-    """
+    """`bytes` bytes of GPU memory from the driver's pool, for one output of a call; it outlives the program.  `free`, or the end of
+    this object, returns it in the order of its stream, which must still exist.  The context must be current when it is made."""
 
     __slots__ = ("_context", "_stream", "address", "bytes")
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from ..tables.recording import ModuleState
 
 GROWING = (8, 14)
-"""Function attributes that permit more (dynamic shared memory, non-portable cluster size): where recordings share a function, the
-largest value serves all."""
+"""Function attributes of which the largest value serves all recordings: dynamic shared memory, non-portable cluster size."""
 
 
 class Addresses(Protocol):
@@ -25,11 +24,8 @@ class Addresses(Protocol):
 
 
 class Modules:
-    """The images of a bundle that its recordings use, loaded into the current context on first use.
-
-    `folder` holds an image per file, named by its SHA-256; `memories` are those that `states` refer to.  Raises file-damaged,
-    table-invalid, driver-failed, OutOfMemory.
-    """
+    """The images of `folder`, named by SHA-256, loaded into the current context on first use; `memories` are those that `states`
+    refer to.  Raises file-damaged, table-invalid, driver-failed, OutOfMemory."""
 
     __slots__ = ("_folder", "_functions", "_memories", "_modules", "_settings", "_states")
 

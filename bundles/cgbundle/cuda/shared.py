@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..cpu.processor import check_features
 from ..format.archive import WEIGHTS as FILE
@@ -16,15 +16,12 @@ from .machine import check_device, check_driver
 from .memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from .modules import Modules, states
 
-if TYPE_CHECKING:
-    from ..tables.recording import ModuleState
-
 
 class Shared:
     """The bundle in `folder` on GPU number `device`; `context`, `mode` and `poison` as for `CudaBackend`, as is what it raises.
 
-    It has one share when it is made, and every session takes a further one with `retain`; with the last `release` everything is
-    given back.  Whoever makes graphs or loads modules holds `lock`.
+    It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
+    makes graphs or loads modules holds `lock`.
     """
 
     def __init__(
@@ -71,10 +68,8 @@ class Shared:
         return self.base + offset
 
     def modules(self, memories: Memories, cleanup: ExitStack) -> Modules:
-        """The kernel images for a session: the same for all, unless a variable of an image points into memory of the session's.
-
-        What kernels keep in variables of their images, all sessions share."""
-        if all(_of_weights(state) for state in self._states):
+        """The kernel images for a session: the same for all, variables included, unless one points into memory of the session's."""
+        if all(MEMORIES[item.target.memory] == WEIGHTS for state in self._states for item in state.relocations):
             return self._modules
         made = self._loaded(memories)
         cleanup.callback(made.close)
@@ -106,7 +101,3 @@ class Shared:
 
     def _loaded(self, memories: Any) -> Modules:
         return Modules(f"{self.folder}/kernels", self._states, memories)
-
-
-def _of_weights(state: ModuleState) -> bool:
-    return all(MEMORIES[item.target.memory] == WEIGHTS for item in state.relocations)

@@ -1,8 +1,7 @@
 """The order of calls that share one arena but come on different streams, and calls that join a caller's stream capture.
 
-What is enqueued on a stream that is being captured becomes part of a graph that the caller launches later, as often as it likes.
-Such a stream must not wait for an event of outside the capture (CUDA_ERROR_STREAM_CAPTURE_ISOLATION).  Whoever waits for an event
-of inside joins the capture.  So calls inside take no part in the order at all.
+A stream that is being captured must not wait for an event of outside (CUDA_ERROR_STREAM_CAPTURE_ISOLATION), and whoever waits for
+one of inside joins the capture.  So calls inside, which the caller launches later, take no part in the order at all.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ NONE = -1
 class StreamOrder:
     """Puts the work of every `begin` ... `end` behind that of the one before, whatever their streams.
 
-    Calls that stay on one stream need no event.  The end of the work is marked when another stream comes, if the last one is sure
-    to exist then (ours, or the legacy default stream, which is torch's); else at every `end`.
-
+    The end of the work is marked when another stream comes, if the last one is sure to exist then; else at every `end`.  Sure are
+    ours and the legacy default stream, which is torch's.
     `captured`: the call that was begun last is part of a caller's capture.  `default` is the stream of callers who name none.
     `refusal` says why no call can be captured, "" where it can.  The context must be current; `cleanup` gives the event back.
     """

@@ -1,8 +1,7 @@
 """The weights from the file into GPU memory, as fast as the bus takes them.
 
-A copy from a mapped file is pageable: the driver's one thread moves it at 10.8 GB/s.  Pinned memory moves at 55 GB/s, but
-pinning all of it costs more than it gains.  So a few threads read the file into small pinned buffers, each sent on while the next
-is read; a read takes neither page faults nor the interpreter's lock.  The caller builds its graphs meanwhile.
+A copy from a mapped file is pageable: the driver's one thread moves it at 10.8 GB/s.  Pinned memory moves at 55 GB/s, but pinning
+all of it costs more than it gains.  So a few threads read the file into small pinned buffers, each sent on while the next is read.
 """
 
 from __future__ import annotations
@@ -49,11 +48,8 @@ def listed(folder: str, manifest: Manifest) -> list[Piece]:
 
 
 def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: int) -> list[Piece]:
-    """Where the bytes of the file go, in the file's order; tied weights once, what is adjacent in both places as one, and what is
-    not for the GPU left out.
-
-    `capacity` is the bytes of memory weights.  Raises weights-invalid where the file lacks a weight or the memory is too small.
-    """
+    """Where the bytes of the file go, in the file's order: tied weights once, what is adjacent in both places as one.  `capacity`:
+    bytes of memory weights.  Raises weights-invalid where the file lacks a weight or the memory is too small."""
     found = set()
     for weight in weights:
         entry = entries.get(weight.tensor)
@@ -99,10 +95,9 @@ def chunks(listed: Sequence[Piece], size: int) -> list[list[Piece]]:
 
 
 class Upload:
-    """Weights on their way: `wait` until they have arrived.
+    """Weights on their way, by threads that start at once, each with its own stream and pinned buffers.
 
-    Threads start at once; each has its own stream and pinned buffers and gives them back at its end.  `wait` raises the first
-    failure (OutOfMemory, driver-failed, weights-invalid); leave no Upload without it, before memory weights is freed.
+    `wait` raises the first failure (OutOfMemory, driver-failed, weights-invalid); `wait` or `stop` before memory weights is freed.
     """
 
     def __init__(

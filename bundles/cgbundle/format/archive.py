@@ -65,15 +65,10 @@ def kernel_images(manifest: Manifest) -> set[str]:
     return {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}
 
 
-def unlisted_files(path: str, manifest: Manifest) -> list[str]:
-    """Files in the directory that the manifest does not name."""
-    return sorted(set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST})
-
-
-def check_unlisted(names: Sequence[str]) -> None:
-    """Raises file-damaged for the first of `unlisted_files`."""
-    for name in names:
-        raise BundleError("file-damaged", f"{name}: not named in the manifest")
+def unlisted_files(path: str, manifest: Manifest) -> list[BundleError]:
+    """A file-damaged for every file in the directory that the manifest does not name."""
+    names = set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST}
+    return [BundleError("file-damaged", f"{name}: not named in the manifest") for name in sorted(names)]
 
 
 def exam_entry(key: Sequence[int], kind: str, index: int) -> str:
@@ -102,9 +97,5 @@ def list_files(path: str) -> list[str]:
 
 def describe_files(path: str) -> tuple[File, ...]:
     """The manifest's rows for everything below `path` but the manifest."""
-    rows = []
-    for name in list_files(path):
-        if name != MANIFEST:
-            full = os.path.join(path, name)
-            rows.append(File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full)))
-    return tuple(rows)
+    files = [(name, os.path.join(path, name)) for name in list_files(path) if name != MANIFEST]
+    return tuple(File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full)) for name, full in files)

@@ -137,13 +137,6 @@ def _size(value: Any, where: str, depth: int = 0) -> Any:
     raise _fail(where, "a size", value)
 
 
-def _tree(value: Any, where: str) -> Any:
-    """A schema.Tree: `pytree.check` looks inside."""
-    if type(value) is dict:
-        return value
-    raise _fail(where, "an object", value)
-
-
 def _list(item: Decoder) -> Decoder:
     def decoder(value: Any, where: str) -> Any:
         if type(value) is not list:
@@ -185,25 +178,14 @@ def _record(kind: type, version: int) -> Decoder:
 
 
 def _annotation(text: str, version: int) -> Decoder:
-    """The decoder for an annotation as it is spelled in schema.py."""
+    """The decoder for an annotation as it is spelled in schema.py, where no tuple of fixed length holds another."""
     if text in _SCALARS:
         return _SCALARS[text]
     if text.startswith("tuple[") and text.endswith(", ...]"):
         return _list(_annotation(text[len("tuple[") : -len(", ...]")], version))
     if text.startswith("tuple[") and text.endswith("]"):
-        return _fixed(tuple(_annotation(part, version) for part in _split(text[len("tuple[") : -1])))
+        return _fixed(tuple(_annotation(part, version) for part in text[len("tuple[") : -1].split(", ")))
     return _record(getattr(schema, text), version)
-
-
-def _split(text: str) -> list[str]:
-    """Splits at the commas outside brackets."""
-    parts, depth, start = [], 0, 0
-    for index, letter in enumerate(text):
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            parts.append(text[start:index].strip())
-            start = index + 1
-    return [*parts, text[start:].strip()]
 
 
 _SCALARS: dict[str, Decoder] = {
@@ -213,5 +195,5 @@ _SCALARS: dict[str, Decoder] = {
     "float": _scalar(float, "number"),
     "IntKey": _list(_scalar(int, "int")),
     "Size": _size,
-    "Tree": _tree,
+    "Tree": _scalar(dict, "an object"),  # `pytree.check` looks inside
 }

@@ -15,15 +15,17 @@ from uuid import uuid4
 def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
     """A fresh directory beside `destination`, renamed to it when the block ends well and removed when it does not.
 
-    A process that is killed leaves its staging directory (named after it) and no bundle; the next build to the same destination
-    removes directories whose process is gone.  With `replace`, an existing bundle stays in place until the new one is whole.
+    A process that is killed leaves its staging directory, named after it, which the next build to this destination removes.  With
+    `replace`, an existing bundle stays in place until the new one is whole.
     """
     _sweep(destination)
     stage = destination.parent / f".{destination.name}.{os.getpid()}.{uuid4().hex[:8]}.building"
     stage.mkdir(parents=True)
     try:
         yield stage
-        _sync(stage)
+        for folder, _, names in os.walk(stage):
+            for name in (*names, "."):
+                _sync(Path(folder, name))
         if replace and destination.exists():
             old = stage.with_suffix(".old")
             destination.rename(old)
@@ -35,7 +37,7 @@ def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
             _remove(old)
         else:
             stage.rename(destination)
-        _sync_one(destination.parent)
+        _sync(destination.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
@@ -72,13 +74,7 @@ def _alive(process: int) -> bool:
     return True
 
 
-def _sync(folder: Path) -> None:
-    for inner, _, names in os.walk(folder):
-        for name in (*names, "."):
-            _sync_one(Path(inner, name))
-
-
-def _sync_one(path: Path) -> None:
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

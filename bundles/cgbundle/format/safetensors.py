@@ -1,9 +1,8 @@
 """safetensors files, read without copying and written without holding: 8 bytes of header length, a JSON header, then the data.
 
-Why not the `safetensors` package: its readers need NumPy or torch, and its writer takes every tensor in memory and starts the data
-at any multiple of 8 bytes.  The runtime maps the file and uses weights in place.  So `write` starts the data at a multiple of
-`ALIGNMENT`: the header is padded with spaces, as the format allows.  Tensors whose size is a multiple of it come first, and all of
-these stay aligned.  Tests compare both ways with the package.
+The `safetensors` package's readers need NumPy or torch, and its writer takes every tensor in memory and aligns to 8 bytes.  Weights
+are used in place, so `write` starts the data at a multiple of `ALIGNMENT`: the header is padded with spaces, as the format allows.
+Tensors whose size is a multiple of it come first, so that they stay aligned.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import IO, Any
@@ -93,7 +93,7 @@ Tensor = tuple[str, tuple[int, ...], Callable[[], Any]]
 
 
 def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
-    """Writes the tensors; one at a time is held in memory.  Equal tensors in any order give equal files."""
+    """One tensor at a time is held in memory.  Equal tensors in any order give equal files."""
 
     def rank(name: str) -> tuple[bool, int, str]:
         dtype, shape, _ = tensors[name]
@@ -121,11 +121,8 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
 
 
 class Mapped:
-    """A safetensors file mapped read-only: processes that map the same file share its pages.  `writable`: this process may write
-    there, which the file and other processes never see: a page that is written to becomes its own.
-
-    `address(name)` is valid until `close`, or the end of this object.  Raises weights-invalid as `read_header` does.
-    """
+    """A safetensors file mapped read-only, its pages shared by processes.  `writable`: a page that this process writes to becomes
+    its own.  Addresses are valid until `close`, or the end of this object.  Raises weights-invalid as `read_header` does."""
 
     def __init__(self, path: str, where: str, *, writable: bool = False) -> None:
         with open(path, "rb") as file:
@@ -145,12 +142,10 @@ class Mapped:
         return self._view[entry.begin : entry.end]
 
     def close(self) -> None:
-        """Unmaps the file.  Whoever still holds a view from `data` keeps it mapped."""
+        """Unmaps the file, unless a view from `data` is still held: the mapping goes with that."""
         self._view.release()
-        try:
+        with suppress(BufferError):
             self._map.close()
-        except BufferError:
-            return  # a view is still held: the mapping goes with it
 
 
 class _PyBuffer(ctypes.Structure):

@@ -1,10 +1,7 @@
 """The rows of a bundle: what the compiler writes and the runtime reads.  No behaviour.
 
-Every record is frozen; references are integers (positions in a tuple of the same manifest) or names.
-`manifest_json.py` turns a `Manifest` into canonical JSON and back; `validate/` states every invariant.  FORMAT.md describes the
-bytes.
-
-Sizes are in bytes and elements as named; dtypes are the names in `DTYPES`.
+References are integers (positions in a tuple of the same manifest) or names; dtypes are the names in `DTYPES`.
+`manifest_json.py` turns a `Manifest` into canonical JSON and back; `validate/` states every invariant.
 """
 
 from __future__ import annotations
@@ -54,11 +51,8 @@ IntKey = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
-    """A declared dimension.
-
-    `pad` is "rows" (rows do not depend on each other: any filling is exact), "zeros" (only zeros were proved exact) or "no".
-    `chunk` says that a call may be cut along this dimension; `reason` is shown when the runtime has to refuse.
-    """
+    """`pad` is "rows" (rows do not depend on each other: any filling is exact), "zeros" (only zeros were proved exact) or "no".
+    `chunk` says that a call may be cut along this dimension; `reason` is shown when the runtime has to refuse."""
 
     name: str
     sizes: tuple[int, ...]
@@ -80,12 +74,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What the bundle runs on.
-
-    `arch` is the machine ("x86_64") or "sm_90"; `driver` the lowest CUDA driver version, as the driver reports it (13000 = 13.0).
+    """`arch` is the machine ("x86_64") or "sm_90"; `driver` the lowest version of the CUDA driver, as it reports it (13000 = 13.0).
     `features` are the processor flags that host code uses, `torch` the lowest version whose shared libraries it needs: both are
-    empty without host regions.
-    """
+    empty without host regions."""
 
     kind: str
     arch: str
@@ -96,12 +87,10 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """A parameter, buffer or constant.
+    """A parameter, buffer or constant.  `tensor` names it in weights.safetensors; tied weights name the same tensor.
 
-    `tensor` names it in weights.safetensors; tied weights name the same tensor.  `memory` is "weights", or "state" for a buffer
-    that calls change: the file holds what it starts with, and every session has its own.  `offset` is its place there, 256-byte
-    aligned.  In memory weights it is 0 on the cpu target, where the file itself is mapped, and may be `spans.HOST_ONLY` on the
-    cuda target.
+    `memory` is "weights", or "state" for a buffer that calls change: the file holds what every session starts with.  `offset` is
+    its place there, 256-byte aligned.  In memory weights it is 0 on the cpu target and may be `spans.HOST_ONLY` on the cuda target.
     """
 
     name: str
@@ -164,12 +153,9 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alias:
-    """An output that shares memory with something else, as in eager PyTorch.
-
-    Number `output` of the signature lies in number `index` of what `memory` names: the `inputs` (the caller's own tensor), the
-    `outputs` (one that is no alias itself), or the manifest's weights ("weights" or "state").  Its Values say where: on the cuda
-    target at the place of the other one; on the cpu target `offset` is in bytes from the other one's first element.
-    """
+    """Output number `output` lies in number `index` of what `memory` names.  That is `inputs` (the caller's own tensor), `outputs`
+    (one that is no alias itself), or "weights" or "state", the manifest's weights.  Its Values say where: on the cuda
+    target at the place of the other one; on the cpu target `offset` is in bytes from the other one's first element."""
 
     output: int
     memory: str

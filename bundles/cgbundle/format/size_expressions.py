@@ -30,10 +30,7 @@ def names(size: Size) -> frozenset[str]:
 
 
 def linear(size: Size) -> tuple[str, int, int] | None:
-    """(dimension, scale, offset) when `size` is scale * dimension + offset with scale > 0, else None.
-
-    Inputs have only such sizes: they can be solved for the dimension.
-    """
+    """(dimension, scale, offset) when `size` is scale * dimension + offset with scale > 0, as an input's are, else None."""
     if isinstance(size, str):
         return (size, 1, 0)
     if isinstance(size, int):

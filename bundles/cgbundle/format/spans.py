@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .schema import DTYPES, Value, Weight
 
@@ -11,10 +11,14 @@ HOST_ONLY = -1
 
 
 def span(row: Value | Weight) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if 0 in row.shape:
+    return span_of(row.dtype, row.shape, row.strides)
+
+
+def span_of(dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Bytes from a tensor's first element to the end of its last; `strides` in elements."""
+    if 0 in shape:
         return 0
-    return (1 + sum((size - 1) * stride for size, stride in zip(row.shape, row.strides, strict=True))) * DTYPES[row.dtype]
+    return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * DTYPES[dtype]
 
 
 def overlap(one: Value, other: Value) -> bool:

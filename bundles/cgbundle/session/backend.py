@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Results(Protocol):
-    """The outputs of one replay.  `addresses` are valid while this object lives; `device` is the CUDA device that they lie on,
+    """The outputs of one replay.  `addresses` are valid while this object lives; `device` is their CUDA device,
     None for the CPU; `static` says that every replay of this program gives these same addresses."""
 
     @property

@@ -26,8 +26,7 @@ class StateRow(NamedTuple):
 class InitialState:
     """The initial contents of a bundle's state but that of the random numbers: `rows`, valid while this object lives.
 
-    Large state is mostly zeros (a cache to be filled), which is found out once, so that neither a session nor a reset has to bring
-    zeros from a file.  Raises weights-invalid.
+    Large state is mostly zeros (a cache to be filled), which are found once and not read again.  Raises weights-invalid.
     """
 
     __slots__ = ("_mapped", "rows")
@@ -38,9 +37,8 @@ class InitialState:
             if weight.memory == STATE and index != manifest.random:
                 if not self.rows:
                     self._mapped = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS)
-                zero = _is_zero(self._mapped.data(weight.tensor))
-                size = span(weight)
-                self.rows.append(StateRow(weight.offset, size, 0 if zero else self._mapped.address(weight.tensor)))
+                source = 0 if _is_zero(self._mapped.data(weight.tensor)) else self._mapped.address(weight.tensor)
+                self.rows.append(StateRow(weight.offset, span(weight), source))
 
 
 def _is_zero(data: memoryview) -> bool:

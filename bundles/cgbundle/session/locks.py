@@ -15,10 +15,8 @@ def closed(name: str) -> ProgramClosed:
 
 
 class SharedLock:
-    """A context held by every replay of a program named `name`; any number may hold it.  `close` waits until none does.
-
-    Raises ProgramClosed where it is entered after that.
-    """
+    """A context held by every replay of a program named `name`; any number may hold it.  `close` waits until none does; who enters
+    after that gets ProgramClosed."""
 
     __slots__ = ("_closed", "_gate", "_held", "_name")
 
@@ -88,9 +86,7 @@ class SessionLock:
 
 class ExclusiveLock:
     """`SharedLock` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time.
-
-    Raises ProgramClosed and SessionBusy.
-    """
+    Raises ProgramClosed and SessionBusy."""
 
     __slots__ = ("_closed", "_gate", "_lock", "_name")
 

@@ -24,9 +24,9 @@ SEEDS = 1 << 63
 class State(Mapping[str, Tensor]):
     """The state of one session, by the names of the model's buffers; empty for a model that changes none.
 
-    `state[name]` is a copy in memory of the CPU, `state[name] = value` writes, in order with the calls of the session; both raise
-    what a call raises (ProgramClosed, SessionBusy).  The value is a NumPy array, a torch tensor of the
-    CPU or the program's GPU, a `Tensor`, or speaks DLPack.  Names that do not exist raise StateMissing, which is a KeyError.
+    `state[name]` is a copy in CPU memory, `state[name] = value` writes, both in order with the session's calls.  A value is a NumPy
+    array, a torch tensor of the CPU or the program's GPU, a `Tensor`, or speaks DLPack.  Raises ProgramClosed, SessionBusy,
+    and StateMissing, which is a KeyError.
     """
 
     def __init__(self, manifest: Manifest, backend: Backend) -> None:

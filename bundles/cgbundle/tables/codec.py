@@ -1,21 +1,20 @@
-"""Recordings <-> bytes: `graphs/*.bin`.
-
-`encode` and `decode` are exact inverses: equal recordings give equal bytes, and bytes that `decode` accepts are what `encode` makes
-of the result.
-"""
+"""Recordings <-> bytes, exact inverses: bytes that `decode` accepts are what `encode` makes of the result."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 
-from .column_file import Data, bounds, image_bytes, pack, utf8
-from .module_state import relocation_columns
+from .column_file import Data, bounds, pack
+from .module_state import relocation_columns, symbol_columns
 from .recording import Address, Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
 from .table import EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
 
 MEMSET_FIELDS = ("value", "element", "width", "height", "pitch")
+EXTENT_FIELDS = ("width", "height", "depth")
+PITCH_FIELDS = ("source_pitch", "source_height", "target_pitch", "target_height")
 EDGE_FIELDS = ("source", "target", "from_port", "to_port", "type")
-"""Fields that are columns of their own, under the names of nodes and edges."""
+"""Fields by their names: of a memset and of an edge each is a column, of a memcpy they share one."""
 
 
 def encode(recording: Recording) -> bytes:
@@ -29,12 +28,10 @@ def encode(recording: Recording) -> bytes:
     relocations = [item for node in kernels for item in node.relocations]
     undefined = [item for node in kernels for item in node.undefined]
     attributes = [item for node in kernels for item in node.attributes]
-    symbols = [utf8(function.symbol) for function in functions]
     blocks = b"".join(node.block + bytes(-len(node.block) % 8) for node in kernels)
     columns = {
         "key": recording.key,
-        "image": b"".join(image_bytes(function.image) for function in functions),
-        "symbol_bounds": bounds(map(len, symbols)),
+        **symbol_columns(functions),
         "param_bounds": bounds(len(function.params) for function in functions),
         "function_attribute_bounds": bounds(len(function.attributes) for function in functions),
         "param_offset": [offset for offset, _ in params],
@@ -61,12 +58,9 @@ def encode(recording: Recording) -> bytes:
         **{f"memset_{name}": [getattr(node, name) for node in memsets] for name in MEMSET_FIELDS},
         "memcpy_memory": [place.memory for node in memcpys for place in (node.source, node.target)],
         "memcpy_offset": [place.offset for node in memcpys for place in (node.source, node.target)],
-        "memcpy_extent": [size for node in memcpys for size in (node.width, node.height, node.depth)],
-        "memcpy_pitch": [
-            size for node in memcpys for size in (node.source_pitch, node.source_height, node.target_pitch, node.target_height)
-        ],
+        "memcpy_extent": [getattr(node, name) for node in memcpys for name in EXTENT_FIELDS],
+        "memcpy_pitch": [getattr(node, name) for node in memcpys for name in PITCH_FIELDS],
         **{f"edge_{name}": [getattr(edge, name) for edge in edges] for name in EDGE_FIELDS},
-        "symbols": b"".join(symbols),
         "blocks": blocks,
     }
     counts = {
@@ -103,20 +97,15 @@ def _function(table: Table, row: int) -> Function:
 
 
 def _nodes(table: Table) -> tuple[Node, ...]:
-    rows = [0, 0, 0, 0]
-    nodes: list[Node] = []
-    for kind in table.kind:
-        nodes.append(_READERS[kind](table, rows[kind]))
-        rows[kind] += 1
-    return tuple(nodes)
-
-
-def _empty(table: Table, row: int) -> EmptyNode:
-    return EmptyNode()
+    rows = [count() for _ in _READERS]  # the next row of each kind
+    return tuple([_READERS[kind](table, next(rows[kind])) for kind in table.kind])
 
 
 def _kernel(table: Table, row: int) -> KernelNode:
-    undefined = slice(*table.undefined_bounds[row : row + 2])
+    undefined, relocated = slice(*table.undefined_bounds[row : row + 2]), slice(*table.relocation_bounds[row : row + 2])
+    relocations = zip(
+        table.relocation_at[relocated], table.relocation_memory[relocated], table.relocation_offset[relocated], strict=True
+    )
     first, last = table.attribute_bounds[row : row + 2]
     values = table.attribute_value
     begin = table.block_offset[row]
@@ -126,21 +115,11 @@ def _kernel(table: Table, row: int) -> KernelNode:
         threads=(table.threads_x[row], table.threads_y[row], table.threads_z[row]),
         shared=table.shared[row],
         block=bytes(table.blocks[begin : begin + table.block_size[row]]),
-        relocations=_read_relocations(table, row),
+        relocations=tuple(Relocation(at=at, target=Address(memory=memory, offset=offset)) for at, memory, offset in relocations),
         undefined=tuple(zip(table.undefined_offset[undefined], table.undefined_size[undefined], strict=True)),
         attributes=tuple(
             (table.attribute_id[i], (values[3 * i], values[3 * i + 1], values[3 * i + 2])) for i in range(first, last)
         ),
-    )
-
-
-def _read_relocations(table: Table, row: int) -> tuple[Relocation, ...]:
-    rows = slice(*table.relocation_bounds[row : row + 2])
-    return tuple(
-        Relocation(at=at, target=Address(memory=memory, offset=offset))
-        for at, memory, offset in zip(
-            table.relocation_at[rows], table.relocation_memory[rows], table.relocation_offset[rows], strict=True
-        )
     )
 
 
@@ -152,23 +131,16 @@ def _memset(table: Table, row: int) -> MemsetNode:
 
 
 def _memcpy(table: Table, row: int) -> MemcpyNode:
-    width, height, depth = table.memcpy_extent[3 * row : 3 * row + 3]
-    source_pitch, source_height, target_pitch, target_height = table.memcpy_pitch[4 * row : 4 * row + 4]
     return MemcpyNode(
         source=Address(memory=table.memcpy_memory[2 * row], offset=table.memcpy_offset[2 * row]),
         target=Address(memory=table.memcpy_memory[2 * row + 1], offset=table.memcpy_offset[2 * row + 1]),
-        width=width,
-        height=height,
-        depth=depth,
-        source_pitch=source_pitch,
-        source_height=source_height,
-        target_pitch=target_pitch,
-        target_height=target_height,
+        **dict(zip(EXTENT_FIELDS, table.memcpy_extent[3 * row : 3 * row + 3], strict=True)),
+        **dict(zip(PITCH_FIELDS, table.memcpy_pitch[4 * row : 4 * row + 4], strict=True)),
     )
 
 
 _KINDS: dict[type, int] = {EmptyNode: EMPTY, KernelNode: KERNEL, MemsetNode: MEMSET, MemcpyNode: MEMCPY}
-_READERS = (_empty, _kernel, _memset, _memcpy)
+_READERS = (lambda table, row: EmptyNode(), _kernel, _memset, _memcpy)
 
 
 def _axes(name: str, sizes: Iterable[tuple[int, int, int]]) -> dict[str, list[int]]:

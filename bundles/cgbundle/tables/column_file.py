@@ -3,8 +3,7 @@
 A file is a header of 64-bit words (magic, version, bytes of the file, one count per kind of row) and then the columns in order.
 Each is little-endian and padded with zeros to a multiple of 8 bytes.  Where a column begins follows from the counts alone, so a
 file has one spelling: it is covered exactly, and equal columns give equal bytes.  A mapped file is read in place.
-
-Numbers are the processor's own: CUDA runs on little-endian machines only, and elsewhere the version word does not match.
+On a big-endian machine, where CUDA does not run, the version word does not match.
 """
 
 from __future__ import annotations
@@ -126,36 +125,12 @@ def check_below(values: memoryview | bytes, limit: int, where: str) -> None:
         raise invalid(where, f"{max(values)} is not below {limit}")
 
 
-def image_bytes(name: str) -> bytes:
-    """The 32 bytes of an image's SHA-256.  Raises table-invalid."""
+def symbols(images: memoryview, data: memoryview, limits: memoryview, where: str) -> tuple[list[str], list[str]]:
+    """Of a column of symbols the images, as SHA-256s, and the names that `limits` cuts out of `data`.  Raises table-invalid."""
+    digits, raw = images.hex(), bytes(data)
     try:
-        data = bytes.fromhex(name)
-    except ValueError:
-        data = b""
-    if len(data) != 32 or data.hex() != name:
-        raise invalid(f"image {name[:80]!r}", "expected a SHA-256 of 64 lower-case digits")
-    return data
-
-
-def image_names(column: memoryview) -> list[str]:
-    """The SHA-256s in a column of 32 bytes each."""
-    digits = column.hex()
-    return [digits[begin : begin + 64] for begin in range(0, len(digits), 64)]
-
-
-def utf8(name: str) -> bytes:
-    """The symbol in UTF-8.  Raises table-invalid."""
-    try:
-        return name.encode()
-    except UnicodeEncodeError:
-        raise invalid(f"symbol {name[:80]!r}", "not UTF-8") from None
-
-
-def strings(data: memoryview, limits: memoryview, where: str) -> list[str]:
-    """The UTF-8 strings that `limits` cuts out of `data`.  Raises table-invalid."""
-    raw = bytes(data)
-    try:
-        return [raw[limits[row] : limits[row + 1]].decode() for row in range(len(limits) - 1)]
+        names = [raw[limits[row] : limits[row + 1]].decode() for row in range(len(limits) - 1)]
+        return [digits[begin : begin + 64] for begin in range(0, len(digits), 64)], names
     except UnicodeDecodeError:
         raise invalid(where, "a symbol is not UTF-8") from None
 

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..format.schema import MEMORIES
-from .column_file import (
-    Column,
-    Data,
-    Layout,
-    bounds,
-    check_below,
-    check_bounds,
-    image_bytes,
-    image_names,
-    invalid,
-    pack,
-    strings,
-    unpack,
-    utf8,
-)
-from .recording import Address, ModuleState, Relocation
+from .column_file import Column, Data, Layout, bounds, check_below, check_bounds, invalid, pack, symbols, unpack
+from .recording import Address, Function, ModuleState, Relocation
 
 STATES = Layout(
     magic=b"cgstate\0",
@@ -42,34 +29,29 @@ STATES = Layout(
 
 def encode_states(states: Sequence[ModuleState]) -> bytes:
     """The bytes of `graphs/modules.bin`, in the order given.  Raises table-invalid where a field has no place in the format."""
-    symbols = [utf8(state.symbol) for state in states]
     relocations = [item for state in states for item in state.relocations]
     contents = b"".join(state.contents for state in states)
     columns = {
-        "image": b"".join(image_bytes(state.image) for state in states),
-        "symbol_bounds": bounds(map(len, symbols)),
+        **symbol_columns(states),
         "content_bounds": bounds(len(state.contents) for state in states),
         "relocation_bounds": bounds(len(state.relocations) for state in states),
         **relocation_columns(relocations),
-        "symbols": b"".join(symbols),
         "contents": contents,
     }
-    sizes = len(states), len(relocations), sum(map(len, symbols)), len(contents)
+    sizes = len(states), len(relocations), len(columns["symbols"]), len(contents)
     return pack(STATES, dict(zip(STATES.counts, sizes, strict=True)), columns)
 
 
 def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]:
     """The module states in `data`.  Raises table-invalid unless the structure is sound and relocations lie in their contents."""
     counts, columns = unpack(STATES, data, where)
-    total, symbols, contents = counts["states"], columns["symbols"], columns["contents"]
-    check_bounds(columns["symbol_bounds"], len(symbols), f"{where}: symbol")
+    names, limits, contents = columns["symbols"], columns["symbol_bounds"], columns["contents"]
+    check_bounds(limits, len(names), f"{where}: symbol")
     check_bounds(columns["content_bounds"], len(contents), f"{where}: contents")
     check_bounds(columns["relocation_bounds"], counts["relocations"], f"{where}: relocations")
     check_below(columns["relocation_memory"], len(MEMORIES), f"{where}: memory")
-    names = strings(symbols, columns["symbol_bounds"], where)
-    images = image_names(columns["image"])
     states = []
-    for row in range(total):
+    for row, (image, symbol) in enumerate(zip(*symbols(columns["image"], names, limits, where), strict=True)):
         begin, end = columns["content_bounds"][row : row + 2]
         rows = slice(*columns["relocation_bounds"][row : row + 2])
         relocations = []
@@ -81,14 +63,32 @@ def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]
                 raise invalid(f"{where}: states[{row}].relocations", f"byte {at} is no free zeroed word of {end - begin} bytes")
             free = at + 8
             relocations.append(Relocation(at=at, target=Address(memory=memory, offset=offset)))
-        states.append(
-            ModuleState(image=images[row], symbol=names[row], contents=bytes(contents[begin:end]), relocations=tuple(relocations))
-        )
+        data = bytes(contents[begin:end])
+        states.append(ModuleState(image=image, symbol=symbol, contents=data, relocations=tuple(relocations)))
     return tuple(states)
 
 
+def symbol_columns(rows: Sequence[ModuleState | Function]) -> dict[str, Any]:
+    """The columns of symbols and their images, whose names both kinds of file share.  Raises table-invalid."""
+    try:
+        names = [row.symbol.encode() for row in rows]
+    except UnicodeEncodeError as error:
+        raise invalid(f"symbol {error.object[:80]!r}", "not UTF-8") from None
+    return {"symbol_bounds": bounds(map(len, names)), "symbols": b"".join(names), "image": b"".join(map(_image_bytes, rows))}
+
+
+def _image_bytes(row: ModuleState | Function) -> bytes:
+    try:
+        data = bytes.fromhex(row.image)
+    except ValueError:
+        data = b""
+    if len(data) != 32 or data.hex() != row.image:
+        raise invalid(f"image {row.image[:80]!r}", "expected a SHA-256 of 64 lower-case digits")
+    return data
+
+
 def relocation_columns(relocations: Sequence[Relocation]) -> dict[str, list[int]]:
-    """The columns of relocations, whose names both kinds of file share."""
+    """As `symbol_columns`, of relocations."""
     return {
         "relocation_at": [item.at for item in relocations],
         "relocation_memory": [item.target.memory for item in relocations],

@@ -1,7 +1,6 @@
 """The rows of a recording: one graph region at one int_key, as both recorders produce it.
 
-On disk it is a table of columns (`table.py`), which the executors read without making rows: loading a bundle does not import this
-module.
+Executors read the table of columns (`table.py`) without making rows: loading a bundle does not import this module.
 """
 
 from __future__ import annotations

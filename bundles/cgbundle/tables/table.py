@@ -1,7 +1,6 @@
 """A recording as the executors read it: views of the columns of a mapped `graphs/*.bin`, no object per node.
 
-Making a `Table` checks its structure (header, bounds, references), so whoever iterates one stays inside it.
-`validate/recordings.py` states every other invariant.
+Making a `Table` checks its structure (header, bounds, references); `validate/recordings.py` states every other invariant.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..format.schema import MEMORIES
-from .column_file import Column, Data, Layout, check_below, check_bounds, image_names, invalid, strings, unpack
+from .column_file import Column, Data, Layout, check_below, check_bounds, invalid, symbols, unpack
 
 EMPTY, KERNEL, MEMSET, MEMCPY = range(4)
 """Kinds of nodes, as column `kind` holds them."""
@@ -93,16 +92,15 @@ class Table:
     def __init__(self, data: Data, where: str = "table") -> None:
         self.where = where
         self.counts, columns = unpack(RECORDING, data, where)
-        symbols = columns.pop("symbols")
+        names = columns.pop("symbols")
         for name, view in columns.items():
             setattr(self, name, view)
-        self._check_structure(symbols)
-        self.images = image_names(self.image)
-        self.symbols = strings(symbols, self.symbol_bounds, f"{where}: functions")
+        self._check_structure(names)
+        self.images, self.symbols = symbols(self.image, names, self.symbol_bounds, f"{where}: functions")
 
-    def _check_structure(self, symbols: memoryview) -> None:
+    def _check_structure(self, names: memoryview) -> None:
         where, counts = self.where, self.counts
-        check_bounds(self.symbol_bounds, len(symbols), f"{where}: functions.symbol")
+        check_bounds(self.symbol_bounds, len(names), f"{where}: functions.symbol")
         check_bounds(self.param_bounds, counts["params"], f"{where}: functions.params")
         check_bounds(self.function_attribute_bounds, counts["function_attributes"], f"{where}: functions.attributes")
         check_bounds(self.relocation_bounds, counts["relocations"], f"{where}: nodes.relocations")

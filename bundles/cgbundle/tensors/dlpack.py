@@ -88,8 +88,7 @@ def read(value: Any, name: str) -> tuple[int, str, Sequence[int], Sequence[int] 
 
 
 def check_writable(value: Any, name: str) -> None:
-    """Raises input-unwritable unless an object with `__dlpack__` says that its memory may be written to, which it can from DLPack
-    1.0 on."""
+    """Raises input-unwritable unless an object with `__dlpack__` says, as DLPack 1.0 can, that its memory may be written to."""
     library = type(value).__module__.partition(".")[0]
     if library in IMMUTABLE:
         raise _unwritable(name, f"arrays of {library} never change")
@@ -113,9 +112,9 @@ def export(
 ) -> object:
     """A capsule over memory that `owner` keeps, until its consumer lets go; `device` as `__dlpack_device__` gives it.
 
-    A consumer that refuses drops the capsule with its exception already set.  No callback written in Python can run then without
-    losing that exception.  So a tensor holds its last capsule itself and lets go in `__del__`, where Python has put exceptions
-    aside.  For the same reason NumPy, whose callbacks are written in C, is preferred where the caller uses it.
+    A consumer that refuses drops the capsule with its exception set, which a callback written in Python would lose.  So a tensor
+    holds its last capsule itself and lets go in `__del__`, where Python has put exceptions aside.  NumPy, whose callbacks are
+    written in C, is preferred where the caller uses it.
     """
     rank = len(shape)
     managed = _Managed()
@@ -126,7 +125,7 @@ def export(
     )  # fmt: skip
     managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
     kept = (managed, sizes, steps, owner)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    _api.Py_IncRef(ctypes.py_object(kept))
     managed.context = id(kept)
     return _capsule_new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destroy, ctypes.c_void_p).value)
 
@@ -134,16 +133,15 @@ def export(
 @_Deleter
 def _delete(address: int) -> None:
     """The consumer is done: drop the reference that `export` took (after this the structure itself is gone)."""
-    kept = ctypes.cast(_Managed.from_address(address).context, ctypes.py_object)
-    ctypes.pythonapi.Py_DecRef(kept)
+    _api.Py_DecRef(ctypes.cast(_Managed.from_address(address).context, ctypes.py_object))
 
 
 @_Deleter
 def _destroy(capsule: int) -> None:
     """The capsule dies; when nobody consumed it (it still has its first name) the tensor is released here."""
-    _is_valid = ctypes.pythonapi.PyCapsule_IsValid
+    _is_valid = _api.PyCapsule_IsValid
     _is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
     if _is_valid(capsule, b"dltensor"):
-        pointer = ctypes.pythonapi["PyCapsule_GetPointer"]
+        pointer = _api["PyCapsule_GetPointer"]
         pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_char_p)
         _delete(pointer(capsule, b"dltensor"))

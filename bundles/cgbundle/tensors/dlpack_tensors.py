@@ -8,8 +8,9 @@ from typing import Any
 
 from ..errors import CallError
 from ..format.schema import DTYPES
+from ..format.spans import span_of
 from . import dlpack
-from .library import Descriptor, Wrapper, kind_of, span_bytes
+from .library import Descriptor, Wrapper, kind_of
 from .tensor import Tensor, copy, dense, empty
 
 
@@ -69,7 +70,7 @@ class DLPack:
     def copy(self, value: Tensor) -> Tensor:
         if value.device is None:
             return value.clone()
-        size = span_bytes(value.shape, value.strides, DTYPES[value.dtype])
+        size = max(1, span_of(value.dtype, value.shape, value.strides))
         made = value.owner.copy_out(value.address, size, dlpack.LEGACY_STREAM)  # of the runtime's own: no library copies it for us
         return Tensor(made.address, value.dtype, value.shape, value.strides, made, value.device)
 

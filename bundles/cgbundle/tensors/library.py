@@ -61,16 +61,10 @@ class Library(Protocol):
         """What the caller gets: for libraries read through DLPack, a tensor of the type of `like`."""
 
 
-def span_bytes(shape: Sequence[int], strides: Sequence[int], size: int) -> int:
-    """Bytes from the first to behind the last element, at least 1."""
-    elements = 0 if 0 in shape else sum((axis - 1) * stride for axis, stride in zip(shape, strides, strict=True)) + 1
-    return max(1, elements * size)
-
-
 @lru_cache(maxsize=1024)
 def array_type(length: int) -> Any:
-    """A ctypes array of bytes with an attribute for an owner, which plain ctypes arrays do not have."""
-    return type("Memory", (ctypes.c_char * length,), {})
+    """A ctypes array of bytes, at least one, with an attribute for an owner, which plain ctypes arrays do not have."""
+    return type("Memory", (ctypes.c_char * max(1, length),), {})
 
 
 def kind_of(value: Any) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import CallError
 from ..format.schema import DTYPES
-from .library import Descriptor, Wrapper, array_type, kind_of, span_bytes
+from ..format.spans import span_of
+from .library import Descriptor, Wrapper, array_type, kind_of
 
 
 class Numpy:
@@ -52,7 +53,7 @@ class Numpy:
 
     def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper:
         size, array, kind = DTYPES[dtype], self.module.ndarray, self._dtype(dtype)
-        memory, steps = array_type(span_bytes(shape, strides, size)), [stride * size for stride in strides]
+        memory, steps = array_type(span_of(dtype, shape, strides)), [stride * size for stride in strides]
 
         def alias(address: int, owner: object) -> Any:
             made = memory.from_address(address)

@@ -37,8 +37,7 @@ def folds(tensor: Reach) -> bool:
 
 
 def apart(one: Reach, other: Reach) -> bool:
-    """Whether two tensors are sure to share no byte: they lie one behind the other, or in columns of one table.  False for a
-    tangle that neither explains."""
+    """Whether two tensors are sure to share no byte: they lie one behind the other, or in columns of one table."""
     if one.end <= other.start or other.end <= one.start:
         return True
     for row in {step for _, step in (*one.axes, *other.axes)} - {0}:
@@ -49,8 +48,7 @@ def apart(one: Reach, other: Reach) -> bool:
 
 
 def shared(tensors: Sequence[Reach], written: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(a tensor that is written to, another) by position, for every such pair that may share memory.  Sorting keeps this cheap for
-    the many that lie one behind the other."""
+    """(a tensor that is written to, another) by position, for every such pair that may share memory."""
     marked, end = set(written), 0
     order = sorted([index for index, each in enumerate(tensors) if each.end > each.start], key=lambda index: tensors[index].start)
     for place, index in enumerate(order):

@@ -1,6 +1,6 @@
 """A tensor without a tensor library: an address, a dtype, a shape and whoever keeps the memory alive.
 
-The runtime hands these out when the caller uses neither NumPy nor torch, and takes apart DLPack inputs with them.
+The runtime takes DLPack inputs apart with these, and hands them out when the caller uses neither NumPy nor torch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from ..format.schema import DTYPES
@@ -16,21 +17,12 @@ from . import dlpack
 
 class Tensor:
     """`shape` and `strides` in elements, `address` in bytes, in CPU memory unless `device` is a CUDA device number; `owner` keeps
-    the memory alive.
-
-    Speaks DLPack and, on the CPU, the buffer protocol through `tobytes` and NumPy's `__array_interface__`.
-    """
+    the memory alive.  Speaks DLPack and, on the CPU, NumPy's `__array_interface__`."""
 
     __slots__ = ("_capsule", "address", "device", "dtype", "owner", "shape", "strides")
 
     def __init__(
-        self,
-        address: int,
-        dtype: str,
-        shape: Sequence[int],
-        strides: Sequence[int] | None,
-        owner: Any,
-        device: int | None = None,
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, owner: Any, device: int | None = None
     ) -> None:
         self.address = address
         self.dtype = dtype
@@ -71,7 +63,7 @@ class Tensor:
         """The elements row-major."""
         _check_near(self)
         source = self if self.contiguous else self.clone()
-        return ctypes.string_at(source.address, count(self.shape) * DTYPES[self.dtype])
+        return ctypes.string_at(source.address, prod(self.shape) * DTYPES[self.dtype])
 
     def tolist(self) -> Any:
         """Nested lists of Python numbers; bfloat16, float16 and float8 as floats."""
@@ -112,14 +104,14 @@ class Tensor:
 
 def empty(dtype: str, shape: Sequence[int]) -> Tensor:
     """A row-major tensor of zeros in fresh CPU memory."""
-    memory = (ctypes.c_char * max(1, count(shape) * DTYPES[dtype]))()
+    memory = (ctypes.c_char * max(1, prod(shape) * DTYPES[dtype]))()
     return Tensor(ctypes.addressof(memory), dtype, shape, None, memory)
 
 
 def from_bytes(data: Any, dtype: str, shape: Sequence[int]) -> Tensor:
     """A tensor over a copy of `data` (anything with the buffer protocol).  Raises ValueError when the length does not fit."""
     raw = bytes(data)
-    if len(raw) != count(shape) * DTYPES[dtype]:
+    if len(raw) != prod(shape) * DTYPES[dtype]:
         raise ValueError(f"{len(raw)} bytes do not make {dtype} {list(shape)}")
     fresh = empty(dtype, shape)
     ctypes.memmove(fresh.address, raw, len(raw))
@@ -133,7 +125,7 @@ def copy(target: Tensor, source: Tensor) -> None:
     _check_near(target)
     _check_near(source)
     size = DTYPES[target.dtype]
-    if not count(target.shape):
+    if 0 in target.shape:
         return
     axes = [axis for axis in zip(target.shape, target.strides, source.strides, strict=True) if axis[0] != 1]
     run = size
@@ -154,14 +146,6 @@ def _copy(target: int, source: int, axes: list[tuple[int, int, int]], run: int, 
     (length, into, out), rest = axes[0], axes[1:]
     for index in range(length):
         _copy(target + index * into * size, source + index * out * size, rest, run, size)
-
-
-def count(shape: Sequence[int]) -> int:
-    """Elements of a shape."""
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def dense(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -223,5 +207,5 @@ def _e4m3fn(byte: int) -> float:
 def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
     if not shape:
         return flat[0]
-    step = count(shape[1:])
+    step = prod(shape[1:])
     return [_nest(flat[index * step : (index + 1) * step], shape[1:]) for index in range(shape[0])]

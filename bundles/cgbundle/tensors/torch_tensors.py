@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CallError
-from ..format.schema import DTYPES
-from .library import Descriptor, Wrapper, array_type, kind_of, span_bytes
-from .tensor import Tensor, count
+from ..format.spans import span_of
+from .library import Descriptor, Wrapper, array_type, kind_of
+from .tensor import Tensor
 
 
 class Torch:
@@ -55,9 +55,9 @@ class Torch:
         return value.permute(*order).contiguous().permute(*back)
 
     def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper:
-        if not count(shape):
+        if 0 in shape:
             return lambda address, owner: self.empty(dtype, shape)
-        memory, kind = array_type(span_bytes(shape, strides, DTYPES[dtype])), getattr(self.module, dtype)
+        memory, kind = array_type(span_of(dtype, shape, strides)), getattr(self.module, dtype)
         frombuffer, size, steps = self.module.frombuffer, tuple(shape), tuple(strides)
 
         def alias(address: int, owner: object) -> Any:
@@ -70,7 +70,7 @@ class Torch:
     def wrap(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
     ) -> Any:
-        if device is None or not count(shape):
+        if device is None or 0 in shape:
             return self.wrapper(dtype, shape, strides)(address, owner) if device is None else self.empty(dtype, shape, device)
         return self.module.from_dlpack(Tensor(address, dtype, shape, strides, owner, device))
 

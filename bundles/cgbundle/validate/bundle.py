@@ -1,7 +1,4 @@
-"""Every invariant of a bundle, in one place: the compiler calls it before it publishes, the loader before it touches the device.
-
-`check_manifest` is pure; `check_bundle` adds the files: their lengths always, their hashes as far as asked.
-"""
+"""A bundle as a whole: `check_manifest` is pure; `check_bundle` adds the files, their hashes as far as asked."""
 
 from __future__ import annotations
 
@@ -41,7 +38,8 @@ def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
     if manifest.target.kind == CUDA:
         check_tables(path, manifest)
     if level == "full":
-        archive.check_unlisted(archive.unlisted_files(path, manifest))
+        for error in archive.unlisted_files(path, manifest):
+            raise error
 
 
 def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
@@ -67,9 +65,7 @@ def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
             holds(check, path, manifest)
     if not broken:
         holds(check_tables, path, manifest)
-    for name in archive.unlisted_files(path, manifest):
-        holds(archive.check_unlisted, (name,))
-    return list(found.values())
+    return [*found.values(), *archive.unlisted_files(path, manifest)]
 
 
 def check_manifest(manifest: Manifest) -> None:

@@ -56,11 +56,8 @@ def _check_values(manifest: Manifest, program: Program, entries: Mapping[str, En
 
 
 def _check_state(manifest: Manifest, key: IntKey, entries: Mapping[str, Entry]) -> set[str]:
-    """The names of the tensors about the state after a call with `key`.
-
-    `state-at` are pairs [first element, number of elements] of what changed, in memory order; `state` has these elements, one
-    after the other.
-    """
+    """Names of the tensors about the state after a call with `key`.  `state-at` are pairs [first element, number of elements] of
+    what changed, in memory order; `state` has these elements, one after the other."""
     names = set()
     for index, weight in enumerate(manifest.weights):
         if weight.memory == STATE:

@@ -1,8 +1,7 @@
 """Lifetimes across the steps of a program: what is still to be read is not written over.
 
-Derived anew from the steps, the values and the recordings, with nothing of the planners' that placed them.  A recording does not
-show what a kernel writes, only where its arguments begin.  An overwrite through an argument that begins elsewhere is the planner's
-to rule out.
+Derived anew from the steps, the values and the recordings, with nothing of the planners' that placed them.  Of a kernel only where
+its arguments begin is known: an overwrite through one that begins elsewhere is the planner's to rule out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import BundleError
-from ..format.schema import MEMORIES, Program, Step, Value
+from ..format.schema import MEMORIES, Program, Value
 from ..format.spans import overlap
 
 if TYPE_CHECKING:
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
 def check_lifetimes(program: Program, where: str) -> None:
     """Raises manifest-invalid where a step writes over what a later one, or the call's outputs, still need.
 
-    The outputs that a step declares may not share a byte with those of an earlier step that are still to be read.  Nor may they
-    share one with the step's inputs or each other.  A graph step is free to: its recording reads and writes in an order of its own,
-    and its outputs may be views of one another.
+    Nor may its outputs share a byte with its inputs or each other.  Those of a graph step may: its recording has an order of its
+    own, and its outputs may be views of one another.
     """
     values, last = program.values, _last_reads(program)
     alive: list[int] = []
@@ -35,17 +33,11 @@ def check_lifetimes(program: Program, where: str) -> None:
                 if overlap(values[index], values[other]):
                     later = _reader(program, last[other])
                     raise BundleError("manifest-invalid", f"{at}: writes value {index} over value {other}, which {later}")
-        if step.kind != "graph":
-            _check_apart(values, step, at)
+        for number, index in enumerate(step.outputs if step.kind != "graph" else ()):
+            for other in (*step.inputs, *step.outputs[:number]):
+                if overlap(values[index], values[other]):
+                    raise BundleError("manifest-invalid", f"{at}: value {index}, an output, lies over value {other} of this step")
         alive.extend(step.outputs)
-
-
-def _check_apart(values: tuple[Value, ...], step: Step, at: str) -> None:
-    """The outputs of a step share no byte with its inputs, nor with one another."""
-    for place, index in enumerate(step.outputs):
-        for other in (*step.inputs, *step.outputs[:place]):
-            if overlap(values[index], values[other]):
-                raise BundleError("manifest-invalid", f"{at}: value {index}, an output, lies over value {other} of this step")
 
 
 def check_overwrites(program: Program, place: int, table: Table) -> None:

@@ -1,7 +1,5 @@
-"""Every invariant of recordings and module states beyond their structure: the builder checks before it writes, the loader before it
-runs.
-
-A message starts with the path of the defect: `graphs/g0-8.bin: nodes[17].grid: ...`.
+"""Every invariant of recordings and module states beyond their structure.  A message starts with the path of the defect:
+`graphs/g0-8.bin: nodes[17].grid: ...`.
 """
 
 from __future__ import annotations
@@ -98,8 +96,7 @@ def _check_launches(table: Table, ends: list[int]) -> None:
     for row, (function, size) in enumerate(zip(table.function, table.block_size, strict=True)):
         if ends[function] > size:
             raise invalid(f"{_path(table, KERNEL, row)}.block", f"{size} bytes, the function's parameters end at {ends[function]}")
-    limits = table.attribute_bounds.tolist()
-    for row, (first, last) in enumerate(pairwise(limits)):
+    for row, (first, last) in enumerate(pairwise(table.attribute_bounds.tolist())):
         if first != last and (reason := _attributes_reason(table.attribute_id[first:last], LAUNCH_ATTRIBUTES)):
             raise invalid(f"{_path(table, KERNEL, row)}.attributes", reason)
     values = table.attribute_value.tolist()
@@ -251,5 +248,4 @@ def check_module_states(states: Sequence[ModuleState], where: str, memories: Map
         for item in state.relocations:
             memory, offset = item.target.memory, item.target.offset
             if offset >= sizes[memory] and (offset or sizes[memory]):
-                found = _outside(memory, offset, sizes)
-                raise invalid(f"{path}.relocations", f"the word at {item.at} points at {found}")
+                raise invalid(f"{path}.relocations", f"the word at {item.at} points at {_outside(memory, offset, sizes)}")

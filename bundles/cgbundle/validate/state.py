@@ -13,10 +13,8 @@ SHARED = ("inputs", "outputs", "weights", STATE)
 
 
 def check_state(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless every buffer that calls change has bytes and a tensor of its own.
-
-    Nor may a call of such a model be padded or cut, and the state of the random numbers is two integers of memory state.
-    """
+    """Raises manifest-invalid unless every buffer that calls change has bytes and a tensor of its own, and no call of such a model
+    may be padded or cut.  The state of the random numbers is two integers of memory state."""
     total = dict(manifest.memories).get(STATE, 0)
     rows = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     places = []
@@ -62,10 +60,8 @@ def check_aliases(manifest: Manifest) -> None:
 
 
 def check_alias_spans(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless at every int_key every alias lies inside of what it shares memory with.
-
-    The manifest's aliases, programs and weights are sound, each in itself.
-    """
+    """Raises manifest-invalid unless at every int_key every alias lies inside of what it shares memory with.  The manifest's
+    aliases, programs and weights are sound, each in itself."""
     for alias in manifest.aliases:
         on_gpu = alias.memory in PERSISTENT and manifest.target.kind == "cuda"
         there = not on_gpu or manifest.weights[alias.index].offset != HOST_ONLY

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 import weakref
+from math import prod
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ class Owner:
 
 
 def owned(shape: tuple[int, ...], dtype: str = "float32") -> tuple[Tensor, weakref.ref[Owner]]:
-    owner = Owner(tensor.count(shape) * DTYPES[dtype])
+    owner = Owner(prod(shape) * DTYPES[dtype])
     made = Tensor(ctypes.addressof(owner.memory), dtype, shape, None, owner)
     return made, weakref.ref(owner)
 
@@ -47,7 +48,7 @@ def test_dense_strides_leave_no_gap_in_any_order(shape: tuple[int, ...], places:
     strides = tensor.dense(shape, order)
     assert tensor.is_dense(shape, strides, order)
     if 0 not in shape:
-        assert sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) == tensor.count(shape) - 1
+        assert sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) == prod(shape) - 1
         assert [shape[axis] for axis in order] == [
             shape[axis] for axis in sorted(order, key=lambda a: (-strides[a], order.index(a)))
         ]
@@ -161,7 +162,7 @@ def test_strided_copies_do_what_numpy_does(layout: Any, data: st.DataObject, dty
     def strided(gaps: list[int], first: int) -> Any:
         order = data.draw(st.permutations(axes))
         frame = [shape[axis] + gaps[axis] for axis in order]
-        whole = (numpy.arange(first, first + tensor.count(frame)) % 251).astype(dtype).reshape(frame)
+        whole = (numpy.arange(first, first + prod(frame)) % 251).astype(dtype).reshape(frame)
         turned = whole.transpose([order.index(axis) for axis in axes])
         return whole, turned[tuple(slice(0, size) for size in shape)] if shape else turned
 
@@ -447,6 +448,6 @@ def test_an_unknown_dlpack_dtype_is_refused(field: str) -> None:
 
 @given(shapes, st.sampled_from(sorted(DTYPES)))
 def test_any_tensor_survives_a_capsule(shape: tuple[int, ...], dtype: str) -> None:
-    made = tensor.from_bytes(bytes(tensor.count(shape) * DTYPES[dtype]), dtype, shape)
+    made = tensor.from_bytes(bytes(prod(shape) * DTYPES[dtype]), dtype, shape)
     found = read(made, "x")
     assert (found.dtype, found.shape, found.strides, found.tobytes()) == (dtype, shape, made.strides, made.tobytes())
