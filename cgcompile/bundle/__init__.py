@@ -1,3 +1,1 @@
-"""The files and the manifest of a bundle, its exam, its provenance, and the proof in a fresh process.
-The only writer of the format.
-"""
+"""The only writer of the format: program, exam and manifest of a bundle, and the proof in a fresh process."""

@@ -46,9 +46,8 @@ def _without_traces(program: ExportedProgram) -> Iterator[None]:
 
 
 def _hollow(value: torch.Tensor) -> torch.Tensor:
-    hollow = (
-        torch.zeros((), dtype=value.dtype).expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
-    )
+    one = torch.zeros((), dtype=value.dtype)
+    hollow = one.expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
     return torch.nn.Parameter(hollow, value.requires_grad) if isinstance(value, torch.nn.Parameter) else hollow
 
 

@@ -99,14 +99,12 @@ def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
     """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/written/0`, `8x128/state/3`, `8x128/state-at/3`."""
     tensors: dict[str, safetensors.Tensor] = {}
     for exam in exams:
-        at = [(index, runs) for index, runs, _ in exam.state]
-        elements = [(index, changed) for index, _, changed in exam.state]
         for kind, values in (
             ("input", enumerate(exam.inputs)),
             ("output", enumerate(exam.outputs)),
             ("written", exam.written),
-            ("state-at", at),
-            ("state", elements),
+            ("state-at", [(index, runs) for index, runs, _ in exam.state]),
+            ("state", [(index, changed) for index, _, changed in exam.state]),
         ):
             for index, value in values:
                 tensors[archive.exam_entry(exam.key, kind, index)] = _stored(value)

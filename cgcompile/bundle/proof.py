@@ -1,5 +1,4 @@
-"""prove: a fresh process with the runtime alone loads the staged bundle, replays the exam and reports; nothing is published
-that fails."""
+"""The proof of a staged bundle: a fresh process with the runtime alone loads it and replays the exam."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import time
 from collections.abc import Mapping
 
 import torch
@@ -20,11 +21,8 @@ from ..util.version import VERSION
 def provenance(label: str, options: Mapping[str, str]) -> Provenance:
     """SOURCE_DATE_EPOCH, where set, is the time: two builds are then equal byte for byte."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    now = (
-        datetime.datetime.fromtimestamp(int(epoch), datetime.UTC)
-        if epoch and epoch.isdigit()
-        else datetime.datetime.now(datetime.UTC)
-    )
+    given = int(epoch) if epoch and epoch.isdigit() else time.time()
+    now = datetime.datetime.fromtimestamp(given, datetime.UTC)
     versions = {"cgcompile": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     if importlib.util.find_spec("triton") is not None:
         versions["triton"] = importlib.metadata.version("triton")

@@ -1,4 +1,1 @@
-"""The stages in order: a build, and the compatibility report that shares its first stages.
-
-`api` is what `cgcompile` offers, light until it is called.
-"""
+"""The stages in order: a build, and the compatibility report that shares its first stages."""

@@ -45,9 +45,12 @@ def check(
     max_keys: int,
 ) -> Report:
     """See `cgcompile.check`."""
-    kind = _kind(target)
+    if target not in ("cpu", "cuda"):
+        arch(target)  # raises target-unavailable
+        target = "cuda"
     source = load_source(model, inputs)
-    wanted, assumed = _sizes(sizes, source.dimensions)
+    assumed = () if sizes else tuple(source.dimensions)
+    wanted = dict.fromkeys(assumed, ASSUMED) if assumed else declared_sizes(sizes, source.dimensions)
     found: list[Finding] = []
     regions: tuple[RegionReport, ...] = ()
     returned: tuple[tuple[str, int], ...] = ()
@@ -60,11 +63,11 @@ def check(
         found.append(_stopped(error))
         unpartitioned = "the model cannot be exported"
     else:
-        checked = check_rules(exported, kind, host_ops)
+        checked = check_rules(exported, target, host_ops)
         found += checked.findings
         if not any(finding.severity == "refuse" for finding in found):
             describe_signature(exported)  # raises what a build would
-        if kind == "cuda":
+        if target == "cuda":
             try:
                 parts = partition(exported.program, checked.placements)
             except BuildError as error:
@@ -75,30 +78,11 @@ def check(
     found += too_many_keys(wanted, max_keys)
     if strict:
         found = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in found]
+    found.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
     return Report(
-        name=source.name, target=kind, sizes=tuple(wanted.items()), assumed=assumed, findings=_ordered(found), regions=regions,
+        name=source.name, target=target, sizes=tuple(wanted.items()), assumed=assumed, findings=tuple(found), regions=regions,
         returned=returned, unpartitioned=unpartitioned,
     )  # fmt: skip
-
-
-def _ordered(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """What refuses first, what is information last."""
-    return tuple(sorted(findings, key=lambda finding: ("refuse", "host", "note").index(finding.severity)))
-
-
-def _kind(target: str) -> str:
-    """Raises target-unavailable."""
-    if target in ("cpu", "cuda"):
-        return target
-    arch(target)
-    return "cuda"
-
-
-def _sizes(given: Given, dimensions: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-    """Sizes of every dimension, and the dimensions that the user gave none for.  Raises sizes-invalid."""
-    if not given and dimensions:
-        return dict.fromkeys(dimensions, ASSUMED), tuple(dimensions)
-    return declared_sizes(given, dimensions), ()
 
 
 def _stopped(error: ModelError) -> Finding:

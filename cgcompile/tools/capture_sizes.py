@@ -113,7 +113,7 @@ def _lines(text: str, where: str) -> Counter[int]:
     found = _count([cell for cell in cells if cell])
     if found is not None:
         return found
-    line, cell = next((line, cell) for line, cell in enumerate(cells, 1) if cell and not _sound(cell))
+    line, cell = next((line, cell) for line, cell in enumerate(cells, 1) if cell and _count([cell]) is None)
     names = _heads(text) if line == 1 else []
     hint = f"name the column that holds the sizes: --column {shlex.quote(names[-1])}" if any(map(str.isidentifier, names)) else ""
     raise BuildError("request-log-invalid", f"{where}: line {line}: {_problem(cell)}", hint)
@@ -133,7 +133,7 @@ def _column(text: str, column: str, where: str) -> Counter[int]:
             return found
         rows = _rows(text)
         next(rows)
-        cell = next(cell for row in rows if row and not _sound(cell := row[at].strip()))
+        cell = next(cell for row in rows if row and _count([cell := row[at].strip()]) is None)
     except IndexError:
         raise BuildError("request-log-invalid", f"{where}: line {rows.line_num}: no value in column {column!r}") from None
     except csv.Error as error:
@@ -161,10 +161,6 @@ def _count(cells: Sequence[str]) -> Counter[int] | None:
         return None if cells else Counter()
     sizes = list(map(int, cells))
     return None if 0 in sizes else Counter(sizes)
-
-
-def _sound(cell: str) -> bool:
-    return cell.isascii() and cell.isdigit() and len(cell) <= DIGITS and int(cell) > 0
 
 
 def _problem(cell: str) -> str:

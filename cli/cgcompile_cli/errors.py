@@ -89,9 +89,8 @@ def _more_keys(error: CgbundleError, arguments: Sequence[str]) -> str:
 
 
 def _easier(error: CgbundleError, arguments: Sequence[str]) -> str:
-    return (
-        error.hint if "eager" in arguments else f"{again(arguments, '--lower', 'eager')}, or what to cut out: {_check(arguments)}"
-    )
+    easier = f"{again(arguments, '--lower', 'eager')}, or what to cut out: {_check(arguments)}"
+    return error.hint if "eager" in arguments else easier
 
 
 def _cut(error: CgbundleError, arguments: Sequence[str]) -> str:

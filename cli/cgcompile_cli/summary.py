@@ -74,11 +74,6 @@ def shape(sizes: Sequence[Any]) -> str:
     return "[" + ", ".join([text(each) for each in sizes]) + "]"
 
 
-def signature(manifest: Manifest) -> Table:
-    """Inputs and outputs, a row each, with what `remark` says of them."""
-    return table(("", "", "", "", ""), signature_rows(manifest))
-
-
 def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
     """(in or out, name, dtype, shape, remark) of every input and output.
     The remark is `(updated by the call)`, `(shares memory with input x)` or ""."""

@@ -60,6 +60,13 @@ def check_hash(path: str, file: File) -> None:
         raise BundleError("file-damaged", f"{file.path}: SHA-256 is {found[:16]}..., expected {file.sha256[:16]}...")
 
 
+def read(path: str, file: File) -> bytes:
+    """The contents of a file, its hash checked.  Raises file-damaged."""
+    check_hash(path, file)
+    with open(os.path.join(path, file.path), "rb") as opened:
+        return opened.read()
+
+
 def kernel_images(manifest: Manifest) -> set[str]:
     """The SHA-256 of every kernel image."""
     return {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}

@@ -25,6 +25,13 @@ CPU, CUDA = "cpu", "cuda"
 SEVERITIES = ("refuse", "host", "note")
 
 
+def checked_manifest(path: str) -> Manifest:
+    """The manifest of the bundle at `path`, every invariant of it checked.  Raises as `archive.read_manifest`."""
+    manifest = archive.read_manifest(path)
+    check_manifest(manifest)
+    return manifest
+
+
 def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
     """Raises manifest-invalid, file-damaged, weights-invalid or table-invalid for the first invariant that does not hold."""
     check_manifest(manifest)

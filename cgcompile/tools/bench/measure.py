@@ -5,7 +5,6 @@ In turns, because a machine drifts: what slows down one peer for a while slows d
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -89,9 +88,11 @@ def measure(
         run = _Run(
             folder=Path(scratch),
             job=write_job(folder, manifest, chosen, model, Path(scratch)),
+            cache=compiler_cache(Path(scratch, "cache")),
             found=found,
             manifest=manifest,
             keys=chosen,
+            own_model=bool(model),
         )
         stages = Stages(progress or silent)
         try:
@@ -131,25 +132,24 @@ class _Run:
 
     folder: Path
     job: Path
+    cache: dict[str, str]
     found: dict[str, _PeerState]
     manifest: Manifest
     keys: Sequence[IntKey]
+    own_model: bool
 
     def prepare(self, peers: Sequence[str], stages: Stages) -> None:
         """The bundle once, to see whether it runs; then what peers run: the program as Python, and as ONNX for ONNX Runtime."""
         torch = [name for name in peers if name in TORCH]
-        exports = [(torch, "python", "the program as Python")] if torch and not self._own_model() else []
+        exports = [(torch, "python", "the program as Python")] if torch and not self.own_model else []
         if "ort" in peers:
             exports.append((["ort"], "onnx", "the program for ONNX Runtime"))
         with stages("prepare") as tell:
             self._start(BUNDLE, tell, "", measured=False)
             for names, form, what in exports:
                 tell(what)
-                log = self.folder / "prepare.log"
-                with (
-                    self._failing(*names),
-                    WorkerProcess("cgcompile.tools.bench.export_program", self.job, form, log=log) as worker,
-                ):
+                module, log = "cgcompile.tools.bench.export_program", self.folder / "prepare.log"
+                with self._failing(*names), WorkerProcess(module, self.job, form, log=log) as worker:
                     worker.answer()
             tell(", ".join(["the bundle runs", *(what for _, _, what in exports)]))
 
@@ -161,8 +161,12 @@ class _Run:
             for name in turns:
                 if name not in (BUNDLE, WARM):
                     self._start(name, tell, "", measured=False)
-            if COLD in peers or WARM in peers:
-                self._fill(COLD if COLD in peers else WARM, tell)
+            filler = COLD if COLD in peers else WARM
+            if filler in peers and not self.found[filler].why:
+                tell(f"{COLD}, empty cache")
+                both = [name for name in (COLD, WARM) if name in self.found]
+                with self._failing(*both), self._worker(COLD, self.cache) as worker:
+                    self._take(filler, worker.answer(), start=filler == COLD)
         with stages("cold") as tell:
             for index in range(rounds):
                 for name in turns:
@@ -181,7 +185,7 @@ class _Run:
                     continue
                 tell(f"starting {name}")
                 with self._failing(name):
-                    worker = stack.enter_context(self._worker(name, self._cache(), STAY))
+                    worker = stack.enter_context(self._worker(name, self.cache, STAY))
                     self._take(name, worker.answer(), start=False)
                     workers[name] = worker
             for index in range(rounds):
@@ -200,27 +204,12 @@ class _Run:
         """One cold start."""
         if not self.found[name].why:
             tell(f"{when}{name}")
-            with self._failing(name), self._worker(name, self._cache() if name == WARM else {}) as worker:
+            with self._failing(name), self._worker(name, self.cache if name == WARM else {}) as worker:
                 self._take(name, worker.answer(), start=measured)
 
-    def _fill(self, name: str, tell: Callable[[str], None]) -> None:
-        """torch.compile with an empty cache, which is warm afterwards."""
-        if not self.found[name].why:
-            tell(f"{COLD}, empty cache")
-            with self._failing(*[each for each in (COLD, WARM) if each in self.found]), self._worker(COLD, self._cache()) as worker:
-                self._take(name, worker.answer(), start=name == COLD)
-
     def _worker(self, name: str, environment: dict[str, str], *more: str) -> WorkerProcess:
-        log = self.folder / f"{name}.log"
-        return WorkerProcess(
-            "cgcompile.tools.bench.worker", WORKER.get(name, name), self.job, *more, log=log, environment=environment
-        )
-
-    def _cache(self) -> dict[str, str]:
-        return compiler_cache(self.folder / "cache")
-
-    def _own_model(self) -> bool:
-        return bool(json.loads(self.job.read_text())["model"])
+        module, log = "cgcompile.tools.bench.worker", self.folder / f"{name}.log"
+        return WorkerProcess(module, WORKER.get(name, name), self.job, *more, log=log, environment=environment)
 
     def _take(self, name: str, answer: dict[str, Any], start: bool) -> None:
         """What a worker answered.  A start that is not measured still says whether the outputs are right."""

@@ -8,6 +8,7 @@ Private torch interfaces, in 2.11 and 2.13: `torch._dynamo.config.recompile_limi
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ class TorchModel:
         self._model = UserModule(job) if job["model"] else ProgramModule(job)
         self._buffers = InitialBuffers(self._model.module) if job["state"] else None
         laps.mark("load")
-        self._graphs: dict[int, _CapturedGraph] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[torch.Tensor], Any]] = {}
         self._pool: Any = None
         self._function = self._model.module
         if how == "compile":
@@ -114,7 +115,13 @@ class TorchModel:
         if self._how == "manual":
             if key not in self._graphs:
                 self._capture(key, given)
-            return self._graphs[key].replay(given, self._job["written"])
+            graph, static, outputs = self._graphs[key]
+            for own, tensor in zip(static, given, strict=True):  # as a careful user does it: copy, replay, read
+                own.copy_(tensor)
+            graph.replay()
+            for index in self._job["written"]:
+                given[index].copy_(static[index])
+            return outputs
         args, kwargs = self._model.arrange(given)
         return self._function(*args, **kwargs)
 
@@ -131,25 +138,9 @@ class TorchModel:
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = self._function(*args, **kwargs)
         self._pool = self._pool or graph.pool()
-        self._graphs[key] = _CapturedGraph(graph, static, outputs)
+        self._graphs[key] = graph, static, outputs
         if self._buffers is not None:
             self._buffers.restore()
-
-
-class _CapturedGraph:
-    """A graph captured by hand, with its static inputs and outputs."""
-
-    def __init__(self, graph: Any, static: Sequence[torch.Tensor], outputs: Any) -> None:
-        self._graph, self._static, self._outputs = graph, static, outputs
-
-    def replay(self, given: Sequence[torch.Tensor], written: Sequence[int]) -> Any:
-        """What a careful user writes: copy the inputs, replay, read the static outputs."""
-        for static, tensor in zip(self._static, given, strict=True):
-            static.copy_(tensor)
-        self._graph.replay()
-        for index in written:
-            given[index].copy_(self._static[index])
-        return self._outputs
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -216,14 +207,12 @@ class UserModule:
         left = {name: build(tensors) for name, build in self._call}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for name, parameter in inspect.signature(self.module.forward).parameters.items():
+        for place, (name, parameter) in enumerate(inspect.signature(self.module.forward).parameters.items()):
             if parameter.kind is parameter.VAR_POSITIONAL:
                 args += [left.pop(each) for each in list(left) if each.startswith(f"{name}_")]
             elif parameter.kind is parameter.VAR_KEYWORD:
                 kwargs |= left
-            elif name in left and parameter.kind is parameter.KEYWORD_ONLY:
-                kwargs[name] = left.pop(name)
-            elif name in left and not kwargs and len(args) == _position(self.module.forward, name):
+            elif name in left and parameter.kind is not parameter.KEYWORD_ONLY and not kwargs and len(args) == place:
                 args.append(left.pop(name))
             elif name in left:
                 kwargs[name] = left.pop(name)
@@ -244,8 +233,7 @@ def _stored(job: dict[str, Any], key: int, kind: str) -> list[torch.Tensor]:
     from cgbundle.format.safetensors import Mapped
 
     count = {"input": range(len(job["orders"])), "output": range(job["outputs"]), "written": job["written"]}[kind]
-    exam = Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)
-    try:
+    with closing(Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)) as exam:
         found = []
         for index in count:
             name = archive.exam_entry(job["keys"][key], kind, index)
@@ -257,8 +245,6 @@ def _stored(job: dict[str, Any], key: int, kind: str) -> list[torch.Tensor]:
                 value = value.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
             found.append(value)
         return found
-    finally:
-        exam.close()
 
 
 def _imported(path: str) -> Any:
@@ -271,9 +257,3 @@ def _imported(path: str) -> Any:
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _position(function: Any, name: str) -> int:
-    import inspect
-
-    return list(inspect.signature(function).parameters).index(name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .protocol import STAY, Laps, fail, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 BUDGET = 0.2
 """Seconds that one request to time calls takes, about."""
@@ -98,12 +98,15 @@ def _open(peer: str, job: dict[str, Any], laps: Laps, stays: bool) -> ServedMode
 
 def time_calls(served: ServedModel, call: Callable[[], object]) -> float:
     """The median of single calls, seconds.  Freeing the result is not part of it."""
+    from statistics import median
+
     _seconds_of_each(call, BUDGET / 10, 1)  # the processor's caches held another worker
-    return _median(_seconds_of_each(call, BUDGET))
+    return median(_seconds_of_each(call, BUDGET))
 
 
 def time_dispatch(served: ServedModel, call: Callable[[], object]) -> float:
     """The median of the CPU's part of single calls, seconds: launching never waits for the GPU."""
+    from statistics import median
     from time import perf_counter
 
     found: list[float] = []
@@ -112,7 +115,7 @@ def time_dispatch(served: ServedModel, call: Callable[[], object]) -> float:
         served.synchronize()
         found += _seconds_of_each(call, 0.0, BURST)
     served.synchronize()
-    return _median(found[BURST:])
+    return median(found[BURST:])
 
 
 def time_device(served: ServedModel, call: Callable[[], object]) -> float:
@@ -136,12 +139,6 @@ def _seconds_of_each(call: Callable[[], object], budget: float, fewest: int = FE
         found.append(perf_counter() - start)
         del result
     return found
-
-
-def _median(values: Sequence[float]) -> float:
-    from statistics import median
-
-    return median(values)
 
 
 def resident_bytes() -> dict[str, int]:

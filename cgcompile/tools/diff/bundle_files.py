@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from cgbundle.errors import CgbundleError
@@ -34,8 +34,7 @@ def open_bundle(path: str) -> BundleFiles:
     Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid, file-damaged.
     """
     with _about(path):
-        manifest = archive.read_manifest(path)
-        verify.check_manifest(manifest)
+        manifest = verify.checked_manifest(path)
         archive.check_sizes(path, manifest)
     return BundleFiles(path=path, manifest=manifest, files={file.path: file for file in manifest.files})
 
@@ -43,21 +42,22 @@ def open_bundle(path: str) -> BundleFiles:
 def recording(bundle: BundleFiles, name: str) -> Recording:
     """The recording in a file of the bundle.  Raises file-damaged, table-invalid."""
     with _about(bundle.path):
-        return decode(_read(bundle, name), name)
+        return decode(archive.read(bundle.path, bundle.files[name]), name)
 
 
 def table(bundle: BundleFiles, name: str) -> Table:
     """The columns of a recording in a file of the bundle.  Raises file-damaged, table-invalid."""
     with _about(bundle.path):
-        return Table(_read(bundle, name), name)
+        return Table(archive.read(bundle.path, bundle.files[name]), name)
 
 
 def module_states(bundle: BundleFiles) -> tuple[ModuleState, ...]:
     """What the data symbols of the bundle's images hold; () without any.  Raises file-damaged, table-invalid."""
-    if not bundle.manifest.module_state:
+    name = bundle.manifest.module_state
+    if not name:
         return ()
     with _about(bundle.path):
-        return decode_states(_read(bundle, bundle.manifest.module_state), bundle.manifest.module_state)
+        return decode_states(archive.read(bundle.path, bundle.files[name]), name)
 
 
 @contextmanager
@@ -69,19 +69,11 @@ def tensors(bundle: BundleFiles, name: str) -> Iterator[Mapped]:
     with _about(bundle.path):
         _CHECKS[name](bundle.path, bundle.manifest)
         mapped = Mapped(os.path.join(bundle.path, name), name)
-    try:
+    with closing(mapped):
         yield mapped
-    finally:
-        mapped.close()
 
 
 _CHECKS: dict[str, Callable[[str, Manifest], None]] = {archive.WEIGHTS: verify.check_weights, archive.EXAM: check_exam}
-
-
-def _read(bundle: BundleFiles, name: str) -> bytes:
-    archive.check_hash(bundle.path, bundle.files[name])
-    with open(os.path.join(bundle.path, name), "rb") as file:
-        return file.read()
 
 
 @contextmanager

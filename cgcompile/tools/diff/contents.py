@@ -66,9 +66,8 @@ def _elements(part: str, name: str, mine: Mapped, theirs: Mapped) -> Iterator[Di
     differ = differing(mine.data(name), theirs.data(name), DTYPES[dtype])
     if differ:
         total = len(mine.data(name)) // DTYPES[dtype]
-        yield Difference(
-            part=part, name=name, note=f"{differ} of {total} elements differ ({dtype})", facts={"elements": total, "differ": differ}
-        )
+        note = f"{differ} of {total} elements differ ({dtype})"
+        yield Difference(part=part, name=name, note=note, facts={"elements": total, "differ": differ})
 
 
 def differing(a: memoryview, b: memoryview, width: int) -> int:

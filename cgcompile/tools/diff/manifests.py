@@ -39,11 +39,8 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     )
     yield from _sets("findings", "waivers", a.waivers, b.waivers)
     yield from _proofs(a, b)
-    for part, pairs in (
-        ("versions", [dict(each.provenance.versions) for each in both]),
-        ("options", [dict(each.provenance.options) for each in both]),
-    ):
-        yield from compare_fields(part, "", *pairs)
+    yield from compare_fields("versions", "", *[dict(each.provenance.versions) for each in both])
+    yield from compare_fields("options", "", *[dict(each.provenance.options) for each in both])
 
 
 def key_text(manifest: Manifest, key: Sequence[int]) -> str:
@@ -60,11 +57,6 @@ def common_programs(a: Manifest, b: Manifest) -> list[tuple[str, Program, Progra
 def step_regions(manifest: Manifest, program: Program) -> list[str]:
     """The name of every step's region, "" for a copy."""
     return ["" if step.kind == "copy" else manifest.regions[step.region].name for step in program.steps]
-
-
-def place(memory: str, offset: int) -> str:
-    """`arena+512`."""
-    return f"{memory}+{offset}"
 
 
 # --- parts ------------------------------------------------------------------------------------------------------
@@ -184,7 +176,7 @@ def _values(manifest: Manifest, program: Program) -> list[tuple[str, str]]:
 
 
 def _value(value: Value) -> str:
-    return f"{value.dtype} {value_text(value.shape)} strides {value_text(value.strides)} at {place(value.memory, value.offset)}"
+    return f"{value.dtype} {value_text(value.shape)} strides {value_text(value.strides)} at {value.memory}+{value.offset}"
 
 
 def _proofs(a: Manifest, b: Manifest) -> Iterator[Difference]:

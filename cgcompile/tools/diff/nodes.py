@@ -49,9 +49,8 @@ def changes(a: Recording, b: Recording, number: int) -> list[tuple[str, str]]:
         mine, theirs = a.functions[one.function], b.functions[other.function]
         if mine.symbol != theirs.symbol:
             return [("kernel", f"{mine.symbol} -> {theirs.symbol}")]
-        return (
-            [*_launch(mine, one, theirs, other), *_parameters(mine, one, theirs, other)] if one != other or mine != theirs else []
-        )
+        same = one == other and mine == theirs
+        return [] if same else [*_launch(mine, one, theirs, other), *_parameters(mine, one, theirs, other)]
     if type(one) is not type(other):
         return [("kind", f"{title(a, number)} -> {title(b, number)}")]
     pairs = [(each.name, getattr(one, each.name), getattr(other, each.name)) for each in fields(one)]

@@ -45,10 +45,8 @@ def compare_kernels(a: Launches, b: Launches) -> Iterator[Difference]:
             sides = [_images(each) if each else None for each in (mine, theirs)]
             yield Difference(part="kernels", name=symbol, a=sides[0], b=sides[1], facts=facts)
             continue
-        gone, new = [
-            Counter({image: each[image] for image in each if image not in other})
-            for each, other in ((mine, theirs), (theirs, mine))
-        ]
+        gone = Counter({image: number for image, number in mine.items() if image not in theirs})
+        new = Counter({image: number for image, number in theirs.items() if image not in mine})
         if gone or new:
             yield Difference(part="kernels", name=symbol, field="image", a=_images(gone), b=_images(new), facts=facts)
         elif mine != theirs:
@@ -73,10 +71,8 @@ def compare_recordings(where: str, a: Recording, b: Recording) -> Iterator[Diffe
     """The differences between two recordings, under the name `where`."""
     counts = [Counter([kind(node) for node in found.nodes]) for found in (a, b)]
     if counts[0] != counts[1]:
-        texts = [_kinds(each) for each in counts]
-        yield Difference(
-            part="nodes", name=where, a=texts[0], b=texts[1], facts={"nodes_a": counts[0].total(), "nodes_b": counts[1].total()}
-        )
+        facts = {"nodes_a": counts[0].total(), "nodes_b": counts[1].total()}
+        yield Difference(part="nodes", name=where, a=_kinds(counts[0]), b=_kinds(counts[1]), facts=facts)
     together = min(len(a.nodes), len(b.nodes))
     told = [(number, found) for number in range(together) if (found := changes(a, b, number))]
     if told:
@@ -94,11 +90,9 @@ def compare_recordings(where: str, a: Recording, b: Recording) -> Iterator[Diffe
         yield Difference(part="nodes", name=where, note=note, facts={"first": together})
     edges = [Counter(found.edges) for found in (a, b)]
     if counts[0] == counts[1] and edges[0] != edges[1]:
-        only = [(edges[0] - edges[1]).total(), (edges[1] - edges[0]).total()]
-        yield Difference(
-            part="nodes", name=where, field="order", note=f"edges only in A: {only[0]}, only in B: {only[1]}",
-            facts={"edges_a": only[0], "edges_b": only[1]},
-        )  # fmt: skip
+        facts = {"edges_a": (edges[0] - edges[1]).total(), "edges_b": (edges[1] - edges[0]).total()}
+        note = f"edges only in A: {facts['edges_a']}, only in B: {facts['edges_b']}"
+        yield Difference(part="nodes", name=where, field="order", note=note, facts=facts)
 
 
 def _kinds(counts: Counter[str]) -> str:

@@ -1,3 +1,1 @@
-"""One file per command of `cgcompile`: its options, and the call of the library behind it.
-Text and JSON of what came back.
-"""
+"""One file per command of `cgcompile`: its options, the call of the library behind it, text and JSON of what came back."""

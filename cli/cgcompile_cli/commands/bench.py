@@ -49,16 +49,14 @@ def bench(
     cgcompile bench gpt.cgb
     cgcompile bench gpt.cgb --against eager,compile --model gpt.py
     """
-    from cgbundle.format import archive
-    from cgbundle.validate import bundle as verify
+    from cgbundle.validate.bundle import checked_manifest
     from cgcompile.tools.bench.measure import measure
     from cgcompile.tools.bench.plot import svg
 
     from .. import int_keys
     from ..benchmark import show_benchmark
 
-    manifest = archive.read_manifest(bundle)
-    verify.check_manifest(manifest)
+    manifest = checked_manifest(bundle)
     for path in (json_file, plot):
         _check_writable(path)
     with watching(quiet) as progress:

@@ -14,10 +14,9 @@ from .options import HostOps, ModelName
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.tree import Tree
 
     from cgbundle.format.schema import Finding
-    from cgcompile.pipeline.check import RegionReport, Report
+    from cgcompile.pipeline.check import Report
 
 MEANING = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
 COLOURS = {"refuse": "bold red", "host": "yellow", "note": "dim"}
@@ -92,15 +91,9 @@ def _finding(group: Sequence[Finding]) -> RenderableType:
 
     first = group[0]
     more = f", {len(group)} times" if len(group) > 1 else ""
-    head = Text.assemble(
-        "\n", (first.severity, COLOURS[first.severity]), " ", (first.rule, "bold"), f"  {safe(first.where)}" if first.where else ""
-    )
-    fields = [
-        *([("", first.source)] if first.source else []),
-        ("what", f"{first.message}{more}"),
-        ("effect", first.effect),
-        ("fix", first.fix),
-    ]
+    where = f"  {safe(first.where)}" if first.where else ""
+    head = Text.assemble("\n", (first.severity, COLOURS[first.severity]), " ", (first.rule, "bold"), where)
+    fields = [("", first.source), ("what", f"{first.message}{more}"), ("effect", first.effect), ("fix", first.fix)]
     return Group(head, Padding(record([(name, text) for name, text in fields if text]), (0, 0, 0, 2)))
 
 
@@ -120,26 +113,16 @@ def _regions(report: Report) -> RenderableType:
     names = ", ".join([f"{name}={values[-1]}" for name, values in report.sizes])
     tree = Tree(Text.assemble("\n", (f"{count(graphs, 'graph')}, {count(hosts, 'host region')}", "bold")))
     for region in report.regions:
-        _add(tree, region, names)
+        colour = "green" if region.kind == "graph" else "yellow"
+        about = f" {region.name}, {count(sum(calls for _, calls in region.operations), 'operation')}"
+        reason = f": {safe(region.reason)}" if region.reason else ""
+        branch = tree.add(Text.assemble((region.kind, colour), about, reason))
+        branch.add(Text(f"reads {_values(region.reads, names)}"))
+        if region.operations:
+            calls = [f"{name} x{number}" if number > 1 else name for name, number in region.operations]
+            branch.add(Text(safe(listed(calls, OPERATIONS))))
     tree.add(Text(f"returns {_values(report.returned, names)}"))
     return tree
-
-
-def _add(tree: Tree, region: RegionReport, names: str) -> None:
-    from rich.text import Text
-
-    reason = f": {safe(region.reason)}" if region.reason else ""
-    number = sum(calls for _, calls in region.operations)
-    branch = tree.add(
-        Text.assemble(
-            (region.kind, "green" if region.kind == "graph" else "yellow"), f" {region.name}, {count(number, 'operation')}"
-        )
-        + Text(reason)
-    )
-    branch.add(Text(f"reads {_values(region.reads, names)}"))
-    if region.operations:
-        calls = [f"{name} x{number}" if number > 1 else name for name, number in region.operations]
-        branch.add(Text(safe(listed(calls, OPERATIONS))))
 
 
 def _values(crossing: Sequence[tuple[str, Any]], names: str) -> str:

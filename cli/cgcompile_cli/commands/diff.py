@@ -35,15 +35,15 @@ def diff(
     from cgcompile.tools.diff.bundle_files import open_bundle
     from cgcompile.tools.diff.compare import UNCOUNTED, compare
 
-    bundles = (open_bundle(a), open_bundle(b))
-    found = compare(*bundles)
+    bundles = {"a": open_bundle(a), "b": open_bundle(b)}
+    found = compare(*bundles.values())
     if as_json:
-        sides = {name: _origin(bundle, UNCOUNTED) for name, bundle in zip("ab", bundles, strict=True)}
+        sides = {side: _origin(bundle, UNCOUNTED) for side, bundle in bundles.items()}
         write_json(sides | {"different": bool(found), "differences": [_plain(each) for each in found]})
     elif not found:
         show("no difference")
     else:
-        show(record([(name, _headline(bundle)) for name, bundle in zip("AB", bundles, strict=True)]))
+        show(record([(side.upper(), _headline(bundle)) for side, bundle in bundles.items()]))
         show("")
         show(record([(part, _rows(list(rows))) for part, rows in groupby(found, key=lambda each: each.part)]))
     if found:
@@ -65,9 +65,8 @@ def _rows(found: Sequence[Difference]) -> Table:
     shown, hidden = shortened(found)
     rows = [(SIGNS[each.change], each.name, _text(each)) for each in shown]
     if hidden:
-        differ, elements = (
-            sum([each.facts.get(name, 0) for each in found if "elements" in each.facts]) for name in ("differ", "elements")
-        )
+        counts = [each.facts for each in found if "elements" in each.facts]
+        differ, elements = (sum([each[name] for each in counts]) for name in ("differ", "elements"))
         total = f"in all {differ} of {elements} elements differ" if elements else ""
         rows.append(("", f"and {hidden} more", total))
     return table(("", "", ""), rows)

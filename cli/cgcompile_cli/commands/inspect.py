@@ -45,15 +45,13 @@ def inspect(
     Signature, target, sizes, memory, files, findings and proof, from the manifest alone. --graph, --kernels, --memory, --dot and
     --html read the recordings, too. `cgcompile verify` checks every file.
     """
-    from cgbundle.format import archive
-    from cgbundle.validate import bundle as verify
+    from cgbundle.validate.bundle import checked_manifest
 
     from .. import int_keys, summary
     from ..inspection.overview import overview
 
     _check_options(graph, {"--kernels": kernels, "--memory": memory, "--html": html is not None, "--dot": dot, "--json": as_json})
-    manifest = archive.read_manifest(bundle)
-    verify.check_manifest(manifest)
+    manifest = checked_manifest(bundle)
     programs = list(manifest.programs)
     if graph is not None:
         key = int_keys.parse(manifest, graph)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -47,13 +48,11 @@ def run(
     cgcompile run gpt.cgb --inputs in.safetensors --outputs out.safetensors
     """
     import cgbundle
-    from cgbundle.format import archive
-    from cgbundle.validate import bundle as verify
+    from cgbundle.validate.bundle import checked_manifest
 
     if inputs is not None and key is not None:
         raise UsageError("--size picks among the stored inputs: it cannot be used with --inputs")
-    manifest = archive.read_manifest(bundle)
-    verify.check_manifest(manifest)
+    manifest = checked_manifest(bundle)
     given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
     begin = time.perf_counter()
     with cgbundle.load(bundle) as program:
@@ -105,11 +104,8 @@ def preview(value: Tensor) -> list[Any]:
         numbers = decode(value.dtype, first.tobytes())
     except TypeError:
         return []
-    return [number if math.isfinite(number) else str(number) for number in map(_short, numbers)]
-
-
-def _short(number: Any) -> Any:
-    return float(f"{number:.6g}") if isinstance(number, float) else number
+    short = [float(f"{number:.6g}") if isinstance(number, float) else number for number in numbers]
+    return [number if math.isfinite(number) else str(number) for number in short]
 
 
 def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
@@ -123,11 +119,8 @@ def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
     chosen = min(program.key for program in manifest.programs) if key is None else int_keys.parse(manifest, key)
     archive.check_sizes(path, manifest)
     check_exam(path, manifest)
-    stored = Mapped(os.path.join(path, archive.EXAM), archive.EXAM)
-    try:
+    with closing(Mapped(os.path.join(path, archive.EXAM), archive.EXAM)) as stored:
         return exam.inputs_of(stored, manifest, chosen)
-    finally:
-        stored.close()
 
 
 def _read(path: str, manifest: Manifest) -> list[Tensor]:
@@ -141,7 +134,7 @@ def _read(path: str, manifest: Manifest) -> list[Tensor]:
         file = Mapped(path, path)
     except BundleError as error:
         raise UsageError(str(error), "--inputs takes a safetensors file that holds every input under its name") from None
-    try:
+    with closing(file):
         takes = f"the bundle takes {listed(wanted)}"
         for name in [*wanted, *file.entries]:
             if name not in file.entries:
@@ -149,8 +142,6 @@ def _read(path: str, manifest: Manifest) -> list[Tensor]:
             if name not in wanted:
                 raise UsageError(f"{path}: no input is called {name!r}", takes)
         return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in wanted]
-    finally:
-        file.close()
 
 
 def _write(path: str, found: list[tuple[str, Tensor]]) -> None:

@@ -9,7 +9,7 @@ import typer
 from ..output import count, show, table, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from cgcompile.tools.capture_sizes import Proposal
 
@@ -47,7 +47,7 @@ def sizes(
     counts = read_request_log(trace, column)
     proposals = propose(counts, most, multiple)
     chosen = choose(proposals)
-    line = f"cgcompile build MODEL --sizes {_spelled(chosen)}"
+    line = f"cgcompile build MODEL --sizes {','.join(map(str, chosen.sizes))}"
     why = _reason(proposals, chosen, most, MARGIN)
     if as_json:
         write_json({
@@ -58,41 +58,25 @@ def sizes(
             "smallest": min(counts),
             "largest": max(counts),
             "multiple": multiple,
-            "proposals": [_plain(proposal) for proposal in proposals],
+            "proposals": [{"sizes": each.sizes, "padded": each.padded, "wasted_percent": each.wasted} for each in proposals],
             "proposed": len(chosen.sizes),
             "reason": why,
             "command": line,
         })  # fmt: skip
         return
-    show(_log_line(counts))
+    span = f"{count(len(counts), 'distinct size')} from {min(counts)} to {max(counts)}"
+    show(f"{count(sum(counts.values()), 'request')} of {count(chosen.served, 'row')}, {span}")
     show("")
-    show(
-        table((">number", ">padded rows", ">wasted", "", "sizes"), [_row(proposal, proposals[0].wasted) for proposal in proposals])
-    )
+    heads = (">number", ">padded rows", ">wasted", "", "sizes")
+    show(table(heads, [_row(proposal, proposals[0].wasted) for proposal in proposals]))
     show("")
     show(why)
     typer.echo(line)  # one line on any terminal: it is there to be copied
 
 
-def _log_line(counts: Mapping[int, int]) -> str:
-    requests, rows = sum(counts.values()), sum([size * often for size, often in counts.items()])
-    return (
-        f"{count(requests, 'request')} of {count(rows, 'row')}, "
-        f"{count(len(counts), 'distinct size')} from {min(counts)} to {max(counts)}"
-    )
-
-
 def _row(proposal: Proposal, most: float) -> tuple[Any, ...]:
     bar = "#" * round(BAR * proposal.wasted / most) if most else ""
     return len(proposal.sizes), proposal.padded, f"{proposal.wasted:.1f}%", bar, ", ".join(map(str, proposal.sizes))
-
-
-def _spelled(proposal: Proposal) -> str:
-    return ",".join(map(str, proposal.sizes))
-
-
-def _plain(proposal: Proposal) -> dict[str, Any]:
-    return {"sizes": proposal.sizes, "padded": proposal.padded, "wasted_percent": proposal.wasted}
 
 
 def _reason(proposals: Sequence[Proposal], chosen: Proposal, most: int, margin: float) -> str:

@@ -29,7 +29,13 @@ def verify(
     bundle is damaged or the exam fails.
     """
     manifest, damage = _examine(bundle)
-    answer = _replay_exam(bundle) if run and manifest and not damage else {}
+    answer: dict[str, Any] = {}
+    if run and manifest and not damage:
+        from cgbundle.exam import fresh
+
+        answer = fresh(bundle)
+    for row in answer.get("results", []):
+        row["error"] = row["error"] if math.isfinite(row["error"]) else str(row["error"])  # JSON has no infinity
     ok = not damage and all(row["passed"] for row in answer.get("results", [])) and "error" not in answer
     if as_json:
         write_json({
@@ -57,15 +63,6 @@ def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:
             raise
         return None, [error]
     return manifest, invariants.examine(path, manifest)
-
-
-def _replay_exam(path: str) -> dict[str, Any]:
-    from cgbundle.exam import fresh
-
-    answer = fresh(path)
-    for row in answer.get("results", []):
-        row["error"] = row["error"] if math.isfinite(row["error"]) else str(row["error"])  # JSON has no infinity
-    return answer
 
 
 def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], answer: dict[str, Any]) -> None:

@@ -1,3 +1,1 @@
-"""What the nodes and memories of a bundle are called and where they lie, as text and as DOT.
-For `inspect` and its page.
-"""
+"""What the nodes and memories of a bundle are called and where they lie: for `inspect` and its page."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cgbundle.errors import BundleError
+from cgbundle.format import archive
+from cgbundle.tables.table import Table as Recording
+
 from ..output import size, table
-from .nodes import read_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,12 +33,10 @@ class KernelLaunches(NamedTuple):
 
 def kernels(path: str, manifest: Manifest) -> list[KernelLaunches]:
     """All kernels, those launched most first, then those with the larger images.  Raises file-damaged, table-invalid."""
-    from cgbundle.errors import BundleError
-
     files = {file.path: file for file in manifest.files}
     launches: dict[tuple[str, str], int] = {}
     for step in [step for program in manifest.programs for step in program.steps if step.kind == "graph"]:
-        found = read_table(path, files, step.file)
+        found = Recording(archive.read(path, files[step.file]), step.file)
         for function in found.function:
             key = (found.images[function], found.symbols[function])
             if f"kernels/{key[0]}" not in files:
@@ -57,15 +57,11 @@ def kernel_table(rows: list[KernelLaunches]) -> Table:
 
 
 def _choices(path: str, files: dict[str, Any]) -> dict[tuple[str, str], tuple[str, str]]:
-    from cgbundle.errors import BundleError
-    from cgbundle.format import archive
-
     if CHOICES not in files:
         return {}
-    archive.check_hash(path, files[CHOICES])
+    data = archive.read(path, files[CHOICES])
     try:
-        with open(os.path.join(path, CHOICES), "rb") as file:
-            rows = json.loads(file.read())
+        rows = json.loads(data)
         return {(str(row["image"]), str(row["symbol"])): (str(row["configuration"]), str(row["chosen"])) for row in rows}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BundleError("file-damaged", f"{CHOICES}: not a list of kernels and their configurations") from error

@@ -48,17 +48,16 @@ def places(manifest: Manifest, program: Program, nodes: Sequence[NodeRow]) -> li
     if manifest.target.kind == "cpu":
         return []
     uses: dict[tuple[str, int], dict[int, str]] = {}
-    for memory, begin, _ in _said(manifest, program):
+    labels: dict[tuple[str, int], list[str]] = {}
+    for memory, begin, name in _said(manifest, program):
         uses.setdefault((memory, begin), {})
+        if name not in labels.setdefault((memory, begin), []):
+            labels[memory, begin].append(name)
     for position, node in enumerate(nodes):
         for each in node.references:
             if each.memory in DRAWN:
                 known = uses.setdefault((each.memory, each.offset), {})
-                known[position] = _stronger(known.get(position, READS), each.how)
-    labels: dict[tuple[str, int], list[str]] = {}
-    for memory, begin, name in _said(manifest, program):
-        if name not in labels.setdefault((memory, begin), []):
-            labels[memory, begin].append(name)
+                known[position] = min(known.get(position, READS), each.how, key=list(LETTERS).index)
     sizes = dict(manifest.memories) | {"arena": program.arena, "inputs": program.static}
     made = []
     for memory in DRAWN:
@@ -67,10 +66,6 @@ def places(manifest: Manifest, program: Program, nodes: Sequence[NodeRow]) -> li
         for begin, end in zip(begins, ends, strict=False):  # without places there is one end and no begin
             made.append(Place(memory, begin, end, ", ".join(labels.get((memory, begin), ())), uses[memory, begin]))
     return made
-
-
-def _stronger(one: str, other: str) -> str:
-    return one if list(LETTERS).index(one) <= list(LETTERS).index(other) else other
 
 
 def _said(manifest: Manifest, program: Program) -> Iterator[tuple[str, int, str]]:

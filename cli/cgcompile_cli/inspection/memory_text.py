@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from cgbundle.exam import name_key
 from cgbundle.format.spans import span
 
 from ..int_keys import spell
@@ -29,8 +30,6 @@ def one_program(
     manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRow]], places: Sequence[Place], columns: int
 ) -> tuple[RenderableType, ...]:
     """What uses which place of one program's memory, along its steps."""
-    from cgbundle.exam import name_key
-
     total = sum(map(len, steps))
     texts = list(rows(places, total, 0))
     spent = sum(max([len(text[column]) for text in texts]) + 2 for column in range(3))

@@ -9,15 +9,16 @@ Of every other address it is only known that the kernel refers to it.
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from cgbundle.format import archive
+from cgbundle.format.schema import MEMORIES, Manifest, Program, Step
+from cgbundle.format.spans import graph_memories, span
+from cgbundle.tables.table import Table, launch_order
+from cgbundle.validate.recordings import check_recording
 
 from ..output import size
 from .names import Names
-
-if TYPE_CHECKING:
-    from cgbundle.format.schema import File, Manifest, Program, Step
-    from cgbundle.tables.table import Table
 
 READS, WRITES, REFERS = "reads", "writes", "refers to"
 HOWS = (READS, WRITES, REFERS)
@@ -69,29 +70,15 @@ class NodeRow(NamedTuple):
 _BARE = NodeRow(0, 0, "empty", "(orders other nodes)", "", (), (), (), 0, (), (), ())
 
 
-def read_table(path: str, files: dict[str, File], name: str) -> Table:
-    """The recording in file `name`, its hash and structure checked.  Raises file-damaged, table-invalid."""
-    from cgbundle.format import archive
-    from cgbundle.tables.table import Table
-
-    archive.check_hash(path, files[name])
-    with open(os.path.join(path, name), "rb") as file:
-        return Table(file.read(), name)
-
-
 def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[NodeRow]]:
     """The nodes of every step, in an order in which they may run.  Raises file-damaged, table-invalid."""
-    from cgbundle.format.archive import kernel_images
-    from cgbundle.format.spans import graph_memories
-    from cgbundle.validate.recordings import check_recording
-
     files = {file.path: file for file in manifest.files}
-    images = kernel_images(manifest)
+    images = archive.kernel_images(manifest)
     names = Names(manifest, program)
     found: list[list[NodeRow]] = []
     for index, step in enumerate(program.steps):
         if step.kind == "graph":
-            table = read_table(path, files, step.file)
+            table = Table(archive.read(path, files[step.file]), step.file)
             check_recording(table, graph_memories(manifest.memories), images)
             found.append(graph_rows(table, manifest, program, index, names))
         else:
@@ -101,8 +88,6 @@ def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Nod
 
 def graph_rows(table: Table, manifest: Manifest, program: Program, index: int, names: Names) -> list[NodeRow]:
     """The nodes of a graph step, as `launch_order` puts them."""
-    from cgbundle.tables.table import launch_order
-
     step = program.steps[index]
     reader = _Reader(manifest, program, step, names)
     after: dict[int, list[int]] = {}
@@ -130,16 +115,11 @@ class _Reader(NamedTuple):
     names: Names
 
     def reference(self, how: str, memory: int, offset: int, length: int = 0) -> Reference:
-        from cgbundle.format.schema import MEMORIES
-
         where = MEMORIES[memory]
         return Reference(how, where, offset, length, self.names.of(where, offset, self.step.inputs, self.step.outputs))
 
     def only_read(self, memory: int, offset: int) -> bool:
         """Whether no kernel of a sound bundle writes there."""
-        from cgbundle.format.schema import MEMORIES
-        from cgbundle.format.spans import span
-
         if MEMORIES[memory] != "inputs":
             return MEMORIES[memory] == "weights"
         changed = [self.program.inputs[place] for place in self.manifest.written]
@@ -204,8 +184,6 @@ _READ = (_empty, _kernel, _memset, _memcpy)
 
 def _step_row(manifest: Manifest, program: Program, index: int, step: Step, names: Names) -> NodeRow:
     """A copy or host step as one row; a value of the cpu target has no address."""
-    from cgbundle.format.spans import span
-
     references = []
     for how, values in ((READS, step.inputs), (WRITES, step.outputs)):
         for each in values:

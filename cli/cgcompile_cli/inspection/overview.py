@@ -22,7 +22,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
     fields: list[Field] = [
         ("bundle", f"{manifest.name}, format {manifest.format}, {summary.bulk(manifest)}"),
         ("target", summary.target(manifest.target)),
-        ("signature", summary.signature(manifest)),
+        ("signature", table(("", "", "", "", ""), summary.signature_rows(manifest))),
         ("sizes", summary.sizes(manifest)),
     ]
     if manifest.dimensions:

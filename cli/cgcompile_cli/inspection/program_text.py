@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cgbundle.exam import name_key
+
 from ..output import count, listed, safe, size, table
 from .names import roles
 from .nodes import HOWS, NodeRow
@@ -111,8 +113,6 @@ def node_table(found: list[tuple[str, list[str]]]) -> Table:
 
 def program_fields(manifest: Manifest, program: Program) -> list[Field]:
     """The int_key, memory, steps and values of one program."""
-    from cgbundle.exam import name_key
-
     return [
         ("int_key", name_key(manifest, program.key)),
         ("memory", f"arena {size(program.arena)}, inputs {size(program.static)}"),

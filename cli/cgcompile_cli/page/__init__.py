@@ -1,3 +1,1 @@
-"""`inspect --html`: one self-contained page about a bundle.
-HTML by construction, with the style sheet and the script beside it.
-"""
+"""`inspect --html`: one self-contained page about a bundle, with its style sheet and its script."""

@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from cgbundle.format.safetensors import nbytes
+
 from .. import summary
 from ..inspection.kernels import kernels
 from ..inspection.memory_map import order, places
@@ -132,8 +134,6 @@ def _pairs(rows: Iterable[tuple[str, object]]) -> Html:
 
 
 def _weights(manifest: Manifest) -> Iterator[Html]:
-    from cgbundle.format.safetensors import nbytes
-
     state = summary.state(manifest)
     if state:
         yield tag("p", joined(map(text, state), "; "))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from cgbundle.exam import name_key
 from cgbundle.format.spans import span
 
 from ..inspection.kernels import KernelLaunches
@@ -17,7 +18,7 @@ from ..output import count, listed, shortened, size
 from .markup import Html, joined, tag
 
 if TYPE_CHECKING:
-    from cgbundle.format.schema import Manifest, Program, Step
+    from cgbundle.format.schema import Manifest, Program
 
 CLASSES = {READS: "r", WRITES: "w", REFERS: "x"}
 
@@ -42,13 +43,6 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], class_: str | 
     return tag("div", tag("table", first if any(heads) else "", tag("tbody", *lines), class_=class_), class_="scroll")
 
 
-def key_name(manifest: Manifest, program: Program) -> str:
-    """`batch=8, seq=128`."""
-    from cgbundle.exam import name_key
-
-    return name_key(manifest, program.key)
-
-
 # --- regions ------------------------------------------------------------------------------------------------------
 
 
@@ -68,11 +62,7 @@ def chains(manifest: Manifest, steps: Sequence[Steps]) -> Iterator[Html]:
         ]
         yield tag("ol", *boxes, class_="chain")
         if len(members) > 1:
-            yield tag("p", f"Names and bytes are those of {key_name(manifest, manifest.programs[last])}.", class_="soft")
-
-
-def _region(manifest: Manifest, step: Step) -> str:
-    return "" if step.kind == "copy" else manifest.regions[step.region].name
+            yield tag("p", f"Names and bytes are those of {name_key(manifest, manifest.programs[last].key)}.", class_="soft")
 
 
 def _box(manifest: Manifest, index: int, place: int, nodes: Sequence[Sequence[NodeRow]], linked: bool) -> Html:
@@ -89,11 +79,11 @@ def _box(manifest: Manifest, index: int, place: int, nodes: Sequence[Sequence[No
         if values:
             called = {value: spec.name for value, spec in zip(given, specs, strict=True)}
             names = listed([called.get(value, f"v{value}") for value in values], 3)
-            about.append(tag("small", f"{side}: {names}, {size(sum(span(program.values[value]) for value in values))}"))
-            about.append(Html("<br>"))
+            total = size(sum(span(program.values[value]) for value in values))
+            about += [tag("small", f"{side}: {names}, {total}"), Html("<br>")]
     if step.kind == "host":
         about.append(tag("small", manifest.regions[step.region].reason))
-    title = f"{step.kind} {_region(manifest, step)}" if step.kind != "copy" else "copy"
+    title = f"{step.kind} {manifest.regions[step.region].name}" if step.kind != "copy" else "copy"
     return tag("li", tag("b", title), *about, class_=step.kind)
 
 
@@ -103,10 +93,8 @@ def _box(manifest: Manifest, index: int, place: int, nodes: Sequence[Sequence[No
 def nodes(manifest: Manifest, steps: Sequence[Steps]) -> Iterator[Html]:
     """The nodes of every graph step of every int_key: a list that can be narrowed by typing or by a click on a name."""
     hows = [tag("span", how, class_=CLASSES[how]) for how in HOWS]
-    about = (
-        "reads, writes, or both; a recording does not say which. In parentheses stands what lies at a place when the step begins "
-    )
-    yield tag("p", "In an order in which they run. ", joined(hows, ", "), ": ", about, "or ends.", class_="soft")
+    about = "reads, writes, or both; a recording does not say which. In parentheses stands what lies at a place"
+    yield tag("p", "In an order in which they run. ", joined(hows, ", "), f": {about} when the step begins or ends.", class_="soft")
     listed = _that_fit(steps)
     opened = False
     for index, program in enumerate(manifest.programs):
@@ -147,7 +135,7 @@ def _list(manifest: Manifest, index: int, place: int, found: Sequence[NodeRow], 
         drawn = [tag("td", _lanes(row, width) if width <= MOST_LANES else "", class_="lanes") for row in rows]
     body = tag("tbody", *[_row(node, lane, chain) for node, lane in zip(found, drawn, strict=True)])
     return tag(
-        "details", tag("summary", key_name(manifest, program), tag("small", about)),
+        "details", tag("summary", name_key(manifest, program.key), tag("small", about)),
         tag("div", box, Html("<output></output>"), class_="find", hidden=True),
         tag("div", tag("table", head, body, class_="nodes"), class_="scroll"), id=f"nodes-{index}-{place}", open=opened,
     )  # fmt: skip
@@ -235,7 +223,7 @@ def _map(manifest: Manifest, program: Program, steps: Steps, found: Sequence[Pla
     if hidden:
         rows.append((f"and {hidden} more", "", "", ""))
     about = f"{count(len(found), 'place')}, {count(total, 'node')} and steps" if len(steps) > 1 else f"{count(len(found), 'place')}"
-    head = tag("summary", key_name(manifest, program), tag("small", about))
+    head = tag("summary", name_key(manifest, program.key), tag("small", about))
     return tag("details", head, table(("place", ">up to", "", ""), rows, "places"), open=opened)
 
 
