@@ -18,7 +18,6 @@ from torch.nn import functional
 from cgcompile.export.weights import weight_tensors
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.block_reader import FORMATS
-from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.build import folded_tables
 from cgcompile.offline.compile.kernels import CompiledKernel
 from cgcompile.offline.interpret.interpret import Stage, Task, interpret
@@ -28,6 +27,7 @@ from cgcompile.targets.architectures import arch
 from cgcompile.targets.memory_layout import PAD, lay_out
 from cgcompile.targets.weights import row_major, shapes_of, write_weights
 from tests.cpu.offline.written_rows import tensor_of
+from tests.helpers.lowered_programs import assembled
 
 
 class Block(nn.Module):
@@ -116,7 +116,7 @@ def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: t
     layout = lay_out(shapes_of(tensors))
     folded, end = folded_tables({(1,): traced}, layout.weights_end)
     offsets = {row.name: row.offset for row in layout.rows} | {name: table.offset for name, table in folded.items()}
-    graph = assemble(traced, compiled, plan(traced), offsets, [0])
+    graph = assembled(traced, compiled, plan(traced), offsets, [0])
     path = folder / "weights.safetensors"
     rows = write_weights(path, tensors, layout.rows, tuple(folded.values()))
     return Task(

@@ -281,11 +281,11 @@ def test_library_operations_are_named_with_their_lines() -> None:
     with raises("operation-needs-gpu") as caught:
         of(function := lambda m, x: (torch.fft.rfft(x).abs(), torch.linalg.inv(x.T @ x)))
     assert "_fft_r2c" in str(caught.value) and "linalg_inv" in str(caught.value)
-    assert f"test_lowering.py:{function.__code__.co_firstlineno}" in str(caught.value)
+    assert f"test_lower.py:{function.__code__.co_firstlineno}" in str(caught.value)
 
 
 def test_shape_that_depends_on_data() -> None:
-    with raises("operation-needs-gpu", match=r"nonzero.*test_lowering.py:\d+.*depends on data"):
+    with raises("operation-needs-gpu", match=r"nonzero.*test_lower.py:\d+.*depends on data"):
         of(lambda m, x: torch.nonzero(x > 0).sum() + x)
 
 

@@ -388,7 +388,7 @@ def test_regions_agree_on_the_layout_of_what_crosses() -> None:
     assert shapes[3, 5, 5, 8] == (200, 8, 40, 1), "transposed"
     assert shapes[3, 5, 5] == (25, 5, 1), "the gaps are closed"
     assert shapes[3, 8, 5, 5] == (200, 1, 40, 8), "channels last"
-    assert all(tensor.place.offset % 16 == 0 for tensor in crossing)
+    assert all(tensor.pointer.offset % 16 == 0 for tensor in crossing)
     names = {buffer.name for buffer in merged.lowered.buffers if buffer.kind == "weight"}
     assert (
         {"model.one.bias", "model.other.bias"}

@@ -20,9 +20,8 @@ from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
 
-from cgcompile.capture.rows import Range, Take  # noqa: E402
-from cgcompile.capture.worker.addresses import AddressMap  # noqa: E402
-
+from cgcompile.capture.take import Range, Take  # noqa: E402
+from cgcompile.capture.worker.address_map import AddressMap  # noqa: E402
 from cgcompile.targets.cuda.elf import Cubin, Symbol  # noqa: E402
 
 MEGA = 1 << 20
@@ -37,11 +36,20 @@ def record() -> SimpleNamespace:
     if without:
         sys.modules["cuda"], sys.modules["cuda.bindings"] = ModuleType("cuda"), ModuleType("cuda.bindings")
         sys.modules["cuda.bindings"].driver = ModuleType("cuda.bindings.driver")  # type: ignore[attr-defined]
-    names = ("processes", "recorder", "worker.driver", "worker.cupti", "worker.walk", "worker.module_state", "worker.session")
+    names = (
+        "worker.driver",
+        "worker.cupti",
+        "worker.graph_nodes",
+        "worker.module_state",
+        "worker.loaded_program",
+        "processes",
+        "recorder",
+    )
     modules = {name.rpartition(".")[2]: importlib.import_module(f"cgcompile.capture.{name}") for name in names}
+    found = SimpleNamespace(**modules)
     if without:
         del sys.modules["cuda"], sys.modules["cuda.bindings"]
-    return SimpleNamespace(**modules)
+    return found
 
 
 class Calls:
@@ -61,7 +69,7 @@ def drive(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[
     """Gives the recorder a driver with these calls."""
 
     def set_calls(**calls: Callable[..., tuple[Any, ...]]) -> SimpleNamespace:
-        for module in (record.driver, record.walk, record.cupti, record.module_state):
+        for module in (record.driver, record.graph_nodes, record.cupti, record.module_state):
             monkeypatch.setattr(module, "driver", Calls(**calls))
         return record
 
@@ -155,24 +163,24 @@ def exported() -> Any:
 
 def test_state_that_shares_memory_is_not_torn_apart(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     with raises("shared-storage", match="whole"):
-        record.recorder.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, state=("whole",))
+        record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, state=("whole",))
 
 
 def test_a_weight_that_a_replay_changes(
     record: SimpleNamespace, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams", "versions", "notes")}
-    take = Take(**nothing, images={}, mutated=("whole",), machine="", arch="", driver=0)
+    nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams")}
+    take = Take(**nothing, images={}, mutated=("whole",), arch="", driver=0)
     monkeypatch.setattr(record.recorder, "run_all", lambda *_: [take, take])
     with raises("weight-mutated", match="a replay changes whole"):
-        record.recorder.record(exported, {KEY: ((torch.ones(2),), {})}, folder=tmp_path, level="eager")
+        record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, level="eager")
 
 
 def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     calls = {KEY: ((torch.ones(2),), {})}
     for fresh, message in (({}, "no fresh inputs"), ({KEY: ((torch.ones(3),), {})}, "other shapes than the example's")):
         with raises("sizes-differ", match=message):
-            record.recorder.record(exported, calls, folder=tmp_path, fresh=fresh)
+            record.recorder.record(exported, calls, folder=tmp_path, exam=fresh)
 
 
 # --- what a graph may hold ----------------------------------------------------------------------------------------

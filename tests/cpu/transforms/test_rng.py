@@ -21,7 +21,6 @@ from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
 from cgcompile.export.signature import describe_signature
 from cgcompile.model.load import load_source
-from cgcompile.targets.cpu.aoti import compile_cpu
 from cgcompile.transforms.rng.rewrite import RNG, can_rewrite, draws, generator_buffer, is_random, supported, with_generator
 from tests.cpu.models import Batched
 
@@ -377,8 +376,11 @@ def test_compiled_ahead_of_time_it_draws_the_same_and_never_twice(program: Any, 
     """AOTInductor for the CPU: equal bits of uniform numbers, integers and masks, the rest to within float arithmetic, at two batch
     sizes.  10,000 calls: no number of 4 x 24 bits twice (two are alike once in 10^21), means and variances as they should be."""
     program.state_dict[RNG].copy_(torch.tensor([6, 0]))  # what it starts with
-    compiled = compile_cpu(program, tmp_path, lambda text: None, changing=True)
-    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(compiled.path), 1)
+    with torch.no_grad():
+        path = torch._inductor.aot_compile(
+            program.module(), program.example_inputs[0], options={"aot_inductor.output_path": str(tmp_path / "model.so")}
+        )
+    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
     for call, batch in enumerate((5, 2, 5)):
         given = torch.rand(batch, 8)
         made, eager = runner.run([given]), run(program, given, seed=6, calls=call)
