@@ -1,6 +1,6 @@
 """Two recordings of one graph, made in two processes, become one with every address named.  Pure: no GPU, no torch.
 
-Every 8-byte aligned word of a parameter block is one of (FACTS.md, "How to walk a graph"):
+Every 8-byte aligned word of a parameter block is one of (README.md here):
 
 * *relocation*: a live address in both recordings, of the same place.  It leaves the block and becomes (memory, offset).
 * *constant*: the bytes that are equal in both.

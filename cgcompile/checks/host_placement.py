@@ -52,7 +52,7 @@ def depends(node: Node) -> frozenset[Any]:
     return unbacked(node.meta.get("val"))
 
 
-def born(node: Node) -> bool:
+def introduces_symbols(node: Node) -> bool:
     """Whether a node's value depends on data in a way that none of its inputs does."""
     made = depends(node)
     return bool(made) and not made <= frozenset().union(*[depends(source) for source in node.all_input_nodes])

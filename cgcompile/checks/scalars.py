@@ -12,7 +12,7 @@ from cgbundle.format.schema import Finding
 from ..model.side_effects import BRANCH_FIX
 from ..model.user_code import place
 from .context import HOST, NOTE, REFUSE, RuleContext, finding
-from .host_placement import born, depends
+from .host_placement import depends, introduces_symbols
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def assert_scalar(context: RuleContext) -> Iterable[Finding]:
     Fix: none needed; `torch._assert_async` asserts on the GPU.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py names aten._assert_scalar.
     """
-    seen = {place(node)[0] for node, _ in context.calls() if born(node)}
+    seen = {place(node)[0] for node, _ in context.calls() if introduces_symbols(node)}
     for node, top in context.calls():
         if node.target in ASSERTIONS and any(depends(source) for source in node.all_input_nodes):
             made = finding(

@@ -11,7 +11,7 @@ from torch.fx import Node
 from cgbundle.format.schema import Finding
 
 from .context import HOST, REFUSE, RuleContext, finding, operator
-from .host_placement import born, depends, has_tensor, unbacked
+from .host_placement import depends, has_tensor, introduces_symbols, unbacked
 from .scalars import READS, SELECTS, selects
 
 FIXES = {
@@ -47,7 +47,7 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
     """
     for node, top in context.calls():
         nested = isinstance(node.target, torch._ops.HigherOrderOperator)
-        if has_tensor(node) and born(node) and node.target not in SELECTS and not nested:
+        if has_tensor(node) and introduces_symbols(node) and node.target not in SELECTS and not nested:
             name = operator(node)
             yield finding(
                 "data-dependent-shape", HOST, f"{CALLED.get(name, name)} gives a result whose size depends on data", node,

@@ -1,5 +1,5 @@
 """A captured graph, read node by node with the driver API: CUgraph -> raw rows.  What a bundle cannot hold is refused by name.
-Parameters come as an array of pointers or, for cuBLAS, as one packed buffer in the `extra` list (FACTS.md).  Both become one packed
+Parameters come as an array of pointers or, for cuBLAS, as one packed buffer in the `extra` list.  Both become one packed
 block."""
 
 from __future__ import annotations
