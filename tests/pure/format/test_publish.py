@@ -269,9 +269,8 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path: Path, monkeyp
         flock(handle, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with staged(tmp_path / "b.cgb", replace=False):
-        with pytest.raises(BlockingIOError), staged(tmp_path / "b.cgb", replace=False):
-            pytest.fail("two have the lock")
+    with staged(tmp_path / "b.cgb", replace=False), pytest.raises(BlockingIOError), staged(tmp_path / "b.cgb", replace=False):
+        pytest.fail("two have the lock")
     assert calls >= 3
 
 
@@ -285,9 +284,8 @@ def test_a_lock_that_may_only_be_read_is_taken_all_the_same(tmp_path: Path, monk
         return open_(path, flags, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", refusing)
-    with staged(tmp_path / "b.cgb", replace=False):
-        with pytest.raises(BlockingIOError), staged(tmp_path / "b.cgb", replace=False):
-            pytest.fail("two have the lock")
+    with staged(tmp_path / "b.cgb", replace=False), pytest.raises(BlockingIOError), staged(tmp_path / "b.cgb", replace=False):
+        pytest.fail("two have the lock")
 
 
 def test_no_lock_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,12 +305,20 @@ def test_no_lock_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 # --- leftovers -----------------------------------------------------------------------------------------------------
 
 
+SECOND = """
+import sys
+from pathlib import Path
+from cgbundle.format.publish import staged
+with staged(Path(sys.argv[1]), replace=True):
+    pass
+"""
+
+
 def test_the_stage_of_a_running_process_is_kept_whatever_its_number(tmp_path: Path) -> None:
     """A builder in another container has a number that is nobody's here: its lock counts."""
     with staged(tmp_path / "b.cgb", replace=True) as stage:
         (stage / "a").touch()
-        code = "import sys\nfrom pathlib import Path\nfrom cgbundle.format.publish import staged\nwith staged(Path(sys.argv[1]), replace=True): pass"
-        command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable, "-S", "-c", code]
+        command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable, "-S", "-c", SECOND]
         if subprocess.run(["unshare", "--user", "--map-root-user", "--pid", "--fork", "true"], capture_output=True).returncode:
             command = command[5:]  # no namespaces here: another process at least
         done = subprocess.run(
