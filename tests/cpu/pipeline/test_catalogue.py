@@ -302,7 +302,7 @@ def test_no_compiler(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cache_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgcompile.offline.build import cache_folder
+    from cgcompile.util.content_cache import cache_folder
 
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path))
     os.chmod(tmp_path, 0o777)
