@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import errors
+from . import errors, signals
 from .commands import bench, build, check, diff, inspect, run, sizes, verify
 
 
@@ -67,4 +67,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no reason to fail
+    signals.install()
     app(prog_name="cgcompile")

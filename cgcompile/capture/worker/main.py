@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from ...errors import BuildError
+from ...util.workers import end_with_parent
 from ..request import PREFIX, REFUSED, Request
 from .cupti import ImageLog
 
@@ -46,6 +47,7 @@ def _run(request: Request) -> object:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     status = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
