@@ -10,7 +10,7 @@ from cgbundle.format.schema import File, Manifest
 
 
 class ArchiveOf(Archive):
-    """The bundle in `folder` with `manifest`; a file that it does not list is taken as it is."""
+    """The bundle in `folder` with `manifest`; its files are taken as they are."""
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:
         super().__init__(str(folder))
@@ -21,6 +21,6 @@ class ArchiveOf(Archive):
 
     def _row(self, name: str) -> File:
         path = Path(self.path, name)
-        if any(file.path == name for file in self.manifest.files) or not path.exists():
+        if not path.is_file():
             return super()._row(name)
         return File(path=name, bytes=path.stat().st_size, sha256=archive.sha256(str(path)))

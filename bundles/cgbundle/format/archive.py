@@ -5,13 +5,14 @@ What was checked is what is used, whatever happens to the path: an `Archive` ope
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Sequence
 
 from ..errors import BundleError
 from . import manifest_json
-from .open_files import CHUNK, FOLDER, copied, open_directory, open_entry, open_file, pieces
+from .open_files import CHUNK, DAMAGE, FOLDER, copied, open_directory, open_entry, open_file, pieces
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
 
@@ -87,7 +88,7 @@ class Archive:
     def check_hash(self, file: File) -> None:
         """Raises file-damaged unless the file's SHA-256 is the manifest's.  What is used as a whole is held from then on."""
         if file.path.startswith((GRAPHS, KERNELS, HOST)):
-            self._held[file.path] = self._contents(file)
+            self._held[file.path] = self.contents(file)
         else:
             digest = hashlib.sha256()
             for piece in pieces(self._descriptor(file.path), file.path, file.bytes):
@@ -99,7 +100,16 @@ class Archive:
         """The contents of a file, its hash checked.  Raises file-damaged."""
         found = self._held.get(name)
         if found is None:
-            found = self._held[name] = self._contents(self._row(name))
+            found = self._held[name] = self.contents(self._row(name))
+        return found
+
+    def contents(self, file: File) -> bytes:
+        """The contents of a file, read now, its hash checked.  Raises file-damaged."""
+        if file.bytes > MAX_HELD:
+            raise BundleError("file-damaged", f"{file.path}: {file.bytes} bytes, more than the limit of {MAX_HELD}")
+        found = b"".join(pieces(self._descriptor(file.path), file.path, file.bytes))
+        self._drop(file.path)
+        _check_digest(file, hashlib.sha256(found).hexdigest())
         return found
 
     def tensors(self, name: str) -> dict[str, Entry]:
@@ -134,8 +144,9 @@ class Archive:
         try:
             descriptor = open_file(MANIFEST, self._folders[""])
         except BundleError as error:
-            what = f"{self.path}: a directory without {MANIFEST}" if str(error).endswith("missing") else f"{self.path}: {error}"
-            raise BundleError("not-a-bundle", f"{what}, not a bundle") from None
+            missing = str(error) == DAMAGE[errno.ENOENT]
+            what = f"a directory without {MANIFEST}" if missing else f"its {MANIFEST} is {error}"
+            raise BundleError("not-a-bundle", f"{self.path}: {what}, not a bundle") from None
         try:
             limit = manifest_json.MAX_BYTES
             size = os.fstat(descriptor).st_size
@@ -152,14 +163,6 @@ class Archive:
             raise BundleError("file-damaged", f"{name}: the manifest does not list it")
         return row
 
-    def _contents(self, file: File) -> bytes:
-        if file.bytes > MAX_HELD:
-            raise BundleError("file-damaged", f"{file.path}: {file.bytes} bytes, more than the limit of {MAX_HELD}")
-        found = b"".join(pieces(self._descriptor(file.path), file.path, file.bytes))
-        self._drop(file.path)
-        _check_digest(file, hashlib.sha256(found).hexdigest())
-        return found
-
     def _descriptor(self, name: str) -> int:
         found = self._files.get(name)
         if found is None:
@@ -167,7 +170,7 @@ class Archive:
             try:
                 found = open_file(last, self._folder(folder))
             except BundleError as error:
-                raise BundleError("file-damaged", f"{name}: {str(error).removeprefix(f'{last}: ')}") from None
+                raise BundleError("file-damaged", f"{name}: {error}") from None
             if name == WEIGHTS and self._copy_weights:
                 found = copied(found)
             self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
@@ -198,7 +201,7 @@ def read_manifest(path: str) -> Manifest:
 
 def read(path: str, file: File) -> bytes:
     """The contents of a file of the bundle at `path`, its hash checked.  Raises file-damaged."""
-    return Archive(path).data(file.path)
+    return Archive(path).contents(file)
 
 
 def kernel_images(manifest: Manifest) -> set[str]:

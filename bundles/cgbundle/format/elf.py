@@ -42,7 +42,7 @@ def check_elf(data: bytes, where: str, kind: int | None = None) -> None:
         for index in range(section_count):
             what, offset, size = SECTION.unpack_from(data, sections + index * section_size)
             _check_inside(data, offset, 0 if what == NO_BITS else size, where)
-    except error:
+    except (error, OverflowError):
         raise _invalid(where, f"cut off: its headers do not fit into its {len(data)} bytes") from None
 
 

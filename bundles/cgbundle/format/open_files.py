@@ -44,16 +44,16 @@ def open_directory(path: str) -> int:
 
 
 def open_file(name: str, folder: int) -> int:
-    """A plain file, opened.  Raises file-damaged."""
+    """A plain file, opened.  Raises file-damaged, without the name: the caller knows the whole of it."""
     descriptor = open_entry(name, FILE, folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise BundleError("file-damaged", f"{name}: not a file")
+        raise BundleError("file-damaged", "not a file")
     return descriptor
 
 
 def open_entry(name: str, flags: int, folder: int) -> int:
-    """An entry of an open directory, never through a link.  Raises file-damaged."""
+    """An entry of an open directory, never through a link.  Raises file-damaged, as `open_file`."""
     try:
         return os.open(name, flags, dir_fd=folder)
     except OSError as error:
@@ -62,7 +62,7 @@ def open_entry(name: str, flags: int, folder: int) -> int:
         if error.errno == errno.ENOTDIR and _is_link(name, folder):
             error.errno = errno.ELOOP
         what = DAMAGE.get(error.errno or 0) or f"cannot be read: {error.strerror}"
-        raise BundleError("file-damaged", f"{name}: {what}") from None
+        raise BundleError("file-damaged", what) from None
 
 
 def _is_link(name: str, folder: int) -> bool:

@@ -258,7 +258,7 @@ def test_parameters_that_differ_from_the_images(
 
 def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, folder = bundle
-    monkeypatch.setattr(weights, "listed", lambda folder, manifest: [weights.Piece(0, 4096, 0)])
+    monkeypatch.setattr(weights, "listed", lambda bundle: [weights.Piece(0, 4096, 0)])
     with raises("weights-invalid", match="ends too early"):
         opened(manifest, folder)
 

@@ -251,7 +251,7 @@ def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
     image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
     word = (Relocation(at=0, target=Address(memory=INPUTS_AT, offset=0)),)
     pointing = (ModuleState(image=image, symbol="table", contents=bytes(8), relocations=word),)
-    monkeypatch.setattr(shared, "states", lambda folder, manifest: pointing)
+    monkeypatch.setattr(shared, "states", lambda bundle: pointing)
     with opened(bundle) as program:
         for _ in range(2):
             with program.session() as session:
