@@ -48,7 +48,8 @@ def cgcompile(
 
     Data goes to stdout, progress and messages to stderr. Exit status: 0 ok;
     1 the model or bundle has findings or fails verification; 2 usage or
-    environment. Colours only on a terminal, and none where NO_COLOR is set.
+    environment; 130, 143, 129 for Ctrl-C, SIGTERM, SIGHUP. Colours only on a
+    terminal, and none where NO_COLOR is set.
     """
 
 
