@@ -37,7 +37,7 @@ def run_all(requests: Sequence[Request], folder: Path, environment: Mapping[str,
                 if ended:
                     raise CancelledError
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "cgcompile.capture.worker.main", os.fspath(path)],
+                    [sys.executable, "-m", "cgcompile.capture.worker.main", os.fspath(path), str(os.getpid())],
                     env={
                         **os.environ,
                         **environment,

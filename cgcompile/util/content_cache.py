@@ -183,6 +183,7 @@ def _told(folder: Path) -> Iterator[None]:
         raise BuildError("cache-unwritable", f"{folder}: the folder of compiled kernels: {error.strerror}") from error
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)

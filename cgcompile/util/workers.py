@@ -1,6 +1,6 @@
-"""Processes for work before which torch or Triton has to be told something, ahead of its import.  A worker is `python -m MODULE`.
-It takes pickled requests from standard input, one after the other, and answers each on standard output.  The pickles carry torch's
-tensors and our records between two processes of one build, through pipes that no other process has.  None is ever kept.
+"""Processes for work before which torch or Triton has to be told something, ahead of its import.  A worker is `python -m MODULE
+PARENT`.  It takes pickled requests from standard input, one after the other, and answers each on standard output.  The pickles carry
+torch's tensors and our records between two processes of one build, through pipes that no other process has.  None is ever kept.
 
 A worker leads a process group, and ends with what it started (ptxas, g++) when its parent stops waiting, or is killed itself."""
 
@@ -100,7 +100,7 @@ class _Worker:
         self.log = kind.folder / f"{name}.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", kind.module],
+                [sys.executable, "-m", kind.module, str(os.getpid())],
                 env={
                     **{name: value for name, value in os.environ.items() if not kind.hidden(name)},
                     "CUDA_VISIBLE_DEVICES": "",
@@ -148,10 +148,13 @@ def end_group(process: subprocess.Popen[Any]) -> None:
         process.kill()
 
 
-def end_with_parent() -> None:
-    """In a process that another one started: the kernel kills it when the thread that started it ends, however it does (Linux)."""
+def end_with_parent(parent: int) -> None:
+    """In a process that process `parent` started: the kernel kills it when the thread that did ends, however that comes (Linux).
+    Ends at once where it came before."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 PR_SET_PDEATHSIG = 1
@@ -160,7 +163,7 @@ PR_SET_PDEATHSIG = 1
 
 def serve(work: Callable[[Any], object]) -> None:
     """In a worker: `work` makes the answer to each request.  An error of ours is a refusal; any other ends the process."""
-    end_with_parent()
+    end_with_parent(int(sys.argv[1]))
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what torch, Triton and ptxas print goes to the log
