@@ -1,6 +1,6 @@
 """Processes for work before which torch or Triton has to be told something, ahead of its import.  A worker is `python -m MODULE
-PARENT`.  It takes pickled requests from standard input, one after the other, and answers each on standard output.  The pickles carry
-torch's tensors and our records between two processes of one build, through pipes that no other process has.  None is ever kept.
+PARENT`.  It takes pickled requests from standard input, one after the other, and answers each on standard output.  The pickles
+carry torch's tensors and our records between two processes of one build, through pipes that no other has.  None is ever kept.
 
 A worker leads a process group, and ends with what it started (ptxas, g++) when its parent stops waiting, or is killed itself."""
 
