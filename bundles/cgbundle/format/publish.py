@@ -48,6 +48,7 @@ def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
     Raises BlockingIOError while another process writes to `destination`.  Without `replace`, raises FileExistsError where something
     is there: at once, or at the end if it came meanwhile.
     """
+    destination = destination.absolute()  # a model's code may change the current folder meanwhile
     destination.parent.mkdir(parents=True, exist_ok=True)
     with _locked(destination) as alone:
         if alone:

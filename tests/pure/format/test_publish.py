@@ -66,6 +66,15 @@ def test_missing_parents_are_made(tmp_path: Path) -> None:
     assert content(tmp_path / "x/y/b.cgb") == "1"
 
 
+def test_a_relative_path_is_of_the_folder_in_which_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with staged(Path("b.cgb"), replace=False) as stage:
+        (stage / "a").write_text("1")
+        monkeypatch.chdir("elsewhere")
+    assert sorted(os.listdir(tmp_path)) == ["b.cgb", "elsewhere"] and os.listdir(tmp_path / "elsewhere") == []
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_exception_removes_the_stage_and_goes_on(tmp_path: Path, error: type[BaseException]) -> None:
     with raises(error), staged(tmp_path / "b.cgb", replace=False) as stage:
