@@ -12,6 +12,7 @@ from . import manifest_json
 from .schema import File, Manifest
 
 MANIFEST = "manifest.json"
+SIGNATURE = "manifest.json.sig"
 PROGRAM = "program.pt2"
 WEIGHTS = "weights.safetensors"
 EXAM = "exam.safetensors"
@@ -26,9 +27,14 @@ def read_manifest(path: str) -> Manifest:
 
     Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid.
     """
+    return manifest_json.decode(manifest_bytes(path))
+
+
+def manifest_bytes(path: str) -> bytes:
+    """The bytes of the manifest of the bundle at `path`, unchecked.  Raises bundle-missing, not-a-bundle."""
     try:
         with open(os.path.join(path, MANIFEST), "rb") as file:
-            data = file.read(manifest_json.MAX_BYTES + 1)
+            return file.read(manifest_json.MAX_BYTES + 1)
     except FileNotFoundError:
         if not os.path.lexists(path):
             raise BundleError("bundle-missing", f"{path}: no such bundle") from None
@@ -37,7 +43,6 @@ def read_manifest(path: str) -> Manifest:
         raise BundleError("not-a-bundle", f"{path}: a file, not a bundle directory") from None
     except IsADirectoryError:
         raise BundleError("not-a-bundle", f"{path}: its {MANIFEST} is a directory, not a bundle") from None
-    return manifest_json.decode(data)
 
 
 def check_sizes(path: str, manifest: Manifest) -> None:
@@ -73,8 +78,8 @@ def kernel_images(manifest: Manifest) -> set[str]:
 
 
 def unlisted_files(path: str, manifest: Manifest) -> list[BundleError]:
-    """A file-damaged for every file in the directory that the manifest does not name."""
-    names = set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST}
+    """A file-damaged for every file in the directory that the manifest does not name, but for its own signature."""
+    names = set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST, SIGNATURE}
     return [BundleError("file-damaged", f"{name}: not named in the manifest") for name in sorted(names)]
 
 
@@ -103,6 +108,6 @@ def list_files(path: str) -> list[str]:
 
 
 def describe_files(path: str) -> tuple[File, ...]:
-    """The manifest's rows for everything below `path` but the manifest."""
-    files = [(name, os.path.join(path, name)) for name in list_files(path) if name != MANIFEST]
+    """The manifest's rows for everything below `path` but the manifest and its signature."""
+    files = [(name, os.path.join(path, name)) for name in list_files(path) if name not in (MANIFEST, SIGNATURE)]
     return tuple(File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full)) for name, full in files)
