@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from cgbundle.errors import BundleError, CallError
-from cgbundle.format import archive, manifest_json
+from cgbundle.errors import CallError
+from cgbundle.format.archive import SIGNATURE, Archive
 from cgbundle.format.schema import Manifest
 from cgbundle.trust import manifest_signature
 from cgbundle.trust.keys import MAX_BYTES
@@ -41,21 +41,14 @@ def sign(path: str | os.PathLike[str], key: str | os.PathLike[str]) -> Signed:
     """
     folder = os.fspath(path)
     private = _private_key(os.fspath(key))
-    data = archive.manifest_bytes(folder)
-    manifest = manifest_json.decode(data)
-    verify.check_bundle(folder, manifest, "full")
-    made = Signature(key=private.public_key().public_bytes_raw(), signature=private.sign(data))
-    manifest_signature.check_holds(made, data)  # by other code than made it
-    before = _is_signed(folder)
-    _write(folder, made.key + made.signature)
-    return Signed(manifest=manifest, key=made.key, replaced=before)
-
-
-def _is_signed(folder: str) -> bool:
-    try:
-        return manifest_signature.read(folder) is not None
-    except BundleError:
-        return True  # a damaged one is replaced, too
+    bundle = Archive(folder)
+    verify.check_bundle(bundle, "full")
+    made = Signature(key=private.public_key().public_bytes_raw(), signature=private.sign(bundle.text))
+    manifest_signature.check_holds(made, bundle.text)  # by other code than made it
+    place = os.path.join(folder, SIGNATURE)
+    before = os.path.lexists(place)
+    _write(place, made.key + made.signature)
+    return Signed(manifest=bundle.manifest, key=made.key, replaced=before)
 
 
 def _private_key(path: str) -> Ed25519PrivateKey:
@@ -81,9 +74,8 @@ def _private_key(path: str) -> Ed25519PrivateKey:
     return key
 
 
-def _write(folder: str, data: bytes) -> None:
+def _write(place: str, data: bytes) -> None:
     """Puts the signature's file in place: a reader finds the old or the new one, never half of it."""
-    place = os.path.join(folder, archive.SIGNATURE)
     made = f"{place}.{uuid4().hex[:8]}"
     try:
         with open(made, "xb") as file:

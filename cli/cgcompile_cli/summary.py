@@ -55,7 +55,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
 def signature(path: str) -> dict[str, str] | None:
     """The key that signed it (64 digits; whose it is, no bundle can say), or what is wrong; None without a signature."""
     try:
-        found = manifest_signature.read_held(path, archive.manifest_bytes(path))
+        found = manifest_signature.read_held(archive.Archive(path))
     except BundleError as error:
         return {"error": str(error)}
     return {"key": found.key.hex()} if found else None

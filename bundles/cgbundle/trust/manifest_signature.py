@@ -5,68 +5,53 @@ The manifest holds the hash of every other file, so that a signature of it is on
 
 from __future__ import annotations
 
-import os
-import stat
 from dataclasses import dataclass
 
 from ..errors import BundleError
-from ..format.archive import SIGNATURE
+from ..format.archive import SIGNATURE, SIGNATURE_BYTES, Archive
 from . import ed25519
 from .keys import Keys, public_keys
-
-BYTES = ed25519.KEY_BYTES + ed25519.SIGNATURE_BYTES
-"""Of the file: the public key, then the signature."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """What stands in the file.  `key` is who is said to have signed: it means nothing until it is one that the reader trusts."""
+    """What stands in the file: 32 bytes and 64.  `key` is who is said to have signed, until a reader finds it among his own."""
 
     key: bytes
     signature: bytes
 
 
-def read(path: str) -> Signature | None:
-    """The signature of the bundle at `path`, not checked; None without one.  Raises signature-wrong for a damaged file."""
-    try:
-        handle = os.open(os.path.join(path, SIGNATURE), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
-    except FileNotFoundError:
+def read(bundle: Archive) -> Signature | None:
+    """The signature of a bundle, not checked; None without one.  Raises signature-wrong for a damaged file."""
+    data = bundle.signature()
+    if data is None:
         return None
-    except OSError as error:
-        raise BundleError("signature-wrong", f"{SIGNATURE}: {error.strerror}") from None
-    try:
-        found = os.fstat(handle)
-        plain = stat.S_ISREG(found.st_mode)
-        data = os.read(handle, BYTES) if plain and found.st_size == BYTES else b""
-    finally:
-        os.close(handle)
-    if len(data) != BYTES:
-        size = f"{found.st_size} bytes" if plain else "not a file"
-        raise BundleError("signature-wrong", f"{SIGNATURE}: {size}, expected {BYTES} bytes")
+    if len(data) != SIGNATURE_BYTES:
+        raise BundleError("signature-wrong", f"{SIGNATURE}: longer or shorter than {SIGNATURE_BYTES} bytes")
     return Signature(key=data[: ed25519.KEY_BYTES], signature=data[ed25519.KEY_BYTES :])
 
 
-def read_held(path: str, manifest: bytes) -> Signature | None:
-    """As `read`; raises signature-wrong also for one that is not of `manifest`, whoever made it."""
-    found = read(path)
+def read_held(bundle: Archive) -> Signature | None:
+    """As `read`; raises signature-wrong also for one that is not of the bundle's manifest, whoever made it."""
+    found = read(bundle)
     if found is not None:
-        check_holds(found, manifest)
+        check_holds(found, bundle.text)
     return found
 
 
-def check(path: str, manifest: bytes, keys: Keys) -> Signature:
-    """The signature by one of `keys` of `manifest`, which are the bytes of the manifest of the bundle at `path`.
+def check(bundle: Archive, keys: Keys) -> Signature:
+    """The signature by one of `keys` of the bytes of the bundle's manifest.
 
     Raises key-invalid, signature-missing, signature-wrong.
     """
     trusted = public_keys(keys)
-    found = read(path)
+    found = read(bundle)
     if found is None:
         raise BundleError("signature-missing", f"{SIGNATURE}: missing: the bundle is not signed")
     if found.key not in trusted:
         names = " or ".join([short(key) for key in trusted[:4]]) + (" or another" if len(trusted) > 4 else "")
         raise BundleError("signature-wrong", f"{SIGNATURE}: by key {short(found.key)}, expected {names}")
-    check_holds(found, manifest)
+    check_holds(found, bundle.text)
     return found
 
 

@@ -73,24 +73,23 @@ def _examine(path: str, keys: Sequence[str]) -> tuple[Manifest | None, Signature
     Raises key-invalid, bundle-missing, not-a-bundle, format-unsupported.
     """
     from cgbundle.errors import BundleError
-    from cgbundle.format import archive, manifest_json
+    from cgbundle.format.archive import Archive
     from cgbundle.trust import manifest_signature
-    from cgbundle.validate import bundle as invariants
+    from cgbundle.validate.bundle import examine
 
-    data = archive.manifest_bytes(path)
+    signature: Signature | None = None
     damage: list[CgbundleError] = []
-    signature = None
     try:
-        signature = manifest_signature.check(path, data, keys) if keys else manifest_signature.read_held(path, data)
-    except BundleError as error:
-        damage.append(error)
-    try:
-        manifest = manifest_json.decode(data)
+        bundle = Archive(path)
+        try:
+            signature = manifest_signature.check(bundle, keys) if keys else manifest_signature.read_held(bundle)
+        except BundleError as error:
+            damage.append(error)
+        return bundle.manifest, signature, [*damage, *examine(bundle)]
     except BundleError as error:
         if error.code != "manifest-invalid":
             raise
         return None, signature, [*damage, error]
-    return manifest, signature, [*damage, *invariants.examine(path, manifest)]
 
 
 def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], answer: dict[str, Any], signed: str) -> None:

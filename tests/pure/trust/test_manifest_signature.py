@@ -1,6 +1,6 @@
 """Signed bundles: `load(key=)`, `cgcompile sign`, `verify --key`, and what inspect and diff say.
 
-The tiny bundle's shared object is a dummy, so that a load which nothing refuses earlier ends at the machine.
+The tiny bundle's shared object is a dummy, so that a load which nothing refuses earlier ends there.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
@@ -21,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from typer.testing import CliRunner, Result
 
 import cgbundle
-from cgbundle.errors import MachineError
+from cgbundle.errors import CgbundleError
 from cgbundle.format import archive
 from cgbundle.trust import manifest_signature
 from cgcompile.bundle.sign import sign
@@ -68,15 +70,23 @@ def flip(path: Path, at: int = -2) -> None:
     path.write_bytes(bytes(data))
 
 
+@contextmanager
+def passes() -> Iterator[None]:
+    """A load that nothing refuses before the shared object is to be opened, or libtorch to be found."""
+    with pytest.raises(CgbundleError) as caught:
+        yield
+    assert caught.value.code in ("image-invalid", "library-missing"), caught.value
+
+
 # --- load ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_signed_bundle_is_loaded_with_any_of_the_keys(signed: Path, pairs: tuple[Pair, Pair]) -> None:
     ours, theirs = pairs
     for key in (ours.public, ours.digits, bytes.fromhex(ours.digits), [theirs.public, ours.public], [ours.digits, theirs.digits]):
-        with pytest.raises(MachineError):
+        with passes():
             cgbundle.load(signed, key=key)
-    with pytest.raises(MachineError):
+    with passes():
         cgbundle.load(signed)  # who asks for no key gets what he got before
 
 
@@ -127,16 +137,17 @@ def replace_by_folder(path: Path) -> None:
 @pytest.mark.parametrize("damage", [grow, shrink, empty, replace_by_pipe, replace_by_folder])
 def test_a_file_that_is_no_signature(signed: Path, pairs: tuple[Pair, Pair], damage: Callable[[Path], None]) -> None:
     damage(signed / archive.SIGNATURE)
-    with raises("signature-wrong", match="expected 96 bytes"):
+    told = "manifest.json.sig: " + ("not a file" if "replace" in damage.__name__ else "longer or shorter than 96 bytes")
+    with raises("signature-wrong", match=told):
         cgbundle.load(signed, key=pairs[0].public)
-    assert "expected 96 bytes" in call("verify", signed, "--key", pairs[0].public).stdout
-    assert "expected 96 bytes" in call("verify", signed).stdout, "also where nobody asks for a key"
+    assert told in call("verify", signed, "--key", pairs[0].public).stdout
+    assert told in call("verify", signed).stdout, "also where nobody asks for a key"
 
 
 def test_a_signature_that_is_a_link_to_itself(signed: Path, pairs: tuple[Pair, Pair]) -> None:
     (signed / archive.SIGNATURE).unlink()
     (signed / archive.SIGNATURE).symlink_to(archive.SIGNATURE)
-    with raises("signature-wrong", match="Too many levels of symbolic links"):
+    with raises("signature-wrong", match="manifest.json.sig: a symbolic link, which a bundle must not hold"):
         cgbundle.load(signed, key=pairs[0].public)
 
 
@@ -151,7 +162,7 @@ def test_a_manifest_that_was_changed_after(signed: Path, pairs: tuple[Pair, Pair
     """Sealed again, as somebody would who changes a file of the bundle: its hashes are right."""
     flip(signed / archive.PROGRAM)
     support.seal(signed, replace(support.manifest(), files=archive.describe_files(str(signed))))
-    with pytest.raises(MachineError):
+    with passes():
         cgbundle.load(signed)
     with raises("signature-wrong", match=f"key {pairs[0].digits[:16]}... did not sign this manifest"):
         cgbundle.load(signed, key=pairs[0].public)
@@ -184,13 +195,13 @@ def test_the_bytes_that_were_checked_are_those_that_are_used(
     """A manifest that is exchanged after the signature was checked is not looked at."""
     check = manifest_signature.check
 
-    def checked(*arguments: object) -> object:
-        found = check(*arguments)  # type: ignore[arg-type]
+    def checked(*arguments: Any) -> object:
+        found = check(*arguments)
         (signed / archive.MANIFEST).write_bytes(b"another")
         return found
 
     monkeypatch.setattr(manifest_signature, "check", checked)
-    with pytest.raises(MachineError):
+    with passes():
         cgbundle.load(signed, key=pairs[0].public)
     assert (signed / archive.MANIFEST).read_bytes() == b"another"
 
@@ -351,7 +362,7 @@ def test_inspect_says_who_signed(signed: Path, unsigned: Path, pairs: tuple[Pair
     flip(signed / archive.SIGNATURE)
     assert "signed     wrongly: manifest.json.sig: key" in call("inspect", signed).stdout
     empty(signed / archive.SIGNATURE)
-    assert "expected 96 bytes" in json.loads(call("inspect", signed, "--json").stdout)["signature"]["error"]
+    assert "than 96 bytes" in json.loads(call("inspect", signed, "--json").stdout)["signature"]["error"]
 
 
 def test_who_signed_is_no_difference_but_is_told(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
@@ -398,9 +409,9 @@ def test_loading_while_a_bundle_is_signed_again(signed: Path, pairs: tuple[Pair,
     thread = threading.Thread(target=signs)
     thread.start()
     try:
-        data = archive.manifest_bytes(str(signed))
+        bundle = archive.Archive(str(signed))
         for _ in range(60):
-            manifest_signature.check(str(signed), data, [pair.digits for pair in pairs])
+            manifest_signature.check(bundle, [pair.digits for pair in pairs])
     finally:
         stop.set()
         thread.join()

@@ -32,8 +32,9 @@ EXECUTES = {"ctypes.dlopen", "pickle.find_class", "subprocess.Popen", "os.exec",
 seen = []
 
 def watch(event, arguments):
-    if event in EXECUTES or event == "open" and ".cgb" in str(arguments[0]):
-        seen.append((event, str(arguments[0])))
+    name = arguments[0] if arguments else ""
+    if event in EXECUTES or event == "open" and isinstance(name, str) and (".cgb" in name or not name.startswith("/")):
+        seen.append((event, str(name)))
 
 from cgcompile_cli import main
 import cgbundle, cgbundle.cpu.backend, cgbundle.validate.bundle, typer.testing
@@ -61,7 +62,7 @@ for command in {[[str(word) for word in command] for command in LOOKS]!r}:
     seen = watched(code)
     assert [each for each in seen if each[0] != "open"] == []
     opened = {what for _, what in seen}
-    assert {str(CPU / archive.MANIFEST), str(CPU / "host/model.so"), str(CUDA / archive.WEIGHTS)} <= opened, "files are seen"
+    assert {archive.MANIFEST, archive.WEIGHTS, "model.so"} <= opened, "files are seen"
 
 
 def test_what_executes_something_is_seen() -> None:
@@ -91,7 +92,7 @@ except cgbundle.CgbundleError as error: assert error.code.startswith("signature-
 else: raise AssertionError("loaded")
 """
     seen = watched(code, bundle, key)
-    assert {what for event, what in seen if event == "open"} <= {str(bundle / archive.MANIFEST), str(bundle / archive.SIGNATURE)}
+    assert {what for event, what in seen if event == "open"} <= {str(bundle), archive.MANIFEST, archive.SIGNATURE}
     assert [each for each in seen if each[0] != "open"] == []
 
 
