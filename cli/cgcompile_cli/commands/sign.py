@@ -32,11 +32,11 @@ def sign(
     openssl pkey -in private.pem -pubout -out public.pem
     cgcompile sign model.cgb --key private.pem
     """
-    from cgcompile.bundle.sign import sign as signed
+    import cgcompile
 
     from ..summary import bulk
 
-    made = signed(bundle, key)
+    made = cgcompile.sign(bundle, key)
     public = made.key.hex()
     if as_json:
         write_json({"path": bundle, "key": public, "replaced": made.replaced})

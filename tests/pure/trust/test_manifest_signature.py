@@ -357,6 +357,7 @@ def test_the_process_that_replays_the_exam_checks_the_signature_again(signed: Pa
 def test_inspect_says_who_signed(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
     assert f"signed     by key {pairs[0].digits}\n" in call("inspect", signed).stdout
     assert "signed     no\n" in call("inspect", unsigned).stdout
+    assert f"by key {pairs[0].digits}<" in call("inspect", "--html", "-", signed).stdout
     assert json.loads(call("inspect", signed, "--json").stdout)["signature"] == {"key": pairs[0].digits}
     assert json.loads(call("inspect", unsigned, "--json").stdout)["signature"] is None
     flip(signed / archive.SIGNATURE)
