@@ -1,4 +1,4 @@
-"""Pairs of ed25519 keys as files, as openssl writes them."""
+"""Pairs of ed25519 keys as files, as openssl writes them; files with a flipped bit."""
 
 from __future__ import annotations
 
@@ -39,3 +39,10 @@ def pem(public: Any) -> bytes:
     """A public key as `openssl pkey -pubout` writes it."""
     made: bytes = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     return made
+
+
+def flip(path: Path, at: int = -2) -> None:
+    """Flips a bit of the byte at `at`."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgbundle.trust.ed25519 import ORDER, PRIME, is_key, verify
@@ -134,6 +134,7 @@ def test_a_signature_that_begins_with_a_point_of_small_order_is_none() -> None:
     assert not verify(PUBLIC, MESSAGE, commitment + spelled(challenge * secret % ORDER))
 
 
+@settings(max_examples=40)
 @given(seed=st.binary(min_size=32, max_size=32), message=st.binary(max_size=300), at=st.integers(0, 96 * 8 - 1))
 def test_agreement_with_a_library(seed: bytes, message: bytes, at: int) -> None:
     """What is signed is accepted; with one bit of key or signature changed, what is accepted here is accepted there."""
