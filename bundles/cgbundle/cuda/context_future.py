@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ..errors import CgbundleError
+from ..format.limits import JSON_BYTES
 
 if TYPE_CHECKING:
     from .driver import Context
@@ -64,6 +65,6 @@ class ContextFuture:
 def _for_cuda(folder: str) -> bool:
     try:
         with open(os.path.join(folder, "manifest.json"), "rb") as file:
-            return MARK in file.read()
+            return MARK in file.read(JSON_BYTES)
     except OSError:
         return False  # read_manifest says what is wrong

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Sequence
 
 from ..errors import BundleError
-from . import manifest_json
+from . import limits, manifest_json
 from .schema import File, Manifest
 
 MANIFEST = "manifest.json"
@@ -28,7 +28,7 @@ def read_manifest(path: str) -> Manifest:
     """
     try:
         with open(os.path.join(path, MANIFEST), "rb") as file:
-            data = file.read(manifest_json.MAX_BYTES + 1)
+            data = file.read(limits.JSON_BYTES + 1)
     except FileNotFoundError:
         if not os.path.lexists(path):
             raise BundleError("bundle-missing", f"{path}: no such bundle") from None
