@@ -107,7 +107,7 @@ def mutate(golden: Golden, number: int) -> str:
 
 
 def run(golden: Golden, answers: Answers | None, kind: str, number: int) -> str:
-    """What becomes of the written case: a code of the catalogue, "accepted", "right", "refused", "another model", or "wrong: ..."."""
+    """What becomes of the written case: a code, "accepted", "right", "refused", "another model", or "wrong: ..."."""
     draw = random.Random(-number)
     path = str(golden.folder)
     if kind == "inputs":
