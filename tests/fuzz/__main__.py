@@ -77,10 +77,13 @@ def batch(golden: Path, first: int, last: int, until: float = 0.0) -> Tally:
                 tally.add(name, int(number), kind, outcome)
             if process.returncode == 0:
                 return tally
-            if not open_case:  # it did not come to a case, or died between two
-                last_words = err.read_text(errors="replace").strip()[-300:]
-                tally.add(name, first, "none", f"crashed: before case {first}: status {process.returncode} {last_words!r}")
-                return tally
+            last_words = err.read_text(errors="replace").strip()[-500:]
+            if not open_case and not done:
+                raise RuntimeError(
+                    f"{name}: the process ended before its first case, with status {process.returncode}: {last_words}"
+                )
+            if not open_case:  # after a case: what it left behind did it
+                open_case = done.splitlines()[-1].rpartition(" ")[0]
             number, kind, *_ = [*open_case.split(" "), "", ""]
             how = f"hung: over {HANG} s" if hung else f"crashed: status {process.returncode}: {_where(err)}"
             tally.add(name, int(number), kind or "none", how)

@@ -113,15 +113,15 @@ def run(golden: Golden, answers: Answers | None, kind: str, number: int) -> str:
     if kind == "inputs":
         return command(["run", path, "--inputs", str(golden.inputs), "--quiet"])
     try:
-        manifest = archive.read_manifest(path)
-        validate.check_bundle(path, manifest, "full")
+        bundle = archive.Archive(path)
+        validate.check_bundle(bundle, "full")
         found = "accepted"
         if answers is not None:
             with cgbundle.load(path) as program:
                 found = answers.judge(program)
                 if kind in ("tensors", "data"):
                     exam.replay_exam(path, program)
-            if " differs by " in found and (kind in ("tensors", "data") or weights_of(manifest) != golden.weights):
+            if " differs by " in found and (kind in ("tensors", "data") or weights_of(bundle.manifest) != golden.weights):
                 found = "another model"
     except CgbundleError as error:
         found = shown(error)
