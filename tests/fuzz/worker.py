@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -38,6 +39,9 @@ VIEWS = (
 """What the command line shows of a bundle: one of these for every accepted case, and for one of a few refused ones."""
 
 REFUSED_SHOWN = 0.03
+
+KILLED = "CGC_FUZZ_KILLED"
+"""Environment: the cases that end their process, for the fuzzer's own test."""
 
 
 class Golden:
@@ -146,13 +150,15 @@ def main(arguments: list[str]) -> int:
     golden = Golden(path, scratch)
     answers = Answers.of(str(golden.origin))
     log = os.open(scratch / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    settled = peak()
+    settled, killed = peak(), os.environ.get(KILLED, "").split(",")
     for number in range(first, last):
         if until and time.time() > until:
             break
         os.write(log, f"{number} ".encode())
         kind = mutate(golden, number)
         os.write(log, f"{kind} ".encode())
+        if str(number) in killed:
+            os.kill(os.getpid(), signal.SIGKILL)
         try:
             found = run(golden, answers, kind, number)
         except Exception as error:  # noqa: BLE001 (what it is, is what is looked for)

@@ -15,7 +15,7 @@ NOTHING = 0
 
 
 class GuardedMemory:
-    """`size` bytes that end where the forbidden page begins (`at_end`), or begin where one ends.  `address` is that of the first."""
+    """`size` bytes that end where the forbidden page begins (`at_end`), or begin where one ends, at `address`."""
 
     def __init__(self, size: int, *, at_end: bool) -> None:
         page = mmap.PAGESIZE
