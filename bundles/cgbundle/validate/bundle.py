@@ -206,7 +206,8 @@ def _check_files(manifest: Manifest) -> None:
         parts = file.path.split("/")
         plain = file.path.isprintable() and "\\" not in file.path
         plain = plain and all(part not in ("", ".", "..") and len(part.encode()) <= limits.PATH_PART for part in parts)
-        require(plain and file.path != archive.MANIFEST, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
+        own = file.path in (archive.MANIFEST, archive.SIGNATURE)
+        require(plain and not own, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
         require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
         digits = len(file.sha256) == 64 and set(file.sha256) <= set("0123456789abcdef")
         require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")

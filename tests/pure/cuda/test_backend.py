@@ -26,6 +26,7 @@ from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import KEYS, expected, inputs
 from tests.helpers.cuda_calls import allocate, call, opened, run
 from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
 
@@ -246,6 +247,18 @@ def test_an_image_that_is_not_there(fake: FakeDriver, bundle: tuple[Manifest, Pa
         image.unlink()
     with raises("file-damaged", match=r"kernels/.*: missing"):
         opened(manifest, folder)
+
+
+def test_an_image_that_is_cut_off_never_reaches_the_driver(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    """The driver gets no length: it would read past the end."""
+    manifest, folder = bundle
+    cubin = next((GOLDEN / "v3" / "state.cgb" / "kernels").iterdir()).read_bytes()
+    (image,) = (folder / "kernels").iterdir()
+    for cut in (cubin[: len(cubin) // 2], cubin[:64], b"\x50\xed\x55\xba" + bytes([255]) * 60):
+        image.write_bytes(cut)
+        with raises("image-invalid", match="^kernels/[0-9a-f]{64}: (cut off|not an ELF file)"):
+            opened(manifest, folder)
+        assert "cuModuleLoadData" not in fake.calls and not fake.live
 
 
 def test_parameters_that_differ_from_the_images(
