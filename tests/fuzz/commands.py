@@ -31,7 +31,7 @@ def command(arguments: list[str]) -> str:
         except SystemExit as end:
             status = end.code
     for line in f"{out.getvalue()}\n{err.getvalue()}".split("\n"):
-        if not line.isprintable() and "--html" not in arguments:
+        if not line.isprintable():
             return f"wrong: {' '.join(arguments[:2])} prints {line[:200]!r}"
     if "--json" in arguments and out.getvalue():
         json.loads(out.getvalue())
