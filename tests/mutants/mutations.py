@@ -89,9 +89,7 @@ def apply(edit: Edit, source: str) -> Mutation | None:
     except SyntaxError:
         return None
     removed, added = _difference(source.splitlines(), made.splitlines())
-    return Mutation(
-        path=edit.path, line=node.lineno, within=edit.within, kind=edit.kind, source=made, removed=removed, added=added
-    )
+    return Mutation(path=edit.path, line=node.lineno, within=edit.within, kind=edit.kind, source=made, removed=removed, added=added)
 
 
 def _nodes(node: ast.AST, within: str) -> Iterator[tuple[ast.expr | ast.stmt | ast.Slice, str]]:
@@ -101,9 +99,9 @@ def _nodes(node: ast.AST, within: str) -> Iterator[tuple[ast.expr | ast.stmt | a
         children: list[ast.AST] = list(node.body)
         if isinstance(node, ast.FunctionDef):
             children = [each for each in (*node.args.defaults, *node.args.kw_defaults) if each is not None] + children
-    elif isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)):
-        return
-    elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+    elif isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or (
+        isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    ):
         return
     elif isinstance(node, ast.keyword) and node.arg == "strict":
         return  # of a zip: a claim about lengths that hold anyway
@@ -187,7 +185,9 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _not(test: ast.expr) -> ast.expr:
-    return test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else ast.UnaryOp(op=ast.Not(), operand=test)
+    return (
+        test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else ast.UnaryOp(op=ast.Not(), operand=test)
+    )
 
 
 def _changed(node: ast.AST, **fields: object) -> ast.AST:

@@ -20,9 +20,9 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the threads are the users
 
-from .growth import Sample, grown, sample, text  # noqa: E402
-from .models import Case, cases  # noqa: E402
-from .users import Slot, User  # noqa: E402
+from .growth import Sample, grown, sample, text
+from .models import Case, cases
+from .users import Slot, User
 
 EVERY = 10.0
 """Seconds between two samples."""

@@ -72,4 +72,6 @@ def grown(times: Sequence[float], samples: Sequence[Sample]) -> list[str]:
 
 def text(found: Sample) -> str:
     """A sample in one line."""
-    return ", ".join(f"{name} {value / MIB:.1f} MiB" if name in ("memory", "device") else f"{value} {name}" for name, value in found.items())
+    return ", ".join(
+        f"{name} {value / MIB:.1f} MiB" if name in ("memory", "device") else f"{value} {name}" for name, value in found.items()
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Address, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording, Relocation
+from cgbundle.tables.recording import Address, EmptyNode, Function, KernelNode, Recording, Relocation
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_module_states, check_recording
 from tests.helpers.raising import raises
@@ -228,9 +228,7 @@ def test_parameters_lie_behind_each_other_and_inside_of_the_block() -> None:
 
 def block(data: bytes, relocations: tuple[int, ...] = (), undefined: tuple[tuple[int, int], ...] = ()) -> Recording:
     target = Address(memory=ARENA, offset=0)
-    return with_kernel(
-        block=data, relocations=tuple([Relocation(at=at, target=target) for at in relocations]), undefined=undefined
-    )
+    return with_kernel(block=data, relocations=tuple([Relocation(at=at, target=target) for at in relocations]), undefined=undefined)
 
 
 def test_relocations_touch_each_other_and_the_end() -> None:

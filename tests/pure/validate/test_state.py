@@ -161,7 +161,11 @@ def test_an_alias_lies_inside_of_what_it_shares_memory_with(manifest: Manifest, 
     for offset in (begin - 4, last + 4):
         bad(check_alias_spans, output(manifest, place, offset=offset), where)
     elsewhere = "weights" if base.memory != "weights" else "arena"
-    bad(check_alias_spans, output(manifest, place, memory=elsewhere), f"an alias in memory {elsewhere}, of something in {base.memory}")
+    bad(
+        check_alias_spans,
+        output(manifest, place, memory=elsewhere),
+        f"an alias in memory {elsewhere}, of something in {base.memory}",
+    )
 
 
 def _floats(value: Value | Weight) -> int:
@@ -177,7 +181,9 @@ def test_on_the_cpu_an_alias_counts_from_what_it_shares_memory_with(manifest: Ma
             values = list(row.values)
             for each in range(1, 6):
                 values[row.outputs[each]] = replace(values[row.outputs[each]], offset=0, memory="host")
-            made = replace(made, programs=(*made.programs[:program], replace(row, values=tuple(values)), *made.programs[program + 1 :]))
+            made = replace(
+                made, programs=(*made.programs[:program], replace(row, values=tuple(values)), *made.programs[program + 1 :])
+            )
         made = replace(made, target=target)
         check_alias_spans(made)
         bad(check_alias_spans, output(made, place, offset=-4), r"lies outside of what")
@@ -189,7 +195,9 @@ def test_on_the_cpu_an_alias_counts_from_what_it_shares_memory_with(manifest: Ma
 
 
 def test_an_output_does_not_share_memory_with_a_weight_of_the_host(manifest: Manifest) -> None:
-    bad(check_alias_spans, row(manifest, "offsets", offset=HOST_ONLY), "output 5 shares memory with a weight that is not on the GPU")
+    bad(
+        check_alias_spans, row(manifest, "offsets", offset=HOST_ONLY), "output 5 shares memory with a weight that is not on the GPU"
+    )
     here = replace(manifest, target=replace(manifest.target, kind="cpu"))
     only = replace(here, aliases=tuple([alias for alias in here.aliases if alias.output == 5]))
     moved = replace(
