@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,10 +60,8 @@ class Trial:
 
     def end(self) -> None:
         """Ends the child, if it runs, and whatever it has started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def output(self) -> str:
         return (self.folder / "output.txt").read_text(errors="replace")

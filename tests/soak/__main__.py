@@ -79,7 +79,7 @@ class Soak:
                 while not self._pause.is_set():
                     user.act()
                 user.drop_all()
-            except BaseException:  # noqa: BLE001: whatever it is, it is the find, and ends the soak
+            except BaseException:  # noqa: BLE001 (whatever it is, it is the find, and ends the soak)
                 self.errors.append(traceback.format_exc())
                 self._stop.set()
                 self._pause.wait()

@@ -44,7 +44,11 @@ TURNED = (*RANGES[:3], RANGES[4], RANGES[3], RANGES[5], RANGES[7], RANGES[6], RA
 SWAPPED = {3: 4, 4: 3, 6: 7, 7: 6}
 
 
-def word(*readings: tuple[int, int], at: int = 0) -> Word:
+Place = tuple[int, int]
+"""A range and an offset in it."""
+
+
+def word(*readings: Place, at: int = 0) -> Word:
     return Word(at=at, readings=tuple([Reading(range=place, offset=offset) for place, offset in readings]))
 
 
@@ -355,11 +359,8 @@ def test_graphs_differ() -> None:
     differ(take(), take(key=(5,)), "the recordings hold the keys [(4,)] and [(5,)]")
     differ(take(), take(region=1), "the recordings hold the keys [(4,)] and [(4,)]")
     edges = ((0, 1, 0, 0, 0), (1, 2, 0, 0, 0))
-    differ(
-        take(edges=edges),
-        take(edges=(edges[0], (1, 3, 0, 0, 0))),
-        "int_key (4,): the edges differ, first (1, 2, 0, 0, 0) and (1, 3, 0, 0, 0)",
-    )
+    said = "int_key (4,): the edges differ, first (1, 2, 0, 0, 0) and (1, 3, 0, 0, 0)"
+    differ(take(edges=edges), take(edges=(edges[0], (1, 3, 0, 0, 0))), said)
     differ(take(edges=edges), take(edges=edges[:1]), "int_key (4,): the edges differ, first 2 and 1 of them")
 
 

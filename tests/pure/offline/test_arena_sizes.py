@@ -25,8 +25,8 @@ EXCESS = {
     4482: 0, 4693: 0, 4813: 0, 4854: 3, 5817: 0, 5872: 2, 6003: 3, 6234: 3, 6961: 0, 6995: 0, 7369: 1, 7812: 2, 7921: 4,
     7927: 0, 8453: 5, 8634: 0,
 }  # fmt: skip
-"""Seed of a program -> blocks that its arena has more than the bound; none of the figures may rise.  Among the first 10,000 seeds
-these need more than the first order and the lowest gap: each of the orders, and changing them, is the only one to help somewhere."""
+"""Seed of a program -> blocks that its arena has more than the bound; none of the figures may rise.  These need more
+than the first order and the lowest gap: each of the orders, and changing them, is the only one to help somewhere."""
 
 
 def program(seed: int) -> Rows:

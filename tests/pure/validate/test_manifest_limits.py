@@ -300,8 +300,9 @@ def test_all_that_is_wrong_is_found_file_by_file(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "fits"),
     [
-        ({}, True), ({"shape": (3, 2), "strides": (1, 3)}, True), ({"shape": (3, 2), "strides": (2, 1)}, False), ({"shape": (6,), "strides": (1,)}, False),
-        ({"dtype": "int32"}, False), ({"shape": (2, 3, 1), "strides": (3, 1, 1)}, False), ({"tensor": "other"}, False),
+        ({}, True), ({"shape": (3, 2), "strides": (1, 3)}, True), ({"shape": (3, 2), "strides": (2, 1)}, False),
+        ({"shape": (6,), "strides": (1,)}, False), ({"dtype": "int32"}, False),
+        ({"shape": (2, 3, 1), "strides": (3, 1, 1)}, False), ({"tensor": "other"}, False),
     ],
 )  # fmt: skip
 def test_weights_are_those_of_the_file(tmp_path: Any, changes: dict[str, Any], fits: bool) -> None:

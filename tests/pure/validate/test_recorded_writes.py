@@ -93,5 +93,8 @@ def test_what_nobody_reads_later_may_be_written_over() -> None:
         assert not refused(dead)
     given_out = Program(key=(), values=made.values, inputs=(), outputs=(0,), steps=(first, second), arena=0, static=0)
     assert "a node writes over value 0, which the call gives out" in refused(given_out)
+    own = Step(kind="graph", region=0, file="g", inputs=(0,), outputs=(1,))
+    used_up = Program(key=(), values=made.values, inputs=(), outputs=(1,), steps=(first, own), arena=0, static=0)
+    assert not refused(used_up), "the recording may write over what it is the last to read"
     not_yet = Program(key=(), values=made.values, inputs=(), outputs=(0,), steps=(last, second, first), arena=0, static=0)
     assert not refused(not_yet), "what a later step makes is not there yet"
