@@ -281,6 +281,11 @@ def test_a_length_beyond_the_file_is_refused(tmp_path: Path, data: bytes) -> Non
     reject(tmp_path / "w", "the header's length does not fit the file")
 
 
+def test_the_limit_is_that_of_the_format() -> None:
+    """MAX_HEADER_SIZE of safetensors' own reader, safetensors/src/tensor.rs."""
+    assert safetensors.MAX_HEADER == 100_000_000
+
+
 def test_a_header_beyond_the_formats_limit_is_refused_unread(tmp_path: Path) -> None:
     with open(tmp_path / "w", "wb") as file:
         file.write(struct.pack("<Q", safetensors.MAX_HEADER + 1))
