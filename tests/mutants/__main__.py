@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .modules import ALL, MODULES
-from .mutations import Mutation, apply, edits
+from .mutations import MODULE, Mutation, apply, edits
 from .trials import FAILED, PASSED, ROOT, Trial, copy_tree, start
 
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 LIMIT = 600.0
 """Seconds that the tests may take without a mutation."""
 
-SLACK, FACTOR = 20.0, 5.0
+SLACK, FACTOR = 10.0, 4.0
 """A mutant has FACTOR times as long as the tests take without it, and SLACK seconds."""
 
 LEAST = 0.97
@@ -51,7 +51,7 @@ def equivalents(text: str) -> dict[tuple[str, str, tuple[str, ...], tuple[str, .
         if lines:
             path, _, within = lines[0].partition(" ")
             removed, added, reason = ([line[2:].strip() for line in lines[1:] if line[0] == sign] for sign in "-+=")
-            found[path, within.strip("()"), tuple(removed), tuple(added)] = " ".join(reason)
+            found[path, within.strip("()").removeprefix(MODULE), tuple(removed), tuple(added)] = " ".join(reason)
     return found
 
 

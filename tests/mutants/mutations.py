@@ -26,6 +26,9 @@ ARITHMETIC: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {
 ERRORS = ("BundleError", "BuildError", "CallError", "ModelError", "ValueError", "invalid", "_broken", "_overlap")
 """What makes an error: its arguments behind the code are words."""
 
+MODULE = "module"
+"""What stands in no function, in words."""
+
 SYMMETRIC = ("max", "min", "overlap")
 """Their arguments may change places."""
 
@@ -49,7 +52,7 @@ class Mutation:
         return self.path, self.within, self.removed, self.added
 
     def __str__(self) -> str:
-        lines = [f"{self.path}:{self.line} ({self.within or 'module'}) {self.kind}"]
+        lines = [f"{self.path}:{self.line} ({self.within or MODULE}) {self.kind}"]
         return "\n".join([*lines, *(f"    - {line}" for line in self.removed), *(f"    + {line}" for line in self.added)])
 
 

@@ -9,7 +9,7 @@ import pytest
 from cgcompile.offline.assemble import arena
 from cgcompile.offline.assemble.arena import Lifetime, lifetimes, plan
 from cgcompile.offline.assemble.plan_check import check_plan
-from cgcompile.offline.lowered import Copy, Event, Fill, HostRead
+from cgcompile.offline.lowered import Allocate, Copy, Event, Fill, HostRead
 from cgcompile.targets.memory_layout import PAD
 from tests.helpers.raising import raises
 from tests.pure.offline.test_arena import at, intervals, launch, place, traced
@@ -86,3 +86,8 @@ def test_an_overlap_is_told_with_its_event(events: list[Event], said: str) -> No
     with raises("arena-overlap") as caught:
         check_plan(traced([256, 256], events, outputs=[0, 1]), at({0: 0, 1: 0}))
     assert str(caught.value).startswith(f"int_key (4,), {said} (buf1, 256 bytes at 0) lies over buffer 0")
+
+
+def test_a_buffer_is_allocated_once() -> None:
+    with raises("lifetime-broken", match=r"event 1: buffer 0 \(temporary buf0\) is allocated a second time"):
+        lifetimes(traced([8], [Allocate(buffer=0), Allocate(buffer=0), launch(0)]))
