@@ -33,12 +33,21 @@ def test_values_fill_their_memory_to_its_end() -> None:
     reject(nothing, "programs[0].values[2].offset", "outside memory host")
 
 
+def test_in_a_memory_that_is_not_there_lies_nothing() -> None:
+    byte = {"dtype": "uint8", "shape": (1,), "strides": (1,), "offset": 0}
+    reject(put_value(1, memory="state", **byte)(cuda()), "programs[1].values[1].offset", "outside memory state")
+    weights = tuple([pair for pair in cuda().memories if pair[0] != "weights"])
+    small = put_row("weights", 2, **byte)(put_row("weights", 1, **byte)(put_row("weights", 0, **byte)(cuda())))
+    reject(replace(small, memories=weights), "weights[0].offset", "outside memory weights")
+
+
 @pytest.mark.parametrize(("field", "memory", "size"), [("arena", "arena", 96), ("static", "inputs", 256)])
 def test_a_program_uses_as_much_as_there_is(field: str, memory: str, size: int) -> None:
     for used in (0, size):
         check_manifest(put_row("programs", 1, **{field: used})(cuda()))
     for used in (-1, size + 1):
         reject(put_row("programs", 1, **{field: used})(cuda()), f"programs[1].{field}", f"memory {memory} has less")
+    reject(put_row("programs", 0, **{field: 1})(cpu()), f"programs[0].{field}", f"memory {memory} has less")
 
 
 def test_a_value_without_elements_is_a_value() -> None:
@@ -244,6 +253,10 @@ def test_what_an_alias_lies_in_is_written() -> None:
     base = replace(made, outputs=outputs, result=result, programs=tuple(grown))
     reject(base, "programs[0].outputs[1]", "value 6, which nothing has written")
     check_manifest(replace(base, aliases=(Alias(output=1, memory="outputs", index=0),)))
+    short = replace(grown[0], outputs=(5,))
+    for aliases in ((), (Alias(output=1, memory="outputs", index=0),)):
+        made = replace(base, aliases=aliases, programs=(short, grown[1]))
+        reject(made, "programs[0].outputs", "1 values, the signature has 2")
     turned = replace(base, programs=tuple([replace(program, outputs=(6, 5)) for program in grown]))
     check_manifest(replace(turned, aliases=(Alias(output=0, memory="outputs", index=1),)))
     reject(replace(turned, aliases=(Alias(output=1, memory="outputs", index=0),)), "programs[0].outputs[0]", "nothing has written")
