@@ -16,6 +16,7 @@ from cgbundle.program import Program
 from cgbundle.session.locks import ExclusiveLock, SharedLock
 from cgbundle.tensors.tensor import from_bytes
 from tests.helpers import state_bundles
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import FLOATS, inputs
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
@@ -76,7 +77,7 @@ def test_a_programs_lock_that_is_waited_for(make: Callable[[], Any]) -> None:
 def test_a_call_beside_the_close_of_its_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, FakeDriver())
     manifest = state_bundles.write(tmp_path)
-    program = Program(manifest, CudaBackend(str(tmp_path), manifest, 0, "graph", lazy=False), "pad", "copy")
+    program = Program(manifest, CudaBackend(ArchiveOf(tmp_path, manifest), 0, "graph", lazy=False), "pad", "copy")
     session = program.session()
     x = from_bytes(inputs(4, 0).tobytes(), "float32", (4, FLOATS))
     session(x)

@@ -11,6 +11,7 @@ from cgbundle.format import archive, safetensors
 from cgbundle.format.archive import exam_entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.validate.exam import check_exam, check_exam_rows
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.raising import raises
 from tests.helpers.support import manifest
 
@@ -49,7 +50,7 @@ def check(folder: Path, shapes: Shapes) -> None:
                 for name, (dtype, shape) in shapes.items()
             },
         )
-    check_exam(str(folder), stateful())
+    check_exam(ArchiveOf(folder, stateful()))
 
 
 def test_the_exam_of_a_model_with_state_is_sound(tmp_path: Path) -> None:

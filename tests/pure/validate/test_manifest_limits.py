@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cgbundle.format import archive
+from cgbundle.format.archive import Archive
 from cgbundle.format.schema import Alias, File, Finding, Manifest, Region, TensorSpec
 from cgbundle.validate.bundle import check_bundle, check_manifest, check_weights, examine
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
 from tests.helpers.support import manifest, write_bundle
@@ -36,9 +39,9 @@ def test_values_fill_their_memory_to_its_end() -> None:
 def test_in_a_memory_that_is_not_there_lies_nothing() -> None:
     byte = {"dtype": "uint8", "shape": (1,), "strides": (1,), "offset": 0}
     reject(put_value(1, memory="state", **byte)(cuda()), "programs[1].values[1].offset", "outside memory state")
-    weights = tuple([pair for pair in cuda().memories if pair[0] != "weights"])
-    small = put_row("weights", 2, **byte)(put_row("weights", 1, **byte)(put_row("weights", 0, **byte)(cuda())))
-    reject(replace(small, memories=weights), "weights[0].offset", "outside memory weights")
+    others = tuple([pair for pair in cuda().memories if pair[0] != "weights"])
+    small = put_row("weights", 1, **byte)(put_row("weights", 0, **byte)(cuda()))
+    reject(replace(small, memories=others), "weights[0].offset", "outside memory weights")
 
 
 @pytest.mark.parametrize(("field", "memory", "size"), [("arena", "arena", 96), ("static", "inputs", 256)])
@@ -265,49 +268,47 @@ def test_what_an_alias_lies_in_is_written() -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def damage(path: Any, name: str) -> None:
+def damage(path: Path, name: str) -> None:
     data = bytearray((path / name).read_bytes())
     data[-1] ^= 1
     (path / name).write_bytes(data)
 
 
-def test_loading_hashes_all_but_the_weights(tmp_path: Any) -> None:
+def test_loading_hashes_all_but_the_weights(tmp_path: Path) -> None:
     for name in sorted(file.path for file in FILES):
         path = write_bundle(tmp_path / name.replace("/", "-"))
-        made = archive.read_manifest(str(path))
-        check_bundle(str(path), made)
-        check_bundle(str(path), made, "full")
-        assert examine(str(path), made) == []
+        check_bundle(Archive(str(path)))
+        check_bundle(Archive(str(path)), "full")
+        assert examine(Archive(str(path))) == []
         damage(path, name)
         with raises("file-damaged", match=name):
-            check_bundle(str(path), made, "full")
+            check_bundle(Archive(str(path)), "full")
         if name == archive.WEIGHTS:
-            check_bundle(str(path), made)
+            check_bundle(Archive(str(path)))
         else:
             with raises("file-damaged", match=name):
-                check_bundle(str(path), made)
-        assert [error.code for error in examine(str(path), made)] == ["file-damaged"]
+                check_bundle(Archive(str(path)))
+        assert [error.code for error in examine(Archive(str(path)))] == ["file-damaged"]
 
 
-def test_a_file_that_is_not_listed_is_found_by_a_full_check(tmp_path: Any) -> None:
+def test_a_file_that_is_not_listed_is_found_by_a_full_check(tmp_path: Path) -> None:
     path = write_bundle(tmp_path / "tiny.cgb")
-    made = archive.read_manifest(str(path))
     (path / "more").write_bytes(b"")
-    check_bundle(str(path), made)
+    check_bundle(Archive(str(path)))
     with raises("file-damaged", match="more"):
-        check_bundle(str(path), made, "full")
-    assert [str(error).partition(":")[0] for error in examine(str(path), made)] == ["more"]
+        check_bundle(Archive(str(path)), "full")
+    assert [str(error).partition(":")[0] for error in examine(Archive(str(path)))] == ["more"]
 
 
-def test_all_that_is_wrong_is_found_file_by_file(tmp_path: Any) -> None:
+def test_all_that_is_wrong_is_found_file_by_file(tmp_path: Path) -> None:
     path = write_bundle(tmp_path / "tiny.cgb")
-    made = archive.read_manifest(str(path))
+    made = Archive(str(path)).manifest
+    broken = ArchiveOf(path, put_row("weights", 0, tensor="nothing")(made))
+    assert [error.code for error in examine(broken)] == ["weights-invalid"]
+    assert [error.code for error in examine(ArchiveOf(path, put(memories=(("heap", 1),))(made)))] == ["manifest-invalid"]
     for name in (archive.WEIGHTS, archive.PROGRAM):
         damage(path, name)
-    assert [str(error).partition(":")[0] for error in examine(str(path), made)] == [archive.PROGRAM, archive.WEIGHTS]
-    broken = put_row("weights", 0, tensor="nothing")(made)
-    assert [error.code for error in examine(str(write_bundle(tmp_path / "other.cgb")), broken)] == ["weights-invalid"]
-    assert [error.code for error in examine(str(path), put(memories=(("heap", 1),))(made))] == ["manifest-invalid"]
+    assert [str(error).partition(":")[0] for error in examine(Archive(str(path)))] == [archive.PROGRAM, archive.WEIGHTS]
 
 
 @pytest.mark.parametrize(
@@ -318,11 +319,10 @@ def test_all_that_is_wrong_is_found_file_by_file(tmp_path: Any) -> None:
         ({"shape": (2, 3, 1), "strides": (3, 1, 1)}, False), ({"tensor": "other"}, False),
     ],
 )  # fmt: skip
-def test_weights_are_those_of_the_file(tmp_path: Any, changes: dict[str, Any], fits: bool) -> None:
+def test_weights_are_those_of_the_file(tmp_path: Path, changes: dict[str, Any], fits: bool) -> None:
     """In the file they lie row by row; (2, 3) there."""
-    path = str(write_bundle(tmp_path / "tiny.cgb"))
-    made = put_row("weights", 0, **changes)(manifest())
+    bundle = ArchiveOf(write_bundle(tmp_path / "tiny.cgb"), put_row("weights", 0, **changes)(manifest()))
     if fits:
-        return check_weights(path, made)
+        return check_weights(bundle)
     with raises("weights-invalid", match="first.weight|other"):
-        check_weights(path, made)
+        check_weights(bundle)
