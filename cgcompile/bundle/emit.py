@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -33,7 +34,8 @@ def write_program(path: Path, program: ExportedProgram) -> None:
     }
     bare._example_inputs = None
     with _without_traces(program):
-        torch.export.save(bare, path)
+        torch.export.save(bare, made := BytesIO())  # torch does not say why it cannot write to a file
+    path.write_bytes(made.getbuffer())
 
 
 @contextmanager
