@@ -119,7 +119,7 @@ def _operand(value: Any, where: str, depth: int, left: list[int]) -> Any:
         left[0] -= 1
         if depth >= limits.SIZE_DEPTH or left[0] < 0:
             reason = "nested too deeply" if left[0] >= 0 else f"more than {limits.SIZE_OPERATORS} operators"
-            raise invalid(where.partition("][")[0], reason)
+            raise invalid(where.split("][")[0].rstrip("]") + "]", reason)  # at the size's own path, which ends with its axis
         return (value[0], *[_operand(value[side], f"{where}[{side}]", depth + 1, left) for side in (1, 2)])
     raise expected(where, "a size", value)
 

@@ -127,7 +127,7 @@ HOSTILE: dict[str, tuple[Edit | tuple[str, Edit], str]] = {
     "3.3 MB of // in a size": (spelled(wide("//"), "inputs", 0, "shape", 0), "more than 256 operators"),
     "3.3 MB of // in a name": (put("//" * 1_650_000, "inputs", 0, "shape", 0), "3300000 characters, more than the limit"),
     "a size of 70 operators in each other": (
-        spelled('["+",1,' * 70 + "1" + "]" * 70, "inputs", 0, "shape", 0), r"inputs\[0\].shape\[0: nested too deeply"
+        spelled('["+",1,' * 70 + "1" + "]" * 70, "inputs", 0, "shape", 0), r"inputs\[0\].shape\[0\]: nested too deeply"
     ),
     "20,000 state weights": (many_states, r"files\[0\].bytes: -1"),
     "2,000 dimensions": (many_dimensions, "dimensions: 2000, more than the limit of 64"),
