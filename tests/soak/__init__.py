@@ -1,1 +1,1 @@
-"""Programs that use bundles for a long time, many threads or processes beside each other: `python -m tests.soak`."""
+"""Programs that run for minutes to hours and count: nothing may fail, nothing may be mixed up, nothing may grow."""
