@@ -275,6 +275,11 @@ def test_pinned_memory_in_both_processes_is_refused() -> None:
 
     with raises("memory-refused", match=r"^word 0 is an address of pinned host memory \(0x100f\)$"):
         read(8, 7)
+    both = [Block(data=bytes(8), words=(word((first, 8), (last, 8)),)) for first, last in ((8, 0), (0, 7), (7, 0), (0, 8))]
+    with raises("memory-refused"):
+        classify(both[0], both[2], paired, spot)
+    for mine, theirs in ((both[1], both[2]), (both[0], both[1]), (both[3], both[1])):
+        assert classify(mine, theirs, paired, spot).relocations == ((0, Reading(range=0, offset=8)),)
     for mine, theirs in ((8, 8), (7, 7), (7, 8), (8, 0), (0, 7)):
         with raises("address-disagrees", match="^word 0 is an address in both recordings, but not of the same place"):
             read(mine, theirs)

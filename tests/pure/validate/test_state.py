@@ -10,6 +10,7 @@ import pytest
 
 from cgbundle.format.schema import Alias, Manifest, Region, Value, Weight
 from cgbundle.format.spans import HOST_ONLY
+from cgbundle.validate.programs import check_programs
 from cgbundle.validate.state import base_of, check_alias_spans, check_aliases, check_state
 from tests.helpers import state_bundles
 from tests.helpers.raising import raises
@@ -108,6 +109,7 @@ def aliased(made: Manifest, *aliases: tuple[int, str, int]) -> Manifest:
 
 def test_aliases_that_are_sound(manifest: Manifest) -> None:
     check_aliases(manifest)
+    check_programs(manifest)
     check_alias_spans(manifest)
     check_aliases(aliased(manifest))
     check_aliases(aliased(manifest, (0, "inputs", 0)))
