@@ -14,6 +14,7 @@ from ..format.archive import WEIGHTS
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Target
 from ..format.spans import span
+from ..session.forks import forked
 from ..session.initial_state import InitialState
 from ..session.locks import ExclusiveLock, SharedLock, closed
 from ..validate.state import STATE
@@ -150,15 +151,19 @@ class CpuBackend:
         """Nothing: a replay's memory is fresh from torch's allocator."""
 
     def close(self) -> None:
-        """Waits for running replays, then frees what the backend holds; weights and state, when nothing looks at them any more."""
-        self._lock.close()
-        for region in self._regions:
-            region.close()
+        """Waits for running replays, then frees what the backend holds; weights and state, when nothing looks at them any more.
+        In a forked process there is nothing to wait for, and code that a call was in the middle of is left alone."""
+        if not self._lock.inherited:
+            self._lock.close()
+            for region in self._regions:
+                region.close()
         self._regions.clear()
         self._buffers.clear()
         self._shared, self._state = None, _memory(0)
 
     def _use(self) -> Shared:
+        if self._lock.inherited:
+            raise forked(self._name)
         if self._shared is None:
             raise closed(self._name)
         return self._shared

@@ -12,6 +12,7 @@ from functools import lru_cache
 from ..errors import MachineError
 from ..format.safetensors import Mapped
 from ..format.schema import Region, Value, Weight
+from ..session.forks import FORKS
 from ..validate.state import STATE
 from .libtorch import LibTorch
 
@@ -144,6 +145,7 @@ class HostRegion:
                 raise MachineError("library-refused", f"{self._where}: torch refused an input tensor")
             place += POINTER_BYTES
         made = _handles(outputs)()
+        FORKS.threads = True
         if self._run(self._container, given, len(addresses), made, outputs, None, None):
             self._check(1)
         return made

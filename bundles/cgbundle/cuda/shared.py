@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from typing import Any
 
 from ..cpu.processor import check_features
 from ..format.archive import WEIGHTS as FILE
-from ..format.schema import MEMORIES, Manifest
+from ..format.schema import Manifest
 from ..session.initial_state import InitialState
 from . import weights
 from .driver import Context, Relaxed
@@ -59,19 +58,15 @@ class Shared:
         self._upload = weights.Upload(self.context, f"{self.folder}/{FILE}", pieces, self.base)
         cleanup.callback(self._upload.stop)
         self._states = states(self.folder, self.manifest)
-        self._modules = self._loaded(self)
+        self._modules = Modules(f"{self.folder}/kernels")
         cleanup.callback(self._modules.close)
 
-    def address(self, memory: str, offset: int) -> int:
-        """Where byte `offset` of memory weights lies."""
-        assert memory == WEIGHTS
-        return self.base + offset
-
     def modules(self, memories: Memories, cleanup: ExitStack) -> Modules:
-        """The kernel images for a session: the same for all, variables included, unless one points into memory of the session's."""
-        if all(MEMORIES[item.target.memory] == WEIGHTS for state in self._states for item in state.relocations):
+        """The kernel images for a session: the same for all but those with variables that kernels may write, which each session
+        loads for itself: kernels of two sessions run at once."""
+        if not self._states:
             return self._modules
-        made = self._loaded(memories)
+        made = Modules(f"{self.folder}/kernels", self._states, memories, self._modules)
         cleanup.callback(made.close)
         return made
 
@@ -98,6 +93,3 @@ class Shared:
     def _give_back(self) -> None:
         with self.context, Relaxed(), self._cleanup:
             pass
-
-    def _loaded(self, memories: Any) -> Modules:
-        return Modules(f"{self.folder}/kernels", self._states, memories)
