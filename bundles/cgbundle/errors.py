@@ -110,6 +110,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "input-device": Cause(CallError, 2, "An input lies on another device."),
     "input-shape": Cause(CallError, 2,
         "An input has another rank, or another size on a fixed axis, or a size that no dimension gives."),
+    "input-value": Cause(CallError, 2, "An input that is an index has an element out of range, and the call failed.",
+        "the range follows from the size of what is indexed: an embedding, say, or a table of positions"),
     "input-layout": Cause(CallError, 2,
         "An output shares memory with a part of an input, which is laid out otherwise than recorded and has no such part.",
         "pass .contiguous() of it"),
