@@ -20,7 +20,7 @@ KEEPING = frozenset({
     aten.flatten.using_ints, aten.lift_fresh_copy.default, aten.movedim.int, aten.permute.default,
     aten.reshape.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.t.default,
     aten.transpose.int, aten.unflatten.int, aten.unsqueeze.default, aten.view.default,
-    aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.long.default,
+    aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default,
 })  # fmt: skip
 """Operations whose result has exactly the elements of their first argument; casts where the new dtype holds the old one's."""
 
@@ -36,7 +36,7 @@ def index_ranges(program: ExportedProgram) -> list[tuple[int, ...]]:
     """(low, high) with low <= element < high of every input of the user's, in order, or () where nothing is known.  Outside of it
     eager PyTorch raises."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    found = []
+    found: list[tuple[int, ...]] = []
     for name in program.graph_signature.user_inputs:
         node = placeholders.get(name) if isinstance(name, str) else None
         dtype = _dtype(node)
@@ -68,10 +68,7 @@ def _indexed(user: Node, node: Node) -> Iterator[Range]:
     if user.target in (aten.embedding.default, aten.embedding_bag.padding_idx, aten.embedding_bag.default):
         if args[1] is node:
             yield from _axis(args[0], 0, negative=False)
-    elif user.target is aten.index_select.default:
-        if args[2] is node:
-            yield from _axis(args[0], args[1], negative=False)
-    elif user.target is aten.gather.default:
+    elif user.target in (aten.index_select.default, aten.gather.default):
         if args[2] is node:
             yield from _axis(args[0], args[1], negative=False)
     elif user.target in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):

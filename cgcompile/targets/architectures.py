@@ -77,5 +77,5 @@ def arch(name: str) -> Arch:
     raise BuildError(
         "target-unavailable",
         f"target {name!r}: no such architecture",
-        f"there are {', '.join(row.name for row in ARCHES)} for GPUs, cpu and {', '.join(row.name for row in LEVELS)} for processors",
+        f"there are {', '.join(row.name for row in ARCHES)}; cpu, {', '.join(row.name for row in LEVELS)}",
     )

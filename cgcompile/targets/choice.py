@@ -21,8 +21,11 @@ PROVE = ("interpret", "none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """`target`: "cpu", a level of processors such as "x86-64-v3", or an architecture such as "sm_90".  `recorder`: "host" for the cpu, "capture" (the GPU is here), or "trace"
-    (it need not be).  `runs_here`: this machine can replay the bundle."""
+    """`target`: "cpu", a level of processors such as "x86-64-v3", or an architecture such as "sm_90".
+
+    `recorder`: "host" for processors, "capture" (the GPU is here), or "trace" (it need not be).  `runs_here`: this machine can
+    replay the bundle.
+    """
 
     target: str
     recorder: str

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Any
 
 from ..errors import CallError, CgbundleError
 from ..format.schema import DTYPES, TensorSpec
 from ..tensors.library import Descriptor
 
-FORMATS = {"int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B"}
-"""Of memoryview, by dtype: those that an index may have."""
+TYPES: dict[str, Any] = {
+    "int64": ctypes.c_int64, "int32": ctypes.c_int32, "int16": ctypes.c_int16, "int8": ctypes.c_int8, "uint8": ctypes.c_uint8,
+}  # fmt: skip
+"""By dtype: those that an index may have."""
 
 FAULTS = ("library-refused", "driver-failed")
 """What a replay raises where compiled code finds an index out of range."""
@@ -21,7 +24,7 @@ def explained(error: CgbundleError, specs: Sequence[TensorSpec], found: Sequence
     """The error of a replay, or where an input of the CPU has an element out of its range, an input-value that names the first."""
     if error.code in FAULTS:
         for spec, (address, shape, dtype, strides, device) in zip(specs, found, strict=True):
-            if spec.range and device is None and dtype in FORMATS:
+            if spec.range and device is None and dtype in TYPES:
                 for at, value in _outside(address, shape, dtype, strides, *spec.range):
                     low, high = spec.range
                     text = f"input {spec.name!r}: value {value} at {list(at)} is outside {low}..{high - 1}"
@@ -48,8 +51,8 @@ def _outside(
         count = (size - 1) * abs(step) + 1
         if step < 0:
             start -= width * (count - 1)
-        row = memoryview((ctypes.c_char * (width * count)).from_address(start)).cast("B").cast(FORMATS[dtype])
-        values = row[:: step or 1].tolist() if step else row.tolist() * size
+        row = (TYPES[dtype] * count).from_address(start)
+        values = row[::step] if step else row[:] * size
         if min(values) < low or max(values) >= high:
             for index, value in enumerate(values):
                 if not low <= value < high:

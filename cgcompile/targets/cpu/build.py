@@ -69,7 +69,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             features=compiled.features,
             torch=spec.torch_version,
             driver=0,
-        ),  # fmt: skip
+        ),
         weights=weights,
         memories=_memories(weights),
         regions=(whole_region("host", "the cpu target has no graphs", HOST_FILE, bound.constants),),

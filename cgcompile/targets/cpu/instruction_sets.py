@@ -47,7 +47,7 @@ UNUSED = frozenset({
     "rtm", "serialize", "sgx", "sha", "sha512", "shstk", "sm3", "sm4", "tsxldtrk", "uintr", "usermsr", "vaes", "waitpkg",
     "wbnoinvd", "widekl", "xsave", "xsavec", "xsaveopt", "xsaves",
 })  # fmt: skip
-"""x86: sets that -march=native turns on and that neither GCC nor Clang uses unless the source names them, which Inductor's does not:
+"""x86: sets that -march=native turns on, and that GCC and Clang use only where the source names them, which Inductor's does not:
 cryptography, random numbers, cache control, saving registers, and what is the kernel's.  (`prfchw`: elsewhere it does nothing.)"""
 
 X86_NAMES = {"sse3": "pni", "lzcnt": "abm", "bmi": "bmi1", "pclmul": "pclmulqdq", "lahfsahf": "lahf_lm"}
@@ -130,9 +130,10 @@ def macros(compiler: str, *options: str) -> dict[str, str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         found, complaint = [], str(error)
     if not found or complaint:
+        why = (complaint.strip() or "it lists no macros").splitlines()[0]
         raise BuildError(
             "compiler-failed",
-            f"{compiler} does not say what its options {' '.join(options) or '(none)'} mean: {(complaint.strip() or 'no macros').splitlines()[0]}",
+            f"{compiler} does not say what its options {' '.join(options) or '(none)'} mean: {why}",
             "without that, a bundle could run where the processor lacks an instruction; set CXX to GCC or Clang",
         )
     return {row[0]: row[1] if len(row) > 1 else "" for row in found}

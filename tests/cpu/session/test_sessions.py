@@ -112,8 +112,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         replace(
             base,
             target=Target(
-                kind="cpu", arch=os.uname().machine, level="", features=compiled.features,
-                torch=torch.__version__.split("+")[0], driver=0,
+                kind="cpu",
+                arch=os.uname().machine,
+                level="",
+                features=compiled.features,
+                torch=torch.__version__.split("+")[0],
+                driver=0,
             ),
             dimensions=(replace(base.dimensions[0], name="rows", sizes=SIZES, pad="no", chunk=False),),
             inputs=(spec("x", "rows", WIDTH),),
