@@ -20,7 +20,7 @@ from ..session.locks import ExclusiveLock, SharedLock, closed
 from ..validate.state import STATE
 from . import libtorch
 from .host_region import INSTANCES, POINTER_BYTES, HostRegion, layout_of, open_region
-from .processor import check_features
+from .processor import HINT, check_features
 
 
 def check_machine(target: Target) -> None:
@@ -28,7 +28,7 @@ def check_machine(target: Target) -> None:
     machine = os.uname().machine
     if machine != target.arch:
         raise MachineError("wrong-machine", f"the bundle is for {target.arch} processors, this machine is {machine}")
-    check_features(target.features)
+    check_features(target.features, HINT)
 
 
 class RegionOutputs:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -81,7 +82,7 @@ def compile_cpu(
             "torch-unsupported",
             f"torch {torch.__version__}: Inductor has no option {missing[0]}; cgcompile was tested with {TESTED}",
         )
-    options = {name: value for name, value in wanted.items() if name in known}
+    options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
     wrapped = wrap(work / "compiler", level)
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
