@@ -28,7 +28,7 @@ from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
 from ..targets.architectures import arch
-from ..targets.cpu.instruction_sets import level_of
+from ..targets.instruction_sets import level_of
 from .records import RegionReport, Report
 
 ASSUMED = (2, 8)

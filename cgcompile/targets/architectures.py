@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import BuildError
-from .cpu.instruction_sets import LEVELS
+from .instruction_sets import LEVELS
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

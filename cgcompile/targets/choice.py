@@ -11,7 +11,7 @@ from cgbundle.cpu.processor import processor_flags
 
 from ..errors import BuildError
 from .architectures import arch
-from .cpu.instruction_sets import check_level, level_of
+from .instruction_sets import check_level, level_of
 
 LOWERINGS = ("eager", "inductor", "max-autotune")
 SPECIALIZE = ("size", "shared")

@@ -21,8 +21,8 @@ from cgbundle.cpu.processor import processor_flags
 
 from ...errors import BuildError
 from ...model.user_code import first_line
+from ..instruction_sets import Level, needed
 from .compiler import compiler, wrap
-from .instruction_sets import Level, needed
 
 TESTED = "2.13"
 

@@ -25,12 +25,12 @@ from ...util.progress import Stages
 from ...util.scratch import scratch_folder
 from ...util.tolerance import tolerance
 from ..build_spec import BuildSpec, ManifestParts
+from ..instruction_sets import level_of
 from ..memory_layout import lay_out, tensor_bytes
 from ..rows import whole_program, whole_region
 from ..weights import shapes_of, write_weights
 from . import layouts
 from .aoti import compile_cpu
-from .instruction_sets import level_of
 
 HOST_FILE = "host/model.so"
 

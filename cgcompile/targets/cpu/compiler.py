@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ...errors import BuildError
-from .instruction_sets import SWITCHED_OFF, X86_64, Level
+from ..instruction_sets import SWITCHED_OFF, X86_64, Level
 
 HEADER = Path(__file__).with_name("silent_errors.h")
 

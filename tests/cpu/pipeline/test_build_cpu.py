@@ -20,7 +20,7 @@ from cgbundle.format import archive
 from cgbundle.format.safetensors import Mapped
 from cgbundle.validate import bundle as verify
 from cgcompile.targets.cpu.build import HOST_FILE
-from cgcompile.targets.cpu.instruction_sets import LEVELS
+from cgcompile.targets.instruction_sets import LEVELS
 from cgcompile_cli import summary
 from tests.cpu.models import Everything, Image, State, everything_inputs, image_inputs
 from tests.helpers.raising import raises

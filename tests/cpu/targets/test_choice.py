@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cgcompile.targets.choice import choose
-from cgcompile.targets.cpu.instruction_sets import LEVELS
+from cgcompile.targets.instruction_sets import LEVELS
 from tests.helpers.raising import raises
 
 

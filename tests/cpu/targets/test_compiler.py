@@ -9,7 +9,7 @@ import pytest
 
 from cgcompile.targets.cpu import compiler
 from cgcompile.targets.cpu.compiler import HEADER, wrap
-from cgcompile.targets.cpu.instruction_sets import level_of
+from cgcompile.targets.instruction_sets import level_of
 from tests.helpers.raising import raises
 
 GIVEN = ["-O3", "-march=native", "-fPIC", "-mavx512f", "-mavx512vnni", "-c", "-o", "a b.o"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cgcompile.targets.cpu import instruction_sets
-from cgcompile.targets.cpu.instruction_sets import LEVELS, check_level, level_of, macros, needed
+from cgcompile.targets import instruction_sets
+from cgcompile.targets.instruction_sets import LEVELS, check_level, level_of, macros, needed
 from tests.helpers.raising import raises
 
 ZEN4 = """

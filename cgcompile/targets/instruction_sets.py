@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...errors import BuildError
+from ..errors import BuildError
 
 X86_64 = "x86_64"
 """What os.uname calls the machine."""
