@@ -39,11 +39,18 @@ class CgbundleError(Exception):
 
 
 class BundleError(CgbundleError):
-    """The path holds no sound bundle, or one that this runtime cannot read."""
+    """The path holds no sound bundle, or one that this runtime cannot read.  Parts of the bundle may stand in the message: what is
+    not printable is escaped, and a long message cut."""
+
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(code, one_line(message), hint)
 
 
 class MachineError(CgbundleError):
     """This machine cannot run the bundle, or a library or driver under it failed."""
+
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(code, one_line(message), hint)
 
 
 class OutOfMemory(MachineError):
@@ -68,6 +75,19 @@ class StateMissing(CallError, KeyError):
     __str__ = Exception.__str__  # KeyError's shows the message in quotes
 
 
+LONGEST = 2000
+"""Characters of a message that speaks of what a bundle holds."""
+
+
+def one_line(message: str) -> str:
+    """`message` without anything that could drive a terminal or that no encoding has, and cut in the middle where it is long."""
+    if len(message) > LONGEST:
+        message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 4 :]}"
+    if message.isprintable():
+        return message
+    return "".join([c if c.isprintable() else " " if c in "\n\t" else c.encode("unicode_escape").decode() for c in message])
+
+
 DAMAGED = "the bundle is damaged: copy or build it again"
 OTHER_TARGET = "`cgcompile inspect` shows what the bundle was built for; build it for this machine with --target"
 GPU_LOG = "nvidia-smi and the system's log may say what is wrong with the GPU"
@@ -86,11 +106,17 @@ CATALOGUE: Mapping[str, Cause] = {
         "the bundle is damaged or was edited: build it again"),
     "file-damaged": Cause(BundleError, 1,
         "A file of the bundle is missing, has another length, or another SHA-256 than the manifest says.", DAMAGED),
+    "image-invalid": Cause(BundleError, 1, "A kernel image or a shared object is no whole ELF file.", DAMAGED),
     "weights-invalid": Cause(BundleError, 1,
         "weights.safetensors has a bad header, or does not hold the tensors that the manifest names.", DAMAGED),
     "table-invalid": Cause(BundleError, 1, "A recording's table has a bad header, column, reference or relocation.", DAMAGED),
     "relocation-invalid": Cause(BundleError, 1,
         "An address of a recording lies outside its memory, or its place outside the parameters.", DAMAGED),
+    "signature-missing": Cause(BundleError, 1, "A key was given, and the bundle is not signed.",
+        "`cgcompile sign BUNDLE --key PRIVATE.pem` signs one; ask whoever made it"),
+    "signature-wrong": Cause(BundleError, 1,
+        "The signature is damaged, of another key than those given, or of another manifest than the bundle's.",
+        "do not load it: get the bundle, and the key, from their maker again"),
     # --- the machine ---
     "wrong-machine": Cause(MachineError, 2, "This machine's processor, GPU or driver cannot run the bundle's code.", OTHER_TARGET),
     "wrong-architecture": Cause(MachineError, 2, "The GPU is of another architecture than the machine code of the bundle.",
@@ -103,6 +129,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "out-of-memory": Cause(OutOfMemory, 2, "The device has too little free memory; the message gives needed and free bytes.",
         "give memory back first (nvidia-smi shows who has it), or build with smaller sizes"),
     # --- the call ---
+    "key-invalid": Cause(CallError, 2, "A key is none of ed25519, cannot be read, or is the private one where the public is meant.",
+        "a key is a PEM file of `openssl pkey -pubout`, or 64 hexadecimal digits"),
     "input-structure": Cause(CallError, 2,
         "The nesting, number, or names of the inputs differ from the signature, or a constant input has another value."),
     "input-kind": Cause(CallError, 2, "An input is no tensor that the runtime can read (NumPy, torch, or DLPack)."),

@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError
-from ..format.schema import KERNEL_CODE, Manifest
+from ..format.archive import Archive
+from ..format.schema import KERNEL_CODE
 from ..format.spans import span
 from ..session.forks import FORKS, forked
 from ..session.locks import AnyLock, SessionLock, closed
@@ -49,8 +50,7 @@ class CudaBackend:
 
     def __init__(
         self,
-        folder: str,
-        manifest: Manifest,
+        bundle: Archive,
         device: int = 0,
         mode: str = "graph",
         *,
@@ -58,7 +58,7 @@ class CudaBackend:
         poison: int | None = None,
         lazy: bool = False,
     ) -> None:
-        self._start(Shared(folder, manifest, device, mode, poison, context), alone=False, lazy=lazy)
+        self._start(Shared(bundle, device, mode, poison, context), alone=False, lazy=lazy)
 
     def session(self) -> CudaBackend:
         """A further session: memories, stream and graphs of its own, the same weights and kernels.  One thread at a time may use
@@ -73,7 +73,7 @@ class CudaBackend:
 
     def _start(self, shared: Shared, *, alone: bool, lazy: bool) -> None:
         """Begins with one share of what sessions share, which is given back where this fails."""
-        lock = SessionLock(shared.manifest.name)
+        lock = self._session_lock = SessionLock(shared.manifest.name)
         self._gate, self._forks = lock.inner, FORKS.number
         self._lock: AnyLock = lock if alone else lock.inner
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
@@ -110,7 +110,7 @@ class CudaBackend:
         if hosted:
             from .host_steps import HostSteps  # few bundles have any, and torch's libraries with them
 
-            self._host = HostSteps(shared.folder, self._manifest, self._memories)
+            self._host = HostSteps(shared.bundle, shared.mapped, self._memories)
             cleanup.callback(self._host.close)
         if shared.poison is not None:
             self._memories.poison(shared.poison, stream)
@@ -222,6 +222,7 @@ class CudaBackend:
         yet; they keep the context.  Closing twice does nothing, and neither does closing in a forked process."""
         if self._context.inherited:
             return
+        self._session_lock.ending = True
         with self._gate:
             if self._closed:
                 return

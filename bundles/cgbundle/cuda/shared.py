@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from ..cpu.processor import check_features
 from ..format.archive import WEIGHTS as FILE
-from ..format.schema import Manifest
+from ..format.archive import Archive
 from ..session.initial_state import InitialState
 from . import weights
 from .driver import Context, Relaxed
@@ -17,16 +17,15 @@ from .modules import Modules, states
 
 
 class Shared:
-    """The bundle in `folder` on GPU number `device`; `context`, `mode` and `poison` as for `CudaBackend`, as is what it raises.
+    """A bundle on GPU number `device`; `context`, `mode` and `poison` as for `CudaBackend`, as is what it raises.
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`.
     """
 
-    def __init__(
-        self, folder: str, manifest: Manifest, device: int, mode: str, poison: int | None, context: Context | None
-    ) -> None:
-        self.folder, self.manifest, self.mode, self.poison = folder, manifest, mode, poison
+    def __init__(self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None) -> None:
+        manifest = bundle.manifest
+        self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self._shares = 1
         self._upload: weights.Upload | None = None
@@ -34,9 +33,11 @@ class Shared:
             if context is not None:
                 undo.callback(context.release)
             check_features(manifest.target.features)
-            pieces = weights.listed(folder, manifest)
+            pieces = weights.listed(bundle)
             self.sizes = dict(manifest.memories)
-            self.initial = InitialState(folder, manifest)
+            self.initial = InitialState(bundle)
+            constants = any(region.kind == "host" and region.constants for region in manifest.regions)
+            self.mapped = bundle.mapped(FILE) if constants else None
             check_driver(manifest.target)
             if context is None:
                 context = Context(device)
@@ -55,10 +56,11 @@ class Shared:
             self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")
             cleanup.callback(free, self.base)
         # From here on the weights travel in other threads while this one loads modules and builds graphs.
-        self._upload = weights.Upload(self.context, f"{self.folder}/{FILE}", pieces, self.base)
+        file = self.bundle.descriptor(FILE) if pieces else -1
+        self._upload = weights.Upload(self.context, file, pieces, self.base)
         cleanup.callback(self._upload.stop)
-        self._states = states(self.folder, self.manifest)
-        self._modules = Modules(f"{self.folder}/kernels")
+        self._states = states(self.bundle)
+        self._modules = Modules(self.bundle)
         cleanup.callback(self._modules.close)
 
     def modules(self, memories: Memories, cleanup: ExitStack) -> Modules:
@@ -66,7 +68,7 @@ class Shared:
         loads for itself: kernels of two sessions run at once."""
         if not self._states:
             return self._modules
-        made = Modules(f"{self.folder}/kernels", self._states, memories, self._modules)
+        made = Modules(self.bundle, self._states, memories, self._modules)
         cleanup.callback(made.close)
         return made
 
