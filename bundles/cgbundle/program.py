@@ -12,7 +12,7 @@ from .call.guards import check_dtype, common_device
 from .call.inputs import cut, lay_out
 from .call.outputs import Call, Outputs
 from .call.plan import Plan, number_of_key, plan
-from .errors import CallError
+from .errors import CallError, MachineError
 from .format.pytree import builder, flattener
 from .format.schema import Manifest
 from .session.locks import closed
@@ -107,18 +107,23 @@ class Program:
         outputs, aliases, written = self._outputs, self._aliases, self._written
         shared = None if aliases is None else aliases.of_inputs(library, plan, tensors, values, found)
         targets = None if written is None else written.targets(library, tensors, values, found)
-        with self._backend.locked(None if device is None else library.stream(device)) as stream:
-            outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
-            call = (library, device, stream)
-            if plan.exact:
-                addresses = []
-                for index, (address, shape, _, strides, _) in enumerate(found):
-                    if strides is not None or not self._row_major[index]:
-                        address = lay_out(library, self.inputs[index].order, values, index, address, shape, strides)
-                    addresses.append(address)
-                made = outputs.replay(call, plan.parts[0].program, addresses, None)
-            else:
-                made = self._pieces(call, plan, values)
+        try:
+            with self._backend.locked(None if device is None else library.stream(device)) as stream:
+                outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                call = (library, device, stream)
+                if plan.exact:
+                    addresses = []
+                    for index, (address, shape, _, strides, _) in enumerate(found):
+                        if strides is not None or not self._row_major[index]:
+                            address = lay_out(library, self.inputs[index].order, values, index, address, shape, strides)
+                        addresses.append(address)
+                    made = outputs.replay(call, plan.parts[0].program, addresses, None)
+                else:
+                    made = self._pieces(call, plan, values)
+        except MachineError as error:
+            from .call.index_ranges import explained  # only where a call has failed
+
+            raise explained(error, self.inputs, found) from None
         if library.name == "dlpack" and tensors and not self._views:
             made = [library.converted(value, first) for value in made]
         if written is not None and targets is not None:

@@ -17,6 +17,7 @@ from ..model import dynamic_axes as axes
 from ..model.pytree import dtype_name
 from ..model.source import Source
 from .exported import EagerShapes, Exported, Signature, memory_order
+from .index_ranges import index_ranges
 
 
 def describe_signature(exported: Exported) -> Signature:
@@ -26,8 +27,8 @@ def describe_signature(exported: Exported) -> Signature:
         raise ModelError("structure-unsupported", f"{source.label}: the model's result holds no tensor")
     symbols = _symbols(source, program, exported.shapes, exported.sizes)
     inputs = [
-        TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor))
-        for (name, tensor), shape in zip(flat.like.leaves, exported.shapes, strict=True)
+        TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor), range=limits)
+        for (name, tensor), shape, limits in zip(flat.like.leaves, exported.shapes, index_ranges(program), strict=True)
     ]
     outputs = _outputs(source, program, flat.names, symbols)
     return Signature(
@@ -89,7 +90,7 @@ def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], sym
     specs = []
     for name, value in zip(names, values, strict=True):
         shape = tuple([_size(source, name, axis, size, symbols) for axis, size in enumerate(value.shape)])
-        specs.append(TensorSpec(name=name, dtype=dtype_name(value.dtype), shape=shape, order=tuple(range(value.dim()))))
+        specs.append(TensorSpec(name=name, dtype=dtype_name(value.dtype), shape=shape, order=tuple(range(value.dim())), range=()))
     return tuple(specs)
 
 

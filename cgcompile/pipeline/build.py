@@ -51,7 +51,7 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             signature = describe_signature(exported)
             tell(f"{len(exported.program.graph.nodes)} nodes")
         with stages("check") as tell:
-            checked = check(exported, "cpu" if chosen.target == "cpu" else "cuda", options.host_ops)
+            checked = check(exported, "cpu" if chosen.recorder == "host" else "cuda", options.host_ops)
             refuse(checked, options.strict, options.waive, chosen.recorder, options.specialize)
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.placements))
             tell(_counted(len(checked.findings), "finding"))

@@ -28,6 +28,7 @@ from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
 from ..targets.architectures import arch
+from ..targets.instruction_sets import level_of
 from .records import RegionReport, Report
 
 ASSUMED = (2, 8)
@@ -45,7 +46,9 @@ def check(
     max_keys: int,
 ) -> Report:
     """See `cgcompile.check`."""
-    if target not in ("cpu", "cuda"):
+    if level_of(target):
+        target = "cpu"
+    elif target not in ("cpu", "cuda"):
         arch(target)  # raises target-unavailable
         target = "cuda"
     source = load_source(model, inputs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import BuildError
+from .instruction_sets import LEVELS
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -74,5 +75,7 @@ def arch(name: str) -> Arch:
         if row.name == name:
             return row
     raise BuildError(
-        "target-unavailable", f"target {name!r}: no such architecture", f"there are {', '.join(row.name for row in ARCHES)}"
+        "target-unavailable",
+        f"target {name!r}: no such architecture",
+        f"there are {', '.join(row.name for row in ARCHES)}; cpu, {', '.join(row.name for row in LEVELS)}",
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
+from cgbundle.cpu.processor import processor_flags
+
 from ..errors import BuildError
 from .architectures import arch
+from .instruction_sets import check_level, level_of
 
 LOWERINGS = ("eager", "inductor", "max-autotune")
 SPECIALIZE = ("size", "shared")
@@ -17,8 +21,11 @@ PROVE = ("interpret", "none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """`target`: "cpu", or an architecture such as "sm_90".  `recorder`: "host" for the cpu, "capture" (the GPU is here), or "trace"
-    (it need not be).  `runs_here`: this machine can replay the bundle."""
+    """`target`: "cpu", a level of processors such as "x86-64-v3", or an architecture such as "sm_90".
+
+    `recorder`: "host" for processors, "capture" (the GPU is here), or "trace" (it need not be).  `runs_here`: this machine can
+    replay the bundle.
+    """
 
     target: str
     recorder: str
@@ -37,10 +44,14 @@ def choose(target: str, lower: str, specialize: str = "size", recorder: str = "a
         if value not in known:
             raise BuildError("target-unavailable", f"{name} {value!r}: expected one of {', '.join(known)}")
     here = _here()
+    level = level_of(target)
+    if level is not None:
+        check_level(level, os.uname().machine, processor_flags())
+        return _cpu(target, lower, specialize, recorder)
     if target not in ("auto", "cpu", "cuda", here):
         arch(target)  # raises where there is no such architecture
     if target == "cpu" or (target == "auto" and not here and recorder != "trace"):
-        return _cpu(lower, specialize, recorder)
+        return _cpu("cpu", lower, specialize, recorder)
     wanted = here if target in ("auto", "cuda") else target
     if not wanted:
         raise BuildError(
@@ -67,12 +78,12 @@ def _here() -> str:
     return f"sm_{major}{minor}"
 
 
-def _cpu(lower: str, specialize: str, recorder: str) -> Chosen:
+def _cpu(target: str, lower: str, specialize: str, recorder: str) -> Chosen:
     _expect("lower", lower, "inductor", "the cpu target has one lowering, inductor", "leave --lower out, or build for a GPU")
     reason = "the cpu target always has one lowering for all sizes"
     _expect("specialize", specialize, "size", reason, "leave --specialize out")
     _expect("record", recorder, "auto", "the cpu target records nothing", "leave --record out, or build for a GPU")
-    return Chosen(target="cpu", recorder="host", runs_here=True)
+    return Chosen(target=target, recorder="host", runs_here=True)
 
 
 def _trace(wanted: str, lower: str, specialize: str, runs_here: bool) -> Chosen:

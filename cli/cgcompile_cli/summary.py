@@ -78,13 +78,13 @@ def bulk(manifest: Manifest) -> str:
 
 
 def target(row: Target) -> str:
-    """`cpu x86_64 (avx2, fma, 9 more), torch >= 2.13`."""
+    """`cpu x86_64 (avx2, fma, 9 more), torch >= 2.13`, or for a level of processors `cpu x86-64-v3, torch >= 2.13`."""
     ranked = sorted(row.features, key=lambda name: not name.startswith(TELLING))
     features = f" ({listed(ranked, FEATURES)})" if row.features else ""
     needs = [f"torch >= {row.torch}"] if row.torch else []
     if row.driver:
         needs.append(f"CUDA driver >= {row.driver // 1000}.{row.driver % 1000 // 10}")
-    return ", ".join([f"{row.kind} {row.arch}{features}", *needs])
+    return ", ".join([f"{row.kind} {row.level or row.arch + features}", *needs])
 
 
 def shape(sizes: Sequence[Any]) -> str:
@@ -94,9 +94,10 @@ def shape(sizes: Sequence[Any]) -> str:
 
 def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
     """(in or out, name, dtype, shape, remark) of every input and output.
-    The remark is `(updated by the call)`, `(shares memory with input x)` or ""."""
+    The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with input x)` or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, alias)})" for alias in manifest.aliases}
-    updated = dict.fromkeys(manifest.written, UPDATED)
+    indices = {at: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for at, spec in enumerate(manifest.inputs) if spec.range}
+    updated = indices | dict.fromkeys(manifest.written, UPDATED)
     return [
         (side, spec.name, spec.dtype, shape(spec.shape), remarks.get(index, ""))
         for side, specs, remarks in (("in", manifest.inputs, updated), ("out", manifest.outputs, shared))

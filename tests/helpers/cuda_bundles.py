@@ -176,7 +176,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
     return Manifest(
         format=FORMAT_VERSION,
         name="tiny",
-        target=Target(kind="cuda", arch=arch, features=(), torch="", driver=driver),
+        target=Target(kind="cuda", arch=arch, level="", features=(), torch="", driver=driver),
         dimensions=(),
         inputs=(),
         written=(),

@@ -42,7 +42,7 @@ def dimension(name: str, *sizes: int, pad: str = "rows", chunk: bool = True, rea
 
 
 def spec(name: str, *shape: Any, dtype: str = "float32", order: Sequence[int] | None = None) -> TensorSpec:
-    return TensorSpec(name=name, dtype=dtype, shape=shape, order=tuple(range(len(shape)) if order is None else order))
+    return TensorSpec(name=name, dtype=dtype, shape=shape, order=tuple(range(len(shape)) if order is None else order), range=())
 
 
 def signature(

@@ -76,10 +76,10 @@ def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Mani
     return replace(
         made,
         dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="forward() changes state"),),
-        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1)),),
+        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=()),),
         outputs=tuple(
             [
-                TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))))
+                TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))), range=())
                 for name, shape in zip(OUTPUTS, _shapes("batch"), strict=True)
             ]
         ),

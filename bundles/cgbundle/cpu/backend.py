@@ -13,12 +13,13 @@ from ..errors import MachineError
 from ..format.archive import WEIGHTS, Archive
 from ..format.schema import Target
 from ..format.spans import span
+from ..session.forks import forked
 from ..session.initial_state import InitialState
 from ..session.locks import ExclusiveLock, SharedLock, closed
 from ..validate.state import STATE
 from . import libtorch
 from .host_region import INSTANCES, POINTER_BYTES, HostRegion, layout_of, open_region
-from .processor import check_features
+from .processor import HINT, check_features
 
 
 def check_machine(target: Target) -> None:
@@ -26,7 +27,7 @@ def check_machine(target: Target) -> None:
     machine = os.uname().machine
     if machine != target.arch:
         raise MachineError("wrong-machine", f"the bundle is for {target.arch} processors, this machine is {machine}")
-    check_features(target.features)
+    check_features(target.features, HINT)
 
 
 class RegionOutputs:
@@ -150,15 +151,19 @@ class CpuBackend:
         """Nothing: a replay's memory is fresh from torch's allocator."""
 
     def close(self) -> None:
-        """Waits for running replays, then frees what the backend holds; weights and state, when nothing looks at them any more."""
-        self._lock.close()
-        for region in self._regions:
-            region.close()
+        """Waits for running replays, then frees what the backend holds; weights and state, when nothing looks at them any more.
+        In a forked process there is nothing to wait for, and code that a call was in the middle of is left alone."""
+        if not self._lock.inherited:
+            self._lock.close()
+            for region in self._regions:
+                region.close()
         self._regions.clear()
         self._buffers.clear()
         self._shared, self._state = None, _memory(0)
 
     def _use(self) -> Shared:
+        if self._lock.inherited:
+            raise forked(self._name)
         if self._shared is None:
             raise closed(self._name)
         return self._shared

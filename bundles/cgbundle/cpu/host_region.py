@@ -12,6 +12,7 @@ from ..errors import MachineError
 from ..format.archive import Archive
 from ..format.safetensors import Mapped
 from ..format.schema import Region, Value, Weight
+from ..session.forks import FORKS
 from ..validate.state import STATE
 from .libtorch import LibTorch
 from .shared_object import load_shared_object
@@ -157,6 +158,7 @@ class HostRegion:
                 raise MachineError("library-refused", f"{self._where}: torch refused an input tensor")
             place += POINTER_BYTES
         made = _handles(outputs)()
+        FORKS.threads = True
         if self._run(self._container, given, len(addresses), made, outputs, None, None):
             self._check(1)
         return made

@@ -12,6 +12,7 @@ import sys
 from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
 
 from ..errors import MachineError
+from ..session.forks import FORKS
 
 LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 VARIABLE = "CGBUNDLE_TORCH_LIB"
@@ -59,7 +60,9 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def load(needed: str) -> LibTorch:
-    """Raises library-missing, or library-refused for a version older than `needed`, whose C interface code was built for."""
+    """Raises library-missing, process-forked where the parent has run such code, or library-refused for a version older than
+    `needed`, whose C interface code was built for."""
+    FORKS.check_threads()
     folder, version = find(needed)
     if version and numbers(version) < numbers(needed):
         raise MachineError(

@@ -7,17 +7,19 @@ from collections.abc import Iterable
 
 from ..errors import MachineError
 
+HINT = "build the bundle on this kind of machine, or for all processors with AVX2: --target x86-64-v3"
+"""For a bundle of the cpu target."""
 
-def check_features(features: Iterable[str]) -> None:
-    """Raises wrong-machine unless this processor has all of `features`, flags as in /proc/cpuinfo."""
+SVE_LENGTH = 51
+"""prctl's PR_SVE_GET_VL (include/uapi/linux/prctl.h): aarch64's bytes of a vector in the low 16 bits."""
+
+
+def check_features(features: Iterable[str], hint: str = "build the bundle on this kind of machine") -> None:
+    """Raises wrong-machine, naming what is missing, unless this processor has all of `features`."""
     wanted = set(features)
     missing = sorted(wanted - processor_flags()) if wanted else []
     if missing:
-        raise MachineError(
-            "wrong-machine",
-            f"this processor lacks {', '.join(missing)}, which the bundle's code uses",
-            "build the bundle on this kind of machine",
-        )
+        raise MachineError("wrong-machine", f"this processor lacks {', '.join(missing)}, which the bundle's code uses", hint)
 
 
 def processor_name() -> str:
@@ -26,8 +28,16 @@ def processor_name() -> str:
 
 
 def processor_flags() -> frozenset[str]:
-    """The flags of the first processor (empty where they are not known)."""
-    return frozenset(_first("flags", "Features").split())
+    """The flags of the first processor, as /proc/cpuinfo names them (empty where they are not known); and `sve256` where vectors of
+    SVE have 256 bits: code may be compiled for one length alone."""
+    flags = frozenset(_first("flags", "Features").split())
+    return flags | {f"sve{8 * _vector_bytes()}"} if "sve" in flags else flags
+
+
+def _vector_bytes() -> int:
+    import ctypes  # aarch64 alone comes here
+
+    return max(0, int(ctypes.CDLL(None).prctl(SVE_LENGTH, 0, 0, 0, 0))) & 0xFFFF
 
 
 def _first(*names: str) -> str:

@@ -18,6 +18,7 @@ from ..errors import CallError
 from ..format.archive import Archive
 from ..format.schema import KERNEL_CODE
 from ..format.spans import span
+from ..session.forks import FORKS, forked
 from ..session.locks import AnyLock, SessionLock, closed
 from ..tensors.detection import caller_captures
 from . import driver, memory
@@ -62,6 +63,7 @@ class CudaBackend:
     def session(self) -> CudaBackend:
         """A further session: memories, stream and graphs of its own, the same weights and kernels.  One thread at a time may use
         it, another one raises SessionBusy.  Whichever is closed last gives back what they share."""
+        self._check_fork()
         with self._gate:
             self._current()
             self._shared.retain()
@@ -72,7 +74,7 @@ class CudaBackend:
     def _start(self, shared: Shared, *, alone: bool, lazy: bool) -> None:
         """Begins with one share of what sessions share, which is given back where this fails."""
         lock = self._session_lock = SessionLock(shared.manifest.name)
-        self._gate = lock.inner
+        self._gate, self._forks = lock.inner, FORKS.number
         self._lock: AnyLock = lock if alone else lock.inner
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
         self.device: int | None = shared.context.index
@@ -168,6 +170,7 @@ class CudaBackend:
 
     def copy_out(self, address: int, size: int, stream: int | None) -> Output:
         """A copy of GPU memory that the next replay leaves alone, in the order of the stream."""
+        self._check_fork()
         with self._lock, self._current() as context:
             handle = self._order.begin(stream)
             output = Output(context, size, handle)
@@ -178,6 +181,7 @@ class CudaBackend:
     def poison(self, byte: int) -> None:
         """Overwrites the arena, and with it outputs of earlier calls, and memory `host`: a sound replay reads nothing there that it
         has not written itself."""
+        self._check_fork()
         with self._lock, self._current():
             handle = self._order.begin(None)
             self._memories.poison(byte, handle)
@@ -215,7 +219,9 @@ class CudaBackend:
 
     def close(self) -> None:
         """Waits for what runs and gives back what is the session's own, and with the last session the rest, but Outputs not freed
-        yet; they keep the context.  Closing twice does nothing."""
+        yet; they keep the context.  Closing twice does nothing, and neither does closing in a forked process."""
+        if self._context.inherited:
+            return
         self._session_lock.ending = True
         with self._gate:
             if self._closed:
@@ -232,6 +238,11 @@ class CudaBackend:
         with self._context, Relaxed(), self._cleanup:
             self._programs.clear()
             self._results.clear()
+
+    def _check_fork(self) -> None:
+        """Before any lock is waited for: who held it when the process was forked never lets it go."""
+        if self._forks != FORKS.number:
+            raise forked(self._manifest.name)
 
     def _current(self) -> Context:
         if self._closed:
@@ -273,6 +284,8 @@ class LockedStream:
 
     def __enter__(self) -> Any:
         backend = self._backend
+        if backend._forks != FORKS.number:
+            backend._check_fork()
         backend._lock.acquire()
         try:
             error = cu.cuCtxPushCurrent(backend._current().handle)[0]

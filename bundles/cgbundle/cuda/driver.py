@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import MachineError, OutOfMemory
+from ..session.forks import FORKS
 
 try:
     from cuda.bindings import driver
@@ -75,13 +76,18 @@ class Context:
     the context on takes a further share with `retain`; with the last share the driver's own count is released, and with it
     everything left in the context unless another library uses it too.
 
-    Raises library-missing, wrong-machine, driver-failed.
+    In a forked process the driver does not work: there a context that was made before is `inherited`, and releases nothing.
+
+    Raises library-missing, wrong-machine, driver-failed, process-forked.
     """
 
-    __slots__ = ("_lock", "_shares", "_spare", "_streams", "device", "handle", "index", "stream")
+    __slots__ = ("_forks", "_lock", "_shares", "_spare", "_streams", "device", "handle", "index", "stream")
 
     def __init__(self, index: int) -> None:
+        FORKS.check_gpu()
         require()
+        FORKS.gpu = True
+        self._forks = FORKS.number
         count = device_count()
         if not 0 <= index < count:
             raise MachineError("wrong-machine", f"device {index}: this machine shows {count} GPU{'' if count == 1 else 's'}")
@@ -98,6 +104,11 @@ class Context:
         except BaseException:
             check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self.device))
             raise
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked since."""
+        return self._forks != FORKS.number
 
     def __enter__(self) -> Context:
         check("cuCtxPushCurrent", cu.cuCtxPushCurrent(self.handle))

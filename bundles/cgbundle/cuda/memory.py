@@ -143,7 +143,7 @@ class Output:
     def free(self) -> None:
         """Gives the memory back, and its share in the context; may be called twice."""
         context, self._context = self._context, None
-        if context is None:
+        if context is None or context.inherited:
             return
         try:
             with context:

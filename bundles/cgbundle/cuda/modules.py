@@ -25,13 +25,22 @@ class Addresses(Protocol):
 
 
 class Modules:
-    """The images of a bundle, named by SHA-256, loaded into the current context on first use; `memories` are those that `states`
-    refer to.  Raises file-damaged, table-invalid, driver-failed, OutOfMemory."""
+    """The images of a bundle, named by SHA-256, loaded into the current context on first use.
 
-    __slots__ = ("_bundle", "_functions", "_memories", "_modules", "_settings", "_states")
+    Those with `states`, variables that kernels may write, are loaded here, with `memories` for what the variables point to; of all
+    others the functions are those of `common`, where it is given.  Raises file-damaged, table-invalid, driver-failed, OutOfMemory.
+    """
 
-    def __init__(self, bundle: Archive, states: Iterable[ModuleState], memories: Addresses) -> None:
-        self._bundle, self._memories = bundle, memories
+    __slots__ = ("_bundle", "_common", "_functions", "_memories", "_modules", "_settings", "_states")
+
+    def __init__(
+        self,
+        bundle: Archive,
+        states: Iterable[ModuleState] = (),
+        memories: Addresses | None = None,
+        common: Modules | None = None,
+    ) -> None:
+        self._bundle, self._memories, self._common = bundle, memories, common
         self._states: dict[str, list[ModuleState]] = {}
         for state in states:
             self._states.setdefault(state.image, []).append(state)
@@ -41,6 +50,8 @@ class Modules:
 
     def function(self, image: str, symbol: str, params: Sequence[tuple[int, int]], settings: Iterable[tuple[int, int]]) -> Any:
         """The CUfunction, its attributes set to `settings`; `params` must be the (offset, size) of its parameters."""
+        if self._common is not None and image not in self._states:
+            return self._common.function(image, symbol, params, settings)
         found = self._functions.get((image, symbol))
         if found is None:
             module = self._module(image)
@@ -87,6 +98,7 @@ class Modules:
             raise BundleError("table-invalid", f"module state {path}: {len(state.contents)} bytes, the symbol has {size}")
         contents = bytearray(state.contents)
         for item in state.relocations:
+            assert self._memories is not None  # states come with the memories that they refer to
             target = self._memories.address(MEMORIES[item.target.memory], item.target.offset)
             contents[item.at : item.at + 8] = target.to_bytes(8, "little")
         check("cuMemcpyHtoD", cu.cuMemcpyHtoD(address, bytes(contents), len(contents)), path)

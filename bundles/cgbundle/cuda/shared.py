@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from typing import Any
 
 from ..cpu.processor import check_features
 from ..format.archive import WEIGHTS as FILE
 from ..format.archive import Archive
-from ..format.schema import MEMORIES
 from ..session.initial_state import InitialState
 from . import weights
 from .driver import Context, Relaxed
@@ -62,19 +60,15 @@ class Shared:
         self._upload = weights.Upload(self.context, file, pieces, self.base)
         cleanup.callback(self._upload.stop)
         self._states = states(self.bundle)
-        self._modules = self._loaded(self)
+        self._modules = Modules(self.bundle)
         cleanup.callback(self._modules.close)
 
-    def address(self, memory: str, offset: int) -> int:
-        """Where byte `offset` of memory weights lies."""
-        assert memory == WEIGHTS
-        return self.base + offset
-
     def modules(self, memories: Memories, cleanup: ExitStack) -> Modules:
-        """The kernel images for a session: the same for all, variables included, unless one points into memory of the session's."""
-        if all(MEMORIES[item.target.memory] == WEIGHTS for state in self._states for item in state.relocations):
+        """The kernel images for a session: the same for all but those with variables that kernels may write, which each session
+        loads for itself: kernels of two sessions run at once."""
+        if not self._states:
             return self._modules
-        made = self._loaded(memories)
+        made = Modules(self.bundle, self._states, memories, self._modules)
         cleanup.callback(made.close)
         return made
 
@@ -101,6 +95,3 @@ class Shared:
     def _give_back(self) -> None:
         with self.context, Relaxed(), self._cleanup:
             pass
-
-    def _loaded(self, memories: Any) -> Modules:
-        return Modules(self.bundle, self._states, memories)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state, random numbers,
-outputs that share memory with something else."""
+outputs that share memory with something else.  4 (2026-11): levels of processors, ranges of indices."""
 
 ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "written"): (2, ()),
@@ -20,6 +20,8 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "aliases"): (3, ()),
     ("Manifest", "random"): (3, -1),
     ("Exam", "calls"): (3, 1),
+    ("Target", "level"): (4, ""),
+    ("TensorSpec", "range"): (4, ()),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
@@ -73,22 +75,30 @@ class Dimension:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
     """An input or output: `shape` may use dimension names.  `order` lists the axes from outermost to innermost in memory:
-    (0, 1, 2, 3) is contiguous, (0, 2, 3, 1) is channels last."""
+    (0, 1, 2, 3) is contiguous, (0, 2, 3, 1) is channels last.
+
+    `range` is (low, high) of an integer input whose elements the model uses as indices: low <= element < high.  () for others.
+    """
 
     name: Name
     dtype: Name
     shape: Sizes
     order: Shape
+    range: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
     """`arch` is the machine ("x86_64") or "sm_90"; `driver` the lowest version of the CUDA driver, as it reports it (13000 = 13.0).
+
     `features` are the processor flags that host code uses, `torch` the lowest version whose shared libraries it needs: both are
-    empty without host regions."""
+    empty without host regions.  `level` is what a bundle for a CPU was asked to be for, such as "x86-64-v3", or "" for processors
+    like the one that built it.
+    """
 
     kind: Name
     arch: Name
+    level: Name
     features: tuple[Name, ...]
     torch: Name
     driver: int

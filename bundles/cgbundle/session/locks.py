@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ..errors import ProgramClosed, SessionBusy
+from .forks import FORKS, forked
 
 
 def closed(name: str) -> ProgramClosed:
@@ -16,14 +17,22 @@ def closed(name: str) -> ProgramClosed:
 
 class SharedLock:
     """A context held by every replay of a program named `name`; any number may hold it.  `close` waits until none does; who enters
-    after that gets ProgramClosed."""
+    after that gets ProgramClosed, and in a forked process process-forked."""
 
-    __slots__ = ("_closed", "_gate", "_held", "_name")
+    __slots__ = ("_closed", "_forks", "_gate", "_held", "_name")
 
     def __init__(self, name: str) -> None:
         self._gate, self._held, self._closed, self._name = Condition(Lock()), 0, False, name
+        self._forks = FORKS.number
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked since: who held the lock then is gone and never lets it go."""
+        return self._forks != FORKS.number
 
     def __enter__(self) -> None:
+        if self._forks != FORKS.number:
+            raise forked(self._name)
         with self._gate:
             if self._closed:
                 raise closed(self._name)
@@ -88,16 +97,24 @@ class SessionLock:
 
 class ExclusiveLock:
     """`SharedLock` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time.
-    Raises ProgramClosed and SessionBusy."""
+    Raises ProgramClosed, SessionBusy and process-forked."""
 
-    __slots__ = ("_closed", "_gate", "_lock", "_name", "_session")
+    __slots__ = ("_closed", "_forks", "_gate", "_lock", "_name", "_session")
 
     def __init__(self, name: str, *, alone: bool) -> None:
         self._session = exclusive = SessionLock(name)
         self._gate, self._closed, self._name = exclusive.inner, False, name
         self._lock = exclusive if alone else self._gate
+        self._forks = FORKS.number
+
+    @property
+    def inherited(self) -> bool:
+        """As of `SharedLock`."""
+        return self._forks != FORKS.number
 
     def __enter__(self) -> None:
+        if self._forks != FORKS.number:
+            raise forked(self._name)
         self._lock.acquire()
         if self._closed:
             self._lock.release()

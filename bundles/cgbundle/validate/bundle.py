@@ -143,6 +143,7 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
 def _check_target(manifest: Manifest) -> None:
     require(manifest.target.kind in (CPU, CUDA), "target.kind", f"unknown target {manifest.target.kind!r}")
     require(bool(manifest.target.arch), "target.arch", "empty")
+    require(not manifest.target.level or manifest.target.kind == CPU, "target.level", "a bundle for a GPU has none")
     hosted = any(region.kind == "host" for region in manifest.regions)
     require(bool(manifest.target.torch) or not hosted, "target.torch", "empty: host regions run on torch's shared libraries")
 

@@ -42,6 +42,8 @@ def _check_specs(where: str, specs: Sequence[TensorSpec], known: set[str]) -> No
     for index, spec in enumerate(specs):
         at = f"{where}[{index}]"
         require(spec.dtype in DTYPES, f"{at}.dtype", f"unknown dtype {spec.dtype!r}")
+        ranged = not spec.range or (where == "inputs" and len(spec.range) == 2 and spec.range[0] < spec.range[1])
+        require(ranged and (not spec.range or "int" in spec.dtype), f"{at}.range", f"{list(spec.range)} is no range of indices")
         require(sorted(spec.order) == list(range(len(spec.shape))), f"{at}.order", "is not an order of the axes")
         for axis, size in enumerate(spec.shape):
             unknown = sorted(names(size) - known)

@@ -1,13 +1,13 @@
-"""Module state: variables of the kernel images used that no longer hold their initial bytes; every data symbol is compared.  A
-library may set one before its first launch: cuFFT's `lut_sp` points to a table that cuFFT allocated.  A module
-loaded afresh would hold the initial bytes instead."""
+"""Module state: variables of the kernel images used that kernels can write, or that no longer hold their initial bytes; every data
+symbol is compared.  A library may set one before its first launch: cuFFT's `lut_sp` points to a table that cuFFT allocated.  A
+module loaded afresh would hold the initial bytes instead, and one that sessions share would let them write to the same variable."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ...errors import BuildError
-from ...targets.cuda.elf import Cubin
+from ...targets.cuda.elf import WRITABLE, Cubin
 from ..take import RawModuleState
 from .address_map import AddressMap
 from .driver import allocation, driver, read_device, succeeded
@@ -15,14 +15,14 @@ from .driver import allocation, driver, read_device, succeeded
 SECTIONS = (".nv.global", ".nv.constant")
 """Sections of module variables; symbols elsewhere (shared memory) hold nothing between launches."""
 
-WRITABLE = ".nv.global"
-"""The section of variables that kernels can write and that start as zeros; `.nv.global.init` holds the others."""
 
+def kept_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap) -> tuple[RawModuleState, ...]:
+    """The variables of the images in `modules` (image -> CUmodule handle) that were changed, or that kernels can write, sorted: one
+    that they bring back to zero, such as a counter of finished blocks, looks unchanged.
 
-def changed_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap) -> tuple[RawModuleState, ...]:
-    """The changed variables of the images in `modules` (image -> CUmodule handle), sorted.  A symbol without a handle is read at
-    its distance from one of its section, if that lies in the same allocation: an address outside could be host memory.  Raises
-    module-state-unreadable when a section that kernels can write has no handle at all."""
+    A symbol without a handle is read at its distance from one of its section, if that lies in the same allocation: an address
+    outside could be host memory.  Raises module-state-unreadable when a section that kernels can write has no handle at all.
+    """
     found: list[RawModuleState] = []
     for image, module in sorted(modules.items()):
         handles: dict[str, int] = {}
@@ -46,8 +46,8 @@ def changed_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], a
                 lost += [symbol.name] if symbol.section == WRITABLE else []
                 continue
             contents = read_device(address, len(symbol.initial))
-            if contents == symbol.initial:
-                continue
+            if contents == symbol.initial and (symbol.section != WRITABLE or symbol.name not in handles):
+                continue  # without a handle: another one of its section has one, and is kept
             if symbol.name not in handles:
                 raise BuildError(
                     "module-state-unreadable",

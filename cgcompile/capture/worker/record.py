@@ -27,7 +27,7 @@ from .cupti import ImageLog
 from .driver import check, driver, inspect_pointer, read_device
 from .graph_nodes import walk
 from .loaded_program import Captured, LoadedProgram, capture, load_program, warm_up
-from .module_state import changed_variables
+from .module_state import kept_variables
 from .regions import capture_regions, open_regions, replay_regions, warm_up_regions
 
 
@@ -42,7 +42,7 @@ def fill_compile_cache(request: Request, tell: Tell) -> None:
 
 
 def record(request: Request, log: ImageLog, tell: Tell) -> Take:
-    """Capture every key and say everything about it.  Raises what `capture`, `walk`, `changed_variables` and `_examine` do."""
+    """Capture every key and say everything about it.  Raises what `capture`, `walk`, `kept_variables` and `_examine` do."""
     loaded = load_program(request)
     captured_of = capture_regions if request.placements else lambda *given: (capture(*given),)
     captured = [item for key in request.keys for item in captured_of(loaded, key, tell)]
@@ -66,7 +66,7 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
         used |= theirs
         sides = [tuple(_value(t, item, addresses) for t in tensors) for tensors in (item.inputs, item.outputs)]
         graphs.append(RawGraph(key=item.key, region=item.region, nodes=nodes, edges=edges, inputs=sides[0], outputs=sides[1]))
-    states = changed_variables(used, {image: cubin(image) for image in used}, addresses)
+    states = kept_variables(used, {image: cubin(image) for image in used}, addresses)
     ranges = _filled(addresses, graphs, states)
     tell("replaying")
     mutated = _mutated(loaded)

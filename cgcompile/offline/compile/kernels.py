@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import BuildError
+from ...targets.cuda.elf import WRITABLE, read_cubin
 from ...util.content_cache import cache_path, recall, remember
 from ...util.progress import Tell
 from ...util.scratch import scratch_folder
@@ -117,6 +118,11 @@ def finish(variant: KernelVariant, kernel: KernelImage, shared_limit: int) -> Co
     for kind, size in (("global", kernel.global_scratch), ("profile", kernel.profile_scratch)):
         if size:
             raise BuildError("kernel-unsupported", f"{what} needs {size} bytes of {kind} scratch memory per block")
+    for symbol in read_cubin(kernel.image, what).data:
+        if symbol.section == WRITABLE:
+            raise BuildError(
+                "kernel-unsupported", f"{what} has a variable that it may write, {symbol.name}, in memory of the image"
+            )
     params = tuple((type_, name) for name, type_ in variant.signature if type_ != "constexpr")
     for type_, name in params:
         if type_.startswith(("tensordesc", "nvTmaDesc")):

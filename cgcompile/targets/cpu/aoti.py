@@ -1,5 +1,5 @@
 """lower, for the cpu target: AOTInductor turns the exported program into one shared object without weights.  Private APIs of torch
-used here: `torch._inductor.aot_compile` and the options below (tested with torch 2.13)."""
+used here: `torch._inductor.aot_compile` and the options below (tested with torch 2.13 and 2.11)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
+from cgbundle.cpu.processor import processor_flags
+
 from ...errors import BuildError
 from ...model.user_code import first_line
+from ..instruction_sets import Level, needed
+from .compiler import compiler, wrap
 
 TESTED = "2.13"
 
@@ -50,17 +55,25 @@ class Compiled:
 
 
 def compile_cpu(
-    program: ExportedProgram, work: Path, tell: Callable[[str], None], shared: Collection[int] = (), changing: bool = False
+    program: ExportedProgram,
+    work: Path,
+    tell: Callable[[str], None],
+    shared: Collection[int] = (),
+    changing: bool = False,
+    level: Level | None = None,
 ) -> Compiled:
-    """Compiles `program` to a shared object in the folder `work`.  `changing`: its weights may change.  `shared`: outputs of which
-    it gives copies.  Else it would hand out one tensor under two names, or a constant, which the caller would free twice (seen with
-    torch 2.13).  Raises compiler-failed, torch-unsupported."""
+    """Compiles `program` to a shared object in the folder `work`.
+
+    `changing`: its weights may change.  `shared`: outputs of which it gives copies.  Else it would hand out one tensor under two
+    names, or a constant, which the caller would free twice (seen with torch 2.13).  `level`: the processors that it is for, None
+    for those that are like this one.  Raises compiler-failed, torch-unsupported.
+    """
     if not hasattr(torch._inductor, "aot_compile"):
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}"
         )
-    if shutil.which(_compiler()) is None:
-        raise BuildError("compiler-failed", f"no C++ compiler: {_compiler()!r} is not on the PATH", "install g++, or set CXX")
+    if shutil.which(compiler()) is None:
+        raise BuildError("compiler-failed", f"no C++ compiler: {compiler()!r} is not on the PATH", "install g++, or set CXX")
     target = work / "model.so"
     known = torch._inductor.config.get_config_copy()
     wanted = OPTIONS | (UNFOLDED if changing else {})
@@ -69,7 +82,11 @@ def compile_cpu(
             "torch-unsupported",
             f"torch {torch.__version__}: Inductor has no option {missing[0]}; cgcompile was tested with {TESTED}",
         )
-    options = {name: value for name, value in wanted.items() if name in known}
+    options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
+    wrapped = wrap(work / "compiler", level)
+    options["cpp.cxx"] = (None, str(wrapped.path))
+    if level is not None:
+        options["cpp.simdlen"] = level.vector_bits
     with _private_cache(work / "cache"), _watched(work, tell), torch.no_grad():
         try:
             made = torch._inductor.aot_compile(
@@ -84,7 +101,7 @@ def compile_cpu(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
         )
     _make_reproducible(target, work)
-    return Compiled(path=target, features=_native_features())
+    return Compiled(path=target, features=needed(compiler(), wrapped.options(), os.uname().machine, processor_flags()))
 
 
 def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.GraphModule:
@@ -151,27 +168,3 @@ def _watched(work: Path, tell: Callable[[str], None]) -> Iterator[None]:
     finally:
         done.set()
         watcher.join()
-
-
-def _compiler() -> str:
-    return os.environ.get("CXX", "g++")
-
-
-_FLAG_NAMES = {"sse3": "pni", "lzcnt": "abm", "pclmul": "pclmulqdq", "sha": "sha_ni", "rdrnd": "rdrand", "sse4_1": "sse4_1"}
-"""Compiler macros whose /proc/cpuinfo flag has another name."""
-
-
-def _native_features() -> tuple[str, ...]:
-    """The processor flags that code compiled with -march=native may use: the macros that the option turns on, as /proc/cpuinfo
-    names them."""
-    from cgbundle.cpu.processor import processor_flags
-
-    macros = _macros("-march=native") - _macros()
-    names = {macro.strip("_").lower() for macro in macros}
-    return tuple(sorted({_FLAG_NAMES.get(name, name) for name in names} & processor_flags()))
-
-
-def _macros(*options: str) -> set[str]:
-    command = [_compiler(), *options, "-dM", "-E", "-x", "c++", os.devnull]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {line.split()[1] for line in listed.stdout.splitlines() if line.startswith("#define ")}

@@ -25,6 +25,7 @@ from ...util.progress import Stages
 from ...util.scratch import scratch_folder
 from ...util.tolerance import tolerance
 from ..build_spec import BuildSpec, ManifestParts
+from ..instruction_sets import level_of
 from ..memory_layout import lay_out, tensor_bytes
 from ..rows import whole_program, whole_region
 from ..weights import shapes_of, write_weights
@@ -36,12 +37,12 @@ HOST_FILE = "host/model.so"
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Compiles the model, and writes the shared object, the weights and the exam into `stage`."""
-    prepared = spec.prepared
+    prepared, level = spec.prepared, level_of(spec.target)
     with scratch_folder() as scratch:
         with stages("lower") as tell:
             shared = prepared.aliases
             changing = bool(prepared.state) or any(each.name for each in shared)
-            compiled = compile_cpu(prepared.program, scratch, tell, [each.output for each in shared], changing)
+            compiled = compile_cpu(prepared.program, scratch, tell, [each.output for each in shared], changing, level)
             tell(f"{HOST_FILE}, {compiled.path.stat().st_size >> 10} KB")
         with stages("emit") as tell:
             tensors = dict(sorted(weight_tensors(prepared.program).items()))
@@ -61,7 +62,14 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         programs.append(whole_program("host", exam.key, given, made))
     proofs = [Proof(key=exam.key, method="none", error=0.0, tolerance=_tolerance(exam)) for exam in exams]
     return ManifestParts(
-        target=Target(kind="cpu", arch=platform.machine(), features=compiled.features, torch=spec.torch_version, driver=0),
+        target=Target(
+            kind="cpu",
+            arch=platform.machine(),
+            level=level.name if level else "",
+            features=compiled.features,
+            torch=spec.torch_version,
+            driver=0,
+        ),
         weights=weights,
         memories=_memories(weights),
         regions=(whole_region("host", "the cpu target has no graphs", HOST_FILE, bound.constants),),

@@ -15,6 +15,10 @@ FATBIN_MAGIC = (b"\x50\xed\x55\xba", b"\x51\x46\x62\x46", b"\xb1\x43\x62\x46")
 EM_CUDA = 190
 """e_machine of every cubin."""
 
+WRITABLE = ".nv.global"
+"""The section of variables that kernels can write and that start as zeros.  `.nv.global.init` holds the others: strings and tables
+in every image that was met."""
+
 SHT_SYMTAB, SHT_NOBITS = 2, 8
 STT_OBJECT, STT_FUNC = 1, 2
 STB_LOCAL = 0

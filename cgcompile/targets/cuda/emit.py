@@ -88,7 +88,9 @@ def arena_bytes(recorded: RecordedProgram) -> dict[IntKey, int]:
 
 def cuda_target(arch: str, driver: int, hosts: HostRegions, torch_version: str) -> Target:
     """What the bundle needs: a GPU of `arch`, a driver (13000 = 13.0), and for host regions a processor and a version of torch."""
-    return Target(kind="cuda", arch=arch, features=hosts.features, torch=torch_version if hosts.rows else "", driver=driver)
+    return Target(
+        kind="cuda", arch=arch, level="", features=hosts.features, torch=torch_version if hosts.rows else "", driver=driver
+    )
 
 
 def _whole(recorded: RecordedProgram, key: IntKey, file: str) -> Program:

@@ -36,7 +36,8 @@ def build(
         str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
     ] = None,
     target: Annotated[
-        str, typer.Option("--target", metavar="TARGET", help="auto, cpu, cuda, or an architecture: sm_90 needs no GPU.")
+        str,
+        typer.Option("--target", metavar="TARGET", help="auto, cpu, x86-64-v3 (CPUs of that level), cuda, or sm_90 and its like."),
     ] = "auto",
     lower: Annotated[
         Literal["eager", "inductor", "max-autotune"], typer.Option("--lower", help="How hard to optimize.")
@@ -77,6 +78,7 @@ def build(
     cgcompile build gpt.py --sizes 1,8,32
     cgcompile build minilm.py --sizes batch=1,8 --sizes seq=32,128
     cgcompile build gpt.py --sizes 1,8,32 --target sm_90
+    cgcompile build gpt.py --sizes 1,8,32 --target x86-64-v3
     """
     import cgcompile
 

@@ -116,12 +116,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         replace(
             base,
             target=Target(
-                kind="cuda", arch="sm_90", features=compiled.features, torch=torch.__version__.split("+")[0], driver=12000
+                kind="cuda", arch="sm_90", level="", features=compiled.features, torch=torch.__version__.split("+")[0], driver=12000
             ),
             dimensions=(replace(base.dimensions[0], sizes=KEYS, pad="no", chunk=False),),
             outputs=(
-                TensorSpec(name="total", dtype="float32", shape=(16,), order=(0,)),
-                TensorSpec(name="turned", dtype="float32", shape=(3, "batch"), order=(1, 0)),
+                TensorSpec(name="total", dtype="float32", shape=(16,), order=(0,), range=()),
+                TensorSpec(name="turned", dtype="float32", shape=(3, "batch"), order=(1, 0), range=()),
             ),
             result={"tuple": [{"tensor": 0}, {"tensor": 1}]},
             weights=(

@@ -23,11 +23,12 @@ from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.plan_check import check_plan
+from cgcompile.offline.compile import kernels
 from cgcompile.offline.compile.cubin_info import read_kernel_info
 from cgcompile.offline.compile.kernels import CompiledKernel, KernelImage, compile_variants, finish
 from cgcompile.offline.compile.worker import first_line
 from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Buffer, BufferView, KernelVariant, Launch, Lowered, Pointer
-from cgcompile.targets.cuda.elf import read_cubin
+from cgcompile.targets.cuda.elf import Cubin, Symbol, read_cubin
 
 LIMIT = 232448
 """Shared memory of a block on sm_90."""
@@ -316,6 +317,14 @@ def kernel_of(made: CompiledKernel, **changes: Any) -> KernelImage:
         cooperative=False,
     )
     return replace(plain, **changes)
+
+
+def test_a_variable_that_a_kernel_may_write_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (made,) = compile_all([add], cache)
+    counter = Symbol(name="counter", section=".nv.global", value=0, local=False, initial=bytes(4))
+    monkeypatch.setattr(kernels, "read_cubin", lambda image, what: Cubin(data=(counter,), functions=frozenset()))
+    with raises("kernel-unsupported", match="kernel add has a variable that it may write, counter, in memory of the image"):
+        finish(add, kernel_of(made), LIMIT)
 
 
 def test_metadata_and_image_have_to_agree(cache: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +15,27 @@ from safetensors.torch import load_file
 
 import cgbundle
 import cgcompile
+from cgbundle.cpu.processor import processor_flags
 from cgbundle.format import archive
 from cgbundle.format.safetensors import Mapped
 from cgbundle.validate import bundle as verify
+from cgcompile.targets.cpu.build import HOST_FILE
+from cgcompile.targets.instruction_sets import LEVELS
+from cgcompile_cli import summary
 from tests.cpu.models import Everything, Image, State, everything_inputs, image_inputs
 from tests.helpers.raising import raises
+
+LEVEL = LEVELS[1]
+TARGET = LEVEL.name if set(LEVEL.features) <= processor_flags() else "cpu"
+"""A bundle for many processors where this one can run it; other tests build for this processor."""
+
+leveled = pytest.mark.skipif(LEVEL.name != TARGET, reason=f"this processor is below {LEVEL.name}")
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("everything") / "everything.cgb"
-    return cgcompile.build(Everything().eval(), everything_inputs, sizes=[1, 4], out=out, target="cpu").path
+    return cgcompile.build(Everything().eval(), everything_inputs, sizes=[1, 4], out=out, target=TARGET).path
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +74,39 @@ def test_nested_inputs_and_outputs_equal_eager_at_recorded_padded_and_cut_sizes(
         ):
             assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.is_contiguous()
             close(mine, theirs)
+
+
+@leveled
+def test_code_for_a_level_of_processors_has_no_instruction_above_it(everything: Path) -> None:
+    target = archive.read_manifest(str(everything)).target
+    assert (target.level, target.kind) == ("x86-64-v3", "cpu")
+    assert {"avx2", "fma", "f16c"} <= set(target.features) <= set(LEVEL.features)
+    assert summary.target(target).startswith("cpu x86-64-v3, torch >= ")
+    objdump = shutil.which("objdump")
+    if objdump:
+        code = subprocess.run([objdump, "-d", everything / HOST_FILE], capture_output=True, text=True, check=True).stdout
+        assert "%ymm" in code and "%zmm" not in code and "%k1" not in code
+
+
+OUT_OF_RANGE = """
+import sys, array, cgbundle
+from cgbundle.tensors.tensor import empty, from_bytes
+program = cgbundle.load(sys.argv[1])
+given = [empty(each.dtype, [3 if size == "batch" else size for size in each.shape]) for each in program.inputs]
+for last in (32, 31):
+    given[0] = from_bytes(array.array("q", [0, 1, last]).tobytes(), "int64", (3,))
+    try:
+        print(len(program.replay(given)))  # padded to 4 rows
+    except cgbundle.CallError as error:
+        print(error.code, error)
+"""
+
+
+def test_an_index_out_of_range_is_one_line_that_names_the_input(everything: Path) -> None:
+    assert [spec.range for spec in archive.read_manifest(str(everything)).inputs] == [(0, 32), (), (), ()]
+    done = subprocess.run([sys.executable, "-c", OUT_OF_RANGE, everything], capture_output=True, text=True, check=False)
+    assert done.stderr == "", "no stack, and nothing that a library prints on its own"
+    assert done.stdout.splitlines() == ["input-value input 'ids': value 32 at [2] is outside 0..31", "5"]
 
 
 def test_constant_inputs_are_guarded(everything: Path) -> None:

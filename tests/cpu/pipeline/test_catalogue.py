@@ -256,7 +256,20 @@ def test_a_variable_without_a_handle(drive: Callable[..., SimpleNamespace]) -> N
     lost = Symbol(name="counter", section=".nv.global", value=0, local=True, initial=bytes(4))
     cubins = {"ab" * 32: Cubin(data=(lost,), functions=frozenset())}
     with raises("module-state-unreadable", match="1 variables that kernels can write have no handle: counter"):
-        record.module_state.changed_variables({"ab" * 32: 9}, cubins, addresses())
+        record.module_state.kept_variables({"ab" * 32: 9}, cubins, addresses())
+
+
+def test_a_variable_that_kernels_write_is_kept_though_it_looks_unchanged(
+    drive: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = drive(cuModuleGetGlobal=lambda _, name: (0, {b"counter": 0x1000, b"text": 0x2000}.get(name, 0x3000), 4))
+    monkeypatch.setattr(record.module_state, "allocation", lambda address: (address, 4))
+    monkeypatch.setattr(record.module_state, "read_device", lambda at, size: bytes(4) if at == 0x1000 else b"text")
+    counter = Symbol(name="counter", section=".nv.global", value=0, local=False, initial=bytes(4))
+    text = Symbol(name="text", section=".nv.global.init", value=0, local=False, initial=b"text")
+    cubins = {"ab" * 32: Cubin(data=(counter, text), functions=frozenset())}
+    (kept,) = record.module_state.kept_variables({"ab" * 32: 9}, cubins, addresses())
+    assert kept.symbol == "counter"
 
 
 # --- building -----------------------------------------------------------------------------------------------------
@@ -296,7 +309,7 @@ def test_a_constant_that_is_no_weight(exported: Any, tmp_path: Path, monkeypatch
 def test_no_compiler(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cgcompile.targets.cpu.aoti import compile_cpu
 
-    monkeypatch.setattr("cgcompile.targets.cpu.aoti._compiler", lambda: "no-such-compiler")
+    monkeypatch.setattr("cgcompile.targets.cpu.aoti.compiler", lambda: "no-such-compiler")
     with raises("compiler-failed", match="no C\\+\\+ compiler: 'no-such-compiler'") as caught:
         compile_cpu(exported, tmp_path, lambda text: None)
     assert "g++" in caught.value.hint

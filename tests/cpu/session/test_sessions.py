@@ -104,7 +104,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = support.manifest()
 
     def spec(name: str, *shape: Any) -> TensorSpec:
-        return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))))
+        return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))), range=())
 
     shapes: list[tuple[Any, ...]] = [("rows", WIDTH), (WIDTH,), (WIDTH, WIDTH), ("rows", 4), ("rows", WIDTH), ("rows", WIDTH - 1)]
     support.seal(
@@ -112,7 +112,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         replace(
             base,
             target=Target(
-                kind="cpu", arch=os.uname().machine, features=compiled.features, torch=torch.__version__.split("+")[0], driver=0
+                kind="cpu",
+                arch=os.uname().machine,
+                level="",
+                features=compiled.features,
+                torch=torch.__version__.split("+")[0],
+                driver=0,
             ),
             dimensions=(replace(base.dimensions[0], name="rows", sizes=SIZES, pad="no", chunk=False),),
             inputs=(spec("x", "rows", WIDTH),),

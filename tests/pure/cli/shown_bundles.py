@@ -81,7 +81,7 @@ def _dimension(name: str, sizes: Sequence[int]) -> Dimension:
 
 
 def _spec(name: str, *shape: str | int) -> TensorSpec:
-    return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))))
+    return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))), range=())
 
 
 def _program(batch: int, seq: int) -> Program:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from struct import unpack
+from struct import pack, unpack
 from typing import Any
 
 import pytest
@@ -102,7 +102,7 @@ def test_sessions_share_weights_and_kernels_and_nothing_else(fake: FakeDriver, b
             places = [each.state.view("total").address for each in (program, session, other)]
             assert len(set(places)) == 3
             again = {name: fake.calls.count(name) for name in before}
-            assert again == before | {"cuStreamCreate": before["cuStreamCreate"] + 2}
+            assert again == before | {"cuStreamCreate": before["cuStreamCreate"] + 2, "cuModuleLoadData": 3}
         assert set(fake.live) >= first
         left = [each for each in fake.live.keys() - first if isinstance(fake.live[each], ctypes.Array)]
         assert left == [], "a session gives its memory back"
@@ -257,6 +257,36 @@ def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
             with program.session() as session:
                 session(given(4, 5))
         assert fake.calls.count("cuModuleLoadData") == 3 == fake.calls.count("cuModuleUnload") + 1
+
+
+def test_images_without_variables_that_kernels_write_are_loaded_once(
+    fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cgbundle.cuda import shared
+
+    monkeypatch.setattr(shared, "states", lambda bundle: ())
+    with opened(bundle) as program, program.session(), program.session():
+        assert fake.calls.count("cuModuleLoadData") == 1
+
+
+def test_kernels_of_two_sessions_never_write_to_the_same_variable(
+    fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.helpers import fake_driver
+
+    added = fake_driver.KERNELS["add"]
+
+    def counting(block: list[bytes], data: dict[str, Any]) -> None:
+        """As `add`, and counts its launches in a variable of its image, which `combine` reads."""
+        (count,) = unpack("<f", data["bias"].raw)
+        data["bias"].raw = pack("<f", count + 1)
+        added(block, data)
+
+    monkeypatch.setitem(fake_driver.KERNELS, "add", counting)
+    with opened(bundle) as program, program.session() as session, program.session() as other:
+        made = [numbers(each(given(4))["y"]) for each in (program, session, other, session)]
+        assert made[0] == made[1] == made[2] == [value + 1 for value in expected(inputs(4))]
+        assert made[3] == [value + 2 for value in made[1]], "two launches of its own later"
 
 
 def test_the_memory_of_a_session_is_known_beforehand(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:

@@ -407,7 +407,7 @@ def gpu_bundle(folder: Path) -> Manifest:
     with open(folder / archive.EXAM, "wb") as file:
         safetensors.write(file, exam)
     (folder / archive.PROGRAM).write_bytes(b"PK, but not really")
-    spec = TensorSpec(name="x", dtype="float32", shape=("batch", cuda_bundles.FLOATS), order=(0, 1))
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", cuda_bundles.FLOATS), order=(0, 1), range=())
     proofs = tuple([Proof(key=(size,), method="replay", error=0.0, tolerance=1e-4) for size in cuda_bundles.KEYS])
     manifest = replace(
         bare, inputs=(spec,), outputs=(replace(spec, name="y"),), call={"call": [["x", {"tensor": 0}]]}, result={"tensor": 0},

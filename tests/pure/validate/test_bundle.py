@@ -406,7 +406,7 @@ def test_a_product_of_sizes_that_nobody_could_list_is_refused_at_once() -> None:
 def test_sizes_that_are_multiples_of_a_dimension_are_cut() -> None:
     made = signature(
         [dimension("batch", 2, 4)],
-        [spec("x", ("*", "batch", 2), 3), TensorSpec(name="table", dtype="float32", shape=(7,), order=(0,))],
+        [spec("x", ("*", "batch", 2), 3), TensorSpec(name="table", dtype="float32", shape=(7,), order=(0,), range=())],
         [spec("y", 3, ("*", 4, "batch"))],
     )
     check_manifest(replace(made, files=FILES))

@@ -1,0 +1,59 @@
+"""After a call has failed: which input holds an index that the model has nothing at.  A call that works pays nothing for it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from ..errors import CallError, CgbundleError
+from ..format.schema import DTYPES, TensorSpec
+from ..tensors.library import Descriptor
+
+TYPES: dict[str, Any] = {
+    "int64": ctypes.c_int64, "int32": ctypes.c_int32, "int16": ctypes.c_int16, "int8": ctypes.c_int8, "uint8": ctypes.c_uint8,
+}  # fmt: skip
+"""By dtype: those that an index may have."""
+
+FAULTS = ("library-refused", "driver-failed")
+"""What a replay raises where compiled code finds an index out of range."""
+
+
+def explained(error: CgbundleError, specs: Sequence[TensorSpec], found: Sequence[Descriptor]) -> CgbundleError:
+    """The error of a replay, or where an input of the CPU has an element out of its range, an input-value that names the first."""
+    if error.code in FAULTS:
+        for spec, (address, shape, dtype, strides, device) in zip(specs, found, strict=True):
+            if spec.range and device is None and dtype in TYPES:
+                for at, value in _outside(address, shape, dtype, strides, *spec.range):
+                    low, high = spec.range
+                    text = f"input {spec.name!r}: value {value} at {list(at)} is outside {low}..{high - 1}"
+                    return CallError("input-value", text)
+    return error
+
+
+def _outside(
+    address: int, shape: Sequence[int], dtype: str, strides: Sequence[int] | None, low: int, high: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(place, value) of elements that are not in [low, high), a row at a time; `strides` in elements, None for row-major."""
+    if 0 in shape:
+        return
+    if strides is None:
+        steps = [1]
+        for size in reversed(shape[1:]):
+            steps.insert(0, steps[0] * size)
+        strides = steps[: len(shape)]
+    *outer, size = shape or (1,)
+    step = strides[-1] if shape else 1
+    width = DTYPES[dtype]
+    for at in product(*map(range, outer)):
+        start = address + width * sum(index * stride for index, stride in zip(at, strides, strict=False))
+        count = (size - 1) * abs(step) + 1
+        if step < 0:
+            start -= width * (count - 1)
+        row = (TYPES[dtype] * count).from_address(start)
+        values = row[::step] if step else row[:] * size
+        if min(values) < low or max(values) >= high:
+            for index, value in enumerate(values):
+                if not low <= value < high:
+                    yield ((*at, index) if shape else ()), value

@@ -1,0 +1,101 @@
+"""The range of an integer input whose every element is an index: known from the tensors that are indexed.
+
+Followed are operations that keep all elements, as they are or plus a constant.  Whatever else an input goes to says nothing about
+it: a slice, say, may leave out what is out of range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+KEEPING = frozenset({
+    aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.expand.default,
+    aten.flatten.using_ints, aten.lift_fresh_copy.default, aten.movedim.int, aten.permute.default,
+    aten.reshape.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.t.default,
+    aten.transpose.int, aten.unflatten.int, aten.unsqueeze.default, aten.view.default,
+    aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default,
+})  # fmt: skip
+"""Operations whose result has exactly the elements of their first argument; casts where the new dtype holds the old one's."""
+
+SHIFTING = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
+"""By the sign of what a constant second argument adds."""
+
+WIDTH = {torch.uint8: 1, torch.int8: 1, torch.int16: 2, torch.int32: 4, torch.int64: 8}
+
+Range = tuple[int, int]
+
+
+def index_ranges(program: ExportedProgram) -> list[tuple[int, ...]]:
+    """(low, high) with low <= element < high of every input of the user's, in order, or () where nothing is known.  Outside of it
+    eager PyTorch raises."""
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    found: list[tuple[int, ...]] = []
+    for name in program.graph_signature.user_inputs:
+        node = placeholders.get(name) if isinstance(name, str) else None
+        dtype = _dtype(node)
+        ranges = list(_uses(node, 0)) if node is not None and dtype in WIDTH else []
+        low = max((low for low, _ in ranges), default=0)
+        high = min((high for _, high in ranges), default=0)
+        found.append((low, high) if low < high else ())
+    return found
+
+
+def _uses(node: Node, added: int) -> Iterator[Range]:
+    """The ranges that the users of a value set to an input of which it is all elements plus `added`."""
+    for user in node.users:
+        if user.op != "call_function":
+            continue
+        first = user.args[0] if user.args else None
+        if user.target in KEEPING and first is node and _holds(_dtype(user), _dtype(node)):
+            yield from _uses(user, added)
+        elif user.target in SHIFTING and first is node and _is_constant(user):
+            yield from _uses(user, added + SHIFTING[user.target] * user.args[1])
+        else:
+            for low, high in _indexed(user, node):
+                yield low - added, high - added
+
+
+def _indexed(user: Node, node: Node) -> Iterator[Range]:
+    """What `user` demands of `node` as an index."""
+    args = user.args
+    if user.target in (aten.embedding.default, aten.embedding_bag.padding_idx, aten.embedding_bag.default):
+        if args[1] is node:
+            yield from _axis(args[0], 0, negative=False)
+    elif user.target in (aten.index_select.default, aten.gather.default):
+        if args[2] is node:
+            yield from _axis(args[0], args[1], negative=False)
+    elif user.target in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        for axis, index in enumerate(args[1]):
+            if index is node and _dtype(node) is not torch.uint8:  # which is a mask
+                yield from _axis(args[0], axis, negative=True)
+
+
+def _axis(table: Any, axis: Any, *, negative: bool) -> Iterator[Range]:
+    """The range of indices of an axis whose size is known."""
+    value = table.meta.get("val") if isinstance(table, Node) else None
+    if isinstance(value, torch.Tensor) and isinstance(axis, int) and value.dim():
+        size = value.shape[axis]
+        if isinstance(size, int):
+            yield (-size if negative else 0), size
+
+
+def _is_constant(user: Node) -> bool:
+    """Whether an addition's second argument is a whole number, taken once, and the sum an integer that cannot wrap around."""
+    number = user.args[1]
+    return type(number) is int and abs(number) < 1 << 31 and not user.kwargs.get("alpha") and _dtype(user) is torch.int64
+
+
+def _holds(new: torch.dtype | None, old: torch.dtype | None) -> bool:
+    return new in WIDTH and old in WIDTH and (new is old or (WIDTH[new] > WIDTH[old]))
+
+
+def _dtype(node: Node | None) -> torch.dtype | None:
+    value = node.meta.get("val") if node is not None else None
+    return value.dtype if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,79 @@
+"""The C++ compiler as Inductor calls it: a script in front of the real one.
+
+Inductor decides by itself which processor it compiles for, in ways that differ from version to version.  The script has the last
+word, notes what the code was compiled for, and keeps the code from printing its errors.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...errors import BuildError
+from ..instruction_sets import SWITCHED_OFF, X86_64, Level
+
+HEADER = Path(__file__).with_name("silent_errors.h")
+
+INTERFACE = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_runtime/interface.h"
+"""Where torch declares the C interface of the code (seen in 2.13)."""
+
+SCRIPT = """#!/bin/sh
+source=$1
+for option do
+  shift
+  case $option in
+    -march=*|-mcpu=*) {machine} ;;
+    -m*) {extension} ;;
+    *) set -- "$@" "$option" ;;
+  esac
+done
+case " $* " in *" -c "*)
+  for option do case $option in -m*) printf '%s ' "$option" ;; esac; done >> {notes}
+  echo >> {notes}
+esac
+exec {compiler} "$@"
+"""
+
+
+def compiler() -> str:
+    """The user's choice, or GCC."""
+    return os.environ.get("CXX", "g++")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrappedCompiler:
+    """`path` is what Inductor is given for the compiler."""
+
+    path: Path
+    notes: Path
+
+    def options(self) -> list[tuple[str, ...]]:
+        """The options about the processor of every compilation so far, each list once.  Raises torch-unsupported when there was
+        none."""
+        lines = self.notes.read_text().splitlines() if self.notes.exists() else []
+        if not lines:
+            raise BuildError(
+                "torch-unsupported", f"torch {torch.__version__}: Inductor did not call the compiler that it was given"
+            )
+        return [tuple(line.split()) for line in sorted(set(lines))]
+
+
+def wrap(folder: Path, level: Level | None) -> WrappedCompiler:
+    """Writes the script into `folder`.  `level`: None for the processors that are like this one."""
+    folder.mkdir()
+    path, notes = folder / os.path.basename(compiler()), folder / "options"  # Inductor tells compilers apart by their names
+    if level is not None:
+        machine, extension = f'set -- "$@" -march={level.name}', ":"
+    else:
+        off = " ".join(SWITCHED_OFF) if os.uname().machine == X86_64 else ""
+        machine, extension = f'set -- "$@" "$option" {off}', 'set -- "$@" "$option"'
+    if "AOTInductorGetLastError" in INTERFACE.read_text():  # else what is printed is all that is known
+        machine += f'; case $source in *.cpp) set -- "$@" -include {shlex.quote(str(HEADER))} ;; esac'
+    text = SCRIPT.format(machine=machine, extension=extension, notes=shlex.quote(str(notes)), compiler=shlex.quote(compiler()))
+    path.write_text(text)
+    path.chmod(0o700)
+    return WrappedCompiler(path=path, notes=notes)

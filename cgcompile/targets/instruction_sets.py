@@ -1,0 +1,139 @@
+"""Instruction sets: the levels of processors that a bundle can be built for, and what code that a compiler made needs.
+
+What code needs is asked of the compiler: the macros that it defines for the options which the code was compiled with.  A macro and
+the kernel's name for the same set, in /proc/cpuinfo, mostly differ in underscores alone; the rest is in tables here.  x86-64: x86
+psABI and arch/x86/include/asm/cpufeatures.h.  aarch64: Arm C Language Extensions and Documentation/arch/arm64/elf_hwcaps.rst.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import BuildError
+
+X86_64 = "x86_64"
+"""What os.uname calls the machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """A level of the x86-64 psABI, by the name that compilers give it; `features` as /proc/cpuinfo names them.  `vector_bits`:
+    Inductor's vectors (`cpp.simdlen`), 1 for none: it has none of SSE."""
+
+    name: str
+    features: tuple[str, ...]
+    vector_bits: int
+
+
+_V2 = ("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3")
+_V3 = (*_V2, "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave")
+_V4 = (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
+
+LEVELS = (
+    Level(name="x86-64-v2", features=_V2, vector_bits=1),
+    Level(name="x86-64-v3", features=_V3, vector_bits=256),
+    Level(name="x86-64-v4", features=_V4, vector_bits=512),
+)
+
+SWITCHED_OFF = ("-mno-sse4a", "-mno-xop", "-mno-fma4", "-mno-tbm")
+"""With -march=native: instruction sets that processors of one maker have and that gain nothing, but which compilers may use."""
+
+UNUSED = frozenset({
+    "adx", "aes", "cldemote", "clflushopt", "clwb", "clzero", "enqcmd", "fsgsbase", "fxsr", "hreset", "invpcid", "kl", "lwp",
+    "movdir64b", "movdiri", "mwaitx", "pconfig", "pku", "prefetchwt1", "prfchw", "ptwrite", "rdpid", "rdpru", "rdrnd", "rdseed",
+    "rtm", "serialize", "sgx", "sha", "sha512", "shstk", "sm3", "sm4", "tsxldtrk", "uintr", "usermsr", "vaes", "waitpkg",
+    "wbnoinvd", "widekl", "xsave", "xsavec", "xsaveopt", "xsaves",
+})  # fmt: skip
+"""x86: sets that -march=native turns on, and that GCC and Clang use only where the source names them, which Inductor's does not:
+cryptography, random numbers, cache control, saving registers, and what is the kernel's.  (`prfchw`: elsewhere it does nothing.)"""
+
+X86_NAMES = {"sse3": "pni", "lzcnt": "abm", "bmi": "bmi1", "pclmul": "pclmulqdq", "lahfsahf": "lahf_lm"}
+"""Macros, in small letters, that the kernel calls otherwise."""
+
+ARM_NAMES = {
+    "__ARM_NEON": "asimd", "__ARM_FEATURE_ATOMICS": "atomics", "__ARM_FEATURE_BF16_SCALAR_ARITHMETIC": "bf16",
+    "__ARM_FEATURE_BF16_VECTOR_ARITHMETIC": "bf16", "__ARM_FEATURE_COMPLEX": "fcma", "__ARM_FEATURE_CRC32": "crc32",
+    "__ARM_FEATURE_DOTPROD": "asimddp", "__ARM_FEATURE_FP16_FML": "asimdfhm", "__ARM_FEATURE_FP16_SCALAR_ARITHMETIC": "fphp",
+    "__ARM_FEATURE_FP16_VECTOR_ARITHMETIC": "asimdhp", "__ARM_FEATURE_FRINT": "frint", "__ARM_FEATURE_JCVT": "jscvt",
+    "__ARM_FEATURE_MATMUL_INT8": "i8mm", "__ARM_FEATURE_MOPS": "mops", "__ARM_FEATURE_QRDMX": "asimdrdm",
+    "__ARM_FEATURE_RCPC": "lrcpc", "__ARM_FEATURE_SVE": "sve", "__ARM_FEATURE_SVE2": "sve2",
+    "__ARM_FEATURE_SVE2_BITPERM": "svebitperm", "__ARM_FEATURE_SVE2p1": "sve2p1", "__ARM_FEATURE_SVE_BF16": "svebf16",
+    "__ARM_FEATURE_SVE_MATMUL_FP32": "svef32mm", "__ARM_FEATURE_SVE_MATMUL_FP64": "svef64mm",
+    "__ARM_FEATURE_SVE_MATMUL_INT8": "svei8mm",
+}  # fmt: skip
+"""aarch64: the macros of sets that compilers use by themselves.  Cryptography, random numbers and memory tags are none."""
+
+SVE_BITS = "__ARM_FEATURE_SVE_BITS"
+"""aarch64: the length of vectors that code relies on, 0 for any."""
+
+
+def level_of(name: str) -> Level | None:
+    """The level of that name, if it is one."""
+    return next((row for row in LEVELS if row.name == name), None)
+
+
+def check_level(level: Level, machine: str, flags: Collection[str]) -> None:
+    """Raises target-unavailable where this machine, with `flags` of /proc/cpuinfo, cannot run code of that level."""
+    if machine != X86_64:
+        raise BuildError(
+            "target-unavailable", f"target {level.name}: this machine is {machine}, and its code is proved by running it"
+        )
+    if missing := sorted(set(level.features) - set(flags)):
+        raise BuildError(
+            "target-unavailable",
+            f"target {level.name}: this processor lacks {', '.join(missing)}, and the code is proved by running it",
+            "name a lower level, or build on another machine",
+        )
+
+
+def needed(compiler: str, options: Collection[Sequence[str]], machine: str, flags: Collection[str]) -> tuple[str, ...]:
+    """What code that was compiled with each of these lists of `options` needs, of what /proc/cpuinfo lists as `flags` here, sorted.
+    Raises compiler-failed."""
+    plain = macros(compiler)
+    found: set[str] = set()
+    for each in options:
+        defined = macros(compiler, *each)
+        turned_on = {name: value for name, value in defined.items() if name not in plain or name == SVE_BITS}
+        if machine == X86_64:
+            found |= _x86(turned_on, flags)
+        else:
+            found |= _arm(defined, flags)
+    return tuple(sorted(found))
+
+
+def _x86(turned_on: Mapping[str, str], flags: Collection[str]) -> set[str]:
+    known = {_letters(flag): flag for flag in flags}
+    names = {_letters(macro) for macro in turned_on} - {_letters(name) for name in UNUSED}
+    return {flag for name in names if (flag := known.get(_letters(X86_NAMES.get(name, name))))}
+
+
+def _arm(defined: Mapping[str, str], flags: Collection[str]) -> set[str]:
+    """Of all macros: `asimd` is on without any option, and still no processor has to have it."""
+    length = int(defined.get(SVE_BITS, "0") or 0)
+    return ({ARM_NAMES[macro] for macro in defined if macro in ARM_NAMES} & set(flags)) | ({f"sve{length}"} if length else set())
+
+
+def _letters(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def macros(compiler: str, *options: str) -> dict[str, str]:
+    """What the compiler defines by itself with these options.  Raises compiler-failed where it does not say."""
+    command = [compiler, *options, "-dM", "-E", "-x", "c++", os.devnull]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        complaint = listed.stderr if listed.returncode else ""
+        found = [line.split(None, 2)[1:] for line in listed.stdout.splitlines() if line.startswith("#define ")]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        found, complaint = [], str(error)
+    if not found or complaint:
+        why = (complaint.strip() or "it lists no macros").splitlines()[0]
+        raise BuildError(
+            "compiler-failed",
+            f"{compiler} does not say what its options {' '.join(options) or '(none)'} mean: {why}",
+            "without that, a bundle could run where the processor lacks an instruction; set CXX to GCC or Clang",
+        )
+    return {row[0]: row[1] if len(row) > 1 else "" for row in found}

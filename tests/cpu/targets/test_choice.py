@@ -1,0 +1,28 @@
+"""What `--target` may name besides GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from cgcompile.targets.choice import choose
+from cgcompile.targets.instruction_sets import LEVELS
+from tests.helpers.raising import raises
+
+
+def test_a_level_of_processors_is_built_and_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cgcompile.targets.choice.processor_flags", lambda: frozenset(LEVELS[1].features))
+    monkeypatch.setattr("cgcompile.targets.choice.os.uname", lambda: type("Uname", (), {"machine": "x86_64"}))
+    made = choose("x86-64-v3", "inductor")
+    assert (made.target, made.recorder, made.runs_here) == ("x86-64-v3", "host", True)
+    with raises("target-unavailable", match="lower 'eager': the cpu target has one lowering"):
+        choose("x86-64-v3", "eager")
+    with raises(
+        "target-unavailable", match="target x86-64-v4: this processor lacks avx512bw, avx512cd, avx512dq, avx512f, avx512vl"
+    ):
+        choose("x86-64-v4", "inductor")
+
+
+def test_a_level_that_does_not_exist() -> None:
+    with raises("target-unavailable", match="target 'x86-64-v9': no such architecture") as caught:
+        choose("x86-64-v9", "inductor")
+    assert "x86-64-v3" in caught.value.hint

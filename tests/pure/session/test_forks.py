@@ -1,0 +1,82 @@
+"""What a process that was forked may still do with a program of its parent's: nothing, and at once, also where a lock was held."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cgbundle.cuda.driver import Context
+from cgbundle.session.forks import FORKS
+from cgbundle.session.locks import ExclusiveLock, SharedLock
+from tests.helpers import cuda_bundles
+from tests.helpers.cuda_calls import opened
+from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.raising import raises
+
+
+@pytest.fixture
+def fork() -> Iterator[None]:
+    """Puts back what a fork changes: the tests count one themselves and stay one process."""
+    before = {name: getattr(FORKS, name) for name in FORKS.__slots__}
+    yield
+    for name, value in before.items():
+        setattr(FORKS, name, value)
+
+
+@pytest.mark.parametrize("lock", [SharedLock("gpt"), ExclusiveLock("gpt", alone=False), ExclusiveLock("gpt", alone=True)])
+def test_a_lock_that_another_thread_held_is_not_waited_for(lock: SharedLock | ExclusiveLock, fork: None) -> None:
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            over.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    FORKS.count()
+    assert lock.inherited
+    with raises("process-forked", match="program 'gpt' was loaded before this process was forked"), lock:
+        pass
+    over.set()
+    thread.join()
+
+
+def test_a_program_for_a_gpu_is_its_parents_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork: None) -> None:
+    fake = FakeDriver()
+    install(monkeypatch, fake)
+    backend = opened(cuda_bundles.write(tmp_path / "tiny.cgb", b"an image"), tmp_path / "tiny.cgb")
+    with backend.locked(None):
+        output = backend.copy_out(backend._memories.bases[0], 4, None)
+    FORKS.count()
+    seen = len(fake.calls)
+    for act in (
+        backend.session,
+        lambda: backend.locked(None).__enter__(),
+        lambda: backend.poison(0),
+        lambda: backend.copy_out(0, 4, None),
+    ):
+        with raises("process-forked", match="program 'tiny' was loaded before this process was forked"):
+            act()
+    with raises("process-forked", match="forked from one that used the GPU: CUDA does not work here"):
+        Context(0)
+    output.free()
+    backend.close()
+    assert len(fake.calls) == seen, "the driver is not asked in a forked process"
+
+
+def test_code_for_the_cpu_lacks_its_threads_only_where_some_had_run(fork: None) -> None:
+    FORKS.threads = False
+    FORKS.count()
+    FORKS.check_threads()
+    FORKS.threads = True
+    FORKS.count()
+    with raises("process-forked", match="forked from one that had run code for the CPU"):
+        FORKS.check_threads()
+    FORKS.count()
+    with raises("process-forked", match="forked from one that had run code for the CPU"):
+        FORKS.check_threads()
