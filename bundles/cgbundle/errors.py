@@ -23,9 +23,11 @@ class CgbundleError(Exception):
     """Base of every error that is raised on purpose.  `code` names the cause in the catalogue."""
 
     catalogue: ClassVar[Mapping[str, Cause]]
+    escaped: ClassVar[bool] = False
+    """Whether parts of a bundle or a call may stand in messages: what is not printable is escaped there, and a long one cut."""
 
     def __init__(self, code: str, message: str, hint: str = "") -> None:
-        super().__init__(message)
+        super().__init__(one_line(message) if self.escaped else message)
         cause = self.catalogue[code]
         self.code, self.exit_code, self.hint = code, cause.exit_code, hint or cause.hint
 
@@ -39,18 +41,15 @@ class CgbundleError(Exception):
 
 
 class BundleError(CgbundleError):
-    """The path holds no sound bundle, or one that this runtime cannot read.  Parts of the bundle may stand in the message: what is
-    not printable is escaped, and a long message cut."""
+    """The path holds no sound bundle, or one that this runtime cannot read."""
 
-    def __init__(self, code: str, message: str, hint: str = "") -> None:
-        super().__init__(code, one_line(message), hint)
+    escaped = True
 
 
 class MachineError(CgbundleError):
     """This machine cannot run the bundle, or a library or driver under it failed."""
 
-    def __init__(self, code: str, message: str, hint: str = "") -> None:
-        super().__init__(code, one_line(message), hint)
+    escaped = True
 
 
 class OutOfMemory(MachineError):
@@ -59,6 +58,8 @@ class OutOfMemory(MachineError):
 
 class CallError(CgbundleError):
     """A call that does not fit the bundle's signature, or the moment."""
+
+    escaped = True
 
 
 class ProgramClosed(CallError):
@@ -81,11 +82,14 @@ LONGEST = 2000
 
 def one_line(message: str) -> str:
     """`message` without anything that could drive a terminal or that no encoding has, and cut in the middle where it is long."""
-    if len(message) > LONGEST:
-        message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 4 :]}"
-    if message.isprintable():
-        return message
-    return "".join([c if c.isprintable() else " " if c in "\n\t" else c.encode("unicode_escape").decode() for c in message])
+    shown = _cut(message)
+    if shown.isprintable():
+        return shown
+    return _cut("".join([c if c.isprintable() else " " if c in "\n\t" else c.encode("unicode_escape").decode() for c in shown]))
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 4 :]}"
 
 
 DAMAGED = "the bundle is damaged: copy or build it again"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.errors import BundleError, CgbundleError
+from cgbundle.errors import BundleError, CallError, CgbundleError
 from cgbundle.format import archive, json_text, limits, manifest_json, pytree
 from cgbundle.format.safetensors import read_header
 from cgbundle.format.schema import Manifest, Value
@@ -362,6 +362,8 @@ def test_the_message_of_an_error_about_a_bundle_is_a_printable_line() -> None:
     error = BundleError("manifest-invalid", "a\nb\x1b[31m\ud800" + "x" * 100_000 + "end")
     assert str(error).startswith(r"a b\x1b[31m\ud800xxx") and str(error).endswith("xend") and len(str(error)) < 2100
     assert str(BundleError(error.code, str(error))) == str(error)
+    assert len(str(BundleError("manifest-invalid", "\U000e0001" * 1900))) < 2100
+    assert str(CallError("input-structure", "a\x07b\u202e")) == r"a\x07b\u202e"
 
 
 def test_format_md_lists_the_limits_of_the_code() -> None:
