@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ..errors import BundleError
 from ..format import archive, safetensors
+from ..format.exam_tensors import WAIVER, exam_tensors, is_exact
 from ..format.safetensors import Entry
 from ..format.schema import IntKey, Manifest, Program
 from .require import require
@@ -26,6 +27,22 @@ def check_exam_rows(manifest: Manifest) -> None:
         require(proof.method in METHODS, f"{where}.method", f"unknown method {proof.method!r}")
         require(proof.tolerance >= 0, f"{where}.tolerance", f"{proof.tolerance} is below 0")
         require(proof.error >= 0, f"{where}.error", f"{proof.error} is below 0")
+        require(len(proof.errors) in (0, len(manifest.exam.bounds)), f"{where}.errors", "are not one per bound")
+        require(all(error >= 0 for error in proof.errors), f"{where}.errors", "one is below 0")
+        recorded = manifest.exam.expected == "recording"
+        require(proof.distance == 0 or (recorded and proof.distance > 0), f"{where}.distance", f"{proof.distance} of no recording")
+    if manifest.format >= 4:
+        _check_bounds(manifest)
+
+
+def _check_bounds(manifest: Manifest) -> None:
+    exam, compared = manifest.exam, exam_tensors(manifest)
+    require(exam.expected in ("eager", "recording"), "exam.expected", f"unknown source {exam.expected!r}")
+    require(len(exam.bounds) == len(compared), "exam.bounds", f"{len(exam.bounds)} for {len(compared)} tensors")
+    for index, (tensor, bound) in enumerate(zip(compared, exam.bounds, strict=True)):
+        require(bound >= 0, f"exam.bounds[{index}]", f"{bound} is below 0")
+        accepted = bound == 0 or (WAIVER in manifest.waivers and bound <= 1)
+        require(not is_exact(tensor.dtype) or accepted, f"exam.bounds[{index}]", f"{tensor.title} has to be equal, got {bound}")
 
 
 def check_exam(path: str, manifest: Manifest) -> None:

@@ -127,7 +127,10 @@ def _proof(manifest: Manifest) -> list[str]:
         if some:
             worst = max(some, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
             some_of = "" if len(some) == len(proofs) else f"{len(some)} of {len(proofs)} int_keys "
-            lines.append(f"{some_of}{meaning}: largest error {worst.error:.1e}, allowed {worst.tolerance:.1e}")
+            allowed = f"allowed {worst.tolerance:.1e}" if worst.tolerance else "all are equal"
+            lines.append(f"{some_of}{meaning}: largest error {worst.error:.1e}, {allowed}")
+    if manifest.exam.expected == "recording" and manifest.exam.compare == "tolerance":
+        lines.append(f"at most {max(proof.distance for proof in proofs):.1e} from what was recorded")
     left = sum(proof.method == "none" for proof in proofs)
     if left:
         which = "not proved" if left == len(proofs) else f"{left} of {len(proofs)} int_keys not proved"

@@ -385,7 +385,8 @@ def stateful(manifest: Manifest) -> Manifest:
     seed = Weight(name="seed", tensor="seed", dtype="int64", shape=(2,), strides=(1,), memory="state", offset=256)
     sizes = dict(manifest.memories) | {"state": 512}
     weights = (cache, *manifest.weights[1:], seed)
-    return replace(manifest, weights=weights, random=len(weights) - 1, memories=tuple(sizes.items()))
+    exam = replace(manifest.exam, bounds=(*manifest.exam.bounds, 0.0, 0.0))
+    return replace(manifest, weights=weights, random=len(weights) - 1, memories=tuple(sizes.items()), exam=exam)
 
 
 def test_state_and_random_numbers_are_told(tmp_path: Path) -> None:
