@@ -21,8 +21,8 @@ from cgbundle.program import Program
 from cgbundle.tensors.comparison import describe, difference, nearest
 from tests.helpers.fabricate import FakeBackend, Numbers
 from tests.helpers.raising import raises
-from tests.helpers.support import exam_tensors as exam_tensors_files
 from tests.helpers.support import before_4, manifest
+from tests.helpers.support import exam_tensors as exam_tensors_files
 
 INFINITY, NAN = float("inf"), float("nan")
 doubles = st.lists(st.floats(width=64), min_size=1, max_size=6)
@@ -111,7 +111,8 @@ def test_of_integers_the_share_that_differs_counts_and_not_by_how_much(dtype: st
 
 @pytest.mark.parametrize(
     ("dtype", "numbers", "bad"),
-    [("float8_e5m2", b"\x3c\x7c", b"\x3c\xfc"), ("float8_e5m2", b"\x3c\x7c", b"\x3c\x7f"), ("float8_e4m3fn", b"\x38\x7f", b"\x38\x38"),
+    [("float8_e5m2", b"\x3c\x7c", b"\x3c\xfc"), ("float8_e5m2", b"\x3c\x7c", b"\x3c\x7f"),
+     ("float8_e4m3fn", b"\x38\x7f", b"\x38\x38"),
      ("bfloat16", b"\x80\x3f\x80\x7f", b"\x80\x3f\x80\xff"), ("float16", b"\x00\x3c\x00\x7c", b"\x00\x3c\x00\x7e"),
      ("complex64", struct.pack("<2f", 1, INFINITY), struct.pack("<2f", 1, -INFINITY)),
      ("complex128", struct.pack("<2d", NAN, 1), struct.pack("<2d", 1, NAN))],

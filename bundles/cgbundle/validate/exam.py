@@ -22,6 +22,8 @@ def check_exam_rows(manifest: Manifest) -> None:
     require([proof.key for proof in manifest.exam.proofs] == keys, "exam.proofs", "do not match the programs")
     require(1 <= manifest.exam.calls <= 16, "exam.calls", f"{manifest.exam.calls} calls")
     require(manifest.exam.compare in ("bits", "tolerance"), "exam.compare", f"unknown comparison {manifest.exam.compare!r}")
+    if manifest.format >= 4:
+        _check_bounds(manifest)
     for index, proof in enumerate(manifest.exam.proofs):
         where = f"exam.proofs[{index}]"
         require(proof.method in METHODS, f"{where}.method", f"unknown method {proof.method!r}")
@@ -31,8 +33,6 @@ def check_exam_rows(manifest: Manifest) -> None:
         require(all(error >= 0 for error in proof.errors), f"{where}.errors", "one is below 0")
         recorded = manifest.exam.expected == "recording"
         require(proof.distance == 0 or (recorded and proof.distance > 0), f"{where}.distance", f"{proof.distance} of no recording")
-    if manifest.format >= 4:
-        _check_bounds(manifest)
 
 
 def _check_bounds(manifest: Manifest) -> None:

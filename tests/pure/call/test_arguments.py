@@ -37,7 +37,8 @@ CALLS: list[tuple[str, list[Row]]] = [
     ("mode='b', ids=ids", [("mode", constant("b"), False, "a"), ("ids", TENSOR, False, ...)]),
     ("ids=ids", [("mode", constant("a"), False, "a"), ("ids", TENSOR, False, ...)]),
     ("ids, flag=True", [("ids", TENSOR, False, ...), ("flag", constant(True), False, ...)]),
-    ("ids, how=(1, [2.5])", [("ids", TENSOR, False, ...), ("how", {"tuple": [constant(1), {"list": [constant(2.5)]}]}, False, ...)]),
+    ("ids, how=(1, [2.5])",
+     [("ids", TENSOR, False, ...), ("how", {"tuple": [constant(1), {"list": [constant(2.5)]}]}, False, ...)]),
 ]  # fmt: skip
 
 
