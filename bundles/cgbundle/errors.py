@@ -86,6 +86,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "the bundle is damaged or was edited: build it again"),
     "file-damaged": Cause(BundleError, 1,
         "A file of the bundle is missing, has another length, or another SHA-256 than the manifest says.", DAMAGED),
+    "image-invalid": Cause(BundleError, 1, "A kernel image or a shared object is no whole ELF file.", DAMAGED),
     "weights-invalid": Cause(BundleError, 1,
         "weights.safetensors has a bad header, or does not hold the tensors that the manifest names.", DAMAGED),
     "table-invalid": Cause(BundleError, 1, "A recording's table has a bad header, column, reference or relocation.", DAMAGED),

@@ -12,6 +12,7 @@ import torch
 from torch.export import ExportedProgram
 
 from cgbundle.format import archive, manifest_json, schema
+from cgbundle.format.archive import Archive
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.exam import check_exam
 
@@ -55,9 +56,10 @@ def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
     """Describes the files of the stage in the manifest, checks everything, and writes it."""
     sealed = replace(manifest, files=archive.describe_files(str(stage)))
     (stage / archive.MANIFEST).write_bytes(manifest_json.encode(sealed))
-    written = archive.read_manifest(str(stage))
-    verify.check_bundle(str(stage), written)
-    check_exam(str(stage), written)
+    written = Archive(str(stage))
+    verify.check_bundle(written)
+    check_exam(written)
+    written.close()
     return sealed
 
 

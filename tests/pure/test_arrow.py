@@ -64,7 +64,7 @@ def test_a_bundle_is_read_and_checked_with_everything_else_absent(tmp_path: Path
 
     path = write_bundle(tmp_path / "tiny.cgb")
     code = f"from cgbundle.format import archive\nfrom cgbundle.validate import bundle as verify\npath = {str(path)!r}\n"
-    python(BAN + code + "verify.check_bundle(path, archive.read_manifest(path), 'full')")
+    python(BAN + code + "verify.check_bundle(archive.Archive(path), 'full')")
 
 
 def test_importing_the_runtime_is_light_and_the_standard_librarys() -> None:

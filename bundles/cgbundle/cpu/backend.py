@@ -10,9 +10,8 @@ from ctypes import Array, addressof, c_void_p
 from typing import Any
 
 from ..errors import MachineError
-from ..format.archive import WEIGHTS
-from ..format.safetensors import Mapped
-from ..format.schema import Manifest, Target
+from ..format.archive import WEIGHTS, Archive
+from ..format.schema import Target
 from ..format.spans import span
 from ..session.initial_state import InitialState
 from ..session.locks import ExclusiveLock, SharedLock, closed
@@ -56,14 +55,15 @@ class Shared:
     """What all sessions of a bundle use: torch's libraries, the mapped weights, what state holds at first.  As in eager, a caller
     may write to weights that the model hands out: this process's pages become its own."""
 
-    def __init__(self, folder: str, manifest: Manifest) -> None:
+    def __init__(self, bundle: Archive) -> None:
+        manifest = bundle.manifest
         check_machine(manifest.target)
-        self.folder, self.manifest = folder, manifest
+        self.bundle, self.manifest = bundle, manifest
         self.torch = libtorch.load(manifest.target.torch)
         handed = any(alias.memory == "weights" for alias in manifest.aliases)
-        self.weights = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS, writable=handed)
+        self.weights = bundle.mapped(WEIGHTS, writable=handed)
         self.state = dict(manifest.memories).get(STATE, 0)
-        self.initial = InitialState(folder, manifest)
+        self.initial = InitialState(bundle)
 
 
 class CpuBackend:
@@ -72,8 +72,8 @@ class CpuBackend:
 
     device: int | None = None
 
-    def __init__(self, path: str, manifest: Manifest) -> None:
-        self._open(Shared(path, manifest), alone=False)
+    def __init__(self, bundle: Archive) -> None:
+        self._open(Shared(bundle), alone=False)
 
     def session(self) -> CpuBackend:
         """A further session: its own state, static input buffers and host regions.  One thread at a time may use it."""
@@ -95,7 +95,7 @@ class CpuBackend:
         try:
             state, instances = addressof(self._state), 1 if one_by_one else INSTANCES
             for region in manifest.regions:
-                opened = open_region(shared.folder, region, self._weights, shared.weights, self._torch, state, instances)
+                opened = open_region(shared.bundle, region, self._weights, shared.weights, self._torch, state, instances)
                 self._regions.append(opened)
             self._inputs = [
                 [layout_of(program.values[index], self._torch) for index in program.inputs] for program in manifest.programs

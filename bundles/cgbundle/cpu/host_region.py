@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
 from functools import lru_cache
 
 from ..errors import MachineError
+from ..format.archive import Archive
 from ..format.safetensors import Mapped
 from ..format.schema import Region, Value, Weight
 from ..validate.state import STATE
 from .libtorch import LibTorch
+from .shared_object import load_shared_object
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
@@ -22,6 +23,16 @@ POINTER_BYTES = ctypes.sizeof(c_void_p)
 
 INSTANCES = 4
 """Replays of one region that may run at once; a further one waits.  An instance shares the constants and costs a few KB."""
+
+
+FUNCTIONS = tuple([
+    f"AOTInductorModelContainer{name}"
+    for name in (
+        "CreateWithDevice", "Delete", "Run", "GetNumInputs", "GetNumOutputs", "GetNumConstants", "GetConstantName",
+        "GetConstantOriginalFQN", "UpdateUserManagedConstantBufferPairs",
+    )
+])  # fmt: skip
+"""What is called of the C interface."""
 
 
 class _Pair(ctypes.Structure):
@@ -46,7 +57,7 @@ def layout_of(row: Value | Weight, torch: LibTorch) -> Layout:
 
 
 def open_region(
-    folder: str,
+    bundle: Archive,
     region: Region,
     weights: Sequence[Weight],
     mapped: Mapped | None,
@@ -54,9 +65,9 @@ def open_region(
     state: int = 0,
     instances: int = INSTANCES,
 ) -> HostRegion:
-    """A host region of the bundle in `folder`, ready to run.  Its constants are used in place, in the mapped weights (None for a
+    """A host region of a bundle, ready to run.  Its constants are used in place, in the mapped weights (None for a
     region without constants) or in memory state at `state`; both must stay until it is closed.  Raises library-refused."""
-    opened = HostRegion(os.path.join(folder, region.file), torch, region.file, instances)
+    opened = HostRegion(bundle.data(region.file), torch, region.file, instances)
     try:
         constants = {}
         for name, index in region.constants:
@@ -80,15 +91,17 @@ def _handles(count: int) -> type[ctypes.Array[c_void_p]]:
 
 
 class HostRegion:
-    """One loaded shared object.  Thread-safe: up to `instances` runs at a time, the rest wait.  Several of one file share its code
-    alone.  Raises library-refused, with the library's own message, when it cannot be loaded or a run fails."""
+    """One loaded shared object, from the bytes of its file.
 
-    def __init__(self, path: str, torch: LibTorch, where: str, instances: int = INSTANCES) -> None:
+    Thread-safe: up to `instances` runs at a time, the rest wait.  Several of equal bytes share the code alone.
+
+    Raises image-invalid for a file that is cut off, library-refused, with the library's own message, when it cannot be loaded or
+    a run fails.
+    """
+
+    def __init__(self, data: bytes, torch: LibTorch, where: str, instances: int = INSTANCES) -> None:
         self._torch, self._where = torch, where
-        try:
-            self._library = ctypes.CDLL(path)
-        except OSError as error:
-            raise MachineError("library-refused", f"{where}: cannot be loaded: {error}") from None
+        self._library = load_shared_object(data, where, FUNCTIONS)
         self._run = self._library.AOTInductorModelContainerRun
         self._run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
         self._container = c_void_p()

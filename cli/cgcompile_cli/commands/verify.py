@@ -54,16 +54,16 @@ def verify(
 def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:
     """The manifest (None where it is damaged) and everything that is wrong with the bundle."""
     from cgbundle.errors import BundleError
-    from cgbundle.format import archive
-    from cgbundle.validate import bundle as invariants
+    from cgbundle.format.archive import Archive
+    from cgbundle.validate.bundle import examine
 
     try:
-        manifest = archive.read_manifest(path)
+        bundle = Archive(path)
+        return bundle.manifest, examine(bundle)
     except BundleError as error:
         if error.code != "manifest-invalid":
             raise
         return None, [error]
-    return manifest, invariants.examine(path, manifest)
 
 
 def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], answer: dict[str, Any]) -> None:
