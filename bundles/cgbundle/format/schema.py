@@ -210,7 +210,7 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exam:
-    """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (within `bounds`, one per tensor that is compared).
+    """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (within `bounds`, one per tensor: see `exam_tensors`).
 
     Every int_key begins from the first state and is called `calls` times with its inputs.  What the last call gives is compared,
     and what it leaves behind.  `expected` is what the exam holds: what `eager` PyTorch gave, or what the `recording` did.

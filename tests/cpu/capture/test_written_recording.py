@@ -99,7 +99,9 @@ def test_the_exam_holds_what_the_replay_leaves_in_the_inputs(case: tuple[Any, An
     found = examined(loaded, monkeypatch)
     fresh = loaded.calls[KEY][1][0]
     outputs, after = eager(network, fresh)
-    assert all(each.error == 0 for each in found.differences) and found.written == tuple([row_major(after[index]) for index in loaded.request.written])
+    assert all(each.error == 0 for each in found.differences) and found.written == tuple(
+        [row_major(after[index]) for index in loaded.request.written]
+    )
     assert found.outputs == tuple([row_major(output) for output in outputs])
 
 
