@@ -43,7 +43,8 @@ class ErrorBound:
 
 
 def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[ErrorBound, ...]:
-    """The bounds in the order of `exam_tensors`: outputs, written inputs, and those of `weights` that are state."""
+    """The bounds in the order of `exam_tensors`: outputs, written inputs, and those of `weights` that are state, whose
+    names may be the program's or the user's."""
     program = prepared.program
     lineage = _Lineage(program)
     graph, signature = program.graph, prepared.signature
@@ -57,8 +58,8 @@ def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[Er
     for index in prepared.written:
         spec = signature.inputs[index]
         found.append(_bound(f"input {spec.name}", spec.dtype, lineage.of(users[index])))
-    state = [row for row in weights if row.memory == "state"]
-    return tuple([*found, *[_bound(f"state {row.name}", row.dtype, lineage.of(buffers[row.name])) for row in state]])
+    state = [(row.name.removeprefix(PREFIX), row.dtype) for row in weights if row.memory == "state"]
+    return tuple([*found, *[_bound(f"state {name}", dtype, lineage.of(buffers[name])) for name, dtype in state]])
 
 
 def coarsest(program: ExportedProgram) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,7 @@ def test_written_inputs_and_state_have_bounds_of_their_own() -> None:
         ("output output (float32)", F32, True), ("input out (float32)", BF16, True), ("state place (int64)", 0.0, False),
         ("state total (float32)", F32, True), ("state cache (bfloat16)", BF16, True),
     ]  # fmt: skip
+    assert found == error_bounds(made, [replace(row, name=f"model.{row.name}") for row in rows])
     assert found[2] == ErrorBound(title="state place (int64)", bound=0.0, exact=True, rounded=False)
     assert coarsest(made.program) == BF16
 
