@@ -178,14 +178,18 @@ def steps(program: Program) -> str:
 def programs(manifest: Manifest) -> Table:
     """A row per int_key: what it does, what memory it needs, how it was proved.  Of many, the first and the last are shown."""
     names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
-    away = (">from recording",) if recorded(manifest) else ()
-    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *away)
+    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *distance_head(manifest))
     rows = program_rows(manifest)
     shown, hidden = shortened(rows[:-1])
     return table(heads, [*shown, *([(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []), *rows[-1:]])
 
 
-def recorded(manifest: Manifest) -> bool:
+def distance_head(manifest: Manifest) -> tuple[str, ...]:
+    """The head of the column that `program_rows` then have more."""
+    return (">from recording",) if near_recording(manifest) else ()
+
+
+def near_recording(manifest: Manifest) -> bool:
     """Whether replays are held to a recording, and not bit for bit: how far they were from it is worth a column."""
     return manifest.exam.expected == "recording" and manifest.exam.compare == "tolerance"
 
@@ -209,13 +213,13 @@ def bound_text(bound: float) -> str:
 
 
 def program_rows(manifest: Manifest) -> list[tuple[str, ...]]:
-    """(int_key, steps, arena, inputs, method of the proof, error, bound) of every program, and where it is `recorded` the distance
-    of the replay from the recording.  Error and bound are of the tensor that came nearest to its bound."""
+    """(int_key, steps, arena, inputs, method of the proof, error, bound) of every program, and where it is `near_recording` the
+    distance of the replay from it.  Error and bound are of the tensor that came nearest to its bound."""
     rows: list[tuple[str, ...]] = []
     for each, proof in zip(manifest.programs, manifest.exam.proofs, strict=True):
         bound = "same bits" if manifest.exam.compare == "bits" else bound_text(proof.tolerance)
         proved: tuple[str, ...] = (proof.method, "" if proof.method == "none" else f"{proof.error:.1e}", bound)
-        if recorded(manifest):
+        if near_recording(manifest):
             proved = (*proved, "" if proof.method == "none" else f"{proof.distance:.1e}")
         rows.append((spell(each.key), steps(each), size(each.arena), size(each.static), *proved))
     return rows

@@ -394,7 +394,9 @@ def test_the_error_against_eager_and_the_distance_from_the_recording_are_told(tm
         proofs = tuple([replace(each, error=2e-6, errors=(2e-6,), distance=3e-7) for each in manifest.exam.proofs])
         return replace(manifest, exam=replace(manifest.exam, compare="tolerance", proofs=proofs))
 
-    shown = call("inspect", shown_bundles.write(tmp_path / "loose.cgb", change=loose)).stdout
+    path = shown_bundles.write(tmp_path / "loose.cgb", change=loose)
+    shown = call("inspect", path).stdout
+    assert "from recording" in call("inspect", path, "--html", "-").stdout
     assert re.search(r"proof +error +bound +from recording$", shown, re.MULTILINE)
     assert re.search(r"replay +2\.0e-06 +1\.0e-05 +3\.0e-07$", shown, re.MULTILINE)
 
