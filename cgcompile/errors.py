@@ -52,7 +52,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "request-log-column-unknown": Cause(BuildError, 2, "A log has no column of that name, or several."),
     "limit-invalid": Cause(BuildError, 2, "The number of capture sizes to propose, or their common factor, is below 1."),
     # --- the environment ---
-    "extra-missing": Cause(BuildError, 2, "A package that building needs is not installed."),
+    "extra-missing": Cause(BuildError, 2, "A package that building or signing needs is not installed."),
     "torch-unsupported": Cause(BuildError, 2, "This torch lacks something that the compiler uses; the message names it."),
     "target-unavailable": Cause(BuildError, 2, "The target cannot be built for on this machine, or does not exist."),
     "compiler-failed": Cause(BuildError, 1, "The C++ compiler, Inductor or Triton failed on the model.", "please report the model"),

@@ -92,6 +92,11 @@ CATALOGUE: Mapping[str, Cause] = {
     "table-invalid": Cause(BundleError, 1, "A recording's table has a bad header, column, reference or relocation.", DAMAGED),
     "relocation-invalid": Cause(BundleError, 1,
         "An address of a recording lies outside its memory, or its place outside the parameters.", DAMAGED),
+    "signature-missing": Cause(BundleError, 1, "A key was given, and the bundle is not signed.",
+        "`cgcompile sign BUNDLE --key PRIVATE.pem` signs one; ask whoever made it"),
+    "signature-wrong": Cause(BundleError, 1,
+        "The signature is damaged, of another key than those given, or of another manifest than the bundle's.",
+        "do not load it: get the bundle, and the key, from their maker again"),
     # --- the machine ---
     "wrong-machine": Cause(MachineError, 2, "This machine's processor, GPU or driver cannot run the bundle's code.", OTHER_TARGET),
     "wrong-architecture": Cause(MachineError, 2, "The GPU is of another architecture than the machine code of the bundle.",
@@ -104,6 +109,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "out-of-memory": Cause(OutOfMemory, 2, "The device has too little free memory; the message gives needed and free bytes.",
         "give memory back first (nvidia-smi shows who has it), or build with smaller sizes"),
     # --- the call ---
+    "key-invalid": Cause(CallError, 2, "A key is none of ed25519, cannot be read, or is the private one where the public is meant.",
+        "a key is a PEM file of `openssl pkey -pubout`, or 64 hexadecimal digits"),
     "input-structure": Cause(CallError, 2,
         "The nesting, number, or names of the inputs differ from the signature, or a constant input has another value."),
     "input-kind": Cause(CallError, 2, "An input is no tensor that the runtime can read (NumPy, torch, or DLPack)."),

@@ -11,6 +11,7 @@ from .format.archive import Archive
 
 if TYPE_CHECKING:
     from .program import Program
+    from .trust.keys import Keys
 
 MODES = ("graph", "stream")
 OUTPUTS = ("copy", "view")
@@ -30,6 +31,7 @@ def load(
     check: str = "load",
     weights: str = "map",
     lazy: bool = False,
+    key: Keys | None = None,
 ) -> Program:
     """Loads the bundle at `path`.
 
@@ -39,16 +41,18 @@ def load(
     views that the next call makes stale.  `check`: "load" checks every file but the data of the weights, "full" those too.
     `weights`: "map" shares the file's pages with other processes, "copy" reads it into memory of this process, where no write into
     the file is seen.  `lazy`: build a key's graph at its first call and not at load, for bundles with many keys (cuda).
+    `key`: a public ed25519 key, or several of which one must have signed the bundle: path of a PEM file, 64 hexadecimal digits, or
+    32 bytes.  Until the signature holds only the manifest is read; then every file is hashed, as by check="full".
 
     What was checked is what runs, also when the bundle is replaced or removed later.
     Raises a CgbundleError (see errors.py); ValueError for an option that does not exist.
     """
-    return open_program(path, device, mode, on_miss, outputs, check, weights=weights, lazy=lazy)
+    return open_program(path, device, mode, on_miss, outputs, check, weights=weights, lazy=lazy, key=key)
 
 
 def open_program(
     path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
-    check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool = False,
+    check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool = False, key: Keys | None = None,
 ) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
@@ -63,7 +67,7 @@ def open_program(
             mode=(mode, MODES), on_miss=(on_miss, dispatch.POLICIES), outputs=(outputs, OUTPUTS), check=(check, verify.LEVELS),
             weights=(weights, WEIGHTS),
         )  # fmt: skip
-        _check(bundle, check)
+        _check(bundle, check, key)
         if bundle.manifest.target.kind == "cpu":
             from .cpu.backend import CpuBackend
 
@@ -84,18 +88,26 @@ def open_program(
         bundle.close()
 
 
-def _check(bundle: Archive, level: str) -> None:
+def _check(bundle: Archive, level: str, key: Keys | None) -> None:
     """Checks the bundle, or the one that stands in its place by now: a build may replace it while it is read."""
-    from .validate.bundle import check_bundle  # imported while the context is made
-
     for _ in range(ATTEMPTS):
         try:
-            return check_bundle(bundle, level)
+            return _check_once(bundle, level, key)
         except BundleError:
             if not bundle.is_replaced():
                 raise
             bundle.reopen()
-    check_bundle(bundle, level)
+    _check_once(bundle, level, key)
+
+
+def _check_once(bundle: Archive, level: str, key: Keys | None) -> None:
+    from .validate.bundle import check_bundle  # imported while the context is made
+
+    if key is not None:
+        from .trust import manifest_signature  # late: most loads need none
+
+        manifest_signature.check(bundle, key)  # before the manifest is as much as parsed
+    check_bundle(bundle, level if key is None else "full")
 
 
 def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from . import errors
-from .commands import bench, build, check, diff, inspect, run, sizes, verify
+from .commands import bench, build, check, diff, inspect, run, sign, sizes, verify
 
 
 class Commands(TyperGroup):
@@ -56,6 +56,7 @@ app.command("build")(build.build)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
+app.command("sign")(sign.sign)
 app.command("run")(run.run)
 app.command("bench")(bench.bench)
 app.command("diff")(diff.diff)

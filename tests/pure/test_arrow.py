@@ -138,7 +138,7 @@ def test_the_command_line_is_read_by_these_tests_too() -> None:
 
 LAYERS = {
     "cgbundle": (
-        "errors", "format", "tables", "tensors", "validate", "session", "call", "cpu", "cuda", "program", "loader", "exam",
+        "errors", "format", "trust", "tables", "tensors", "validate", "session", "call", "cpu", "cuda", "program", "loader", "exam",
     ),
     "cgcompile": (
         "errors", "util", "model", "export", "transforms", "checks", "partition", "bundle",

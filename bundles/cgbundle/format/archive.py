@@ -17,6 +17,7 @@ from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
 
 MANIFEST = "manifest.json"
+SIGNATURE, SIGNATURE_BYTES = "manifest.json.sig", 96
 PROGRAM = "program.pt2"
 WEIGHTS = "weights.safetensors"
 EXAM = "exam.safetensors"
@@ -77,6 +78,19 @@ class Archive:
         except OSError:
             return True
         return (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino)
+
+    def signature(self) -> bytes | None:
+        """What the file of the signature begins with, enough to tell a longer one; None without one.  Raises signature-wrong."""
+        try:
+            descriptor = open_file(SIGNATURE, self._folders[""])
+        except BundleError as error:
+            if str(error) == DAMAGE[errno.ENOENT]:
+                return None
+            raise BundleError("signature-wrong", f"{SIGNATURE}: {error}") from None
+        try:
+            return os.pread(descriptor, SIGNATURE_BYTES + 1, 0)
+        finally:
+            os.close(descriptor)
 
     def check_size(self, file: File) -> None:
         """Raises file-damaged unless the file is there, a plain one, and has its length."""
@@ -210,8 +224,8 @@ def kernel_images(manifest: Manifest) -> set[str]:
 
 
 def unlisted_files(path: str, manifest: Manifest) -> list[BundleError]:
-    """A file-damaged for every file in the directory that the manifest does not name."""
-    names = set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST}
+    """A file-damaged for every file in the directory that the manifest does not name, but for its own signature."""
+    names = set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST, SIGNATURE}
     return [BundleError("file-damaged", f"{name}: not named in the manifest") for name in sorted(names)]
 
 
@@ -240,6 +254,6 @@ def list_files(path: str) -> list[str]:
 
 
 def describe_files(path: str) -> tuple[File, ...]:
-    """The manifest's rows for everything below `path` but the manifest."""
-    files = [(name, os.path.join(path, name)) for name in list_files(path) if name != MANIFEST]
+    """The manifest's rows for everything below `path` but the manifest and its signature."""
+    files = [(name, os.path.join(path, name)) for name in list_files(path) if name not in (MANIFEST, SIGNATURE)]
     return tuple(File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full)) for name, full in files)

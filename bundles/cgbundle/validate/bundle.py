@@ -205,7 +205,8 @@ def _check_files(manifest: Manifest) -> None:
         where = f"files[{index}]"
         parts = file.path.split("/")
         plain = all(part not in ("", ".", "..") for part in parts) and "\\" not in file.path and file.path.isprintable()
-        require(plain and file.path != archive.MANIFEST, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
+        own = file.path in (archive.MANIFEST, archive.SIGNATURE)
+        require(plain and not own, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
         require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
         digits = len(file.sha256) == 64 and set(file.sha256) <= set("0123456789abcdef")
         require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")

@@ -22,7 +22,7 @@ from cgcompile_cli import int_keys as keys
 from tests.helpers import support
 from tests.helpers.places import ROOT
 
-COMMANDS = ("build", "check", "inspect", "verify", "run", "bench", "diff", "sizes")
+COMMANDS = ("build", "check", "inspect", "verify", "sign", "run", "bench", "diff", "sizes")
 ON_A_BUNDLE = ("inspect", "verify", "run", "bench")
 
 
@@ -195,7 +195,7 @@ def test_verify_sound(bundle: Path) -> None:
     result = call("verify", bundle)
     assert result.exit_code == 0 and result.stderr == "" and "every hash and invariant holds" in result.stdout
     told = json.loads(call("verify", bundle, "--json").stdout)
-    assert told == {"path": str(bundle), "ok": True, "damage": [], "exam": None}
+    assert told == {"path": str(bundle), "ok": True, "damage": [], "signature": None, "exam": None}
 
 
 @pytest.mark.parametrize("name", [archive.MANIFEST, archive.WEIGHTS, archive.EXAM, archive.PROGRAM, support.HOST_FILE])
