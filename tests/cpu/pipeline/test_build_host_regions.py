@@ -299,7 +299,7 @@ def test_what_an_overlap_spoils_does_not_pass_the_proof(make: Make, monkeypatch:
     make("softmax", sizes=[4])
     monkeypatch.setattr(build_trace, "plan", overlapping)
     monkeypatch.setattr(build_trace, "check_plan", lambda traced, found: None)
-    with raises("proof-failed", match=r"int_key \(4,\): the interpreted kernels differ from eager PyTorch"):
+    with raises("proof-failed", match=r"int_key batch=4: the interpreted kernels differ from eager PyTorch"):
         again("softmax", tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -248,7 +248,7 @@ def test_verify_run_names_the_output_that_failed(bundle: Path, monkeypatch: pyte
     lost = Compared(title="state cache (float32)", error=float("inf"), bound=1e-5, exact=False, text="1 of 1 values differ")
     results = [exam.Result(key=key, tensors=found) for key, found in (((1,), (fine,)), ((4,), (fine, wrong, lost)))]
 
-    def fresh(path: str) -> dict[str, object]:
+    def fresh(path: str, keys: object = ()) -> dict[str, object]:
         return {"results": [result.plain("tolerance") for result in results], "torch_imported": False, "exit_code": 1}
 
     monkeypatch.setattr(exam, "fresh", fresh)
