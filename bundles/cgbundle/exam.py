@@ -17,12 +17,12 @@ from typing import Any
 from .call.views import View
 from .errors import BundleError, CgbundleError
 from .format.archive import EXAM, exam_entry
-from .format.exam_tensors import ExamTensor, bounds, exam_tensors, is_exact
 from .format.safetensors import Mapped
 from .format.schema import DTYPES, Dimension, Manifest, Proof
 from .loader import open_program
 from .program import Program
 from .tensors.comparison import describe, difference, nearest
+from .tensors.exam_tensors import ExamTensor, bounds, exam_tensors, is_exact
 from .tensors.tensor import Tensor, from_bytes
 from .validate.state import STATE
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from cgbundle.exam import fresh, key_text
-from cgbundle.format.exam_tensors import WAIVER, exam_tensors, is_exact
 from cgbundle.format.schema import Dimension, Exam, Finding, IntKey, Manifest, Proof
 from cgbundle.tensors.comparison import nearest
+from cgbundle.tensors.exam_tensors import WAIVER, exam_tensors, is_exact
 
 from ..errors import BuildError
 from ..transforms.error_bounds import ErrorBound

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from cgbundle.format.exam_tensors import WAIVER
 from cgbundle.format.schema import Finding
+from cgbundle.tensors.exam_tensors import WAIVER
 
 from . import control, devices, operators, randomness, scalars, shapes, sizes, writes
 from .context import RuleContext

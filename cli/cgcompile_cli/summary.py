@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from cgbundle.call.arguments import Constant, constants, spelled
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, manifest_json
-from cgbundle.format.exam_tensors import exam_tensors
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, Weight
 from cgbundle.format.size_expressions import text
+from cgbundle.tensors.exam_tensors import exam_tensors
 from cgbundle.trust import manifest_signature
 
 from .int_keys import spell

@@ -10,9 +10,9 @@ import cgbundle
 from cgbundle.errors import CgbundleError
 from cgbundle.exam import inputs_of
 from cgbundle.format import archive
-from cgbundle.format.exam_tensors import bounds
 from cgbundle.format.safetensors import Mapped
 from cgbundle.tensors.comparison import describe, difference
+from cgbundle.tensors.exam_tensors import bounds
 from cgbundle.tensors.tensor import Tensor, from_bytes
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from cgbundle import exam
 from cgbundle.exam import Compared, Result
 from cgbundle.format import archive, safetensors
-from cgbundle.format.exam_tensors import bounds, exam_tensors
 from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.program import Program
 from cgbundle.tensors.comparison import describe, difference, nearest
+from cgbundle.tensors.exam_tensors import bounds, exam_tensors
 from tests.helpers.fabricate import FakeBackend, Numbers
 from tests.helpers.raising import raises
 from tests.helpers.support import before_4, manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from ..format.exam_tensors import is_exact
+from .exam_tensors import is_exact
 from .tensor import decode
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from ..errors import BundleError
 from ..format import archive
 from ..format.archive import Archive
-from ..format.exam_tensors import WAIVER, exam_tensors, is_exact
 from ..format.safetensors import Entry
 from ..format.schema import IntKey, Manifest, Program
+from ..tensors.exam_tensors import WAIVER, exam_tensors, is_exact
 from .require import require
 from .state import STATE
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from cgbundle.exam import BITS, name_key
 from cgbundle.format.archive import Archive
-from cgbundle.format.exam_tensors import bounds
 from cgbundle.format.schema import IntKey, Manifest
 from cgbundle.tensors.comparison import nearest
+from cgbundle.tensors.exam_tensors import bounds
 from cgbundle.validate import bundle as verify
 
 from ...errors import BuildError

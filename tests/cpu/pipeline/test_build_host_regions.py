@@ -19,11 +19,11 @@ pytest.importorskip("triton")
 
 import cgcompile
 from cgbundle.format import archive
-from cgbundle.format.exam_tensors import WAIVER
 from cgbundle.format.schema import MEMORIES, Dimension, IntKey, Manifest, Program, Proof, Region, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode, Recording
+from cgbundle.tensors.exam_tensors import WAIVER
 from cgbundle.validate import bundle as verify
 from cgcompile.checks import check
 from cgcompile.export.export import export

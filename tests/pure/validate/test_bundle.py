@@ -268,7 +268,12 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ),
     ("no parameters", put(parameters=()), "parameters", "are not those of the call"),
     ("two defaults", put(parameters=(parameter(False, {"value": 1}, {"value": 2}),)), "parameters[0].default", "expected one tree"),
-    ("a tensor for a default", put(parameters=(parameter(False, {"tensor": 0}),)), "parameters[0].default", "names tensors [0]"),
+    (
+        "a tensor for a default",
+        put(parameters=(parameter(False, {"tensor": 0}),)),
+        "parameters[0].default",
+        "names the tensors '0'",
+    ),
     ("a default of no kind", put(parameters=(parameter(False, {"set": []}),)), "parameters[0].default", "'set' is no structure"),
     (
         "one by position behind one by name",

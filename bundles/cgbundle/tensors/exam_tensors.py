@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .schema import Manifest, Proof
+from ..format.schema import Manifest, Proof
 
 WAIVER = "mismatched-integers"
 """The rule that a build waives where rounding turns integers over; without it every bound of integers is 0."""
