@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 from .call.views import View
 from .errors import BundleError, CgbundleError
 from .format.archive import EXAM, exam_entry
 from .format.safetensors import Mapped
-from .format.schema import DTYPES, Manifest, Proof
+from .format.schema import DTYPES, Dimension, Manifest, Proof
 from .loader import open_program
 from .program import Program
-from .tensors.tensor import Tensor, decode, from_bytes
+from .tensors.comparison import describe, difference, nearest
+from .tensors.exam_tensors import ExamTensor, bounds, exam_tensors, is_exact
+from .tensors.tensor import Tensor, from_bytes
 from .validate.state import STATE
 
 POISON = 0xFF
@@ -30,18 +33,58 @@ BITS = "bits"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """A tensor of the exam beside what a replay gave: `error` as in `comparison.difference`, `bound` the largest that is allowed.
+
+    `exact`: it had the expected bits.  `text` says what differs, "" where floats are allowed to.
+    """
+
+    title: str
+    error: float
+    bound: float
+    exact: bool
+    text: str
+
+    def passed(self, compare: str) -> bool:
+        """Whether the bundle keeps its promise for this tensor."""
+        return self.exact if compare == BITS else self.error <= self.bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one int_key gave: `error` as in `schema.Proof`; `exact` when every output, and every input that the call writes to, had
-    the expected bits."""
+    """What one int_key gave: its outputs, the inputs that the call writes to, and state, as `exam_tensors` has them."""
 
     key: tuple[int, ...]
-    error: float
-    tolerance: float
-    exact: bool
+    tensors: tuple[Compared, ...]
+
+    @property
+    def error(self) -> float:
+        """The error that came nearest to its bound, or went furthest beyond."""
+        return self._nearest()[0]
+
+    @property
+    def tolerance(self) -> float:
+        """The bound of this error."""
+        return self._nearest()[1]
+
+    @property
+    def exact(self) -> bool:
+        """Whether all had the expected bits."""
+        return all(each.exact for each in self.tensors)
 
     def passed(self, compare: str) -> bool:
         """Whether the bundle keeps its promise for this key."""
-        return self.exact if compare == BITS else self.error <= self.tolerance
+        return all(each.passed(compare) for each in self.tensors)
+
+    def plain(self, compare: str) -> dict[str, Any]:
+        """For JSON: {"key", "error", "tolerance", "exact", "passed", "tensors": [{"title", "error", "bound", "exact", "text",
+        "passed"}]}."""
+        found = {"key": self.key, "error": self.error, "tolerance": self.tolerance, "exact": self.exact}
+        rows = [{**asdict(each), "passed": each.passed(compare)} for each in self.tensors]
+        return {**found, "passed": self.passed(compare), "tensors": rows}
+
+    def _nearest(self) -> tuple[float, float]:
+        return nearest([(each.error, each.bound) for each in self.tensors])
 
 
 def replay_exam(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
@@ -58,8 +101,12 @@ def replay_exam(path: str, program: Program, keys: Sequence[tuple[int, ...]] | N
 
 def name_key(manifest: Manifest, key: Sequence[int]) -> str:
     """`batch=8, seq=128`."""
-    pairs = zip(manifest.dimensions, key, strict=True)
-    return ", ".join(f"{dimension.name}={size}" for dimension, size in pairs) or "()"
+    return key_text(manifest.dimensions, key)
+
+
+def key_text(dimensions: Sequence[Dimension], key: Sequence[int]) -> str:
+    """`batch=8, seq=128`."""
+    return ", ".join(f"{dimension.name}={size}" for dimension, size in zip(dimensions, key, strict=True)) or "()"
 
 
 def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Tensor]:
@@ -80,18 +127,25 @@ def _replay(exam: Mapped, program: Program, proof: Proof) -> Result:
         program.poison(POISON)
         inputs = inputs_of(exam, manifest, proof.key)
         outputs = program.replay(inputs)
-    found = [(exam_entry(proof.key, "output", index), output) for index, output in enumerate(outputs)]
-    found += [(exam_entry(proof.key, "written", index), inputs[index]) for index in manifest.written]
+    made: Mapping[str, Sequence[Any]] = {"output": outputs, "written": inputs}
 
-    def compared() -> Iterator[tuple[str, bytes, bytes]]:  # one by one: state may be large
-        for name, value in found:
+    def compared(row: ExamTensor, bound: float) -> Compared:  # one by one: state may be large
+        if row.kind == "state":
+            shape: tuple[int, ...] = (prod(manifest.weights[row.index].shape),)
+            expected, got = _changed(exam, proof.key, row.index, first[row.index]), program.state_bytes(row.index)
+        else:
+            value = made[row.kind][row.index]
             tensor = value.tensor if isinstance(value, View) else value
-            yield tensor.dtype, bytes(_data(exam, name)), tensor.tobytes()
-        for index, before in first.items():
-            yield manifest.weights[index].dtype, _changed(exam, proof.key, index, before), program.state_bytes(index)
+            shape, expected = tensor.shape, bytes(_data(exam, exam_entry(proof.key, row.kind, row.index)))
+            got = tensor.tobytes()
+        exact = expected == got
+        error = 0.0 if exact else difference(row.dtype, expected, got)
+        found = Compared(title=row.title, error=error, bound=bound, exact=exact, text="")
+        fine = exact or (found.passed(manifest.exam.compare) and not is_exact(row.dtype))
+        return found if fine else replace(found, text=describe(row.dtype, shape, expected, got))
 
-    errors = [relative_error(dtype, expected, got) for dtype, expected, got in compared() if expected != got]
-    return Result(key=proof.key, error=max(errors, default=0.0), tolerance=proof.tolerance, exact=not errors)
+    pairs = zip(exam_tensors(manifest), bounds(manifest, proof), strict=True)
+    return Result(key=proof.key, tensors=tuple([compared(row, bound) for row, bound in pairs]))
 
 
 def _changed(exam: Mapped, key: tuple[int, ...], index: int, first: bytes) -> bytes:
@@ -113,29 +167,11 @@ def _data(exam: Mapped, name: str) -> memoryview:
     return exam.data(name)
 
 
-def relative_error(dtype: str, expected: bytes, got: bytes) -> float:
-    """The largest |got - expected| divided by the largest finite |expected|; infinite where one is NaN or infinite and the other
-    is not the same."""
-    if len(expected) != len(got):
-        return float("inf")
-    wanted, found = decode(dtype, expected), decode(dtype, got)
-    largest = max((abs(x) for x in wanted if x - x == 0), default=0) or 1
-    worst = 0.0
-    for x, y in zip(wanted, found, strict=True):
-        if x == y or (x != x and y != y):
-            continue
-        difference = abs(x - y)
-        if not difference < float("inf"):
-            return float("inf")
-        worst = max(worst, difference / largest)
-    return worst
-
-
 def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:
     """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
     are given, one of them must have signed what it loads.
 
-    {"results": [{"key", "error", "tolerance", "exact", "passed"}], "torch_imported"}, or {"error", "hint"}.
+    {"results": [as `Result.plain`], "torch_imported"}, or {"error", "hint"}.
     """
     import subprocess
 
@@ -161,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
         with open_program(path, check="full", poison=POISON, key=keys or None) as program:
             results = replay_exam(path, program)
             compare = program.manifest.exam.compare
-            rows = [{**asdict(result), "passed": result.passed(compare)} for result in results]
+            rows = [result.plain(compare) for result in results]
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "kind": error.kind}))
         return error.exit_code

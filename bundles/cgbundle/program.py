@@ -48,7 +48,7 @@ class Program:
         self.inputs, self.outputs = manifest.inputs, manifest.outputs
         self.memory = dict(manifest.memories)
         self._backend, self._on_miss, self._views = backend, on_miss, outputs == "view"
-        self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call)
+        self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call, manifest.parameters)
         self._build = builder(manifest.result)
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}

@@ -1,31 +1,116 @@
-"""The proof of a staged bundle: a fresh process with the runtime alone loads it and replays the exam."""
+"""The proof of a bundle: what is further from eager PyTorch than its bound ends the build.
+
+For a staged bundle a fresh process with the runtime alone loads it and replays the exam.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from cgbundle.exam import BITS, fresh, name_key
-from cgbundle.format.schema import Manifest, Proof
+from cgbundle.exam import fresh, key_text
+from cgbundle.format.schema import Dimension, Exam, Finding, IntKey, Manifest, Proof
+from cgbundle.tensors.comparison import nearest
+from cgbundle.tensors.exam_tensors import WAIVER, exam_tensors, is_exact
 
 from ..errors import BuildError
+from ..transforms.error_bounds import ErrorBound
+from ..util.tolerance import Difference
+
+REPORT = "nothing was published; please report this model"
+
+TURNED = (
+    "rounding may decide a near-tie otherwise: return the floats and take their maximum outside, "
+    f"or accept it with --waive {WAIVER}"
+)
 
 
-def replay(stage: Path, manifest: Manifest) -> tuple[Proof, ...]:
-    """The measured proofs, in the order of the programs.  Raises proof-failed with the first key that fails."""
+def accepted(
+    dimensions: Sequence[Dimension],
+    bounds: Sequence[ErrorBound],
+    found: Mapping[IntKey, Sequence[Difference]],
+    waive: Sequence[str],
+    what: str,
+    hint: str = REPORT,
+) -> tuple[float, ...]:
+    """The bounds that the bundle keeps, given how far it was from eager PyTorch at every int_key; `what` differs, in words.
+
+    Those are the bounds themselves.  For integers that rounding may turn over, where that is waived, it is the largest share that
+    was seen to differ.  Raises proof-failed for the first tensor that is beyond its bound.
+    """
+    kept = [each.bound for each in bounds]
+    for key, differences in found.items():
+        for index, (bound, difference) in enumerate(zip(bounds, differences, strict=True)):
+            if difference.error <= bound.bound:
+                continue
+            if bound.exact and bound.rounded and WAIVER in waive and difference.error <= 1:
+                kept[index] = max(kept[index], difference.error)
+                continue
+            by = "" if bound.exact else f"by {difference.error:.1e}, allowed {bound.bound:.1e}: "
+            raise BuildError(
+                "proof-failed",
+                f"int_key {key_text(dimensions, key)}: {what} from eager PyTorch: {bound.title}: {by}{difference.text}",
+                TURNED if bound.exact and bound.rounded else hint,
+            )
+    return tuple(kept)
+
+
+def unproved(key: IntKey, bounds: Sequence[ErrorBound]) -> Proof:
+    """The proof of a key that was not compared yet."""
+    bound = max((each.bound for each in bounds), default=0.0)
+    return Proof(key=key, method="none", error=0.0, tolerance=bound, errors=(), distance=0.0)
+
+
+def measured(key: IntKey, method: str, differences: Sequence[Difference], bounds: Sequence[float]) -> Proof:
+    """The proof of a key that was compared with eager PyTorch."""
+    errors = tuple([each.error for each in differences])
+    error, bound = nearest(zip(errors, bounds, strict=True))
+    return Proof(key=key, method=method, error=error, tolerance=bound, errors=errors, distance=0.0)
+
+
+def replay(stage: Path, manifest: Manifest, bounds: Sequence[ErrorBound], waive: Sequence[str]) -> Exam:
+    """The exam with measured proofs.  Raises proof-failed with the first key that fails.
+
+    What is compared with eager PyTorch gets its errors.  Where the exam holds a recording, its errors stay, and each proof says how
+    far the replay was from that.
+    """
     answer = fresh(str(stage))
     if "error" in answer:
         raise BuildError("proof-failed", f"the fresh process refused the bundle: {answer['error']}", answer["hint"])
     if answer["torch_imported"]:
         raise BuildError("proof-failed", "the fresh process imported torch: it proves nothing about serving without it")
+    exam, rows = manifest.exam, answer["results"]
+    if exam.expected == "eager":
+        found = {
+            proof.key: [Difference(error=each["error"], text=each["text"]) for each in row["tensors"]]
+            for proof, row in zip(exam.proofs, rows, strict=True)
+        }
+        kept = accepted(manifest.dimensions, bounds, found, waive, "the bundle's outputs differ")
+        return replace(exam, bounds=kept, proofs=tuple([measured(key, "replay", each, kept) for key, each in found.items()]))
     proofs = []
-    for proof, row in zip(manifest.exam.proofs, answer["results"], strict=True):
-        if not row["passed"]:
-            promise = "the recorded bits" if manifest.exam.compare == BITS else f"at most {row['tolerance']:.1e}"
-            raise BuildError(
-                "proof-failed",
-                f"int_key {name_key(manifest, row['key'])}: the bundle's outputs differ by {row['error']:.1e}, expected {promise}",
-                "nothing was published; please report this model",
+    for proof, row in zip(exam.proofs, rows, strict=True):
+        for each in row["tensors"]:
+            if not each["passed"]:
+                where = f"int_key {key_text(manifest.dimensions, proof.key)}"
+                text = f"{where}: the replay differs from the recording: {each['title']}: {each['text']}"
+                raise BuildError("proof-failed", text, REPORT)
+        distance = max((each["error"] for each in row["tensors"]), default=0.0)
+        proofs.append(replace(proof, method="replay", distance=distance))
+    return replace(exam, proofs=tuple(proofs))
+
+
+def mismatches(manifest: Manifest) -> tuple[Finding, ...]:
+    """A finding for every integer tensor that was accepted though it differs."""
+    found = []
+    for tensor, bound in zip(exam_tensors(manifest), manifest.exam.bounds, strict=True):
+        if is_exact(tensor.dtype) and bound:
+            message = f"{tensor.title}: up to {bound:.1%} of the values differ from eager PyTorch's"
+            effect, fix = (
+                "where floats are nearly equal, rounding decides otherwise",
+                "return the floats and take their maximum outside",
             )
-        error = proof.error if manifest.exam.compare == BITS else row["error"]
-        proofs.append(Proof(key=proof.key, method="replay", error=error, tolerance=proof.tolerance))
-    return tuple(proofs)
+            found.append(
+                Finding(rule=WAIVER, severity="note", message=message, node="", where="", source="", effect=effect, fix=fix)
+            )
+    return tuple(found)

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import archive
-from cgbundle.format.schema import Exam, IntKey, Proof
+from cgbundle.format.schema import Exam, IntKey
 from cgbundle.tables.module_state import encode_states
 
 from ..bundle.emit import describe_size
 from ..bundle.exam import replayed_exam, write_exam
-from ..errors import BuildError
+from ..bundle.proof import accepted, measured
 from ..export.weights import weight_tensors
 from ..model.source import SEED, all_keys, sample
 from ..targets.build_spec import BuildSpec, ManifestParts
@@ -20,9 +20,11 @@ from ..targets.cuda.emit import cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, split_stage
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
+from ..targets.cuda.tensors import on_gpu
 from ..targets.memory_layout import lay_out
 from ..targets.rows import WHOLE
 from ..targets.weights import shapes_of
+from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
 from ..util.progress import Stages
@@ -31,6 +33,7 @@ from .recorder import Recorded, record
 from .request import Call
 
 STATES_FILE = "graphs/modules.bin"
+EAGER = "try --lower eager; if that differs too, please report this model"
 EXAM_SEED = 1
 """Seed of the exam's inputs: others than those that the graphs were captured on."""
 
@@ -68,13 +71,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             nodes = sum(len(graph.recording.nodes) for graphs in recorded.graphs.values() for graph in graphs)
             tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
     with stages("emit") as tell:
-        for key, replay in recorded.replays.items():
-            if not replay.error <= replay.tolerance:
-                raise BuildError(
-                    "proof-failed",
-                    f"int_key {key}: the graph differs from eager PyTorch by {replay.error:.1e}, allowed {replay.tolerance:.1e}",
-                    "try --lower eager; if that differs too, please report this model",
-                )
+        differences = {key: recorded.replays[key].differences for key in calls}
+        bounds = on_gpu(error_bounds(prepared, recorded.weights), program)
+        kept = accepted(spec.dimensions, bounds, differences, spec.waive, "the graph differs", EAGER)
         written = write_recorded(stage, _program(spec, recorded, split), tensors, recorded.arch, split, hosts)
         if recorded.states:
             (stage / STATES_FILE).write_bytes(encode_states(recorded.states))
@@ -96,7 +95,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         exam=Exam(
             compare="bits" if exact else "tolerance",
             calls=prepared.exam_calls,
-            proofs=tuple(_proof(recorded, key) for key in calls),
+            expected="recording",
+            bounds=kept,
+            proofs=tuple([measured(key, "none", found, kept) for key, found in differences.items()]),
         ),
     )
 
@@ -118,11 +119,6 @@ def _program(spec: BuildSpec, recorded: Recorded, split: SplitProgram | None) ->
         weights_bytes=recorded.weights_bytes,
         state_bytes=recorded.state_bytes,
     )
-
-
-def _proof(recorded: Recorded, key: IntKey) -> Proof:
-    replay = recorded.replays[key]
-    return Proof(key=key, method="none", error=replay.error, tolerance=replay.tolerance)
 
 
 def _lowest_driver(recorded: Recorded) -> int:

@@ -25,9 +25,10 @@ from ..errors import BuildError, ModelError
 from ..export.weights import weight_tensors
 from ..targets.cuda.lowering import cache_environment
 from ..targets.cuda.recorded import RecordedGraph
-from ..targets.cuda.tensors import settings, static_bytes, tensors_of, tolerance_of
+from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay_out
 from ..targets.weights import row_major, shapes_of
+from ..util.tolerance import Difference
 from .assemble import Assembled, assemble
 from .processes import run_all
 from .request import Call, Request
@@ -36,12 +37,12 @@ from .take import Take
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """A replay of one key on the exam's inputs.  `deterministic`: two processes got the same bits.  The rest as in schema.Proof."""
+    """A replay of one key on the exam's inputs.  `deterministic`: two processes got the same bits.  `differences` from eager
+    PyTorch are as in RawExam, of the process where they are larger."""
 
     contents: ReplayedBytes
     deterministic: bool
-    error: float
-    tolerance: float
+    differences: tuple[Difference, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +142,7 @@ def record(
     if a.mutated:
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
     inputs = {key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()}
-    return _recorded(a, b, assemble(a, b, layout.weights_end), layout, static, inputs, tolerance_of(program))
+    return _recorded(a, b, assemble(a, b, layout.weights_end), layout, static, inputs)
 
 
 def _recorded(
@@ -151,15 +152,15 @@ def _recorded(
     layout: WeightLayout,
     static: Mapping[IntKey, int],
     inputs: Mapping[IntKey, tuple[bytes, ...]],
-    tolerance: float,
 ) -> Recorded:
     replays = {}
     for mine, theirs in zip(a.exams, b.exams, strict=True):
         replays[mine.key] = Replay(
             contents=ReplayedBytes(inputs=inputs[mine.key], outputs=mine.outputs, written=mine.written, state=mine.state),
             deterministic=(mine.outputs, mine.written, mine.state) == (theirs.outputs, theirs.written, theirs.state),
-            error=max(mine.error, theirs.error),
-            tolerance=tolerance,
+            differences=tuple(
+                [max(pair, key=lambda each: each.error) for pair in zip(mine.differences, theirs.differences, strict=True)]
+            ),
         )
     return Recorded(
         graphs=assembled.graphs,

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from cgbundle.format.schema import IntKey
 
+from ..util.tolerance import Difference
+
 WEIGHTS, INPUTS = 0, 1
 """The first two ranges of every process: its weights buffer and its static inputs.  Its state buffer, where it has one, is next."""
 
@@ -135,11 +137,12 @@ class RawModuleState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawExam:
-    """A replay on the exam's inputs: contents as in ReplayedBytes, and the worst `largest_error` against eager PyTorch."""
+    """A replay on the exam's inputs: contents as in ReplayedBytes.  `differences` from eager PyTorch are those of the outputs,
+    the inputs that the program writes to, and state, in this order."""
 
     key: IntKey
     outputs: tuple[bytes, ...]
-    error: float
+    differences: tuple[Difference, ...]
     written: tuple[bytes, ...] = ()
     state: tuple[tuple[str, bytes], ...] = ()
 

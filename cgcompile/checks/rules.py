@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from cgbundle.format.schema import Finding
+from cgbundle.tensors.exam_tensors import WAIVER
 
 from . import control, devices, operators, randomness, scalars, shapes, sizes, writes
 from .context import RuleContext
@@ -42,8 +43,9 @@ RULES: tuple[Rule, ...] = (
 )
 """Refusals first: the first finding is the one that a build names."""
 
-ELSEWHERE = (FOLLOWER, "too-many-keys", "small-region")
-"""Rules that are no function of a RuleContext: host_placement.py has the first, `cgcompile check` finds the others."""
+ELSEWHERE = (FOLLOWER, "too-many-keys", "small-region", WAIVER)
+"""Rules that are no function of a RuleContext: host_placement.py has the first, `cgcompile check` finds two more, a build's proof
+the last."""
 
 
 def name(rule: Rule) -> str:

@@ -19,7 +19,7 @@ def non_tensor_input(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: what `inputs()` passes that is no tensor.  Defaults of forward() that it does not pass are none.
     Why CUDA cares: a number is baked into the launch parameters of the kernels; another number needs another recording.
-    Effect: the bundle holds the program for this value, and refuses calls with another.
+    Effect: the bundle holds the program for this value, and refuses calls with another, or without it where the default differs.
     Fix: pass a tensor of no dimensions, or leave it so.
     Source: the handling of non-tensor inputs in torch/_inductor/cudagraph_trees.py (int keys); guards in torch.export.
     """

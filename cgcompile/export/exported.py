@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.export import ExportedProgram
 
-from cgbundle.format.schema import Size, TensorSpec, Tree
+from cgbundle.format.schema import Parameter, Size, TensorSpec, Tree
 
 from ..model.flat_module import FlatModule
 from ..model.side_effects import Obstacle
@@ -37,11 +37,12 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """Inputs and outputs in terms of the declared dimensions, and the pytrees of the call and the result."""
+    """Inputs and outputs in terms of the declared dimensions, the pytrees of the call and the result, and the call's parameters."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     call: Tree
+    parameters: tuple[Parameter, ...]
     result: Tree
 
 

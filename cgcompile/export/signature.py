@@ -35,6 +35,7 @@ def describe_signature(exported: Exported) -> Signature:
         inputs=tuple(inputs),
         outputs=tuple([_as_eager(source, spec, index, exported.eager_shapes) for index, spec in enumerate(outputs)]),
         call=flat.like.call,
+        parameters=flat.like.parameters,
         result=flat.result,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from ..errors import BuildError, ModelError
@@ -22,7 +23,7 @@ def load_saved(label: str) -> Source:
 
     Dimensions are named `dim0`, `dim1`, ... in the order in which they first occur in the inputs' shapes (a .pt2 keeps no
     names), or `batch` where there is one.  Inputs are drawn like the program's own example inputs: floats normal, integers
-    within the examples' range.
+    within the examples' range.  What is no tensor is a constant without a default: the program, too, wants it given.
     """
     if not os.path.isfile(label):
         raise BuildError("source-missing", f"{label}: no such file")
@@ -34,8 +35,8 @@ def load_saved(label: str) -> Source:
         ) from error
     if program.example_inputs is None:
         raise ModelError("source-invalid", f"{label}: the program was saved without example inputs")
-    user = set(program.graph_signature.user_inputs)
-    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
+    user = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT}
+    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
     symbols: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ def describe(value: Any, path: str, leaves: list[NamedTensor]) -> Tree:
         _check_tensor(value, path)
         leaves.append((path, value))
         return {"tensor": len(leaves) - 1}
+    if isinstance(value, float) and not isfinite(value):
+        raise ModelError("structure-unsupported", f"{path}: a bundle holds no number {value} outside of tensors")
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -42,6 +45,16 @@ def describe(value: Any, path: str, leaves: list[NamedTensor]) -> Tree:
         f"{path}: {type(value).__module__}.{type(value).__qualname__} cannot be described in a bundle",
         "use tensors, None, numbers, text, and tuples, lists, dicts or named tuples of them",
     )
+
+
+def constant(value: Any) -> tuple[Tree, ...]:
+    """The tree of a value without tensors, or () for what a bundle cannot describe."""
+    leaves: list[NamedTensor] = []
+    try:
+        tree = describe(value, "", leaves)
+    except ModelError:
+        return ()
+    return () if leaves else (tree,)
 
 
 def rebuild(tree: Tree, tensors: list[torch.Tensor], like: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from cgbundle.format.schema import Tree
+from cgbundle.format.schema import Parameter, Tree
 
 from ..errors import ModelError
-from .pytree import NamedTensor, describe
+from .pytree import NamedTensor, constant, describe
 from .user_code import call_user
 
 SEED = 0
@@ -38,11 +38,12 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The inputs at one size: the call's arguments, its structure, and its tensors with their paths."""
+    """The inputs at one size: the call's arguments, its structure, its parameters, and its tensors with their paths."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     call: Tree
+    parameters: tuple[Parameter, ...]
     leaves: tuple[NamedTensor, ...]
 
     @property
@@ -71,30 +72,34 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
             f"{source.label}: inputs() gave {type(given).__name__}, expected a tuple (positional) or a dict (by name)",
         )
     leaves: list[NamedTensor] = []
-    call = {"call": [[name, describe(value, name, leaves)] for name, value in _bind(source, args, kwargs)]}
-    return Sample(args=args, kwargs=kwargs, call=call, leaves=tuple(leaves))
+    bound = _bind(source, args, kwargs)
+    call = {"call": [[name, describe(value, name, leaves)] for name, value, _ in bound]}
+    return Sample(args=args, kwargs=kwargs, call=call, parameters=tuple([each for _, _, each in bound]), leaves=tuple(leaves))
 
 
-def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(parameter of forward, value) for every argument, in the order of the call."""
+def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any, Parameter]]:
+    """(name, value, parameter of forward) for every argument, in the order of the call.
+
+    What inputs() leaves out is there with its default.  A default that is no constant cannot be described: nobody can pass
+    another.
+    """
     try:
         bound = inspect.signature(source.model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise ModelError("source-invalid", f"{source.label}: inputs() does not fit the model's forward(): {error}") from None
     given = set(bound.arguments)
     bound.apply_defaults()
-    pairs: list[tuple[str, Any]] = []
+    found: list[tuple[str, Any, Parameter]] = []
     for name, value in bound.arguments.items():
-        if name not in given and not (value is None or isinstance(value, bool | int | float | str)):
-            continue  # an empty *args, or a default that a bundle cannot describe: nobody can pass another
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            pairs += [(f"{name}_{index}", item) for index, item in enumerate(value)]
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            pairs += list(value.items())
-        else:
-            pairs.append((name, value))
-    return pairs
+        own = bound.signature.parameters[name]
+        default = () if own.default is own.empty else constant(own.default)
+        if own.kind is own.VAR_POSITIONAL:
+            found += [(f"{name}_{index}", item, Parameter(keyword=False, default=())) for index, item in enumerate(value)]
+        elif own.kind is own.VAR_KEYWORD:
+            found += [(each, item, Parameter(keyword=True, default=())) for each, item in value.items()]
+        elif name in given or default:
+            found.append((name, value, Parameter(keyword=own.kind is own.KEYWORD_ONLY, default=default)))
+    return found
 
 
 def all_keys(sizes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:

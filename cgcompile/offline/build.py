@@ -14,6 +14,7 @@ from cgbundle.format.schema import Exam, IntKey, Program, Proof
 
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, write_exam
+from ..bundle.proof import unproved
 from ..export.weights import weight_tensors
 from ..model.source import all_keys, sample
 from ..targets.architectures import Arch, arch
@@ -22,9 +23,10 @@ from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorde
 from ..targets.cuda.host_regions import SplitProgram, host_stage, split_stage
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
-from ..targets.cuda.tensors import dtype_bound, input_offsets, static_bytes
+from ..targets.cuda.tensors import input_offsets, static_bytes
 from ..targets.memory_layout import PAD, Table, align, lay_out
 from ..targets.weights import shapes_of
+from ..transforms.error_bounds import coarsest, error_bounds
 from ..transforms.output_aliases import with_aliases
 from ..util.content_cache import cache_folder
 from ..util.progress import Stages, Tell
@@ -34,11 +36,11 @@ from .assemble.merge import LoweredRegion, merge, whole
 from .assemble.plan_check import check_plan
 from .assemble.rows import assemble
 from .compile.kernels import CompiledKernel, compile_variants
-from .interpret.interpret import interpret
+from .interpret.interpret import Outcome, interpret
 from .lower.jobs import lower_all
 from .lowered import KernelVariant, Lowered, LoweredProgram
 from .lowering_jobs import region_jobs, whole_jobs
-from .proof import kernel_sources, make_task, make_trial, proved
+from .proof import Trial, kernel_sources, make_task, make_trial, proved
 from .tuning.measurements import table_file
 
 KERNELS = "kernels.json"
@@ -93,10 +95,13 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             exams = eager_exam(spec.source, spec.prepared, spec.sizes, written.weights)
             write_exam(stage / archive.EXAM, exams)
             tell(describe_size(stage))
-        proofs = tuple(Proof(key=exam.key, method="none", error=0.0, tolerance=dtype_bound(program)) for exam in exams)
+        bounds = error_bounds(spec.prepared, written.weights)
+        kept, proofs = tuple([each.bound for each in bounds]), tuple([unproved(exam.key, bounds) for exam in exams])
         if spec.prove == "interpret":
             with stages("interpret") as tell:
-                proofs = _interpret(written, exams, split, compiled, proofs, stage / archive.WEIGHTS, scratch, tell)
+                trials = _interpret(written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
+                kept, proofs = proved(spec.dimensions, bounds, proofs, trials, coarsest(program), spec.waive)
+                tell(_proved(proofs))
     return ManifestParts(
         target=cuda_target(target.name, lowest_driver(target.capability), hosts, spec.torch_version),
         weights=written.weights,
@@ -104,7 +109,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         regions=written.regions,
         programs=with_aliases(written.programs, spec.prepared.aliases, spec.prepared.signature.outputs, written.weights),
         module_state="",
-        exam=Exam(compare="tolerance", calls=1, proofs=proofs),
+        exam=Exam(compare="tolerance", calls=1, expected="eager", bounds=kept, proofs=proofs),
     )
 
 
@@ -170,12 +175,11 @@ def _interpret(
     exams: Sequence[KeyExam],
     split: SplitProgram | None,
     compiled: Mapping[KernelVariant, CompiledKernel],
-    proofs: Sequence[Proof],
     weights: Path,
     scratch: Path,
     tell: Tell,
-) -> tuple[Proof, ...]:
-    """The proofs of the keys whose kernels were interpreted in time; the others as they are."""
+) -> list[tuple[Trial, Outcome]]:
+    """What came of the keys whose kernels were interpreted in time."""
     programs: tuple[Program, ...] = written.programs
     trials = [make_trial(each, exam, written.recordings, split) for each, exam in zip(programs, exams, strict=True)]
     sources = kernel_sources(compiled)
@@ -184,9 +188,13 @@ def _interpret(
         for trial, program in zip(trials, programs, strict=True)
     ]
     done = interpret(tasks, scratch / "interpret", budget=BUDGET, cache=cache_folder(), tell=tell)
-    made = tuple([proved(*each, done) for each in zip(proofs, trials, strict=True)])
-    tell(f"{len(done)} of {len(tasks)} int_keys over poisoned memory, largest error {max(proof.error for proof in made):.1e}")
-    return made
+    outcomes = {outcome.key: outcome for outcome in done}
+    return [(trial, outcomes[trial.key]) for trial in trials if trial.key in outcomes]
+
+
+def _proved(proofs: Sequence[Proof]) -> str:
+    done = sum(proof.method == "interpret" for proof in proofs)
+    return f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {max(proof.error for proof in proofs):.1e}"
 
 
 def _choices(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:

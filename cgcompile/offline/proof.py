@@ -10,15 +10,18 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.format.schema import IntKey, Program, Proof, Value, Weight
+from cgbundle.exam import key_text
+from cgbundle.format.schema import Dimension, IntKey, Program, Proof, Value, Weight
 from cgbundle.tables.recording import Recording
 
 from ..bundle.exam import KeyExam
+from ..bundle.proof import REPORT, accepted, measured
 from ..errors import BuildError
 from ..partition.isolated import eager_values
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.weights import row_major
-from ..util.tolerance import largest_error
+from ..transforms.error_bounds import ErrorBound
+from ..util.tolerance import compare
 from .compile.kernels import CompiledKernel
 from .interpret.interpret import Outcome, Stage, Task
 from .lowered import KernelVariant
@@ -95,40 +98,41 @@ def make_task(
     )
 
 
-def proved(proof: Proof, trial: Trial, outcomes: Sequence[Outcome]) -> Proof:
-    """`proof` as the outcome of its key makes it, itself when there is none.  Raises proof-failed when anything that was read is
-    further from eager PyTorch than the proof's tolerance."""
-    found = [outcome for outcome in outcomes if outcome.key == trial.key]
-    if not found:
-        return proof
-    (outcome,) = found
-    count = len(trial.crossing)
-    given, made = outcome.read[:count], outcome.read[count:]
-    errors = [_difference(want, got) for want, got in zip(trial.crossing, given, strict=True)]
-    errors += [_error(want, got) for want, got in zip(trial.outputs, made, strict=True)]
-    error = max(errors, default=0.0)
-    if not error <= proof.tolerance:
-        raise BuildError(
-            "proof-failed",
-            f"int_key {proof.key}: the interpreted kernels differ from eager PyTorch by {error:.1e}, allowed {proof.tolerance:.1e}",
-            "nothing was published; please report this model",
-        )
-    return Proof(key=proof.key, method="interpret", error=error, tolerance=proof.tolerance)
+def proved(
+    dimensions: Sequence[Dimension],
+    bounds: Sequence[ErrorBound],
+    proofs: Sequence[Proof],
+    trials: Sequence[tuple[Trial, Outcome]],
+    within: float,
+    waive: Sequence[str] = (),
+) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
+    """The exam's bounds and proofs as the outcomes make them; a proof without one stays as it is.
 
-
-def _error(expected: torch.Tensor, got: bytes) -> float:
-    return largest_error(expected, _tensor(expected, got)) if expected.numel() else 0.0
-
-
-def _difference(expected: torch.Tensor, got: bytes) -> float:
-    """Of numbers as of an output; of integers and booleans the share that differs.  Rounding may turn a comparison over, and what
-    follows is computed with eager PyTorch's."""
-    if expected.is_floating_point() or expected.is_complex() or not expected.numel():
-        return _error(expected, got)
-    return float((expected != _tensor(expected, got)).double().mean())
+    `within` bounds what goes to the host: of integers there it is the share that may differ.  Rounding may turn a comparison over,
+    and what follows is computed with eager PyTorch's.  Raises proof-failed.
+    """
+    found = {}
+    for trial, outcome in trials:
+        count = len(trial.crossing)
+        for want, got in zip(trial.crossing, outcome.read[:count], strict=True):
+            given = compare(want, _tensor(want, got))
+            if not given.error <= within:
+                raise BuildError(
+                    "proof-failed",
+                    f"int_key {key_text(dimensions, trial.key)}: what the interpreted kernels give to the host differs from "
+                    f"eager PyTorch by {given.error:.1e}, allowed {within:.1e}: {given.text}",
+                    REPORT,
+                )
+        pairs = zip(trial.outputs, outcome.read[count:], strict=True)
+        found[trial.key] = [compare(want, _tensor(want, got)) for want, got in pairs]
+    kept = accepted(dimensions, bounds, found, waive, "the interpreted kernels differ")
+    made = {key: measured(key, "interpret", differences, kept) for key, differences in found.items()}
+    return kept, tuple([made.get(proof.key, proof) for proof in proofs])
 
 
 def _tensor(like: torch.Tensor, contents: bytes) -> torch.Tensor:
+    if not like.numel():
+        return torch.empty_like(like)
     return torch.frombuffer(bytearray(contents), dtype=like.dtype).reshape(like.shape)
 
 

@@ -13,7 +13,7 @@ from cgbundle.format import archive
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
 
 from ..bundle.emit import seal, write_program
-from ..bundle.proof import replay
+from ..bundle.proof import mismatches, replay
 from ..bundle.provenance import provenance
 from ..checks import check, refuse
 from ..export.export import export, refuse_branches
@@ -23,6 +23,7 @@ from ..model.flat_module import PREFIX
 from ..model.load import load_source
 from ..targets.build_spec import BuildSpec, ManifestParts
 from ..targets.choice import choose
+from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import manifest_aliases
 from ..transforms.padding_proof import prove_padding
 from ..transforms.prepared import prepare
@@ -62,19 +63,19 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
         spec = BuildSpec(
             source=source, prepared=prepared, sizes=sizes, dimensions=dimensions, placements=checked.placements,
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
-            torch_version=torch.__version__.partition("+")[0],
+            waive=options.waive, torch_version=torch.__version__.partition("+")[0],
         )  # fmt: skip
         # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
         parts: ManifestParts = import_module(BUILDERS[chosen.recorder]).build_parts(spec, folder, stages)
         write_program(folder / archive.PROGRAM, prepared.program)
         origin = provenance(source.label, _recorded_options(options, chosen.recorder))
-        sealed = seal(folder, _manifest(spec, parts, checked.findings, options.waive, origin))
+        sealed = seal(folder, _with_mismatches(_manifest(spec, parts, checked.findings, options.waive, origin)))
         with stages("verify") as tell:
             if chosen.runs_here:
-                proofs = replay(folder, sealed)
-                sealed = seal(folder, replace(sealed, exam=replace(sealed.exam, proofs=proofs)))
-                error = max(proof.error for proof in proofs)
-                tell(f"{_counted(len(proofs), 'int_key')} in a fresh process, largest error {error:.1e}")
+                examined = replay(folder, sealed, error_bounds(prepared, sealed.weights), options.waive)
+                sealed = seal(folder, _with_mismatches(replace(sealed, exam=examined, findings=checked.findings)))
+                error = max(proof.error for proof in examined.proofs)
+                tell(f"{_counted(len(examined.proofs), 'int_key')} in a fresh process, largest error {error:.1e}")
             else:
                 tell(f"structure and hashes; `cgcompile verify --run` replays it where a GPU of {chosen.target} is")
     return Built(path=destination, manifest=sealed, seconds=tuple(stages.seconds))
@@ -112,6 +113,7 @@ def _manifest(
         aliases=manifest_aliases(prepared.aliases, parts.weights),
         random=names.index(prepared.generator.removeprefix(PREFIX)) if prepared.generator else -1,
         call=prepared.signature.call,
+        parameters=prepared.signature.parameters,
         result=prepared.signature.result,
         weights=parts.weights,
         memories=parts.memories,
@@ -124,3 +126,8 @@ def _manifest(
         provenance=origin,
         files=(),
     )
+
+
+def _with_mismatches(manifest: Manifest) -> Manifest:
+    """The manifest with a finding for what was accepted though it differs."""
+    return replace(manifest, findings=(*manifest.findings, *mismatches(manifest)))

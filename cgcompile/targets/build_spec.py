@@ -14,7 +14,7 @@ from ..transforms.prepared import Prepared
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSpec:
     """What is built: the model, its sizes per declared dimension, and how.  `placements`: nodes that must be on the host beside a
-    GPU, with the reasons.  `recorder` is that of `targets.Chosen`, the rest are options of `build`."""
+    GPU, with the reasons.  `recorder` is that of `targets.Chosen`, the rest, `waive` too, are options of `build`."""
 
     source: Source
     prepared: Prepared
@@ -26,6 +26,7 @@ class BuildSpec:
     lower: str
     specialize: str
     prove: str
+    waive: tuple[str, ...]
     torch_version: str
 
 

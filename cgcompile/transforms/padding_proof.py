@@ -2,8 +2,8 @@
 
 A dimension is "rows" when outputs stay the same whatever the padding and no operation joins rows.  It is "zeros" when they stay
 the same for zeros only (an attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and
-every output has exactly one axis that is a multiple of it.  The tests run in eager PyTorch, within the tolerance of the outputs'
-dtypes: other batch sizes take other kernels.
+every output has exactly one axis that is a multiple of it.  The tests run in eager PyTorch, within the outputs' bounds: other batch
+sizes take other kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from cgbundle.format.size_expressions import linear, names
 
 from ..model.flat_module import PREFIX, run_eager
 from ..model.source import Source, sample
-from ..util.tolerance import largest_error, tolerance
+from ..util.tolerance import compare
+from .error_bounds import ErrorBound, error_bounds
 from .prepared import Prepared
 from .row_mixing import joined
 
@@ -108,14 +109,22 @@ def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tenso
         outputs = run_eager(prepared.reference, filled).outputs
     except (RuntimeError, IndexError, ValueError) as failure:
         return f"the model fails ({type(failure).__name__})"
-    for spec, want, output in zip(prepared.signature.outputs, expected, outputs, strict=True):
+    bounds = error_bounds(prepared)
+    for spec, bound, want, output in zip(prepared.signature.outputs, bounds, expected, outputs, strict=True):
         front = output[tuple(slice(0, size) for size in want.shape)]
         if front.shape != want.shape:
             return f"output {spec.name!r} has shape {list(output.shape)}"
-        error = largest_error(want, front)
-        if error > tolerance(want.dtype):
-            return f"output {spec.name!r} changes by {error:.1e}"
+        if changed := _changed(want, front, bound):
+            return f"output {spec.name!r} {changed}"
     return ""
+
+
+def _changed(expected: torch.Tensor, got: torch.Tensor, bound: ErrorBound) -> str:
+    """ "" within the bound, else by how much an output changes."""
+    found = compare(expected, got)
+    if found.error <= bound.bound:
+        return ""
+    return f"changes: {found.text}," if bound.exact else f"changes by {found.error:.1e}"
 
 
 def _prove_cut(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[bool, str]:
@@ -134,10 +143,10 @@ def _prove_cut(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
         expected = run_eager(prepared.reference, whole).outputs
         for start, stop in ((0, 1), (1, long)):
             part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(whole, inputs, strict=True)]
-            for spec, want, output in zip(outputs, expected, run_eager(prepared.reference, part).outputs, strict=True):
-                error = largest_error(_range(want, spec.shape, name, start, stop), output)
-                if error > tolerance(want.dtype):
-                    return False, f"output {spec.name!r} changes by {error:.1e} when {name}={long} is cut at {start or stop}"
+            made = run_eager(prepared.reference, part).outputs
+            for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, made, strict=True):
+                if changed := _changed(_range(want, spec.shape, name, start, stop), output, bound):
+                    return False, f"output {spec.name!r} {changed} when {name}={long} is cut at {start or stop}"
     except (RuntimeError, IndexError, ValueError) as failure:
         return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
     return True, f"rows along {name} do not depend on each other"

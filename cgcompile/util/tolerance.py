@@ -1,8 +1,14 @@
-"""How far two computations of one model may differ, relative to the largest magnitude of the output.  A bound is eight to ten times
-the rounding step of the dtype for one operation, more for the depth of a model.  It holds for all examples of this repository with
-a factor of ten to spare, and catches every real mistake tried."""
+"""How far two computations of one model may differ, and how far they do.
+
+The measure is that of `cgbundle.tensors.comparison`, which FORMAT.md states.  A bound is eight to ten times the rounding step of
+the dtype for one operation, more for the depth of a model; of float8 it is the distance of two neighbours.  It holds for all
+examples of this repository with a factor of ten to spare, and catches every real mistake tried.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -13,27 +19,71 @@ _BOUNDS = {
     torch.bfloat16: 4e-2,
     torch.complex64: 1e-4,
     torch.complex128: 1e-10,
+    torch.float8_e4m3fn: 0.13,
+    torch.float8_e5m2: 0.26,
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How far a tensor is from what was expected: `error` as `comparison.difference` has it; `text` says what differs, or is ""."""
+
+    error: float
+    text: str
+
+
 def tolerance(dtype: torch.dtype) -> float:
-    """The largest allowed error of an output of `dtype`: 0 for integers and booleans."""
+    """The largest allowed error of a result in `dtype`: 0 for integers and booleans."""
     return _BOUNDS.get(dtype, 0.0)
 
 
-def largest_error(expected: torch.Tensor, got: torch.Tensor) -> float:
-    """The largest |got - expected| divided by the largest finite |expected|; infinite where one is NaN or infinite and the
-    other is not the same, or where shapes differ."""
-    if expected.shape != got.shape:
-        return float("inf")
+def is_float(dtype: torch.dtype) -> bool:
+    """Whether results in `dtype` are rounded."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def compare(expected: torch.Tensor, got: torch.Tensor) -> Difference:
+    """What `cgbundle.tensors.comparison` says, of tensors on one device; infinite where shapes or dtypes differ."""
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return Difference(error=inf, text=f"{got.dtype} {list(got.shape)}, expected {expected.dtype} {list(expected.shape)}")
     if not expected.numel():
-        return 0.0
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    want, have = expected.to(wide), got.to(wide)
-    same = (want == have) | (want.isnan() & have.isnan())
-    difference = torch.where(same, torch.zeros_like(want), have - want).abs()
-    if not bool(difference.isfinite().all()):
-        return float("inf")
-    finite = want.abs()[want.isfinite()]
-    largest = float(finite.max()) if finite.numel() else 0.0
-    return float(difference.max()) / (largest or 1.0)
+        return Difference(error=0.0, text="")
+    shape = expected.shape
+    want, have = _parts(expected), _parts(got)
+    if not is_float(expected.dtype):
+        wrong = want != have
+        count = int(wrong.sum())
+        place = int(wrong.to(torch.uint8).argmax()) if count else 0
+        return Difference(error=count / want.numel(), text=_text(want, have, count, place, shape, "first"))
+    wrong = (want != have) & ~(want.isnan() & have.isnan())
+    count = int(wrong.sum())
+    if not count:
+        return Difference(error=0.0, text="")
+    distance = torch.where(wrong, have - want, torch.zeros_like(want)).abs().nan_to_num(nan=inf, posinf=inf)
+    place = int(distance.argmax())
+    largest = float(want[want.isfinite()].abs().max()) if bool(want.isfinite().any()) else 0.0
+    return Difference(error=float(distance[place]) / (largest or 1.0), text=_text(want, have, count, place, shape, "furthest off"))
+
+
+def _parts(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in a row: integers as they are, floats as float64, complex numbers as two of these."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).reshape(-1).to(torch.float64)
+    flat = tensor.reshape(-1)
+    if is_float(tensor.dtype):
+        return flat.to(torch.float64)
+    return flat.view(torch.int64) if tensor.dtype is torch.uint64 else flat  # torch compares no uint64
+
+
+def _text(want: torch.Tensor, have: torch.Tensor, count: int, place: int, shape: torch.Size, which: str) -> str:
+    """As `comparison.describe` spells it."""
+    if not count:
+        return ""
+    parts = want.numel() // max(1, shape.numel())
+    index, axes = place // parts, []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        axes.append(at)
+    where = f" at {axes[::-1]}" if shape else ""
+    got, expected = [f"{float(each[place]):.6g}" if is_float(each.dtype) else str(each[place].item()) for each in (have, want)]
+    return f"{count} of {want.numel()} {'parts' if parts == 2 else 'values'} differ, {which}{where}: {got}, expected {expected}"

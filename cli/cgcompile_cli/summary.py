@@ -7,11 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cgbundle.call.arguments import Constant, constants, spelled
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, manifest_json
 from cgbundle.format.safetensors import nbytes
-from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, Tree, Weight
+from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, Weight
 from cgbundle.format.size_expressions import text
+from cgbundle.tensors.exam_tensors import exam_tensors
 from cgbundle.trust import manifest_signature
 
 from .int_keys import spell
@@ -35,6 +37,10 @@ RANDOM = "the seed of the random numbers, and how many calls there were"
 PADDING = {"rows": "padded (any filling is exact)", "zeros": "padded with zeros", "no": "never padded"}
 
 
+SHOWN = 60
+"""Characters of a constant that are shown."""
+
+
 def plain(path: str, manifest: Manifest) -> dict[str, Any]:
     """What `--json` gives: the manifest as it is stored, and what follows from it."""
     return {
@@ -43,6 +49,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "signature": signature(path),
         "int_keys": [list(program.key) for program in manifest.programs],
         "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.inputs],
+        "constants": [each._asdict() for each in constants(manifest)],
         "written": [manifest.inputs[index].name for index in manifest.written],
         "outputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.outputs],
         "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
@@ -93,16 +100,30 @@ def shape(sizes: Sequence[Any]) -> str:
 
 
 def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
-    """(in or out, name, dtype, shape, remark) of every input and output.
-    The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with input x)` or ""."""
+    """(in or out, name, dtype, shape, remark) of every input and output, and (in, name, type, value, remark) of the constants.
+    The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with input x)`, how a constant is given, or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, alias)})" for alias in manifest.aliases}
     indices = {at: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for at, spec in enumerate(manifest.inputs) if spec.range}
     updated = indices | dict.fromkeys(manifest.written, UPDATED)
-    return [
-        (side, spec.name, spec.dtype, shape(spec.shape), remarks.get(index, ""))
+    rows = {
+        side: [(side, spec.name, spec.dtype, shape(spec.shape), remarks.get(index, "")) for index, spec in enumerate(specs)]
         for side, specs, remarks in (("in", manifest.inputs, updated), ("out", manifest.outputs, shared))
-        for index, spec in enumerate(specs)
-    ]
+    }
+    fixed = [("in", each.name, type(each.value).__name__, cut(repr(each.value)), given(each)) for each in constants(manifest)]
+    return [*rows["in"], *fixed, *rows["out"]]
+
+
+def given(constant: Constant) -> str:
+    """`(constant, may be left out)`, `(constant, must be given: the model's default is 1.0)`."""
+    if not constant.required:
+        return "(constant, may be left out)"
+    own = f": the model's default is {cut(repr(constant.default[0]))}" if constant.default else ""
+    return f"(constant, must be given{own})"
+
+
+def cut(text: str) -> str:
+    """`text`, or its beginning where it is long."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def alias_of(manifest: Manifest, alias: Alias) -> str:
@@ -176,18 +197,49 @@ def steps(program: Program) -> str:
 def programs(manifest: Manifest) -> Table:
     """A row per int_key: what it does, what memory it needs, how it was proved.  Of many, the first and the last are shown."""
     names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
-    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound")
+    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *distance_head(manifest))
     rows = program_rows(manifest)
     shown, hidden = shortened(rows[:-1])
-    return table(heads, [*shown, *([(f"{hidden} more", *[""] * 6)] if hidden else []), *rows[-1:]])
+    return table(heads, [*shown, *([(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []), *rows[-1:]])
+
+
+def distance_head(manifest: Manifest) -> tuple[str, ...]:
+    """The head of the column that `program_rows` then have more."""
+    return (">from recording",) if near_recording(manifest) else ()
+
+
+def near_recording(manifest: Manifest) -> bool:
+    """Whether replays are held to a recording, and not bit for bit: how far they were from it is worth a column."""
+    return manifest.exam.expected == "recording" and manifest.exam.compare == "tolerance"
+
+
+def exam_rows(manifest: Manifest) -> list[tuple[str, str, str]]:
+    """(tensor, largest error against eager PyTorch, bound) of what the exam compares, where there are several; [] before format
+    version 4."""
+    exam = manifest.exam
+    if len(exam.bounds) < 2:
+        return []
+    errors = [each.errors for each in exam.proofs if each.errors]
+    return [
+        (tensor.title, f"{max([each[index] for each in errors]):.1e}" if errors else "", bound_text(bound))
+        for index, (tensor, bound) in enumerate(zip(exam_tensors(manifest), exam.bounds, strict=True))
+    ]
+
+
+def bound_text(bound: float) -> str:
+    """`1.0e-04`; `equal` for 0."""
+    return f"{bound:.1e}" if bound else "equal"
 
 
 def program_rows(manifest: Manifest) -> list[tuple[str, ...]]:
-    """(int_key, steps, arena, inputs, method of the proof, error, bound) of every program."""
+    """(int_key, steps, arena, inputs, method of the proof, error, bound) of every program, and where it is `near_recording` the
+    distance of the replay from it.  Error and bound are of the tensor that came nearest to its bound."""
     rows: list[tuple[str, ...]] = []
     for each, proof in zip(manifest.programs, manifest.exam.proofs, strict=True):
-        bound = "same bits" if manifest.exam.compare == "bits" else f"{proof.tolerance:.1e}"
-        proved = (proof.method, "" if proof.method == "none" else f"{proof.error:.1e}", bound)
+        bound = "same bits" if manifest.exam.compare == "bits" else bound_text(proof.tolerance)
+        proved: tuple[str, ...] = (proof.method, "" if proof.method == "none" else f"{proof.error:.1e}", bound)
+        if near_recording(manifest):
+            proved = (*proved, "" if proof.method == "none" else f"{proof.distance:.1e}")
         rows.append((spell(each.key), steps(each), size(each.arena), size(each.static), *proved))
     return rows
 
@@ -206,20 +258,4 @@ def files(manifest: Manifest) -> Table:
 
 def load_lines(path: str, manifest: Manifest) -> list[str]:
     """Python that loads the bundle and calls it."""
-    arguments, by_name = [], False
-    for name, tree in manifest.call["call"]:
-        if not _tensors(tree):
-            by_name = True  # constants may be left out, and what follows them is then given by name
-        else:
-            arguments.append(f"{name}={name}" if by_name else str(name))
-    return ["import cgbundle", f"program = cgbundle.load({path!r})", f"result = program({', '.join(arguments)})"]
-
-
-def _tensors(tree: Tree) -> bool:
-    ((kind, body),) = tree.items()
-    if kind == "tensor":
-        return True
-    if kind == "value":
-        return False
-    children = {"namedtuple": lambda: body[2], "dict": lambda: [child for _, child in body]}.get(kind, lambda: body)()
-    return any(_tensors(child) for child in children)
+    return ["import cgbundle", f"program = cgbundle.load({path!r})", f"result = program({spelled(manifest)})"]

@@ -8,9 +8,11 @@ from typing import Any
 
 import cgbundle
 from cgbundle.errors import CgbundleError
-from cgbundle.exam import inputs_of, relative_error
+from cgbundle.exam import inputs_of
 from cgbundle.format import archive
 from cgbundle.format.safetensors import Mapped
+from cgbundle.tensors.comparison import describe, difference
+from cgbundle.tensors.exam_tensors import bounds
 from cgbundle.tensors.tensor import Tensor, from_bytes
 
 
@@ -25,8 +27,8 @@ class Case:
 class Answers:
     """What a sound bundle gives for the exam's inputs."""
 
-    def __init__(self, cases: list[Case], tolerance: float) -> None:
-        self.cases, self.tolerance = cases, tolerance
+    def __init__(self, cases: list[Case], bounds: tuple[float, ...]) -> None:
+        self.cases, self.bounds = cases, bounds
 
     @classmethod
     def of(cls, path: str) -> Answers | None:
@@ -47,7 +49,7 @@ class Answers:
                 outputs.append((entry.dtype, tuple(entry.shape), bytes(exam.data(name))))
             cases.append(Case(inputs=tuple(inputs), outputs=tuple(outputs)))
         exam.close()
-        return cls(cases, max(proof.tolerance for proof in manifest.exam.proofs))
+        return cls(cases, bounds(manifest, manifest.exam.proofs[0]))
 
     def judge(self, program: Any) -> str:
         """ "right", "refused", or "wrong: ..." of the first answer that differs.  State is not judged: calls follow each other."""
@@ -65,6 +67,6 @@ class Answers:
                 if tensor.dtype != dtype or tuple(tensor.shape) != shape:
                     return f"wrong: output {index} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
                 got = tensor.tobytes()
-                if not stateful and got != data and not relative_error(dtype, data, got) <= self.tolerance:
-                    return f"wrong: output {index} differs by {relative_error(dtype, data, got):.1e}"
+                if not stateful and got != data and not difference(dtype, data, got) <= self.bounds[index]:
+                    return f"wrong: output {index}: {describe(dtype, shape, data, got)}"
         return found

@@ -184,6 +184,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
         aliases=(),
         random=-1,
         call={},
+        parameters=(),
         result={},
         weights=(
             Weight(name="small", tensor="small", dtype="uint8", shape=(3,), strides=(1,), memory="weights", offset=0),
@@ -200,7 +201,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
         module_state="graphs/modules.bin",
         findings=(),
         waivers=(),
-        exam=Exam(compare="bits", calls=1, proofs=()),
+        exam=Exam(compare="bits", calls=1, expected="recording", bounds=(), proofs=()),
         provenance=Provenance(source="", created="", versions=(), machine="", options=()),
         files=describe_files(str(folder)),
     )

@@ -17,7 +17,7 @@ from hashlib import sha256
 from itertools import product
 from typing import Any
 
-from cgbundle.format.schema import Dimension, Manifest, Program, Region, Step, TensorSpec, Value
+from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import evaluate
 from cgbundle.session.locks import SharedLock
 from cgbundle.tensors.tensor import dense
@@ -52,6 +52,7 @@ def signature(
     call: dict[str, Any] | None = None,
     result: dict[str, Any] | None = None,
     output_orders: Sequence[Sequence[int]] | None = None,
+    parameters: tuple[Parameter, ...] = (),
 ) -> Manifest:
     """A cpu manifest of one host region; by default the call takes the inputs by position and the result is a tuple of the outputs.
 
@@ -70,17 +71,20 @@ def signature(
         return Program(key=key, values=tuple(values), inputs=given, outputs=made, steps=(step,), arena=0, static=0)
 
     keys = list(product(*[each.sizes for each in dimensions]))
-    base = support.manifest()
+    base, made = support.manifest(), call or {"call": [[each.name, {"tensor": index}] for index, each in enumerate(inputs)]}
     return replace(
         base,
         dimensions=tuple(dimensions),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        call=call or {"call": [[each.name, {"tensor": index}] for index, each in enumerate(inputs)]},
+        call=made,
+        parameters=(support.POSITIONAL,) * len(made["call"]) if call is None else parameters,
         result=result or {"tuple": [{"tensor": index} for index in range(len(outputs))]},
         regions=(Region(name="model", kind="host", reason="", file=support.HOST_FILE, constants=()),),
         programs=tuple(map(program, keys)),
-        exam=replace(base.exam, proofs=tuple([replace(base.exam.proofs[0], key=key) for key in keys])),
+        exam=replace(
+            base.exam, bounds=support.bounds(*[each.dtype for each in outputs]), proofs=tuple([support.proof(*key) for key in keys])
+        ),
     )
 
 

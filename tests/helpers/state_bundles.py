@@ -23,11 +23,12 @@ from typing import Any
 
 from cgbundle.format import safetensors
 from cgbundle.format.archive import PROGRAM, WEIGHTS, describe_files
-from cgbundle.format.schema import Alias, Dimension, Exam, Manifest, Proof, TensorSpec, Value, Weight
+from cgbundle.format.schema import Alias, Dimension, Exam, Manifest, TensorSpec, Value, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import MemsetNode
 from tests.helpers import cuda_bundles
 from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, OUTPUT, STATE_AT, address, edge, launch, relocations
+from tests.helpers.support import POSITIONAL, bounds, proof
 
 STATE = 1024
 TOTAL, MARKS, RANDOM = 0, 256, 512
@@ -92,12 +93,17 @@ def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Mani
         ),
         random=names.index("random"),
         call={"call": [["x", {"tensor": 0}]]},
+        parameters=(POSITIONAL,),
         result={"dict": [[name, {"tensor": place}] for place, name in enumerate(OUTPUTS)]},
         weights=weights,
         memories=tuple([(name, STATE if name == "state" else size) for name, size in made.memories]),
         programs=tuple([_program(program) for program in made.programs]),
         exam=Exam(
-            compare="bits", calls=1, proofs=tuple([Proof(key=(key,), method="none", error=0.0, tolerance=0.0) for key in KEYS])
+            compare="bits",
+            calls=1,
+            expected="recording",
+            bounds=bounds(*["float32"] * 7, "uint8", "int64"),
+            proofs=tuple([proof(key, method="none", tolerance=0.0) for key in KEYS]),
         ),
         files=describe_files(str(folder)),
     )

@@ -18,6 +18,7 @@ from cgbundle.format.schema import (
     Dimension,
     Exam,
     Manifest,
+    Parameter,
     Program,
     Proof,
     Provenance,
@@ -82,6 +83,7 @@ def manifest() -> Manifest:
         aliases=(),
         random=-1,
         call={"call": [["x", {"tensor": 0}]]},
+        parameters=(POSITIONAL,),
         result={"tensor": 0},
         weights=(
             Weight(
@@ -109,7 +111,9 @@ def manifest() -> Manifest:
         exam=Exam(
             compare="tolerance",
             calls=1,
-            proofs=tuple([Proof(key=(size,), method="replay", error=1e-7, tolerance=1e-5) for size in SIZES]),
+            expected="eager",
+            bounds=(1e-5,),
+            proofs=tuple([proof(size, errors=(1e-7,)) for size in SIZES]),
         ),
         provenance=Provenance(
             source="tiny.py",
@@ -120,6 +124,27 @@ def manifest() -> Manifest:
         ),
         files=(),
     )
+
+
+POSITIONAL = Parameter(keyword=False, default=())
+
+
+def proof(*key: int, method: str = "replay", errors: tuple[float, ...] = (), tolerance: float = 1e-5) -> Proof:
+    """A proof of a key, the worst of whose errors is the first."""
+    error = errors[0] if errors else 0.0
+    return Proof(key=key, method=method, error=error, tolerance=tolerance, errors=errors, distance=0.0)
+
+
+def bounds(*dtypes: str) -> tuple[float, ...]:
+    """The bounds of tensors of these dtypes."""
+    return tuple([1e-5 if "float" in dtype or "complex" in dtype else 0.0 for dtype in dtypes])
+
+
+def before_4(manifest: Manifest, version: int = 3) -> Manifest:
+    """The manifest as an earlier format has it: one bound per key, and nothing known of the parameters."""
+    proofs = tuple([replace(each, errors=(), distance=0.0) for each in manifest.exam.proofs])
+    exam = replace(manifest.exam, expected="", bounds=(), proofs=proofs)
+    return replace(manifest, format=version, parameters=(), exam=exam)
 
 
 def program(size: int) -> Program:

@@ -6,19 +6,23 @@ import math
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle import exam
-from cgbundle.exam import Result, relative_error
+from cgbundle.exam import Compared, Result
 from cgbundle.format import archive, safetensors
-from cgbundle.format.schema import DTYPES
+from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.program import Program
+from cgbundle.tensors.comparison import describe, difference, nearest
+from cgbundle.tensors.exam_tensors import bounds, exam_tensors
 from tests.helpers.fabricate import FakeBackend, Numbers
 from tests.helpers.raising import raises
-from tests.helpers.support import exam_tensors, manifest
+from tests.helpers.support import before_4, manifest
+from tests.helpers.support import exam_tensors as exam_tensors_files
 
 INFINITY, NAN = float("inf"), float("nan")
 doubles = st.lists(st.floats(width=64), min_size=1, max_size=6)
@@ -30,10 +34,10 @@ def pack(numbers: list[float]) -> bytes:
 
 
 def error(expected: list[float], got: list[float]) -> float:
-    return relative_error("float64", pack(expected), pack(got))
+    return difference("float64", pack(expected), pack(got))
 
 
-# --- relative_error --------------------------------------------------------------------------------------------------
+# --- difference ------------------------------------------------------------------------------------------------------
 
 
 @given(doubles)
@@ -92,14 +96,59 @@ def test_outputs_of_another_length_are_infinitely_wrong() -> None:
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_every_dtype_can_be_compared(dtype: str) -> None:
     zeros, ones = bytes(2 * DTYPES[dtype]), bytes([1] * DTYPES[dtype]) + bytes(DTYPES[dtype])
-    assert relative_error(dtype, zeros, zeros) == 0
-    assert 0 < relative_error(dtype, zeros, ones) < INFINITY
+    assert difference(dtype, zeros, zeros) == 0
+    assert 0 < difference(dtype, zeros, ones) < INFINITY
 
 
-def test_integers_are_compared_exactly() -> None:
-    big = 2**63 - 1
-    assert relative_error("int64", struct.pack("<q", big), struct.pack("<q", big - 1)) == 1 / big
-    assert relative_error("uint8", b"\x00\x04", b"\x02\x04") == 0.5
+@pytest.mark.parametrize("dtype", [dtype for dtype in sorted(DTYPES) if "int" in dtype or dtype == "bool"])
+def test_of_integers_the_share_that_differs_counts_and_not_by_how_much(dtype: str) -> None:
+    """By the largest element, one unit of 2**63 - 1 would be nothing, and 17 for 12 be within the 4 % of a bfloat16 model."""
+    width = DTYPES[dtype]
+    expected = b"".join(bytes([1]) + b"\xff" * (width - 1) for _ in range(4)) if width > 1 else bytes([0, 1, 0, 1])
+    got = bytes([expected[0] ^ 1]) + expected[1:]
+    assert difference(dtype, expected, got) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers", "bad"),
+    [("float8_e5m2", b"\x3c\x7c", b"\x3c\xfc"), ("float8_e5m2", b"\x3c\x7c", b"\x3c\x7f"),
+     ("float8_e4m3fn", b"\x38\x7f", b"\x38\x38"),
+     ("bfloat16", b"\x80\x3f\x80\x7f", b"\x80\x3f\x80\xff"), ("float16", b"\x00\x3c\x00\x7c", b"\x00\x3c\x00\x7e"),
+     ("complex64", struct.pack("<2f", 1, INFINITY), struct.pack("<2f", 1, -INFINITY)),
+     ("complex128", struct.pack("<2d", NAN, 1), struct.pack("<2d", 1, NAN))],
+)  # fmt: skip
+def test_nan_and_infinity_stand_where_they_stood_in_every_dtype(dtype: str, numbers: bytes, bad: bytes) -> None:
+    assert difference(dtype, numbers, numbers) == 0
+    assert difference(dtype, numbers, bad) == difference(dtype, bad, numbers) == INFINITY
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "expected", "got", "text"),
+    [
+        ("int64", (8,), [12] * 8, [12, 12, 17, 3, 12, 12, 12, 0], "3 of 8 values differ, first at [2]: 17, expected 12"),
+        ("int64", (2, 3), [0] * 6, [0, 0, 0, 0, -1, 0], "1 of 6 values differ, first at [1, 1]: -1, expected 0"),
+        ("int64", (), [5], [6], "1 of 1 values differ, first: 6, expected 5"),
+        ("float64", (2, 2), [1.0, 2.0, 3.0, 4.0], [1.5, 2.0, 3.0, 6.25],
+         "2 of 4 values differ, furthest off at [1, 1]: 6.25, expected 4"),
+        ("float64", (2,), [1.0, NAN], [2.0, 1.0], "2 of 2 values differ, furthest off at [1]: 1, expected nan"),
+        ("float64", (2,), [1.0, 0.0], [1.0, -0.0], "equal values, other bits"),
+        ("complex128", (2,), [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 5.0], "1 of 4 parts differ, furthest off at [1]: 5, expected 4"),
+        ("int64", (2,), [1, 2], [1], "8 bytes, expected 16"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_said_for_people(
+    dtype: str, shape: tuple[int, ...], expected: list[Any], got: list[Any], text: str
+) -> None:
+    code = "q" if dtype == "int64" else "d"
+    packed = [struct.pack(f"<{len(each)}{code}", *each) for each in (expected, got)]
+    assert describe(dtype, shape, *packed) == text
+
+
+def test_the_nearest_to_its_bound_speaks_for_all() -> None:
+    assert nearest([]) == (0.0, 0.0)
+    assert nearest([(1e-5, 1e-4), (1e-2, 4e-2), (0.0, 0.0)]) == (1e-2, 4e-2)
+    assert nearest([(0.0, 0.0), (0.0, 1e-4)]) == (0.0, 1e-4)
+    assert nearest([(0.125, 0.0), (1e-2, 4e-2)]) == (0.125, 0.0), "nothing is further beyond than an integer that differs"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +157,11 @@ def test_integers_are_compared_exactly() -> None:
      ("tolerance", False, NAN, False), ("tolerance", False, INFINITY, False)],
 )  # fmt: skip
 def test_a_result_passes_by_bits_or_by_tolerance(compare: str, exact: bool, found: float, passed: bool) -> None:
-    assert Result(key=(1,), error=found, tolerance=0.1, exact=exact).passed(compare) is passed
+    fine = Compared(title="output a (float32)", error=0.0, bound=0.1, exact=True, text="")
+    tensor = Compared(title="output b (float32)", error=found, bound=0.1, exact=exact, text="")
+    result = Result(key=(1,), tensors=(fine, tensor))
+    assert result.passed(compare) is passed and result.exact is exact
+    assert [each["passed"] for each in result.plain(compare)["tensors"]] == [True, passed]
 
 
 # --- sitting ---------------------------------------------------------------------------------------------------------
@@ -124,7 +177,7 @@ def off_by_half(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
 
 
 def bundle(tmp_path: Path, drop: str = "") -> str:
-    tensors = {name: value for name, value in exam_tensors().items() if name != drop}
+    tensors = {name: value for name, value in exam_tensors_files().items() if name != drop}
     with open(tmp_path / archive.EXAM, "wb") as file:
         safetensors.write(file, tensors)
     return str(tmp_path)
@@ -136,6 +189,60 @@ def test_an_exam_that_holds_is_exact(tmp_path: Path, outputs: str) -> None:
     results = exam.replay_exam(bundle(tmp_path), Program(manifest(), backend, "pad", outputs))
     assert [(result.key, result.error, result.exact) for result in results] == [((1,), 0.0, True), ((4,), 0.0, True)]
     assert [given for _, (given,) in backend.calls] == [[0.0, 1.0, 2.0], [float(number) for number in range(12)]]
+
+
+def token_and_logits(base: Manifest) -> Manifest:
+    """The fabricated bundle as one of bfloat16's bound, whose second output is an int64 that the first decides."""
+    specs = (base.outputs[0], replace(base.outputs[0], name="token", dtype="int64", shape=("batch",), order=(0,)))
+    value = base.programs[0].values[1]
+    programs = [
+        replace(
+            each, values=(*each.values, replace(value, dtype="int64", shape=each.key, strides=(1,))), outputs=(1, 2),
+            steps=(replace(each.steps[0], outputs=(1, 2)),),
+        )
+        for each in base.programs
+    ]  # fmt: skip
+    made = replace(base.exam, bounds=(4e-2, 0.0), proofs=tuple([replace(proof, tolerance=4e-2) for proof in base.exam.proofs]))
+    result = {"tuple": [{"tensor": 0}, {"tensor": 1}]}
+    return replace(base, outputs=specs, programs=tuple(programs), result=result, exam=made)
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path: Path, version: int) -> None:
+    """17 for 1000 of a vocabulary is within 4 % of the largest; the older format's one bound per key is that of its floats."""
+    made = token_and_logits(manifest())
+    if version < 4:
+        made = before_4(made)
+    tokens = {size: [1000 + row for row in range(size)] for (size,) in [each.key for each in made.programs]}
+    tensors = exam_tensors_of(tokens)
+    with open(tmp_path / archive.EXAM, "wb") as file:
+        safetensors.write(file, tensors)
+
+    def replayed(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+        near = [number * 1.01 for number in first_two(key, inputs)[0]]
+        return [near, [number + (17 if number == 1002 else 0) for number in tokens[key[0]]]]
+
+    one, four = exam.replay_exam(str(tmp_path), Program(made, FakeBackend(made, replayed), "pad", "copy"))
+    assert one.passed("tolerance") and 0 < one.error < 4e-2
+    assert not four.passed("tolerance")
+    assert [each.title for each in four.tensors] == ["output y (float32)", "output token (int64)"]
+    assert [each.text for each in four.tensors] == ["", "1 of 4 values differ, first at [2]: 1019, expected 1002"]
+    assert [each.passed("tolerance") for each in four.tensors] == [True, False]
+
+
+def exam_tensors_of(tokens: dict[int, list[int]]) -> dict[str, safetensors.Tensor]:
+    made = exam_tensors_files()
+    for size, numbers in tokens.items():
+        data = struct.pack(f"<{size}q", *numbers)
+        made[archive.exam_entry((size,), "output", 1)] = ("int64", (size,), lambda data=data: data)
+    return made
+
+
+def test_the_bounds_of_a_bundle_before_format_4_are_the_keys_for_floats_and_0_for_integers() -> None:
+    made = token_and_logits(manifest())
+    old = before_4(made)
+    assert bounds(old, old.exam.proofs[0]) == (4e-2, 0.0) == bounds(made, made.exam.proofs[0])
+    assert [each.title for each in exam_tensors(made)] == ["output y (float32)", "output token (int64)"]
 
 
 @pytest.mark.parametrize(("compare", "passed"), [("tolerance", [True, False]), ("bits", [True, False])])

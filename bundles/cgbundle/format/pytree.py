@@ -5,7 +5,8 @@ A tree is an object with one key:
     {"tensor": position}            {"tuple": [trees]}    {"dict": [[key, tree], ...]}, keys str or int, order kept
     {"value": None, a number, ...}  {"list": [trees]}     {"namedtuple": [name, [field, ...], [trees]]}
 
-The tree of a call is {"call": [[parameter, tree], ...]}.
+The tree of a call is {"call": [[parameter, tree], ...]}; the manifest's `parameters` say of each whether it is given by name only,
+and the model's default.  An argument that is no tensor is a constant: a call has to agree with what was recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from ..errors import CallError
 from . import limits, scalars
 from .scalars import invalid
-from .schema import Tree
+from .schema import Parameter, Tree
 
 
 def check(tree: Tree, where: str, tensors: int) -> None:
@@ -138,48 +139,115 @@ def _is_name(word: str) -> bool:
 # --- taking a call apart --------------------------------------------------------------------------------------------
 
 
-def flattener(call: Tree) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[Any]]:
+def flattener(call: Tree, parameters: Sequence[Parameter]) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[Any]]:
     """A function (args, kwargs) -> tensors in the signature's order.
 
-    Parameters may be given by position or by name.  Raises input-structure where the nesting, a key, or a constant differs.
+    Arguments may be given by name, and by position unless their parameter is by name only.  One that holds no tensor may be left
+    out where the model's default is what was recorded.  `parameters` are () for a bundle before format version 4: nothing is by
+    name only, and every constant may be left out.  Raises input-structure where the nesting, a key, or a constant differs.
     """
-    parameters: list[tuple[str, Tree]] = [(name, tree) for name, tree in call["call"]]
-    count = len(parameters)
-    plain = all("tensor" in tree for _, tree in parameters)
+    names = _Names(call, parameters)
+    count = len(names.trees)
+    plain = names.positional == count and all("tensor" in tree for tree in names.trees.values())
 
     def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         if plain and not kwargs and len(args) == count:
             return args
         tensors: list[Any] = []
-        for (name, tree), value in zip(parameters, _bind(parameters, args, kwargs), strict=True):
+        for (name, tree), value in zip(names.trees.items(), names.bind(args, kwargs), strict=True):
             _flatten(tree, value, name, tensors)
         return tensors
 
     return flatten
 
 
-def _bind(parameters: list[tuple[str, Tree]], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    if len(args) > len(parameters):
-        raise CallError("input-structure", f"expected at most {len(parameters)} inputs ({_names(parameters)}), got {len(args)}")
-    values = list(args)
-    given = {name for name, _ in parameters[: len(args)]}
-    for name, tree in parameters[len(args) :]:
-        if name in kwargs:
-            values.append(kwargs[name])
-        elif "value" in tree:
-            values.append(tree["value"])
-        else:
-            raise CallError("input-structure", f"input {name!r} is missing: the bundle takes {_names(parameters)}")
-    for name in kwargs:
-        if name in given:
-            raise CallError("input-structure", f"input {name!r} is given by position and by name")
-        if name not in {parameter for parameter, _ in parameters}:
-            raise CallError("input-structure", f"no input is called {name!r}: the bundle takes {_names(parameters)}")
-    return values
+class _Names:
+    """The parameters of a call by name: which may be given by position, and which may be left out, with what they then are."""
+
+    def __init__(self, call: Tree, parameters: Sequence[Parameter]) -> None:
+        self.trees: dict[str, Tree] = {name: tree for name, tree in call["call"]}
+        self.positional = sum(not each.keyword for each in parameters) if parameters else len(self.trees)
+        self.defaults = {name: each.default for name, each in zip(self.trees, parameters, strict=True)} if parameters else {}
+        self.optional = {
+            name: recorded_constant(tree)
+            for name, tree in self.trees.items()
+            if (may_be_left_out(tree, self.defaults[name]) if parameters else "value" in tree)
+        }
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The value of every parameter, in order."""
+        order = list(self.trees)
+        if len(args) > self.positional:
+            by_name = order[self.positional :]
+            raise CallError(
+                "input-structure",
+                f"expected at most {self.positional} inputs{' by position' if by_name else ''} ({self._needed()}), got {len(args)}",
+                f"give {', '.join(by_name)} by name" if by_name else "",
+            )
+        values = list(args)
+        for name in order[len(args) :]:
+            if name in kwargs:
+                values.append(kwargs[name])
+            elif name in self.optional:
+                values.append(self.optional[name])
+            else:
+                raise self._missing(name)
+        for name in kwargs:
+            if name in order[: len(args)]:
+                raise CallError("input-structure", f"input {name!r} is given by position and by name")
+            if name not in self.trees:
+                raise CallError("input-structure", f"no input is called {name!r}: the bundle takes {self._needed()}")
+        return values
+
+    def _missing(self, name: str) -> CallError:
+        if holds_tensor(self.trees[name]):
+            return CallError("input-structure", f"input {name!r} is missing: the bundle takes {self._needed()}")
+        recorded = short(recorded_constant(self.trees[name]))
+        if not self.defaults[name]:
+            return CallError(
+                "input-structure", f"input {name!r} is missing: the bundle was built for the constant {recorded}",
+                f"give {name}={recorded}",
+            )  # fmt: skip
+        return CallError(
+            "input-structure",
+            f"input {name!r} is missing: the bundle was built for the constant {recorded}, "
+            f"and the model's default is {short(recorded_constant(self.defaults[name][0]))}",
+            f"give {name}={recorded}, or build with inputs() that leaves it out",
+        )
+
+    def _needed(self) -> str:
+        return ", ".join([name for name in self.trees if name not in self.optional])
 
 
-def _names(parameters: list[tuple[str, Tree]]) -> str:
-    return ", ".join(name for name, tree in parameters if "value" not in tree)
+def holds_tensor(tree: Tree) -> bool:
+    """Whether a tensor stands anywhere in a tree; what has none is a constant."""
+    ((kind, body),) = tree.items()
+    if kind in ("tensor", "value"):
+        return bool(kind == "tensor")
+    children = body[2] if kind == "namedtuple" else [child for _, child in body] if kind == "dict" else body
+    return any(holds_tensor(child) for child in children)
+
+
+def recorded_constant(tree: Tree) -> Any:
+    """The value of a tree without tensors."""
+    return builder(tree)(())
+
+
+def may_be_left_out(tree: Tree, default: Sequence[Tree]) -> bool:
+    """Whether a call may leave out an argument that was recorded as `tree`: the model's default is the same constant."""
+    if holds_tensor(tree) or not default:
+        return False
+    try:
+        _flatten(tree, recorded_constant(default[0]), "", [])
+    except CallError:
+        return False
+    return True
+
+
+def short(value: Any) -> str:
+    """A constant as Python spells it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
@@ -187,9 +255,11 @@ def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
     if kind == "tensor":
         tensors.append(value)
     elif kind == "value":
-        if type(value) is not type(body) or value != body:
+        if not _is(value, body):
             raise CallError(
-                "input-structure", f"input {where!r}: the bundle was built for the constant {body!r}, got {_brief(value)}"
+                "input-structure",
+                f"input {where!r}: the bundle was built for the constant {short(body)}, got {_brief(value)}",
+                "the value is part of what was recorded: build another bundle for another",
             )
     elif kind == "dict":
         keys = [key for key, _ in body]
@@ -204,6 +274,11 @@ def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
             raise CallError("input-structure", f"input {where!r}: expected a {kind} of {len(children)}, got {_brief(value)}")
         for index, (child, item) in enumerate(zip(children, value, strict=True)):
             _flatten(child, item, f"{where}.{index}", tensors)
+
+
+def _is(value: Any, constant: Any) -> bool:
+    """Whether two constants are one, of the same type: 1 is neither 1.0 nor True, and 0.0 is not -0.0."""
+    return type(value) is type(constant) and value == constant and (type(value) is not float or str(value) == str(constant))
 
 
 def _brief(value: Any) -> str:

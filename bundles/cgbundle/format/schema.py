@@ -11,7 +11,8 @@ from typing import Any
 
 FORMAT_VERSION = 4
 """1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state, random numbers,
-outputs that share memory with something else.  4 (2026-11): levels of processors, ranges of indices."""
+outputs that share memory with something else.  4 (2026-11): parameters of the call, a bound for every tensor of the exam, levels of
+processors, ranges of indices, signatures."""
 
 ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "written"): (2, ()),
@@ -22,6 +23,11 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Exam", "calls"): (3, 1),
     ("Target", "level"): (4, ""),
     ("TensorSpec", "range"): (4, ()),
+    ("Exam", "expected"): (4, ""),
+    ("Exam", "bounds"): (4, ()),
+    ("Proof", "errors"): (4, ()),
+    ("Proof", "distance"): (4, 0.0),
+    ("Manifest", "parameters"): (4, ()),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
@@ -197,23 +203,43 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """A parameter of `Manifest.call`: whether it is given by name only, and its default, which is one tree of constants, or none.
+    None is said of a default that is no constant."""
+
+    keyword: bool
+    default: tuple[Tree, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """How one int_key was verified when the bundle was built.  `error` is the largest |runtime - eager| divided by the largest
-    |eager| of the same output; `tolerance` the bound it was held to; `method` one of replay, interpret, none."""
+    """How one int_key was verified when the bundle was built.  `method` is one of replay, interpret, none.
+
+    `errors` are those against eager PyTorch of the tensors that the exam compares, in the order of `exam_tensors`; () where none
+    were measured.  `error` and `tolerance` are the one that came nearest to its bound, and this bound.  `distance` is that of the
+    replay from the recording, where the exam holds one.  All errors are as `comparison.difference` has them.
+    """
 
     key: IntKey
     method: Name
     error: float
     tolerance: float
+    errors: tuple[float, ...]
+    distance: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exam:
-    """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (the proof's bound).  Every int_key begins from the first
-    state and is called `calls` times with its inputs; what the last call gives is compared, and what it leaves behind."""
+    """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (within `bounds`, one per tensor: see `exam_tensors`).
+
+    Every int_key begins from the first state and is called `calls` times with its inputs.  What the last call gives is compared,
+    and what it leaves behind.  `expected` is what the exam holds: what `eager` PyTorch gave, or what the `recording` did.
+    """
 
     compare: Name
     calls: int
+    expected: str
+    bounds: tuple[float, ...]
     proofs: tuple[Proof, ...]
 
 
@@ -242,7 +268,7 @@ class File:
 class Manifest:
     """Everything about a bundle but its bulk.  `written`: positions in `inputs` of those that a call changes in place, in the
     caller's own memory.  `aliases`: outputs that share memory, by output.  `random`: the position in `weights` of the state of the
-    random numbers, int64 [seed, calls so far], or -1 for a model that draws none."""
+    random numbers, int64 [seed, calls so far], or -1 for a model that draws none.  `parameters`: those of `call`, in its order."""
 
     format: int
     name: Name
@@ -254,6 +280,7 @@ class Manifest:
     aliases: tuple[Alias, ...]
     random: int
     call: Tree
+    parameters: tuple[Parameter, ...]
     result: Tree
     weights: tuple[Weight, ...]
     memories: tuple[tuple[Name, int], ...]

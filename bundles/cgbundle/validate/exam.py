@@ -9,6 +9,7 @@ from ..format import archive
 from ..format.archive import Archive
 from ..format.safetensors import Entry
 from ..format.schema import IntKey, Manifest, Program
+from ..tensors.exam_tensors import WAIVER, exam_tensors, is_exact
 from .require import require
 from .state import STATE
 
@@ -21,11 +22,27 @@ def check_exam_rows(manifest: Manifest) -> None:
     require([proof.key for proof in manifest.exam.proofs] == keys, "exam.proofs", "do not match the programs")
     require(1 <= manifest.exam.calls <= 16, "exam.calls", f"{manifest.exam.calls} calls")
     require(manifest.exam.compare in ("bits", "tolerance"), "exam.compare", f"unknown comparison {manifest.exam.compare!r}")
+    if manifest.format >= 4:
+        _check_bounds(manifest)
     for index, proof in enumerate(manifest.exam.proofs):
         where = f"exam.proofs[{index}]"
         require(proof.method in METHODS, f"{where}.method", f"unknown method {proof.method!r}")
         require(proof.tolerance >= 0, f"{where}.tolerance", f"{proof.tolerance} is below 0")
         require(proof.error >= 0, f"{where}.error", f"{proof.error} is below 0")
+        require(len(proof.errors) in (0, len(manifest.exam.bounds)), f"{where}.errors", "are not one per bound")
+        require(all(error >= 0 for error in proof.errors), f"{where}.errors", "one is below 0")
+        recorded = manifest.exam.expected == "recording"
+        require(proof.distance == 0 or (recorded and proof.distance > 0), f"{where}.distance", f"{proof.distance} of no recording")
+
+
+def _check_bounds(manifest: Manifest) -> None:
+    exam, compared = manifest.exam, exam_tensors(manifest)
+    require(exam.expected in ("eager", "recording"), "exam.expected", f"unknown source {exam.expected!r}")
+    require(len(exam.bounds) == len(compared), "exam.bounds", f"{len(exam.bounds)} for {len(compared)} tensors")
+    for index, (tensor, bound) in enumerate(zip(compared, exam.bounds, strict=True)):
+        require(bound >= 0, f"exam.bounds[{index}]", f"{bound} is below 0")
+        accepted = bound == 0 or (WAIVER in manifest.waivers and bound <= 1)
+        require(not is_exact(tensor.dtype) or accepted, f"exam.bounds[{index}]", f"{tensor.title} has to be equal, got {bound}")
 
 
 def check_exam(bundle: Archive) -> None:

@@ -22,6 +22,7 @@ def check_signature(manifest: Manifest) -> None:
     _check_cuts(manifest)
     _check_written(manifest)
     pytree.check_call(manifest.call, len(manifest.inputs))
+    _check_parameters(manifest)
     pytree.check(manifest.result, "result", len(manifest.outputs))
 
 
@@ -71,3 +72,16 @@ def _check_written(manifest: Manifest) -> None:
     require(all(0 <= place < len(manifest.inputs) for place in written), "written", "no such input")
     if written:
         require_whole_calls(manifest, "calls write to their inputs")
+
+
+def _check_parameters(manifest: Manifest) -> None:
+    """A parameter for every argument of the call, those by name last, and defaults that are constants."""
+    found = manifest.parameters
+    if manifest.format >= 4:
+        require(len(found) == len(manifest.call["call"]), "parameters", "are not those of the call")
+    for index, parameter in enumerate(found):
+        require(len(parameter.default) <= 1, f"parameters[{index}].default", "expected one tree at most")
+        for tree in parameter.default:
+            pytree.check(tree, f"parameters[{index}].default", 0)
+        late = index and found[index - 1].keyword and not parameter.keyword
+        require(not late, f"parameters[{index}].keyword", "a parameter by position follows one by name")

@@ -18,7 +18,7 @@ from ...targets.cuda.tensors import TensorPlace, place_inputs, tensors_of
 from ...targets.weights import contents, row_major
 from ...util.progress import Tell
 from ...util.raw_bytes import raw
-from ...util.tolerance import largest_error
+from ...util.tolerance import compare
 from ..placement import LARGEST_TABLE
 from ..request import Call, Request
 from ..take import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawModuleState, RawValue, Take, Word
@@ -173,9 +173,9 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured], muta
     kept = [t.clone() for t in (*made, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
     loaded.restore(mutated)
     eager = [t.clone() for t in (*_eager(loaded, fresh), *map(loaded.tensor_of, rows))]
-    error = max((largest_error(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)), default=0.0)
+    differences = tuple([compare(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)])
     loaded.restore(mutated)
-    return RawExam(key=key, outputs=outputs, error=error, written=written, state=state)
+    return RawExam(key=key, outputs=outputs, differences=differences, written=written, state=state)
 
 
 def _replay(item: Captured) -> tuple[torch.Tensor, ...]:

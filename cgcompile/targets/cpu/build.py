@@ -11,19 +11,20 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import archive, safetensors
-from cgbundle.format.schema import Exam, Proof, Target, Value, Weight
+from cgbundle.format.schema import Exam, Target, Value, Weight
 
 from ...bundle.emit import describe_size
-from ...bundle.exam import KeyExam, eager_exam, write_exam
+from ...bundle.exam import eager_exam, write_exam
+from ...bundle.proof import unproved
 from ...errors import ModelError
 from ...export.exported import memory_order
 from ...export.weights import weight_tensors
 from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
+from ...transforms.error_bounds import error_bounds
 from ...transforms.output_aliases import with_aliases
 from ...util.progress import Stages
 from ...util.scratch import scratch_folder
-from ...util.tolerance import tolerance
 from ..build_spec import BuildSpec, ManifestParts
 from ..instruction_sets import level_of
 from ..memory_layout import lay_out, tensor_bytes
@@ -60,7 +61,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         given = [_value(tensor, tensor.stride()) for tensor in exam.inputs]
         made = [_value(tensor, stride) for tensor, stride in zip(exam.outputs, found, strict=True)]
         programs.append(whole_program("host", exam.key, given, made))
-    proofs = [Proof(key=exam.key, method="none", error=0.0, tolerance=_tolerance(exam)) for exam in exams]
+    bounds = error_bounds(prepared, weights)
     return ManifestParts(
         target=Target(
             kind="cpu",
@@ -75,8 +76,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         regions=(whole_region("host", "the cpu target has no graphs", HOST_FILE, bound.constants),),
         programs=with_aliases(tuple(programs), prepared.aliases, prepared.signature.outputs, weights),
         module_state="",
-        exam=Exam(compare="tolerance", calls=prepared.exam_calls, proofs=tuple(proofs)),
-    )
+        exam=Exam(
+            compare="tolerance", calls=prepared.exam_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
+            proofs=tuple([unproved(exam.key, bounds) for exam in exams]),
+        ),
+    )  # fmt: skip
 
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> tuple[Weight, ...]:
@@ -111,8 +115,3 @@ def _value(tensor: torch.Tensor, strides: Sequence[int]) -> Value:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides: the compiled code writes to inputs of models that do."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
-
-
-def _tolerance(exam: KeyExam) -> float:
-    compared = (*exam.outputs, *[tensor for _, tensor in exam.written], *[elements for _, _, elements in exam.state])
-    return max(tolerance(tensor.dtype) for tensor in compared)

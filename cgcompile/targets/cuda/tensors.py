@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Weight
 
+from ...transforms.error_bounds import ErrorBound
 from ...util.tolerance import tolerance
 from ..memory_layout import UploadedValue, align, dense_strides, tensor_bytes
 from ..weights import stored_dtype
@@ -116,19 +117,14 @@ def static_bytes(tensors: Iterable[torch.Tensor], uploads: Iterable[UploadedValu
     return max([input_offsets(tensors)[-1], *[value.end for value in uploads]])
 
 
-def dtype_bound(program: torch.export.ExportedProgram) -> float:
-    """The bound for the error against exact eager PyTorch that the narrowest floating dtype in the program's graph sets."""
-    values = tensors_of([node.meta.get("val") for node in program.graph.nodes])
-    return max((tolerance(value.dtype) for value in values), default=0.0)
-
-
-def tolerance_of(program: torch.export.ExportedProgram) -> float:
-    """The bound for the error against eager PyTorch on a GPU, which may round float32 to TF32."""
-    bound = dtype_bound(program)
+def on_gpu(bounds: Sequence[ErrorBound], program: torch.export.ExportedProgram) -> tuple[ErrorBound, ...]:
+    """The bounds for the errors against eager PyTorch on a GPU, which may round float32 to TF32."""
     convolves = any(isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _CUDNN for node in program.graph.nodes)
     tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
-    return max(bound, TF32) if tf32 else bound
+    return tuple([replace(each, bound=max(each.bound, TF32)) if tf32 and each.bound >= FLOAT32 else each for each in bounds])
 
+
+FLOAT32 = tolerance(torch.float32)
 
 TF32 = 2e-3
 """The bound where eager PyTorch itself rounds float32 operands to TF32 (10 bits of mantissa, 5e-4), which cuDNN does by

@@ -39,12 +39,10 @@ class BundleModel:
         self._gpu = job["target"] == "cuda"
         from cgbundle import exam
         from cgbundle.format import archive
-        from cgbundle.format.pytree import builder
         from cgbundle.format.safetensors import Mapped
 
         self._exam = Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)
         self._given = [exam.inputs_of(self._exam, self._program.manifest, key) for key in self._keys]
-        self._arrange = [builder(tree) for _, tree in self._program.manifest.call["call"]]
         laps.skip()
 
     def call(self, key: int) -> None:
@@ -75,9 +73,11 @@ class BundleModel:
         given = (
             [self._upload(tensor, index) for index, tensor in enumerate(self._given[key])] if self._context else self._given[key]
         )
-        arguments = [arrange(given) for arrange in self._arrange]
+        from cgbundle.call.arguments import arranged
+
+        args, kwargs = arranged(self._program.manifest, given)
         program = self._program
-        return lambda: program(*arguments)
+        return lambda: program(*args, **kwargs)
 
     def synchronize(self) -> None:
         from cgbundle.cuda import driver

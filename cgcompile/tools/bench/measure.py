@@ -16,6 +16,8 @@ from typing import Any
 from cgbundle.exam import BITS, name_key
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import IntKey, Manifest
+from cgbundle.tensors.comparison import nearest
+from cgbundle.tensors.exam_tensors import bounds
 from cgbundle.validate import bundle as verify
 
 from ...errors import BuildError
@@ -229,11 +231,14 @@ class _Run:
     def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
         """The bundle has its own promise; a peer may be as far from eager PyTorch as the bundle may, on the other side of it."""
         proof = next(each for each in self.manifest.exam.proofs if each.key == self.keys[number])
+        allowed = bounds(self.manifest, proof)
         if name == BUNDLE:
-            allowed = 0.0 if self.manifest.exam.compare == BITS else proof.tolerance
+            allowed = tuple([0.0 if self.manifest.exam.compare == BITS else bound for bound in allowed])
         else:
-            allowed = proof.tolerance + proof.error if proof.tolerance else 0.0
-        return Error(key=self.keys[number], error=row["error"], allowed=allowed, exact=row["exact"])
+            own = proof.errors or [proof.error] * len(allowed)
+            allowed = tuple([bound + error if bound else 0.0 for bound, error in zip(allowed, own, strict=True)])
+        error, bound = nearest(zip(row["errors"], allowed, strict=False))  # state is not compared
+        return Error(key=self.keys[number], error=error, allowed=bound, exact=row["exact"])
 
     @contextmanager
     def _failing(self, *names: str) -> Iterator[None]:

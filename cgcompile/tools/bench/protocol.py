@@ -65,11 +65,13 @@ class Laps:
 
 
 def difference(found: Iterable[tuple[str, bytes, bytes]]) -> dict[str, Any]:
-    """{"error", "exact"} of a worker that has no PyTorch; `found` holds (dtype, expected, got) of every output."""
-    from cgbundle.exam import relative_error
+    """{"errors", "exact"} of a worker that has no PyTorch; `found` holds (dtype, expected, got) of every output, then of every
+    input that the call writes to."""
+    from cgbundle.tensors import comparison
 
-    errors = [relative_error(dtype, expected, got) for dtype, expected, got in found if expected != got]
-    return {"error": max(errors, default=0.0), "exact": not errors}
+    rows = list(found)
+    errors = [0.0 if expected == got else comparison.difference(dtype, expected, got) for dtype, expected, got in rows]
+    return {"errors": errors, "exact": all(expected == got for _, expected, got in rows)}
 
 
 def say(answer: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ class TorchModel:
         self.synchronize()
 
     def differs(self, key: int) -> dict[str, Any]:
-        from ...util.tolerance import largest_error
+        from ...util.tolerance import compare
 
         if self._buffers is not None:
             self._buffers.restore()
@@ -73,8 +73,10 @@ class TorchModel:
         if len(made) != len(expected):
             raise SystemExit(f"the model gave {len(made)} tensors, the bundle's exam has {len(expected)}")
         pairs = list(zip(expected, made, strict=True))
-        errors = [largest_error(want, got) if want.dtype == got.dtype else float("inf") for want, got in pairs]
-        return {"error": max(errors), "exact": all(torch.equal(want, got) for want, got in pairs)}
+        return {
+            "errors": [compare(want, got).error for want, got in pairs],
+            "exact": all(torch.equal(want, got) for want, got in pairs),
+        }
 
     def prepare(self, key: int) -> Callable[[], object]:
         given = self._fresh(key)

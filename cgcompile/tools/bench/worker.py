@@ -38,7 +38,7 @@ class ServedModel(Protocol):
         """Calls until this int_key is served at full speed; the first one was called once before."""
 
     def differs(self, key: int) -> dict[str, Any]:
-        """{"error", "exact"} of a call against the exam's outputs, as in `report.Error`."""
+        """{"errors", "exact"} of a call against the exam's outputs: `protocol.difference`."""
 
     def prepare(self, key: int) -> Callable[[], object]:
         """A call whose inputs are where the model takes them, and whose outputs stay where it leaves them."""

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.schema import Alias, Manifest, Program, Value, Weight
 from cgbundle.tensors.tensor import dense
 
 from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, compare_rows, unique_names, value_text
 
 ELSEWHERE = frozenset({
-    "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "result", "weights", "memories", "regions",
-    "programs", "module_state", "findings", "waivers", "exam", "provenance", "files",
+    "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result", "weights",
+    "memories", "regions", "programs", "module_state", "findings", "waivers", "exam", "provenance", "files",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
 
@@ -76,6 +77,7 @@ def _signature(a: Manifest, b: Manifest) -> Iterator[Difference]:
     for name, what in (("call", "nesting of the inputs"), ("result", "nesting of the outputs")):
         texts = [json.dumps(each[name], separators=(",", ":")) for each in trees]
         yield from compare_fields("signature", "", {what: texts[0]}, {what: texts[1]})
+    yield from compare_fields("signature", "", *[{"parameters": _parameters(each)} for each in (a, b)])
     yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in (a, b)])
 
 
@@ -91,6 +93,12 @@ def _specs(manifest: Manifest, side: str) -> dict[str, Row]:
         f"{side} {spec.name}": as_row(spec, "name", shares=_shared(manifest, aliases.get(index)))
         for index, spec in enumerate(manifest.outputs)
     }
+
+
+def _parameters(manifest: Manifest) -> list[str]:
+    """What there is to say of the parameters of the call beside their names and nesting: `by name, default 1.0`."""
+    defaults = ["".join([f", default {recorded_constant(tree)!r}" for tree in each.default]) for each in manifest.parameters]
+    return [f"{'by name' if each.keyword else 'any'}{own}" for each, own in zip(manifest.parameters, defaults, strict=True)]
 
 
 def _shared(manifest: Manifest, alias: Alias | None) -> str:

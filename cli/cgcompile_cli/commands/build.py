@@ -123,13 +123,18 @@ def _summary(built: Built, seconds: float) -> Table:
 
 def _proof(manifest: Manifest) -> list[str]:
     """A line per method: how many int_keys, and the error that came nearest to its bound."""
+    from ..summary import near_recording
+
     proofs, lines = manifest.exam.proofs, []
     for method, meaning in PROVED.items():
         some = [proof for proof in proofs if proof.method == method]
         if some:
             worst = max(some, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
             some_of = "" if len(some) == len(proofs) else f"{len(some)} of {len(proofs)} int_keys "
-            lines.append(f"{some_of}{meaning}: largest error {worst.error:.1e}, allowed {worst.tolerance:.1e}")
+            allowed = f"allowed {worst.tolerance:.1e}" if worst.tolerance else "all are equal"
+            lines.append(f"{some_of}{meaning}: largest error {worst.error:.1e}, {allowed}")
+    if near_recording(manifest):
+        lines.append(f"at most {max(proof.distance for proof in proofs):.1e} from what was recorded")
     left = sum(proof.method == "none" for proof in proofs)
     if left:
         which = "not proved" if left == len(proofs) else f"{left} of {len(proofs)} int_keys not proved"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
-from ..output import duration, listed, say, show, table, write_json
+from ..output import duration, listed, safe, say, show, table, write_json
 from .options import BundlePath
 
 if TYPE_CHECKING:
@@ -41,13 +41,17 @@ def run(
     Without --inputs it replays the inputs that the build stored. Inputs of
     a size that was not recorded are padded or cut where the build proved
     that this is exact. What the model writes into its inputs is shown, too.
+    Constants of the call (`cgcompile inspect` shows them) are the recorded ones.
 
     \b
     cgcompile run gpt.cgb --size 8
     cgcompile run gpt.cgb --inputs in.safetensors --outputs out.safetensors
     """
     import cgbundle
+    from cgbundle.call.arguments import constants
     from cgbundle.validate.bundle import checked_manifest
+
+    from ..summary import cut
 
     if inputs is not None and key is not None:
         raise UsageError("--size picks among the stored inputs: it cannot be used with --inputs")
@@ -67,6 +71,7 @@ def run(
             "inputs": [_row(spec.name, value) for spec, value in zip(manifest.inputs, given, strict=True)],
             "outputs": rows[: len(made)],
             "written": rows[len(made) :],
+            "constants": [each._asdict() for each in constants(manifest)],
             "seconds": {"load": loaded - begin, "replay": replayed - loaded},
         })  # fmt: skip
         return
@@ -74,6 +79,8 @@ def run(
     shown = [(row["name"], row["dtype"], row["shape"], listed(row["values"]) + dots) for row, dots in zip(rows, more, strict=True)]
     show(table(("output", "dtype", "shape", "values"), shown))
     if not quiet:
+        if fixed := constants(manifest):
+            say(safe(f"constants: {', '.join([f'{each.name}={cut(repr(each.value))}' for each in fixed])}"))
         say(f"loaded in {duration(loaded - begin)}, replayed in {duration(replayed - loaded)}")
 
 

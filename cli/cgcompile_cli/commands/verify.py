@@ -50,7 +50,8 @@ def verify(
 
         answer = fresh(bundle, keys)
     for row in answer.get("results", []):
-        row["error"] = row["error"] if math.isfinite(row["error"]) else str(row["error"])  # JSON has no infinity
+        for each in (row, *row["tensors"]):
+            each["error"] = each["error"] if math.isfinite(each["error"]) else str(each["error"])  # JSON has no infinity
     ok = not damage and all(row["passed"] for row in answer.get("results", [])) and "error" not in answer
     if as_json:
         write_json({
@@ -109,6 +110,9 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
         rows = [_row(manifest, row) for row in answer["results"]]
         wrong = [row for row in rows if row[-1] == "FAILED"]
         show(table(("int_key", ">error", ">allowed", ""), first_rows(wrong or rows)))
+        for row in answer["results"]:
+            for line in _failures(manifest, row):
+                show(safe(line))
         if wrong:
             complain(
                 f"{path}: the exam failed for {listed([row[0] for row in wrong], 4)}",
@@ -116,8 +120,18 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
             )
 
 
+def _failures(manifest: Manifest, row: dict[str, Any]) -> list[str]:
+    """`batch=8: output 1 (int64): 3 of 8 values differ, first at [2]: 17, expected 12` of every tensor that failed."""
+    from cgbundle.exam import name_key
+
+    key = name_key(manifest, row["key"])
+    return [f"{key}: {each['title']}: {each['text']}" for each in row["tensors"] if not each["passed"]]
+
+
 def _row(manifest: Manifest, row: dict[str, Any]) -> tuple[str, str, str, str]:
     from cgbundle.exam import BITS, name_key
 
-    promise = "same bits" if manifest.exam.compare == BITS else f"{row['tolerance']:.1e}"
+    from ..summary import bound_text
+
+    promise = "same bits" if manifest.exam.compare == BITS else bound_text(row["tolerance"])
     return name_key(manifest, row["key"]), f"{float(row['error']):.1e}", promise, "ok" if row["passed"] else "FAILED"

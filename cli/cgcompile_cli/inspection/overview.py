@@ -33,6 +33,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         *([("state", summary.state(manifest))] if summary.state(manifest) else []),
         ("regions", _regions(manifest)),
         ("programs", summary.programs(manifest)),
+        *([("exam", table(("", ">error", ">bound"), summary.exam_rows(manifest)))] if summary.exam_rows(manifest) else []),
         ("files", summary.files(manifest)),
         ("findings", _findings(manifest.findings, manifest.waivers)),
         *([("waived", ", ".join(manifest.waivers))] if manifest.waivers else []),

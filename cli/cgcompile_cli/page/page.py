@@ -108,8 +108,10 @@ def _sizes(manifest: Manifest) -> Iterator[Html]:
     if manifest.dimensions:
         yield tag("ul", *[tag("li", summary.padding(dimension)) for dimension in manifest.dimensions])
     names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
-    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">allowed")
+    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">allowed", *summary.distance_head(manifest))
     yield pageparts.table(heads, summary.program_rows(manifest), "near")
+    if rows := summary.exam_rows(manifest):
+        yield pageparts.table(("", ">error", ">allowed"), rows, "near")
 
 
 def _findings(manifest: Manifest) -> Iterator[Html]:

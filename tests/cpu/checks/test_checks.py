@@ -238,7 +238,7 @@ def test_what_a_graph_can_hold_is_passed(function: Callable[..., Any]) -> None:
 def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
     own = {
         "sparse-output", "deterministic-scatter", "host-op", "overlapping-input", "non-tensor-input", "too-many-keys",
-        "small-region", "data-dependent-follower", "assert-scalar",
+        "small-region", "data-dependent-follower", "assert-scalar", "mismatched-integers",
     }  # fmt: skip
     assert {case[0].split()[1] for case in CASES} | own == names()
 

@@ -110,7 +110,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(folder / archive.EXAM, "wb") as file:
         safetensors.write(file, exam)
     base = support.manifest()
-    proof = replace(base.exam.proofs[0], tolerance=1e-5)
     support.seal(
         folder,
         replace(
@@ -133,7 +132,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             memories=(("weights", 256), ("inputs", 256), ("arena", 512), ("host", 1024)),
             regions=(Region(name="pick", kind="host", reason="data-dependent-shape", file=FILE, constants=((own, 1),)),),
             programs=tuple(map(program, KEYS)),
-            exam=replace(base.exam, proofs=tuple([replace(proof, key=(key,)) for key in KEYS])),
+            exam=replace(base.exam, bounds=(1e-5, 1e-5), proofs=tuple([support.proof(key) for key in KEYS])),
             files=archive.describe_files(str(folder)),
         ),
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from cgbundle.format.schema import Parameter
 from cgcompile.checks import check, refuse
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
@@ -262,3 +263,56 @@ def test_a_saved_program_is_a_source(tmp_path: Path) -> None:
     assert (source.name, source.dimensions) == ("saved", ("batch",))
     made = export(source, {"batch": (1, 8)})
     assert describe_signature(made).inputs[0].shape == ("batch", 4)
+
+
+class Modes(nn.Module):
+    def forward(self, x: torch.Tensor, mode: str = "a", times: tuple = (1, 2), *, scale: object = None, power: float = 1.0) -> Any:
+        return x * power if mode == "b" else x
+
+
+def test_a_saved_program_wants_its_constants(tmp_path: Path) -> None:
+    """A .pt2 file knows no defaults, and its own module refuses a call without them."""
+    path = tmp_path / "modes.pt2"
+    torch.export.save(torch.export.export(Modes(), (torch.ones(2, 3), "b")), path)
+    found = describe_signature(export(load_source(str(path)), {}))
+    assert found.call == {"call": [["x", {"tensor": 0}], ["mode", {"value": "b"}]]}
+    assert found.parameters == (Parameter(keyword=False, default=()),) * 2
+
+
+def test_parameters_have_the_models_defaults_and_are_by_name_only_where_the_model_says_so() -> None:
+    model = load_source(Modes(), lambda batch: {"x": torch.ones(batch, 3), "mode": "b", "power": 2.0})
+    found = describe_signature(export(model, {"batch": (1, 4)}))
+    times = {"tuple": [{"value": 1}, {"value": 2}]}
+    assert found.call == {
+        "call": [
+            ["x", {"tensor": 0}],
+            ["mode", {"value": "b"}],
+            ["times", times],
+            ["scale", {"value": None}],
+            ["power", {"value": 2.0}],
+        ]
+    }
+    assert [(each.keyword, each.default) for each in found.parameters] == [
+        (False, ()), (False, ({"value": "a"},)), (False, (times,)), (True, ({"value": None},)), (True, ({"value": 1.0},)),
+    ]  # fmt: skip
+
+
+class Odd(nn.Module):
+    def forward(
+        self, x: torch.Tensor, *more: torch.Tensor, like: Any = torch.float32, limit: float = float("inf"), **by: Any
+    ) -> Any:
+        return x + more[0] + by["last"]
+
+
+def test_a_default_that_is_no_constant_cannot_be_passed() -> None:
+    one = torch.ones(2)
+    by_position = sample(load_source(Odd(), lambda: (one, one)), {})
+    assert by_position.call == {"call": [["x", {"tensor": 0}], ["more_0", {"tensor": 1}]]}
+    by_name = sample(load_source(Odd(), lambda: {"x": one, "limit": 1.0, "last": one}), {})
+    assert by_name.call == {"call": [["x", {"tensor": 0}], ["limit", {"value": 1.0}], ["last", {"tensor": 1}]]}
+    assert [(each.keyword, each.default) for each in by_name.parameters] == [(False, ()), (True, ()), (True, ())]
+
+
+def test_a_number_that_a_manifest_cannot_hold_is_refused_by_name() -> None:
+    with raises("structure-unsupported", match="limit: a bundle holds no number inf outside of tensors"):
+        sample(load_source(Odd(), lambda: {"x": torch.ones(2), "limit": float("inf")}), {})

@@ -18,7 +18,7 @@ from cgcompile.offline.lower.fake_device import fake_device
 from cgcompile.offline.tuning.cost_model import Problem
 from cgcompile.offline.tuning.split_factors import split_factor
 from cgcompile.targets.architectures import arch
-from cgcompile.util.tolerance import largest_error
+from cgcompile.util.tolerance import compare
 
 aten = torch.ops.aten
 
@@ -118,7 +118,7 @@ def test_a_cut_product_is_the_same_product(function: Callable[[Of, Tensor], Tens
         assert split_k(made, "sm_90", always) is made
     after = run(made, tensors)
     assert (after.dtype, after.shape) == (before.dtype, before.shape)
-    assert largest_error(before, after) <= ERROR[dtype]
+    assert compare(before, after).error <= ERROR[dtype]
     assert not torch.equal(after, torch.zeros_like(after))
     short = sum(problem.k <= 64 for problem in asked)
     assert count(made, aten.mm.default, aten.addmm.default) == short and len(asked) == whole

@@ -19,10 +19,11 @@ pytest.importorskip("triton")
 
 import cgcompile
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, IntKey, Manifest, Program, Proof, Region, Weight
+from cgbundle.format.schema import MEMORIES, Dimension, IntKey, Manifest, Program, Proof, Region, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode, Recording
+from cgbundle.tensors.exam_tensors import WAIVER
 from cgbundle.validate import bundle as verify
 from cgcompile.checks import check
 from cgcompile.export.export import export
@@ -41,6 +42,7 @@ from cgcompile.targets.architectures import arch
 from cgcompile.targets.cuda import host_regions
 from cgcompile.targets.cuda.host_regions import HostRegions, SplitProgram, split_program
 from cgcompile.targets.memory_layout import PAD
+from cgcompile.transforms.error_bounds import ErrorBound
 
 HEAD = """
 import torch
@@ -297,7 +299,7 @@ def test_what_an_overlap_spoils_does_not_pass_the_proof(make: Make, monkeypatch:
     make("softmax", sizes=[4])
     monkeypatch.setattr(build_trace, "plan", overlapping)
     monkeypatch.setattr(build_trace, "check_plan", lambda traced, found: None)
-    with raises("proof-failed", match=r"int_key \(4,\): the interpreted kernels differ from eager PyTorch"):
+    with raises("proof-failed", match=r"int_key batch=4: the interpreted kernels differ from eager PyTorch"):
         again("softmax", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -320,23 +322,35 @@ def test_rounding_may_turn_a_comparison_over_for_the_host(flipped: int, passes: 
     mask, number = torch.arange(20000) % 3 == 0, torch.ones(4)
     got = mask.clone()
     got[:flipped] = ~got[:flipped]
-    claim = Proof(key=(1,), method="none", error=0.0, tolerance=1e-4)
     outcome = Outcome(key=(1,), read=(raw(got), raw(number)), seconds=0.0)
     if passes:
-        assert proved(claim, trial(mask, number), [outcome]) == replace(claim, method="interpret", error=flipped / 20000)
+        assert judged(trial(mask, number), outcome, FLOAT) == ((1e-4,), (replace(CLAIM, method="interpret", errors=(0.0,)),))
     else:
-        with raises("proof-failed"):
-            proved(claim, trial(mask, number), [outcome])
+        with raises("proof-failed", match="batch=1: what the interpreted kernels give to the host differs"):
+            judged(trial(mask, number), outcome, FLOAT)
     output = Outcome(key=(1,), read=(raw(mask), raw(got)), seconds=0.0)
     if flipped:
-        with raises("proof-failed"):
-            proved(claim, trial(mask, mask), [output])
+        text = f"output mask \\(bool\\): {flipped} of 20000 values differ, first at \\[0\\]: False, expected True"
+        with raises("proof-failed", match=f"batch=1: the interpreted kernels differ from eager PyTorch: {text}"):
+            judged(trial(mask, mask), output, MASK)
+        bounds, (proof,) = judged(trial(mask, mask), output, MASK, WAIVER)
+        assert bounds == proof.errors == (flipped / 20000,) and proof.error == proof.tolerance == flipped / 20000
+        with raises("proof-failed", match="output mask"):
+            judged(trial(mask, mask), output, replace(MASK, rounded=False), WAIVER)
+
+
+def judged(tried: Trial, outcome: Outcome, bound: ErrorBound, *waive: str) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
+    dimension = Dimension(name="batch", sizes=(1,), pad="no", chunk=False, reason="")
+    return proved([dimension], [bound], [CLAIM], [(tried, outcome)], 1e-4, waive)
+
+
+CLAIM = Proof(key=(1,), method="none", error=0.0, tolerance=1e-4, errors=(), distance=0.0)
+FLOAT = ErrorBound(title="output y (float32)", bound=1e-4, exact=False, rounded=True)
+MASK = ErrorBound(title="output mask (bool)", bound=0.0, exact=True, rounded=True)
 
 
 def test_a_key_that_was_not_interpreted_keeps_its_claim() -> None:
-    claim = Proof(key=(1,), method="none", error=0.0, tolerance=1e-4)
-    other = Outcome(key=(2,), read=(), seconds=0.0)
-    assert proved(claim, trial(torch.ones(1), torch.ones(1)), [other]) == claim
+    assert proved([], [FLOAT], [CLAIM], [], 1e-4) == ((1e-4,), (CLAIM,))
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -87,7 +87,7 @@ class Process:
             ),
             graphs=(graph,),
             states=states,
-            exams=(RawExam(key=KEY, outputs=(), error=0.0),),
+            exams=(RawExam(key=KEY, outputs=(), differences=()),),
             images={},
             mutated=(),
             arch="sm_90",

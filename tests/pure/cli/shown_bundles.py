@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from cgbundle.format import archive, safetensors
-from cgbundle.format.schema import Dimension, Exam, Manifest, Program, Proof, Provenance, TensorSpec, Value
+from cgbundle.format.schema import Dimension, Exam, Manifest, Program, Provenance, TensorSpec, Value
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Edge, Recording
 from tests.helpers import cuda_bundles, support
@@ -50,10 +50,11 @@ def write(
         inputs=(_spec("x", "batch", cuda_bundles.FLOATS), _spec("places", "seq")),
         outputs=(_spec("y", "batch", cuda_bundles.FLOATS),),
         call={"call": [["x", {"tensor": 0}], ["places", {"tensor": 1}]]},
+        parameters=(support.POSITIONAL, support.POSITIONAL),
         result={"tensor": 0},
         programs=tuple([_program(*key) for key in keys]),
         exam=Exam(
-            compare="bits", calls=1, proofs=tuple([Proof(key=key, method="replay", error=0.0, tolerance=1e-5) for key in keys])
+            compare="bits", calls=1, expected="recording", bounds=(1e-5,), proofs=tuple([support.proof(*key) for key in keys])
         ),
         provenance=Provenance(
             source="m.py", created="2026-11-21T10:00:00Z", versions=(("torch", "2.11"),), machine="a GPU", options=()

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from cgbundle import exam
 from cgbundle.errors import CgbundleError, OutOfMemory
+from cgbundle.exam import Compared
 from cgbundle.format import archive
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest
 from cgcompile_cli import errors, main, output
@@ -244,6 +246,26 @@ def test_verify_wants_an_exam_for_every_key(bundle: Path) -> None:
 def test_verify_run_reports_what_the_fresh_process_says(bundle: Path) -> None:
     result = call("verify", bundle, "--run")  # the shared object is a dummy, or libtorch is missing
     assert result.exit_code in (1, 2) and "every hash" in result.stdout and result.stderr.startswith("error: ")
+
+
+def test_verify_run_names_the_output_that_failed(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "3 of 8 values differ, first at [2]: 17, expected 12"
+    fine = Compared(title="output 0 (float32)", error=1e-7, bound=1e-5, exact=False, text="")
+    wrong = Compared(title="output 1 (int64)", error=0.375, bound=0.0, exact=False, text=text)
+    lost = Compared(title="state cache (float32)", error=float("inf"), bound=1e-5, exact=False, text="1 of 1 values differ")
+    results = [exam.Result(key=key, tensors=found) for key, found in (((1,), (fine,)), ((4,), (fine, wrong, lost)))]
+
+    def fresh(path: str, keys: object = ()) -> dict[str, object]:
+        return {"results": [result.plain("tolerance") for result in results], "torch_imported": False, "exit_code": 1}
+
+    monkeypatch.setattr(exam, "fresh", fresh)
+    result = call("verify", bundle, "--run")
+    assert result.exit_code == 1 and "exam failed for batch=4" in result.stderr
+    assert f"batch=4: output 1 (int64): {text}" in result.stdout and "batch=4: state cache (float32): 1 of 1" in result.stdout
+    assert "output 0" not in result.stdout and "equal" in result.stdout
+    told = json.loads(call("verify", bundle, "--run", "--json").stdout)["exam"]["results"]
+    assert [each["passed"] for each in told[1]["tensors"]] == [True, False, False]
+    assert told[1]["tensors"][2]["error"] == "inf"
 
 
 # --- run ----------------------------------------------------------------------------------------------------------

@@ -385,7 +385,25 @@ def stateful(manifest: Manifest) -> Manifest:
     seed = Weight(name="seed", tensor="seed", dtype="int64", shape=(2,), strides=(1,), memory="state", offset=256)
     sizes = dict(manifest.memories) | {"state": 512}
     weights = (cache, *manifest.weights[1:], seed)
-    return replace(manifest, weights=weights, random=len(weights) - 1, memories=tuple(sizes.items()))
+    exam = replace(manifest.exam, bounds=(*manifest.exam.bounds, 0.0, 0.0))
+    return replace(manifest, weights=weights, random=len(weights) - 1, memories=tuple(sizes.items()), exam=exam)
+
+
+def test_the_error_against_eager_and_the_distance_from_the_recording_are_told(tmp_path: Path) -> None:
+    def loose(manifest: Manifest) -> Manifest:
+        proofs = tuple([replace(each, error=2e-6, errors=(2e-6,), distance=3e-7) for each in manifest.exam.proofs])
+        return replace(manifest, exam=replace(manifest.exam, compare="tolerance", proofs=proofs))
+
+    path = shown_bundles.write(tmp_path / "loose.cgb", change=loose)
+    shown = call("inspect", path).stdout
+    assert "from recording" in call("inspect", path, "--html", "-").stdout
+    assert re.search(r"proof +error +bound +from recording$", shown, re.MULTILINE)
+    assert re.search(r"replay +2\.0e-06 +1\.0e-05 +3\.0e-07$", shown, re.MULTILINE)
+
+
+def test_several_outputs_have_a_bound_each(tmp_path: Path) -> None:
+    shown = call("inspect", shown_bundles.write(tmp_path / "s.cgb", change=stateful)).stdout
+    assert re.search(r"^exam +error +bound\n +output y \(float32\) +1\.0e-05\n +state cache \(uint8\) +equal$", shown, re.MULTILINE)
 
 
 def test_state_and_random_numbers_are_told(tmp_path: Path) -> None:

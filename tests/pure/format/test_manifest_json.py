@@ -18,7 +18,7 @@ from cgbundle.format import limits, manifest_json, schema
 from cgbundle.format.schema import Manifest
 from tests.helpers.fabricate import seal_plain, seal_text
 from tests.helpers.raising import raises
-from tests.helpers.support import manifest
+from tests.helpers.support import before_4, manifest
 
 # --- manifests of every shape, from the schema's annotations ---------------------------------------------------
 
@@ -178,7 +178,7 @@ def test_an_earlier_version_lacks_the_fields_that_came_later() -> None:
     finding = schema.Finding(
         rule="r", severity="note", message="m", node="", where="", source="", effect="e", fix="f"
     )  # fmt: skip
-    made = replace(manifest(), format=1, findings=(finding,))
+    made = replace(before_4(manifest(), 1), findings=(finding,))
     plain = json.loads(manifest_json.encode(made))
     assert "written" not in plain and "node" not in plain["findings"][0]
     assert manifest_json.decode(manifest_json.encode(made)) == made

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.pytree import builder, check, check_call, flattener
+from cgbundle.format.schema import Parameter
 from tests.helpers.raising import raises
 
 Point = namedtuple("Point", ["x", "y"])
@@ -61,7 +62,7 @@ def test_what_is_built_is_taken_apart_again(given_shapes: list[Any]) -> None:
     pairs = [grow(shape, leaves) for shape in given_shapes]
     call = {"call": [[f"input_{index}", tree] for index, (tree, _) in enumerate(pairs)]}
     check_call(call, len(leaves))
-    flatten = flattener(call)
+    flatten = flattener(call, ())
     values = [value for _, value in pairs]
     assert list(flatten(tuple(values), {})) == leaves
     assert list(flatten((), {f"input_{index}": value for index, value in enumerate(values)})) == leaves
@@ -103,11 +104,11 @@ NESTED = {"key": 1, "value": [2, 3]}
 
 @pytest.mark.parametrize("nested", [NESTED, {"value": [2, 3], "key": 1}, OrderedDict(NESTED), MappingProxyType(NESTED)])
 def test_a_dict_may_have_its_keys_in_any_order_and_be_any_mapping(nested: Mapping[str, Any]) -> None:
-    assert list(flattener(CALL)((0, nested), {})) == [0, 1, 2, 3]
+    assert list(flattener(CALL, ())((0, nested), {})) == [0, 1, 2, 3]
 
 
 def test_inputs_may_be_given_by_position_by_name_or_both() -> None:
-    flatten = flattener(CALL)
+    flatten = flattener(CALL, ())
     expected = [0, 1, 2, 3]
     assert list(flatten((0, NESTED, 2), {})) == expected
     assert list(flatten((0,), {"cache": NESTED, "scale": 2})) == expected
@@ -115,13 +116,13 @@ def test_inputs_may_be_given_by_position_by_name_or_both() -> None:
 
 
 def test_inputs_that_are_plain_tensors_may_be_named_in_any_order() -> None:
-    flatten = flattener({"call": [["a", {"tensor": 0}], ["b", {"tensor": 1}]]})
+    flatten = flattener({"call": [["a", {"tensor": 0}], ["b", {"tensor": 1}]]}, ())
     assert list(flatten((), {"b": 2, "a": 1})) == [1, 2]
     assert list(flatten((1, 2), {})) == [1, 2]
 
 
 def test_a_call_without_inputs_takes_nothing() -> None:
-    flatten = flattener({"call": []})
+    flatten = flattener({"call": []}, ())
     assert list(flatten((), {})) == []
     with raises("input-structure", match=r"expected at most 0 inputs \(\), got 1"):
         flatten((1,), {})
@@ -151,13 +152,99 @@ def test_a_call_without_inputs_takes_nothing() -> None:
 )
 def test_a_call_that_does_not_fit_says_where_and_what(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
     with raises("input-structure") as caught:
-        flattener(CALL)(args, kwargs)
+        flattener(CALL, ())(args, kwargs)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
+# --- constants of a call ---------------------------------------------------------------------------------------------
+
+
+def parameters(*rows: tuple[str, dict[str, Any], bool, Any]) -> tuple[dict[str, Any], list[Parameter]]:
+    """A call and its parameters, of (name, tree, by name only, default); ... is no default."""
+    call = {"call": [[name, tree] for name, tree, _, _ in rows]}
+    return call, [Parameter(keyword=keyword, default=() if own is ... else (own,)) for _, _, keyword, own in rows]
+
+
+FORWARD = parameters(
+    ("ids", {"tensor": 0}, False, ...),
+    ("mode", {"value": "b"}, False, {"value": "a"}),
+    ("scale", {"value": None}, True, {"value": None}),
+    ("temperature", {"value": 2.0}, True, {"value": 1.0}),
+)
+"""forward(ids, mode="a", *, scale=None, temperature=1.0), recorded with mode="b" and temperature=2.0."""
+
+
+def test_a_constant_that_is_the_models_default_may_be_left_out_and_another_may_not() -> None:
+    flatten = flattener(*FORWARD)
+    assert list(flatten((7, "b"), {"temperature": 2.0})) == [7]
+    assert list(flatten((7,), {"mode": "b", "temperature": 2.0, "scale": None})) == [7]
+    with raises("input-structure", match="'mode' is missing: .* constant 'b', and the model's default is 'a'"):
+        flatten((7,), {"temperature": 2.0})
+    with raises("input-structure", match="built for the constant 2.0, and the model's default is 1.0") as caught:
+        flatten((7, "b"), {})
+    assert caught.value.hint == "give temperature=2.0, or build with inputs() that leaves it out"
+    with raises("input-structure", match="input 'temperature': the bundle was built for the constant 2.0, got 1.0"):
+        flatten((7, "b"), {"temperature": 1.0})
+    with raises("input-structure", match="input 'scale': the bundle was built for the constant None, got a Leaf"):
+        flatten((7, "b"), {"temperature": 2.0, "scale": Leaf()})
+
+
+def test_a_parameter_that_is_by_name_only_is_not_taken_by_position() -> None:
+    flatten = flattener(*FORWARD)
+    with raises("input-structure", match=r"expected at most 2 inputs by position \(ids, mode, temperature\), got 4") as caught:
+        flatten((7, "b", None, 2.0), {})
+    assert caught.value.hint == "give scale, temperature by name"
+    tensors = flattener(*parameters(("a", {"tensor": 0}, False, ...), ("b", {"tensor": 1}, True, ...)))
+    assert list(tensors((1,), {"b": 2})) == [1, 2]
+    with raises("input-structure", match="expected at most 1 inputs by position"):
+        tensors((1, 2), {})
+
+
+def test_a_constant_without_a_default_has_to_be_given() -> None:
+    """As a saved program has it, which knows no defaults."""
+    flatten = flattener(*parameters(("ids", {"tensor": 0}, False, ...), ("flag", {"value": True}, False, ...)))
+    assert list(flatten((7, True), {})) == [7]
+    with raises("input-structure", match="input 'flag' is missing: the bundle was built for the constant True$") as caught:
+        flatten((7,), {})
+    assert caught.value.hint == "give flag=True"
+
+
+ONES: list[tuple[Any, Any]] = [
+    (1, 1.0), (1, True), (1.0, True), (0, False), (0, None), ("1", 1), (0.0, -0.0), ((1, 2), [1, 2]), ((1, 2), (1, 2.0)),
+    ({"a": 1}, {"a": True}), ({"a": 1}, {"b": 1}), ((), []), (None, ()), ("", None), ((1,), (1, 1)),
+]  # fmt: skip
+"""Constants that are not one."""
+
+
+def tree_of(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {"dict": [[key, tree_of(item)] for key, item in value.items()]}
+    if isinstance(value, tuple | list):
+        return {type(value).__name__: [tree_of(item) for item in value]}
+    return {"value": value}
+
+
+@pytest.mark.parametrize(("one", "other"), [*ONES, *[(other, one) for one, other in ONES]])
+def test_constants_are_one_if_value_and_type_are(one: Any, other: Any) -> None:
+    tree, default = tree_of(one), tree_of(other)
+    call, known = parameters(("x", {"tensor": 0}, False, ...), ("how", tree, False, default))
+    flatten = flattener(call, known)
+    assert list(flatten((7, one), {})) == list(flatten((7,), {"how": one})) == [7]
+    with raises("input-structure", match="input 'how"):
+        flatten((7, other), {})
+    with raises("input-structure", match="input 'how' is missing: the bundle was built for the constant"):
+        flatten((7,), {})
+    assert list(flattener(*parameters(("x", {"tensor": 0}, False, ...), ("how", tree, False, tree)))((7,), {})) == [7]
+
+
+def test_a_bundle_before_format_4_leaves_every_plain_constant_out() -> None:
+    assert list(flattener(FORWARD[0], ())((7,), {})) == [7]
+    assert list(flattener(FORWARD[0], ())((7, "b", None, 2.0), {})) == [7]
+
+
 def test_a_named_tuple_is_given_as_any_tuple_of_its_length() -> None:
-    flatten = flattener({"call": [["point", {"namedtuple": ["Point", ["x", "y"], [{"tensor": 0}, {"tensor": 1}]]}]]})
+    flatten = flattener({"call": [["point", {"namedtuple": ["Point", ["x", "y"], [{"tensor": 0}, {"tensor": 1}]]}]]}, ())
     assert list(flatten((Point(1, 2),), {})) == [1, 2]
     assert list(flatten(((1, 2),), {})) == [1, 2]
     with raises("input-structure", match="input 'point': expected a namedtuple of 2, got a list of 2"):
@@ -166,7 +253,7 @@ def test_a_named_tuple_is_given_as_any_tuple_of_its_length() -> None:
 
 def test_a_long_constant_does_not_flood_the_message() -> None:
     with raises("input-structure") as caught:
-        flattener(CALL)((0, NESTED, "x" * 10_000), {})
+        flattener(CALL, ())((0, NESTED, "x" * 10_000), {})
     assert len(str(caught.value)) < 300
 
 

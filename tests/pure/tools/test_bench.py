@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive, manifest_json, safetensors
-from cgbundle.format.schema import Dimension, Manifest, Proof, TensorSpec
+from cgbundle.format.schema import Dimension, Manifest, TensorSpec
 from cgcompile.tools.bench import peers
 from cgcompile.tools.bench.bundle_worker import BundleModel
 from cgcompile.tools.bench.measure import some
@@ -35,7 +35,7 @@ from tests.helpers import cuda_bundles
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
-from tests.helpers.support import write_bundle
+from tests.helpers.support import POSITIONAL, proof, write_bundle
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -408,11 +408,12 @@ def gpu_bundle(folder: Path) -> Manifest:
         safetensors.write(file, exam)
     (folder / archive.PROGRAM).write_bytes(b"PK, but not really")
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", cuda_bundles.FLOATS), order=(0, 1), range=())
-    proofs = tuple([Proof(key=(size,), method="replay", error=0.0, tolerance=1e-4) for size in cuda_bundles.KEYS])
+    proofs = tuple([proof(size, tolerance=1e-4) for size in cuda_bundles.KEYS])
     manifest = replace(
-        bare, inputs=(spec,), outputs=(replace(spec, name="y"),), call={"call": [["x", {"tensor": 0}]]}, result={"tensor": 0},
+        bare, inputs=(spec,), outputs=(replace(spec, name="y"),), call={"call": [["x", {"tensor": 0}]]},
+        parameters=(POSITIONAL,), result={"tensor": 0},
         dimensions=(Dimension(name="batch", sizes=cuda_bundles.KEYS, pad="no", chunk=False, reason="a test"),),
-        exam=replace(bare.exam, compare="bits", proofs=proofs), files=archive.describe_files(str(folder)),
+        exam=replace(bare.exam, compare="bits", bounds=(1e-4,), proofs=proofs), files=archive.describe_files(str(folder)),
     )  # fmt: skip
     (folder / archive.MANIFEST).write_bytes(manifest_json.encode(manifest))
     return manifest

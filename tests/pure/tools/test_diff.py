@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, manifest_json, safetensors
-from cgbundle.format.schema import FORMAT_VERSION, Alias, Exam, File, Finding, Manifest, Weight
+from cgbundle.format.schema import FORMAT_VERSION, Alias, File, Finding, Manifest, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemsetNode, Recording, Relocation
@@ -292,7 +292,7 @@ def finding(rule: str, **changes: str) -> Finding:
         (lambda m: replace(m, waivers=("cpu-sync",)), ["findings: waivers: only in B: cpu-sync"]),
         (
             lambda m: replace(
-                m, exam=Exam(compare="bits", calls=1, proofs=(replace(m.exam.proofs[0], error=0.0), m.exam.proofs[1]))
+                m, exam=replace(m.exam, compare="bits", proofs=(replace(m.exam.proofs[0], error=0.0), m.exam.proofs[1]))
             ),
             ["exam: compare: tolerance -> bits", "exam: proof batch=1: error 1e-07 -> 0.0"],
         ),

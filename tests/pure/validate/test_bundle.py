@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, File, Finding, Manifest, Region, Step, TensorSpec, Value
+from cgbundle.format.schema import MEMORIES, File, Finding, Manifest, Parameter, Region, Step, TensorSpec, Value
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
@@ -85,6 +85,10 @@ def reject(broken: Manifest, path: str, message: str = "") -> None:
         check_manifest(broken)
     assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+def parameter(keyword: bool, *defaults: dict[str, Any]) -> Parameter:
+    return Parameter(keyword=keyword, default=defaults)
 
 
 def put(**changes: Any) -> Change:
@@ -254,6 +258,29 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ),
     # exam and findings
     ("an exam of other keys", put(exam=replace(manifest().exam, proofs=())), "exam.proofs", "do not match the programs"),
+    ("a bound too few", put(exam=replace(manifest().exam, bounds=())), "exam.bounds", "0 for 1 tensors"),
+    ("a negative bound", put(exam=replace(manifest().exam, bounds=(-1.0,))), "exam.bounds[0]", "-1.0 is below 0"),
+    (
+        "an unknown source of the exam",
+        put(exam=replace(manifest().exam, expected="luck")),
+        "exam.expected",
+        "unknown source 'luck'",
+    ),
+    ("no parameters", put(parameters=()), "parameters", "are not those of the call"),
+    ("two defaults", put(parameters=(parameter(False, {"value": 1}, {"value": 2}),)), "parameters[0].default", "expected one tree"),
+    (
+        "a tensor for a default",
+        put(parameters=(parameter(False, {"tensor": 0}),)),
+        "parameters[0].default",
+        "names the tensors '0'",
+    ),
+    ("a default of no kind", put(parameters=(parameter(False, {"set": []}),)), "parameters[0].default", "'set' is no structure"),
+    (
+        "one by position behind one by name",
+        put(call={"call": [["a", {"value": 1}], ["x", {"tensor": 0}]]}, parameters=(parameter(True), parameter(False))),
+        "parameters[1].keyword",
+        "a parameter by position follows one by name",
+    ),
     ("an unknown comparison", put(exam=replace(manifest().exam, compare="looks")), "exam.compare", "unknown comparison 'looks'"),
     (
         "an unknown finding",
@@ -343,7 +370,10 @@ def test_refused_for_cuda(change: Change, path: str, message: str) -> None:
     reject(change(cuda()), path, message)
 
 
-@pytest.mark.parametrize(("field", "value"), [("method", "guess"), ("tolerance", -1.0), ("error", -1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("method", "guess"), ("tolerance", -1.0), ("error", -1.0), ("errors", (-1.0,)), ("errors", (0.0, 0.0)), ("distance", 0.1)],
+)
 def test_every_proof_is_a_proof(field: str, value: object) -> None:
     made = cpu()
     proofs = (made.exam.proofs[0], replace(made.exam.proofs[1], **{field: value}))
@@ -471,3 +501,19 @@ def test_module_states_that_reach_outside_their_memory_are_refused(tmp_path: Pat
     memories = tuple((name, 16 if name == "weights" else size) for name, size in made.memories)
     with raises("table-invalid", match=r"^graphs/modules\.bin: "):
         check_tables(ArchiveOf(tmp_path, replace(made, programs=(), memories=memories)))
+
+
+def test_only_a_waiver_lets_integers_differ() -> None:
+    made = cpu()
+    mask = replace(made.outputs[0], dtype="bool")
+    values = [
+        tuple([replace(value, dtype="bool") if index else value for index, value in enumerate(p.values)]) for p in made.programs
+    ]
+    programs = tuple([replace(program, values=each) for program, each in zip(made.programs, values, strict=True)])
+    whole = replace(made, outputs=(mask,), programs=programs)
+    equal = replace(whole, exam=replace(made.exam, bounds=(0.0,)))
+    reject(whole, "exam.bounds[0]", "output y (bool) has to be equal, got 1e-05")
+    check_manifest(equal)
+    check_manifest(replace(whole, waivers=("mismatched-integers",)))
+    more = replace(whole, waivers=("mismatched-integers",), exam=replace(made.exam, bounds=(1.5,)))
+    reject(more, "exam.bounds[0]", "output y (bool) has to be equal, got 1.5")

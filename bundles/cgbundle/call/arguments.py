@@ -1,0 +1,87 @@
+"""The arguments of a call as the model takes them: as values, and as Python spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..format.pytree import builder, holds_tensor, may_be_left_out, recorded_constant
+from ..format.schema import Manifest, Tree
+
+
+class Constant(NamedTuple):
+    """An argument, or a part of one, that is no tensor: `name` such as `temperature` or `cache.size`.
+
+    `default` is the model's own, as one value in a tuple, or (): it has none, or it is unknown.
+    """
+
+    name: str
+    value: Any
+    default: tuple[Any, ...]
+    keyword: bool
+    required: bool
+
+
+def constants(manifest: Manifest) -> list[Constant]:
+    """All constants of a call, in order.  Of an argument with tensors in it the leaves that are none."""
+    found = []
+    for name, tree, keyword, default in _parameters(manifest):
+        if holds_tensor(tree):
+            found += [Constant(path, value, (), keyword, True) for path, value in _leaves(name, tree)]
+        else:
+            known = tuple([recorded_constant(each) for each in default])
+            found.append(Constant(name, recorded_constant(tree), known, keyword, not _optional(manifest, tree, default)))
+    return found
+
+
+def arranged(manifest: Manifest, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """(args, kwargs) of a call with `tensors`, which are in the signature's order; every constant is given."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, tree, keyword, _ in _parameters(manifest):
+        value = builder(tree)(tensors)
+        if keyword:
+            kwargs[name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def spelled(manifest: Manifest) -> str:
+    """`ids, mask, temperature=2.0`: a call as one would write it, without the constants that may be left out."""
+    parts, by_name = [], False
+    for name, tree, keyword, default in _parameters(manifest):
+        if _optional(manifest, tree, default):
+            by_name = True  # what follows something that is left out is given by name
+            continue
+        by_name = by_name or keyword
+        text = name if holds_tensor(tree) else repr(recorded_constant(tree))
+        named = by_name or not holds_tensor(tree)
+        by_name = named
+        parts.append(f"{name}={text}" if named else text)
+    return ", ".join(parts)
+
+
+def _parameters(manifest: Manifest) -> list[tuple[str, Tree, bool, tuple[Tree, ...]]]:
+    """(name, tree, whether it is by name only, default) of every parameter."""
+    pairs: list[tuple[str, Tree]] = [(name, tree) for name, tree in manifest.call["call"]]
+    if not manifest.parameters:
+        return [(name, tree, False, ()) for name, tree in pairs]
+    return [(name, tree, each.keyword, each.default) for (name, tree), each in zip(pairs, manifest.parameters, strict=True)]
+
+
+def _optional(manifest: Manifest, tree: Tree, default: tuple[Tree, ...]) -> bool:
+    return may_be_left_out(tree, default) if manifest.parameters else "value" in tree
+
+
+def _leaves(path: str, tree: Tree) -> list[tuple[str, Any]]:
+    ((kind, body),) = tree.items()
+    if kind == "tensor":
+        return []
+    if kind == "value":
+        return [(path, body)]
+    if kind == "dict":
+        children = [(str(key), child) for key, child in body]
+    else:
+        children = [(str(index), child) for index, child in enumerate(body[2] if kind == "namedtuple" else body)]
+    return [each for name, child in children for each in _leaves(f"{path}.{name}", child)]

@@ -1,0 +1,46 @@
+"""What an exam compares, in order, and how far each may be off: from the manifest alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..format.schema import Manifest, Proof
+
+WAIVER = "mismatched-integers"
+"""The rule that a build waives where rounding turns integers over; without it every bound of integers is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExamTensor:
+    """A tensor that is compared: `kind` is output, written or state, `index` its position in the signature or the weights."""
+
+    kind: str
+    index: int
+    name: str
+    dtype: str
+
+    @property
+    def title(self) -> str:
+        """`output logits (bfloat16)`."""
+        return f"{'input' if self.kind == 'written' else self.kind} {self.name} ({self.dtype})"
+
+
+def exam_tensors(manifest: Manifest) -> list[ExamTensor]:
+    """The outputs, the inputs that a call changes, and the weights of memory state, in this order."""
+    found = [ExamTensor("output", index, spec.name, spec.dtype) for index, spec in enumerate(manifest.outputs)]
+    written = [(index, manifest.inputs[index]) for index in manifest.written]
+    found += [ExamTensor("written", index, spec.name, spec.dtype) for index, spec in written]
+    state = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == "state"]
+    return found + [ExamTensor("state", index, weight.name, weight.dtype) for index, weight in state]
+
+
+def bounds(manifest: Manifest, proof: Proof) -> tuple[float, ...]:
+    """The bound of every tensor that is compared.  Before format version 4 a key has one, which is that of floats."""
+    if manifest.exam.bounds or manifest.format >= 4:
+        return manifest.exam.bounds
+    return tuple([0.0 if is_exact(each.dtype) else proof.tolerance for each in exam_tensors(manifest)])
+
+
+def is_exact(dtype: str) -> bool:
+    """Whether values of `dtype` have to be equal: integers and booleans do."""
+    return not dtype.startswith(("float", "bfloat", "complex"))

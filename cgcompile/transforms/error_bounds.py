@@ -1,0 +1,156 @@
+"""How far every output of a program, and all that a call leaves behind, may be from eager PyTorch.
+
+Integers and booleans have to be equal.  The bound of any other is that of its own dtype, or of the coarsest floating dtype that
+operations on the way to it give: logits that are float32 only at their end were rounded to bfloat16 before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from cgbundle.format.schema import Weight
+
+from ..model.flat_module import PREFIX
+from ..model.pytree import dtype_name
+from ..util.tolerance import is_float, tolerance
+from .prepared import Prepared
+
+Dtypes = set[torch.dtype]
+
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+"""On the way to a result these are storage: what is read out of them is exact, and sums over it are in a wider dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorBound:
+    """The bound of one tensor, as `comparison.difference` measures it.  `title` names it as `exam_tensors` does.
+
+    `rounded`: floats were computed on the way to it, so that an integer may turn over where two were nearly equal.
+    """
+
+    title: str
+    bound: float
+    exact: bool
+    rounded: bool
+
+
+def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[ErrorBound, ...]:
+    """The bounds in the order of `exam_tensors`: outputs, written inputs, and those of `weights` that are state, whose
+    names may be the program's or the user's."""
+    program = prepared.program
+    lineage = _Lineage(program)
+    graph, signature = program.graph, prepared.signature
+    given = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    users = [given[name] for name in program.graph_signature.user_inputs if name in given]
+    made = tree_leaves(graph.output_node().args)[-len(signature.outputs) :]
+    buffers = {name.removeprefix(PREFIX): given[node] for node, name in program.graph_signature.inputs_to_buffers.items()}
+    found = [
+        _bound(f"output {spec.name}", spec.dtype, lineage.of(node)) for spec, node in zip(signature.outputs, made, strict=True)
+    ]
+    for index in prepared.written:
+        spec = signature.inputs[index]
+        found.append(_bound(f"input {spec.name}", spec.dtype, lineage.of(users[index])))
+    state = [(row.name.removeprefix(PREFIX), row.dtype) for row in weights if row.memory == "state"]
+    return tuple([*found, *[_bound(f"state {name}", dtype, lineage.of(buffers[name])) for name, dtype in state]])
+
+
+def coarsest(program: ExportedProgram) -> float:
+    """The bound that the coarsest floating dtype of a program sets: for values on the way, which have no bound of their own."""
+    values = [leaf for node in program.graph.nodes for leaf in tree_leaves(node.meta.get("val"))]
+    return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
+
+
+def _bound(name: str, dtype: str, passed: Dtypes) -> ErrorBound:
+    own: torch.dtype = getattr(torch, dtype)
+    exact = not is_float(own)
+    bound = 0.0 if exact else max(map(tolerance, {own, *(passed - FLOAT8)}))
+    return ErrorBound(title=f"{name} ({dtype_name(own)})", bound=bound, exact=exact, rounded=bool(passed))
+
+
+class _Lineage:
+    """The floating dtypes that operations gave on the way to every node; views of a tensor, and what is written to it, are one."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._base: dict[Node, Node] = {}
+        self._dtypes: dict[Node, Dtypes] = {}
+        modules = dict(program.graph_module.named_modules())
+        for node in program.graph.nodes:
+            if node.op == "get_attr" and isinstance(modules.get(str(node.target)), GraphModule):
+                self._dtypes[node] = _computed(modules[str(node.target)])
+            elif node.op == "call_function":
+                self._follow(node)
+        placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+        owners: Mapping[str, str] = {name: node for node, name in program.graph_signature.inputs_to_buffers.items()}
+        leaves = tree_leaves(program.graph.output_node().args)
+        for spec, leaf in zip(program.graph_signature.output_specs, leaves, strict=True):
+            if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION) and spec.target:
+                self._add(placeholders[owners.get(spec.target, spec.target)], self.of(leaf))
+
+    def of(self, node: object) -> Dtypes:
+        """The floating dtypes on the way to a node."""
+        return self._dtypes.get(self._root(node), set()) if isinstance(node, Node) else set()
+
+    def _follow(self, node: Node) -> None:
+        passed: Dtypes = set().union(*[self.of(each) for each in node.all_input_nodes])
+        viewed = _viewed(node)
+        written = _written(node)
+        if viewed is not None:
+            self._base[node] = self._root(viewed)
+        if viewed is None or written:
+            passed |= _floats(node.meta.get("val"))
+        self._add(node, passed)
+        for each in written:
+            self._add(each, passed | _floats(each.meta.get("val")))
+
+    def _add(self, node: Node, dtypes: Dtypes) -> None:
+        self._dtypes.setdefault(self._root(node), set()).update(dtypes)
+
+    def _root(self, node: Node) -> Node:
+        return self._base.get(node, node)
+
+
+def _computed(module: GraphModule) -> Dtypes:
+    """What the operations inside a higher-order operator give."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+    return set().union(*[_floats(node.meta.get("val")) for graph in graphs for node in graph.nodes if node.op == "call_function"])
+
+
+def _viewed(node: Node) -> Node | None:
+    """The tensor that the node's result is a view of, or itself after a write; None where it is computed.  A conversion computes,
+    though its schema speaks of a view."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes[0]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    if not any(returned.alias_info for returned in schema.returns):
+        return None
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info and isinstance(value, Node):
+            kinds = [getattr(each.meta.get("val"), "dtype", None) for each in (node, value)]
+            return value if kinds[0] in (None, kinds[1]) else None
+    return None
+
+
+def _written(node: Node) -> list[Node]:
+    """The tensors that a node writes to."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found: list[Node] = []
+    for place, argument in enumerate(node.target._schema.arguments):
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info and argument.alias_info.is_write:
+            found += [each for each in tree_leaves(value) if isinstance(each, Node)]
+    return found
+
+
+def _floats(value: object) -> Dtypes:
+    return {leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and is_float(leaf.dtype)}

@@ -1,0 +1,73 @@
+"""What the fresh process answers becomes proofs: errors against eager PyTorch, and beside a recording the distance from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgbundle.exam import Compared, Result
+from cgbundle.format.schema import Manifest
+from cgcompile.bundle import proof
+from cgcompile.transforms.error_bounds import ErrorBound
+from tests.helpers.raising import raises
+from tests.helpers.support import SIZES, manifest
+from tests.helpers.support import proof as proved
+
+BOUND = ErrorBound(title="output y (float32)", bound=1e-5, exact=False, rounded=True)
+
+
+def made(expected: str, compare: str = "tolerance") -> Manifest:
+    """As a build seals it before the replay: a recording was compared with eager PyTorch, by 4e-6; nothing else was yet."""
+    errors = (4e-6,) if expected == "recording" else ()
+    proofs = tuple([proved(size, method="none", errors=errors) for size in SIZES])
+    base = manifest()
+    return replace(base, exam=replace(base.exam, compare=compare, expected=expected, proofs=proofs))
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def answer(compare: str, *errors: float) -> None:
+        rows = []
+        for size, error in zip(SIZES, errors, strict=True):
+            tensor = Compared(
+                title=BOUND.title, error=error, bound=1e-5, exact=not error, text="1 of 8 values differ" if error else ""
+            )
+            rows.append(Result(key=(size,), tensors=(tensor,)).plain(compare))
+        monkeypatch.setattr(proof, "fresh", lambda path: {"results": rows, "torch_imported": False})
+
+    return answer
+
+
+def test_beside_a_recording_both_distances_are_kept(answers: Any) -> None:
+    """The error against eager PyTorch, measured when it was recorded, and how far the replay was from the recording."""
+    answers("tolerance", 1e-6, 0.0)
+    exam = proof.replay(Path("nowhere"), made("recording"), [BOUND], ())
+    assert [(each.method, each.error, each.errors, each.distance) for each in exam.proofs] == [
+        ("replay", 4e-6, (4e-6,), 1e-6), ("replay", 4e-6, (4e-6,), 0.0),
+    ]  # fmt: skip
+
+
+def test_without_a_recording_the_replay_is_what_is_compared_with_eager(answers: Any) -> None:
+    answers("tolerance", 1e-6, 2e-6)
+    exam = proof.replay(Path("nowhere"), made("eager"), [BOUND], ())
+    assert [(each.method, each.error, each.tolerance, each.errors, each.distance) for each in exam.proofs] == [
+        ("replay", 1e-6, 1e-5, (1e-6,), 0.0), ("replay", 2e-6, 1e-5, (2e-6,), 0.0),
+    ]  # fmt: skip
+    answers("tolerance", 1e-6, 2e-5)
+    words = (
+        r"batch=4: the bundle's outputs differ from eager PyTorch: output y \(float32\): by 2.0e-05, allowed 1.0e-05: 1 of 8 values"
+    )
+    with raises("proof-failed", match=words):
+        proof.replay(Path("nowhere"), made("eager"), [BOUND], ())
+
+
+@pytest.mark.parametrize(("compare", "error"), [("bits", 1e-9), ("tolerance", 2e-5)])
+def test_a_replay_that_is_not_its_recording_is_refused(answers: Any, compare: str, error: float) -> None:
+    answers(compare, 0.0, error)
+    with raises(
+        "proof-failed", match=r"batch=4: the replay differs from the recording: output y \(float32\): 1 of 8 values differ"
+    ):
+        proof.replay(Path("nowhere"), made("recording", compare), [BOUND], ())

@@ -1,0 +1,37 @@
+"""A bfloat16 model with an argmax whose near-ties Inductor decides otherwise than eager PyTorch, and with constants in its call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import cgcompile
+from tests.helpers.shared_builds import shared_build
+
+VOCABULARY, FIRST = 4096, 10**6
+
+
+class Token(nn.Module):
+    """The logits, and the number of the largest, counted from a million on: by the largest index every flip is within 4 %."""
+
+    def forward(
+        self, x: torch.Tensor, mode: str = "a", *, scale: object = None, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        logits = (x * 1.01 + 0.3) / temperature + (0 if mode == "a" else 1)
+        token = ((x * 1.01 + 0.3) * 1.7 + 0.1).argmax(-1)  # Inductor leaves out the rounding to bfloat16 that makes ties
+        return {"logits": logits, "token": token + FIRST, "flag": x[:, 0] > 0}
+
+
+def inputs(batch: int) -> dict[str, object]:
+    return {"x": torch.rand(batch, VOCABULARY).to(torch.bfloat16), "mode": "b", "temperature": 2.0}
+
+
+def build(folder: Path, *waive: str) -> cgcompile.Built:
+    return cgcompile.build(Token(), inputs, sizes=[8], out=folder / "token.cgb", target="cpu", waive=waive)
+
+
+def waived() -> Path:
+    """The bundle with the waiver of mismatched integers."""
+    return shared_build("token", lambda folder: build(folder, "mismatched-integers")) / "token.cgb"

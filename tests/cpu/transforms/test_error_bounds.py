@@ -1,0 +1,139 @@
+"""The bound of every output follows from the dtypes that it went through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cgbundle.format.schema import Weight
+from cgcompile.export.export import export
+from cgcompile.export.functionalization import functional
+from cgcompile.export.signature import describe_signature
+from cgcompile.model.load import load_source
+from cgcompile.transforms.error_bounds import ErrorBound, coarsest, error_bounds
+from cgcompile.transforms.prepared import Prepared, prepare
+from cgcompile.util.tolerance import compare, tolerance
+from tests.cpu.models import Batched
+
+F64, F32, F16, BF16 = 1e-10, 1e-4, 1e-2, 4e-2
+HALF = torch.bfloat16
+
+
+def prepared(model: Callable[..., Any] | nn.Module, *inputs: torch.Tensor) -> Prepared:
+    module = model if isinstance(model, nn.Module) else Batched(model)
+    exported = export(load_source(module, lambda: inputs), {})
+    return prepare(exported, describe_signature(exported), functional(exported.program), markers=False)
+
+
+def bounds(made: Prepared, *rows: Weight) -> list[tuple[float, bool]]:
+    return [(each.bound, each.rounded) for each in error_bounds(made, rows)]
+
+
+CASES: list[tuple[str, Callable[[torch.Tensor], Any], list[tuple[float, bool]]]] = [
+    ("every output for itself", lambda x: (x + 1, x.to(HALF) + 1, (x * 2).half(), x.double() * 2),
+     [(F32, True), (BF16, True), (F16, True), (F64, True)]),
+    ("float32 that was rounded to bfloat16 before", lambda x: (x.to(HALF) * 3).float(), [(BF16, True)]),
+    ("two branches of one input", lambda x: (x.to(HALF).float(), x * 3), [(BF16, True), (F32, True)]),
+    ("what an integer follows from", lambda x: ((x * 2).argmax(-1), (x > 0).sum(-1), x.to(HALF) > x),
+     [(0.0, True), (0.0, False), (0.0, True)]),
+    ("a view", lambda x: (x + 1).view(2, 2, 2).transpose(0, 1).reshape(-1)[2:], [(F32, True)]),
+    ("a write to a part", lambda x: write_part(x), [(BF16, True)]),
+    ("complex numbers", lambda x: (torch.complex(x, x), torch.fft.fft(x.double())), [(F32, True), (F64, True)]),
+    ("float8 for itself, and on the way", lambda x: (x.to(torch.float8_e4m3fn), x.to(torch.float8_e5m2).float()),
+     [(0.13, True), (F32, True)]),
+]  # fmt: skip
+
+
+def write_part(x: torch.Tensor) -> torch.Tensor:
+    whole = torch.zeros(2, 4)
+    whole[0] = (x[0].to(HALF) * 2).float()
+    return whole
+
+
+@pytest.mark.parametrize(("function", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_the_bound_of_an_output(function: Callable[[torch.Tensor], Any], expected: list[tuple[float, bool]]) -> None:
+    assert bounds(prepared(function, torch.rand(2, 4))) == expected
+
+
+def test_weights_and_inputs_in_a_coarse_dtype_round_nothing_themselves() -> None:
+    assert bounds(prepared(lambda x: (x.float() * 2, x + 1), torch.rand(2, 4).to(HALF))) == [(F32, True), (BF16, True)]
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4, dtype=HALF))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        self.cache[:2] = x[:2].to(HALF) * 2
+        self.place += 1
+        self.total += x
+        out.copy_(self.cache.float())
+        return x * 2
+
+
+def test_written_inputs_and_state_have_bounds_of_their_own() -> None:
+    made = prepared(Keeps(), torch.rand(4), torch.rand(4))
+    rows = [
+        Weight(name=name, tensor=name, dtype=dtype, shape=(4,), strides=(1,), memory="state", offset=0)
+        for name, dtype in (("place", "int64"), ("total", "float32"), ("cache", "bfloat16"))
+    ]
+    found = error_bounds(made, rows)
+    assert [(each.title, each.bound, each.rounded) for each in found] == [
+        ("output output (float32)", F32, True), ("input out (float32)", BF16, True), ("state place (int64)", 0.0, False),
+        ("state total (float32)", F32, True), ("state cache (bfloat16)", BF16, True),
+    ]  # fmt: skip
+    assert found == error_bounds(made, [replace(row, name=f"model.{row.name}") for row in rows])
+    assert found[2] == ErrorBound(title="state place (int64)", bound=0.0, exact=True, rounded=False)
+    assert coarsest(made.program) == BF16
+
+
+INFINITY, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, HALF, torch.float8_e5m2, torch.complex64, torch.complex128]
+)
+def test_tensors_are_measured_as_bytes_are(dtype: torch.dtype) -> None:
+    """The compiler's measure and the runtime's are one."""
+    from cgbundle.tensors import comparison
+    from cgcompile.model.pytree import dtype_name
+    from cgcompile.util.raw_bytes import raw
+
+    rows = [[1.0, 2.0, -4.0], [1.0, 2.5, -4.0], [1.0, NAN, INFINITY], [1.0, NAN, -INFINITY], [NAN, NAN, INFINITY], [0.0, -0.0, 0.5]]
+    made = [torch.tensor(row).to(dtype) for row in rows]
+    for want in made:
+        for got in made:
+            data = [raw(each).numpy().tobytes() for each in (want, got)]
+            found = compare(want, got)
+            assert found.error == comparison.difference(dtype_name(dtype), *data)
+            if found.error:
+                assert found.text == comparison.describe(dtype_name(dtype), tuple(want.shape), *data)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool, torch.uint64, torch.uint16])
+def test_integers_are_measured_as_bytes_are(dtype: torch.dtype) -> None:
+    from cgbundle.tensors import comparison
+    from cgcompile.model.pytree import dtype_name
+    from cgcompile.util.raw_bytes import raw
+
+    want = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype)
+    got = torch.tensor([[1, 0, 1], [1, 1, 0]]).to(dtype)
+    found, data = compare(want, got), [raw(each).numpy().tobytes() for each in (want, got)]
+    assert found.error == comparison.difference(dtype_name(dtype), *data) == 2 / 6
+    assert found.text == comparison.describe(dtype_name(dtype), (2, 3), *data)
+    assert tolerance(dtype) == 0
+
+
+def test_neighbours_above_2_to_the_53_are_not_equal() -> None:
+    """As float64 they would be."""
+    assert compare(torch.tensor([2**53]), torch.tensor([2**53 + 1])).error == 1
+    assert compare(torch.ones(2), torch.ones(3)).error == compare(torch.ones(2), torch.ones(2).int()).error == INFINITY
+    assert compare(torch.ones(0), torch.ones(0)).error == 0

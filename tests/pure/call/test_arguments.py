@@ -1,0 +1,71 @@
+"""A call as the model takes it: arranged from tensors, spelled for people, its constants told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cgbundle.call.arguments import arranged, constants, spelled
+from cgbundle.format.pytree import flattener
+from cgbundle.format.schema import Manifest, Parameter
+from tests.helpers.support import before_4, manifest
+
+Row = tuple[str, dict[str, Any], bool, Any]
+"""A parameter: name, tree, whether it is by name only, default (... is none)."""
+
+TENSOR = {"tensor": 0}
+
+
+def bundle(*rows: Row) -> Manifest:
+    call = {"call": [[name, tree] for name, tree, _, _ in rows]}
+    known = [Parameter(keyword=keyword, default=() if own is ... else ({"value": own},)) for _, _, keyword, own in rows]
+    return replace(manifest(), call=call, parameters=tuple(known))
+
+
+def constant(value: Any) -> dict[str, Any]:
+    return {"value": value}
+
+
+CALLS: list[tuple[str, list[Row]]] = [
+    ("ids", [("ids", TENSOR, False, ...)]),
+    ("ids=ids", [("ids", TENSOR, True, ...)]),
+    ("ids, temperature=2.0", [("ids", TENSOR, False, ...), ("scale", constant(None), True, None),
+                              ("temperature", constant(2.0), True, 1.0)]),
+    ("ids, mode='b'", [("ids", TENSOR, False, ...), ("mode", constant("b"), False, "a")]),
+    ("mode='b', ids=ids", [("mode", constant("b"), False, "a"), ("ids", TENSOR, False, ...)]),
+    ("ids=ids", [("mode", constant("a"), False, "a"), ("ids", TENSOR, False, ...)]),
+    ("ids, flag=True", [("ids", TENSOR, False, ...), ("flag", constant(True), False, ...)]),
+    ("ids, how=(1, [2.5])",
+     [("ids", TENSOR, False, ...), ("how", {"tuple": [constant(1), {"list": [constant(2.5)]}]}, False, ...)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "rows"), CALLS)
+def test_what_is_spelled_is_a_call_that_the_guard_takes(text: str, rows: list[Row]) -> None:
+    made = bundle(*rows)
+    assert spelled(made) == text
+    flatten = flattener(made.call, made.parameters)
+    ids = object()
+    assert list(eval(f"(lambda *args, **kwargs: flatten(args, kwargs))({text})", {"ids": ids, "flatten": flatten})) == [ids]
+    args, kwargs = arranged(made, [ids])
+    assert list(flatten(tuple(args), kwargs)) == [ids]
+
+
+def test_an_older_bundle_leaves_its_constants_out() -> None:
+    old = before_4(bundle(("ids", TENSOR, False, ...), ("temperature", constant(2.0), False, ...)))
+    assert spelled(old) == "ids"
+    assert [each.required for each in constants(old)] == [False]
+
+
+def test_constants_are_told_with_their_defaults() -> None:
+    cache = {"dict": [["key", {"tensor": 1}], ["size", constant(8)], ["more", {"list": [constant(None)]}]]}
+    made = bundle(
+        ("ids", TENSOR, False, ...), ("cache", cache, False, ...), ("mode", constant("a"), False, "a"),
+        ("temperature", constant(2.0), True, 1.0),
+    )  # fmt: skip
+    assert [tuple(each) for each in constants(made)] == [
+        ("cache.size", 8, (), False, True), ("cache.more.0", None, (), False, True), ("mode", "a", ("a",), False, False),
+        ("temperature", 2.0, (1.0,), True, True),
+    ]  # fmt: skip
