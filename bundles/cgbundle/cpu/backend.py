@@ -18,7 +18,8 @@ from ..session.initial_state import InitialState
 from ..session.locks import ExclusiveLock, SharedLock, closed
 from ..validate.state import STATE
 from . import libtorch
-from .host_region import INSTANCES, POINTER_BYTES, HostRegion, layout_of, open_region
+from .host_region import INSTANCES, HostRegion, layout_of, open_region
+from .output_layouts import OutputLayouts
 from .processor import check_features
 
 
@@ -38,14 +39,9 @@ class RegionOutputs:
     device: int | None = None
     static = False
 
-    def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p]) -> None:
+    def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p], layouts: OutputLayouts) -> None:
         self._torch, self._handles = torch, handles
-        found = (c_void_p * len(handles))()
-        at = addressof(found)
-        for handle in handles:
-            torch.data_pointer(handle, at)
-            at += POINTER_BYTES
-        self.addresses = [address or 0 for address in found]
+        self.addresses = layouts.addresses(handles)
 
     def __del__(self) -> None:
         for handle in self._handles:
@@ -105,16 +101,20 @@ class CpuBackend:
         except BaseException:
             self.close()
             raise
-        self._run = [(self._regions[program.steps[0].region].run, len(program.outputs)) for program in manifest.programs]
+        self._run = [
+            (self._regions[program.steps[0].region].run, len(program.outputs), OutputLayouts(self._torch, manifest, program))
+            for program in manifest.programs
+        ]
 
     def locked(self, stream: int | None) -> SharedLock | ExclusiveLock:
         """Waits for nothing where replays share no memory: they run side by side."""
         return self._lock
 
     def run(self, program: int, addresses: Sequence[int], device: int | None = None, stream: None = None) -> RegionOutputs:
-        """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise."""
-        run, outputs = self._run[program]
-        return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs))
+        """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise.  Raises
+        library-refused where they are not."""
+        run, outputs, layouts = self._run[program]
+        return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs), layouts)
 
     # --- what lasts from call to call -------------------------------------------------------------------------
 
