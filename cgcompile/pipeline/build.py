@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cgbundle.format import archive
+from cgbundle.format import archive, host_code
 from cgbundle.format.publish import staged
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
 
@@ -72,7 +72,9 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
         parts: ManifestParts = import_module(BUILDERS[chosen.recorder]).build_parts(spec, folder, stages)
         write_program(folder / archive.PROGRAM, prepared.program)
         origin = provenance(source.label, _recorded_options(options, chosen.recorder))
-        sealed = seal(folder, _manifest(spec, parts, checked.findings, options.waive, origin))
+        manifest = _manifest(spec, parts, checked.findings, options.waive, origin)
+        host_code.attach(folder, manifest)
+        sealed = seal(folder, manifest)
         with stages("verify") as tell:
             if chosen.runs_here:
                 proofs = replay(folder, sealed)

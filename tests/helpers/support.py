@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import archive, manifest_json, safetensors
+from cgbundle.format import archive, host_code, manifest_json, safetensors
 from cgbundle.format.archive import exam_entry as entry
 from cgbundle.format.schema import (
     FORMAT_VERSION,
@@ -46,7 +46,11 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
     with open(folder / archive.EXAM, "wb") as file:
         safetensors.write(file, exam_tensors())
     made = replace(manifest(), files=archive.describe_files(str(folder)))
-    seal(folder, change(made) if change else made)
+    changed = change(made) if change else made
+    if changed.format >= host_code.SINCE and changed.files == made.files and (folder / HOST_FILE).exists():
+        host_code.attach(folder, changed)
+        changed = replace(changed, files=archive.describe_files(str(folder)))
+    seal(folder, changed)
     return folder
 
 

@@ -10,6 +10,7 @@ from ctypes import Array, addressof, c_void_p
 from typing import Any
 
 from ..errors import MachineError
+from ..format import host_code
 from ..format.archive import WEIGHTS
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Target
@@ -91,7 +92,10 @@ class CpuBackend:
         try:
             state, instances = addressof(self._state), 1 if one_by_one else INSTANCES
             for region in manifest.regions:
-                opened = open_region(shared.folder, region, self._weights, shared.weights, self._torch, state, instances)
+                opened = open_region(
+                    shared.folder, region, self._weights, shared.weights, self._torch, state, instances,
+                    exact=manifest.format < host_code.SINCE,
+                )  # fmt: skip
                 self._regions.append(opened)
             self._inputs = [
                 [layout_of(program.values[index], self._torch) for index in program.inputs] for program in manifest.programs

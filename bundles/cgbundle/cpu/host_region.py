@@ -61,7 +61,7 @@ def open_region(
     state: int = 0,
     instances: int = INSTANCES,
     *,
-    exact: bool = True,
+    exact: bool,
 ) -> HostRegion:
     """A host region of the bundle in `folder`, ready to run.  Its constants are used in place, in the mapped weights (None for a
     region without constants) or in memory state at `state`; both must stay until it is closed.  `exact` as for `check_constants`.
@@ -122,7 +122,7 @@ class HostRegion:
         return found
 
     def check_constants(self, bound: Sequence[tuple[str, Weight]], *, exact: bool) -> None:
-        """Raises library-refused unless `bound`, pairs of the shared object's name of a constant and a weight, has each constant once.
+        """Raises library-refused unless `bound`, pairs of the code's own name of a constant and a weight, has each constant once.
 
         The weight must be the one that the code names, of its dtype, and no larger than its storage was.  `exact`: nor smaller,
         which a weight is that was a part of a larger tensor; the shared object does not say how much of it the code reads.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import Array, addressof, c_int64, c_void_p, sizeof, string_at
 
 from ..errors import MachineError
@@ -32,9 +31,9 @@ def check_layout(found: Found, dtype: int, row: Value, where: str) -> None:
 class OutputLayouts:
     """How the outputs of a program of the cpu target have to lie.
 
-    Dtypes and shapes follow from the program's inputs alone: they are compared at the first replay.  Strides may follow from what the
-    inputs hold, as those of a column of a tensor as wide as a sum: they are compared at every replay.  An output that shares memory
-    is read there, not where the code says.
+    Dtypes and shapes follow from those of the inputs: they are compared at the first replay.  Strides may follow from what the
+    inputs hold, as those of a column of a tensor as wide as a sum: they are compared at every replay.  An output that shares
+    memory is read there, not where the code says.
     """
 
     __slots__ = ("_handed", "_rows", "_strides", "_torch", "_where")

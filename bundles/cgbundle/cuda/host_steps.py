@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
 from ..cpu.output_layouts import Found, check_layout
+from ..format import host_code
 from ..format.archive import WEIGHTS
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Program, Step, Value
@@ -90,7 +91,8 @@ class HostSteps:
             row = self._manifest.regions[index]
             if row.constants and self._weights is None:
                 self._weights = Mapped(os.path.join(self._folder, WEIGHTS), WEIGHTS)
-            region = open_region(self._folder, row, self._manifest.weights, self._weights, self._torch)
+            exact = self._manifest.format < host_code.SINCE
+            region = open_region(self._folder, row, self._manifest.weights, self._weights, self._torch, exact=exact)
             self._regions[index] = region
         return region
 

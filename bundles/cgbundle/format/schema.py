@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state, random numbers,
-outputs that share memory with something else."""
+outputs that share memory with something else.  4 (2026-11): the rows that a shared object was built for, behind it."""
 
 ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "written"): (2, ()),

@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..errors import BundleError, CgbundleError
-from ..format import archive, safetensors
-from ..format.schema import DTYPES, KERNEL_CODE, MEMORIES, Manifest
-from ..format.spans import HOST_ONLY, graph_memories
+from ..format import archive, host_code, safetensors
+from ..format.schema import Manifest
+from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
 from .exam import check_exam, check_exam_rows
-from .programs import check_programs, checked_span
+from .memories import check_memories, check_weight_rows
+from .programs import check_programs
 from .require import require
 from .signature import check_signature
-from .state import STATE, check_alias_spans, check_aliases, check_state
+from .state import check_alias_spans, check_aliases, check_state
 
 LEVELS = ("load", "full")
 """How much `check_bundle` hashes: everything but the weights' data, or everything."""
@@ -37,13 +38,15 @@ def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
     check_manifest(manifest)
     archive.check_sizes(path, manifest)
     check_weights(path, manifest)
-    if level == "full":
+    untold = manifest.target.kind == CPU and manifest.format < host_code.SINCE
+    if level == "full" or untold:  # where the code does not say what it reads, these are the shapes that it has run with
         check_exam(path, manifest)
     for file in manifest.files:
         if level == "full" or file.path != archive.WEIGHTS:
             archive.check_hash(path, file)
     if manifest.target.kind == CUDA:
         check_tables(path, manifest)
+    check_host_code(path, manifest)
     if level == "full":
         for error in archive.unlisted_files(path, manifest):
             raise error
@@ -72,6 +75,7 @@ def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
             holds(check, path, manifest)
     if not broken:
         holds(check_tables, path, manifest)
+        holds(check_host_code, path, manifest)
     return [*found.values(), *archive.unlisted_files(path, manifest)]
 
 
@@ -79,8 +83,8 @@ def check_manifest(manifest: Manifest) -> None:
     """Raises manifest-invalid unless the manifest is sound in itself, file-damaged when it does not list a file that it needs."""
     check_signature(manifest)
     _check_target(manifest)
-    _check_memories(manifest)
-    _check_weights(manifest)
+    check_memories(manifest)
+    check_weight_rows(manifest)
     _check_regions(manifest)
     check_state(manifest)
     check_aliases(manifest)
@@ -93,7 +97,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def check_weights(path: str, manifest: Manifest) -> None:
-    """Raises weights-invalid unless weights.safetensors is well formed and holds what the manifest names."""
+    """Raises weights-invalid unless weights.safetensors is well formed and holds what the manifest names, and nothing else."""
     with open(os.path.join(path, archive.WEIGHTS), "rb") as file:
         entries = safetensors.read_header(file, archive.WEIGHTS)
     for weight in manifest.weights:
@@ -108,6 +112,8 @@ def check_weights(path: str, manifest: Manifest) -> None:
                 "weights-invalid",
                 f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {found}, expected {weight.dtype} {stored}",
             )
+    for name in sorted(entries.keys() - {weight.tensor for weight in manifest.weights}):
+        raise BundleError("weights-invalid", f"{archive.WEIGHTS}: tensor {name!r} is no weight's")
 
 
 def check_tables(path: str, manifest: Manifest) -> None:
@@ -134,6 +140,23 @@ def check_tables(path: str, manifest: Manifest) -> None:
         check_module_states(states, manifest.module_state, memories, images)
 
 
+def check_host_code(path: str, manifest: Manifest) -> None:
+    """Raises manifest-invalid unless every shared object was built for the manifest's rows.  Those of a format version before
+    `host_code.SINCE` do not say."""
+    if manifest.format < host_code.SINCE:
+        return
+    for index, region in enumerate(manifest.regions):
+        if region.file:
+            with open(os.path.join(path, region.file), "rb") as file:
+                found = host_code.read(file)
+            expected = host_code.described(manifest, index)
+            where = f"regions[{index}].file"
+            require(found is not None, where, f"{region.file} does not say what it was built for")
+            if found != expected:
+                field = host_code.difference(found or b"", expected)
+                require(False, where, f"{region.file} was built for other {field or 'rows'} than the manifest has")
+
+
 def _read(path: str, name: str) -> bytes:
     with open(os.path.join(path, name), "rb") as file:
         return file.read()
@@ -150,42 +173,6 @@ def _check_target(manifest: Manifest) -> None:
     require(bool(manifest.target.torch) or not hosted, "target.torch", "empty: host regions run on torch's shared libraries")
 
 
-def _check_memories(manifest: Manifest) -> None:
-    seen = [name for name, _ in manifest.memories]
-    require(len(set(seen)) == len(seen) and set(seen) <= {*MEMORIES, KERNEL_CODE}, "memories", f"unknown or double name in {seen}")
-    for name, size in manifest.memories:
-        require(size >= 0, f"memories.{name}", f"{size} bytes")
-
-
-def _check_weights(manifest: Manifest) -> None:
-    require(len({weight.name for weight in manifest.weights}) == len(manifest.weights), "weights", "a name stands twice")
-    total = dict(manifest.memories).get("weights", 0)
-    used = {weight for region in manifest.regions for _, weight in region.constants if region.kind == "host"}
-    for index, weight in enumerate(manifest.weights):
-        where = f"weights[{index}]"
-        require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
-        size = checked_span(where, weight)
-        require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
-        if weight.memory == STATE:
-            continue  # check_state does
-        require(weight.memory == "weights", f"{where}.memory", f"a weight in memory {weight.memory!r}")
-        if manifest.target.kind == CUDA and weight.offset == HOST_ONLY:
-            require(index in used, f"{where}.offset", "is not on the GPU, and no host region uses it")
-        elif manifest.target.kind == CUDA:
-            require(weight.offset % safetensors.ALIGNMENT == 0, f"{where}.offset", "is not aligned")
-            require(weight.offset >= 0 and weight.offset + size <= total, f"{where}.offset", "outside memory weights")
-
-
-def _is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements lie without gaps or overlaps, in whatever order of the axes."""
-    step = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
-        if stride != step and 0 not in shape:
-            return False
-        step *= size
-    return True
-
-
 def _check_regions(manifest: Manifest) -> None:
     for index, region in enumerate(manifest.regions):
         where = f"regions[{index}]"
@@ -199,6 +186,8 @@ def _check_regions(manifest: Manifest) -> None:
         for place, (_, weight) in enumerate(region.constants):
             require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
         require(len({name for name, _ in region.constants}) == len(region.constants), f"{where}.constants", "a name stands twice")
+    files = [region.file for region in manifest.regions if region.file]
+    require(len(set(files)) == len(files), "regions", "two of them have one shared object")
 
 
 def _check_files(manifest: Manifest) -> None:

@@ -157,7 +157,7 @@ def test_hostile_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
     evil = "\x1b]0;owned\x07[red]\u202etxt\n"
 
     def change(manifest: Manifest) -> Manifest:
-        weights = (replace(manifest.weights[0], name=evil), *manifest.weights[1:])
+        weights = (*manifest.weights[:-1], replace(manifest.weights[-1], name=evil))
         origin = replace(manifest.provenance, source=evil, machine=evil)
         return replace(manifest, name=evil, weights=weights, provenance=origin)
 
