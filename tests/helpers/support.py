@@ -47,11 +47,17 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
         safetensors.write(file, exam_tensors())
     made = replace(manifest(), files=archive.describe_files(str(folder)))
     changed = change(made) if change else made
-    if changed.format >= host_code.SINCE and changed.files == made.files and (folder / HOST_FILE).exists():
-        host_code.attach(folder, changed)
-        changed = replace(changed, files=archive.describe_files(str(folder)))
-    seal(folder, changed)
+    if changed.format >= host_code.SINCE and changed.files == made.files:
+        finish(folder, changed)
+    else:
+        seal(folder, changed)
     return folder
+
+
+def finish(folder: Path, made: Manifest) -> None:
+    """Writes the rows behind the shared objects, and the manifest with all files described."""
+    host_code.attach(folder, made)
+    seal(folder, replace(made, files=archive.describe_files(str(folder))))
 
 
 def seal(folder: Path, made: Manifest) -> None:

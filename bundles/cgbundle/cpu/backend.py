@@ -40,9 +40,9 @@ class RegionOutputs:
     device: int | None = None
     static = False
 
-    def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p], layouts: OutputLayouts) -> None:
+    def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p], layouts: OutputLayouts, given: Sequence[int]) -> None:
         self._torch, self._handles = torch, handles
-        self.addresses = layouts.addresses(handles)
+        self.addresses = layouts.addresses(handles, given)
 
     def __del__(self) -> None:
         for handle in self._handles:
@@ -106,7 +106,11 @@ class CpuBackend:
             self.close()
             raise
         self._run = [
-            (self._regions[program.steps[0].region].run, len(program.outputs), OutputLayouts(self._torch, manifest, program))
+            (
+                self._regions[program.steps[0].region].run,
+                len(program.outputs),
+                OutputLayouts(self._torch, manifest, program, self.address),
+            )
             for program in manifest.programs
         ]
 
@@ -118,7 +122,7 @@ class CpuBackend:
         """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise.  Raises
         library-refused where they are not."""
         run, outputs, layouts = self._run[program]
-        return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs), layouts)
+        return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs), layouts, addresses)
 
     # --- what lasts from call to call -------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         safetensors.write(file, exam)
     base = support.manifest()
     proof = replace(base.exam.proofs[0], tolerance=1e-5)
-    support.seal(
+    support.finish(
         folder,
         replace(
             base,
@@ -133,7 +133,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             regions=(Region(name="pick", kind="host", reason="data-dependent-shape", file=FILE, constants=((own, 1),)),),
             programs=tuple(map(program, KEYS)),
             exam=replace(base.exam, proofs=tuple([replace(proof, key=(key,)) for key in KEYS])),
-            files=archive.describe_files(str(folder)),
         ),
     )
     return folder

@@ -107,7 +107,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))))
 
     shapes: list[tuple[Any, ...]] = [("rows", WIDTH), (WIDTH,), (WIDTH, WIDTH), ("rows", 4), ("rows", WIDTH), ("rows", WIDTH - 1)]
-    support.seal(
+    support.finish(
         folder,
         replace(
             base,
@@ -131,7 +131,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             regions=(Region(name="cell", kind="host", reason="the cpu target has no graphs", file=FILE, constants=constants),),
             programs=tuple(map(program, SIZES)),
             exam=Exam(compare="tolerance", calls=1, proofs=tuple([replace(base.exam.proofs[0], key=(size,)) for size in SIZES])),
-            files=archive.describe_files(str(folder)),
         ),
     )
     return folder
