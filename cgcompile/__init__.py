@@ -3,6 +3,7 @@
     import cgcompile
     cgcompile.check(model, inputs)
     cgcompile.build(model, inputs, sizes=[1, 8, 32], out="gpt.cgb", target="auto")
+    cgcompile.sign("gpt.cgb", "private.pem")
 
 Importing this module is cheap: torch is imported when a model is built or checked.
 """
@@ -12,17 +13,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .bundle.sign import Signed, sign
     from .pipeline.api import build, check
     from .pipeline.records import Built, Report
     from .util.progress import Event
 
 from .util.version import VERSION as __version__
 
-__all__ = ["Built", "Event", "Report", "__version__", "build", "check"]
+__all__ = ["Built", "Event", "Report", "Signed", "__version__", "build", "check", "sign"]
 
 _MODULES = {
     "build": "pipeline.api", "check": "pipeline.api", "Built": "pipeline.records", "Report": "pipeline.records",
-    "Event": "util.progress",
+    "Event": "util.progress", "Signed": "bundle.sign", "sign": "bundle.sign",
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class Busy(Exception):
     """As many requests wait as may, or the server is about to stop: come back later."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
     """A request that waits: its tokens, since when (seconds of the event loop's clock), and where its answer goes."""
 
@@ -75,28 +75,37 @@ class Batcher:
             raise Busy(f"{self._limit} requests wait already")
         loop = asyncio.get_running_loop()
         waiting = Waiting(tokens, loop.time(), loop.create_future())
-        self._queues[self._lengths[place]].append(waiting)
+        queue = self._queues[self._lengths[place]]
+        queue.append(waiting)
         self._arrived.set()
-        return await waiting.answer
+        try:
+            return await waiting.answer
+        except asyncio.CancelledError:  # who asked has gone away, and takes no place any more
+            with suppress(ValueError):  # its batch is being computed
+                queue.remove(waiting)
+            raise
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while (length := await self._next_length()) is not None:
             queue = self._queues[length]
-            taken = [queue.popleft() for _ in range(min(self._largest, len(queue)))]
-            batch = [waiting for waiting in taken if not waiting.answer.done()]  # a client may have gone away
-            if not batch:
-                continue
-            done = loop.run_in_executor(self._thread, self._call, [waiting.tokens for waiting in batch], length)
-            await asyncio.wait([done])
-            self.calls, self.rows = self.calls + 1, self.rows + len(batch)
-            for index, waiting in enumerate(batch):
-                if waiting.answer.done():
+            batch = [queue.popleft() for _ in range(min(self._largest, len(queue)))]
+            for waiting, answer in zip(batch, await self._answers([waiting.tokens for waiting in batch], length), strict=True):
+                if waiting.answer.done():  # cancelled meanwhile
                     continue
-                if error := done.exception():
-                    waiting.answer.set_exception(error)
+                if isinstance(answer, BaseException):
+                    waiting.answer.set_exception(answer)
                 else:
-                    waiting.answer.set_result(done.result()[index])
+                    waiting.answer.set_result(answer)
+
+    async def _answers(self, rows: Sequence[Sequence[int]], length: int) -> list[Any]:
+        """An answer or an exception for each row.  A batch that fails is done again row by row: nobody pays for another's row."""
+        done = asyncio.get_running_loop().run_in_executor(self._thread, self._call, rows, length)
+        await asyncio.wait([done])
+        self.calls, self.rows = self.calls + 1, self.rows + len(rows)
+        error = done.exception()
+        if error is None:
+            return list(done.result())
+        return [error] if len(rows) == 1 else [each for row in rows for each in await self._answers([row], length)]
 
     async def _next_length(self) -> int | None:
         """The length whose requests go next: of those that are full or have waited long enough, the one that waits longest.

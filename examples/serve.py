@@ -6,7 +6,9 @@
     curl localhost:8000/embed --json '{"text": "The cat sleeps."}'
 
 POST /embed {"text": ...} -> {"embedding": [384 numbers], "tokens": 6}; GET /health says what is served.  A request that does not
-fit gets a 4xx answer with one line: {"detail": "..."}.  Any bundle does whose inputs are token ids and their mask, int64 (batch,
+fit gets a 4xx answer with one line: {"detail": "..."}; 503 with Retry-After where too many wait.  Slow and idle connections are
+closed, and work for clients that left is dropped (http_limits.py).  SIGTERM stops taking requests and answers those that wait.  For
+TLS and limits per client, put a proxy before it.  Any bundle does whose inputs are token ids and their mask, int64 (batch,
 seq), where padding was proved exact, and whose output has a row for each of theirs.
 """
 
@@ -19,6 +21,7 @@ import sys
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from batching import Batcher, Busy, Call, TooLong
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from http_limits import BoundedBodies, BoundedConnection
 from pydantic import BaseModel, Field
 
 import cgbundle
@@ -34,6 +38,15 @@ from cgbundle.tensors.tensor import from_bytes
 
 CHARACTERS = 20_000
 """A longer text is refused before it is cut into tokens."""
+
+BYTES = 256 << 10
+"""A longer body is refused unread: JSON spells a character in 12 at most."""
+
+WAITING = 1024
+"""Requests that wait for their replay; the next are told to come back."""
+
+REQUEST, IDLE, STOPPING = 10, 5, 30
+"""Seconds that a connection has for a whole request, or to take an answer; between two requests; and at the server's end."""
 
 
 class Text(BaseModel):
@@ -106,6 +119,7 @@ def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict
             yield
 
     app = FastAPI(title="embeddings from a bundle", lifespan=lifespan)
+    app.add_middleware(BoundedBodies, largest=BYTES)
 
     @app.post("/embed")
     async def embed(sent: Text) -> Embedding:
@@ -116,6 +130,11 @@ def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict
             raise HTTPException(413, f"text: {error}") from None
         except Busy as error:
             raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
+        except cgbundle.CallError as error:
+            raise HTTPException(422, " ".join(str(error).split())) from None
+        except cgbundle.CgbundleError as error:
+            print("serve:", " ".join(str(error).split()), file=sys.stderr)
+            raise HTTPException(500, "the model failed; the server's log says why") from None
         return Embedding(embedding=values, tokens=len(tokens))
 
     @app.get("/health")
@@ -135,6 +154,15 @@ def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict
     return app
 
 
+def make_server(app: FastAPI, request: float = REQUEST, idle: int = IDLE) -> uvicorn.Server:
+    """The server around the application; times in seconds."""
+    config = uvicorn.Config(
+        app, http=partial(BoundedConnection, seconds=request), ws="none", timeout_keep_alive=idle,
+        timeout_graceful_shutdown=STOPPING, log_level="warning", access_log=False,
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
 def serve(app: FastAPI, host: str, port: int, name: str) -> None:
     """Serves until SIGINT or SIGTERM, and answers what it accepted.  Raises SystemExit where the port is taken."""
     try:
@@ -146,7 +174,7 @@ def serve(app: FastAPI, host: str, port: int, name: str) -> None:
     print(f"serving {name} at http://{host}:{port}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # once it has stopped, uvicorn raises the signal again
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run([listening])
+        make_server(app).run([listening])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -165,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with program:
         largest, lengths = sizes_of(program)
         about = {"model": program.manifest.name, "int_keys": program.int_keys}
-        batcher = Batcher(caller(program), lengths, largest, given.wait / 1000)
+        batcher = Batcher(caller(program), lengths, largest, given.wait / 1000, WAITING)
         serve(make_app(batcher, tokenizer(given.tokenizer), about), given.host, given.port, program.manifest.name)
 
 

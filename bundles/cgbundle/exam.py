@@ -1,7 +1,7 @@
 """The stored exam: inputs and expected outputs of every int_key, and what a call leaves in inputs and in state.
 
 It is replayed from the first state and compared with nothing but the standard library.
-`python -m cgbundle.exam BUNDLE` is the fresh process that a build proves itself in; it prints one JSON object.
+`python -m cgbundle.exam BUNDLE [KEY ...]` is the fresh process that a build proves itself in; it prints one JSON object.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ def relative_error(dtype: str, expected: bytes, got: bytes) -> float:
     return worst
 
 
-def fresh(path: str) -> dict[str, Any]:
-    """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.
+def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
+    are given, one of them must have signed what it loads.
 
     {"results": [{"key", "error", "tolerance", "exact", "passed"}], "torch_imported"}, or {"error", "hint"}.
     """
@@ -141,7 +142,7 @@ def fresh(path: str) -> dict[str, Any]:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", "cgbundle.exam", path], env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        [sys.executable, "-m", "cgbundle.exam", path, *keys], env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
     lines = done.stdout.strip().splitlines()
@@ -155,9 +156,9 @@ def fresh(path: str) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Loads the bundle, replays the exam, prints {"results": [...], "torch_imported": false} or {"error": ..., "hint": ...}."""
-    (path,) = arguments
+    path, *keys = arguments
     try:
-        with open_program(path, check="full", poison=POISON) as program:
+        with open_program(path, check="full", poison=POISON, key=keys or None) as program:
             results = replay_exam(path, program)
             compare = program.manifest.exam.compare
             rows = [{**asdict(result), "passed": result.passed(compare)} for result in results]

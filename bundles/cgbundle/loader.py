@@ -6,12 +6,19 @@ import os
 from typing import TYPE_CHECKING
 
 from .cuda.context_future import ContextFuture
+from .errors import BundleError
+from .format.archive import Archive
 
 if TYPE_CHECKING:
     from .program import Program
+    from .trust.keys import Keys
 
 MODES = ("graph", "stream")
 OUTPUTS = ("copy", "view")
+WEIGHTS = ("map", "copy")
+
+ATTEMPTS = 100
+"""How often a bundle that is replaced while it is read is read again."""
 
 
 def load(
@@ -22,7 +29,9 @@ def load(
     on_miss: str = "pad",
     outputs: str = "copy",
     check: str = "load",
+    weights: str = "map",
     lazy: bool = False,
+    key: Keys | None = None,
 ) -> Program:
     """Loads the bundle at `path`.
 
@@ -30,42 +39,75 @@ def load(
     rows one by one.  `on_miss`: for sizes that were not recorded, "pad" takes the smallest recorded key that holds the call,
     "chunk" wastes the fewest rows, "error" refuses.  `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded
     views that the next call makes stale.  `check`: "load" checks every file but the data of the weights, "full" those too.
-    `lazy`: build a key's graph at its first call and not at load, for bundles with many keys (cuda).
+    `weights`: "map" shares the file's pages with other processes, "copy" reads it into memory of this process, where no write into
+    the file is seen.  `lazy`: build a key's graph at its first call and not at load, for bundles with many keys (cuda).
+    `key`: a public ed25519 key, or several of which one must have signed the bundle: path of a PEM file, 64 hexadecimal digits, or
+    32 bytes.  Until the signature holds only the manifest is read; then every file is hashed, as by check="full".
 
+    What was checked is what runs, also when the bundle is replaced or removed later.
     Raises a CgbundleError (see errors.py); ValueError for an option that does not exist.
     """
-    return open_program(path, device, mode, on_miss, outputs, check, lazy=lazy)
+    return open_program(path, device, mode, on_miss, outputs, check, weights=weights, lazy=lazy, key=key)
 
 
 def open_program(
     path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
-    check: str = "load", poison: int | None = None, lazy: bool = False,
+    check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool = False, key: Keys | None = None,
 ) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
-    folder = os.fspath(path)
-    context = ContextFuture(folder, device)
+    bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
+    context = ContextFuture(bundle.text, device)
     try:
         from .call import dispatch  # these while the context is made
-        from .format.archive import read_manifest
         from .program import Program
         from .validate import bundle as verify
 
         _check_options(
-            mode=(mode, MODES), on_miss=(on_miss, dispatch.POLICIES), outputs=(outputs, OUTPUTS), check=(check, verify.LEVELS)
-        )
-        manifest = read_manifest(folder)
-        verify.check_bundle(folder, manifest, check)
-        if manifest.target.kind == "cpu":
+            mode=(mode, MODES), on_miss=(on_miss, dispatch.POLICIES), outputs=(outputs, OUTPUTS), check=(check, verify.LEVELS),
+            weights=(weights, WEIGHTS),
+        )  # fmt: skip
+        _check(bundle, check, key)
+        if bundle.manifest.target.kind == "cpu":
             from .cpu.backend import CpuBackend
 
-            return Program(manifest, CpuBackend(folder, manifest), on_miss, outputs)
-        from .cuda.backend import CudaBackend
+            program = Program(bundle.manifest, CpuBackend(bundle), on_miss, outputs)
+        else:
+            from .cuda.backend import CudaBackend
 
-        backend = CudaBackend(folder, manifest, device, mode, context=context.take(), poison=poison, lazy=lazy)
-        return Program(manifest, backend, on_miss, outputs)
+            backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy)
+            program = Program(bundle.manifest, backend, on_miss, outputs)
+        try:
+            bundle.check_unchanged()
+        except BundleError:
+            program.close()
+            raise
+        return program
     finally:
         context.drop()
+        bundle.close()
+
+
+def _check(bundle: Archive, level: str, key: Keys | None) -> None:
+    """Checks the bundle, or the one that stands in its place by now: a build may replace it while it is read."""
+    for _ in range(ATTEMPTS):
+        try:
+            return _check_once(bundle, level, key)
+        except BundleError:
+            if not bundle.is_replaced():
+                raise
+            bundle.reopen()
+    _check_once(bundle, level, key)
+
+
+def _check_once(bundle: Archive, level: str, key: Keys | None) -> None:
+    from .validate.bundle import check_bundle  # imported while the context is made
+
+    if key is not None:
+        from .trust import manifest_signature  # late: most loads need none
+
+        manifest_signature.check(bundle, key)  # before the manifest is as much as parsed
+    check_bundle(bundle, level if key is None else "full")
 
 
 def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:

@@ -12,7 +12,6 @@ from .call.guards import check_dtype, common_device
 from .call.inputs import cut, lay_out
 from .call.outputs import Call, Outputs
 from .call.plan import Plan, number_of_key, plan
-from .call.views import CLOSED
 from .errors import CallError
 from .format.pytree import builder, flattener
 from .format.schema import Manifest
@@ -189,7 +188,7 @@ class Program:
         """Waits for running calls, then frees everything; closing the program that was loaded closes its sessions.  Calling a
         closed program raises ProgramClosed; closing twice does nothing."""
         if self._backend.device is not None:
-            self._outputs.epoch.number = CLOSED  # views of the GPU's memory end here
+            self._outputs.epoch.closed = True  # views of the GPU's memory end here, also those that a running call will give
         self._sessions.close()
         self._backend.close()
         self._outputs.close()

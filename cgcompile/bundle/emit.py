@@ -6,12 +6,14 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
 
 from cgbundle.format import archive, manifest_json, schema
+from cgbundle.format.archive import Archive
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.exam import check_exam
 
@@ -29,7 +31,8 @@ def write_program(path: Path, program: ExportedProgram) -> None:
     }
     bare._example_inputs = None
     with _without_traces(program):
-        torch.export.save(bare, path)
+        torch.export.save(bare, made := BytesIO())  # torch does not say why it cannot write to a file
+    path.write_bytes(made.getbuffer())
 
 
 @contextmanager
@@ -55,9 +58,10 @@ def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
     """Describes the files of the stage in the manifest, checks everything, and writes it."""
     sealed = replace(manifest, files=archive.describe_files(str(stage)))
     (stage / archive.MANIFEST).write_bytes(manifest_json.encode(sealed))
-    written = archive.read_manifest(str(stage))
-    verify.check_bundle(str(stage), written)
-    check_exam(str(stage), written)
+    written = Archive(str(stage))
+    verify.check_bundle(written)
+    check_exam(written)
+    written.close()
     return sealed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from cgbundle.format.schema import Exam, IntKey, Program, Proof
 
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, write_exam
-from ..errors import BuildError
 from ..export.weights import weight_tensors
 from ..model.source import all_keys, sample
 from ..targets.architectures import Arch, arch
@@ -28,6 +26,7 @@ from ..targets.cuda.tensors import dtype_bound, input_offsets, static_bytes
 from ..targets.memory_layout import PAD, Table, align, lay_out
 from ..targets.weights import shapes_of
 from ..transforms.output_aliases import with_aliases
+from ..util.content_cache import cache_folder
 from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
 from .assemble.arena import plan
@@ -135,18 +134,6 @@ def _compile(traced: Mapping[IntKey, Lowered], target: Arch, tell: Tell) -> dict
     variants = list(dict.fromkeys(variant for each in traced.values() for variant in each.variants))
     made = compile_variants(variants, target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=tell)
     return dict(zip(variants, made, strict=True))
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept by content, for the next build: CGCOMPILE_CACHE, else cgcompile in XDG_CACHE_HOME or
-    ~/.cache.  Raises cache-unsafe when it is not the user's own: what is in it becomes part of bundles."""
-    named = os.environ.get("CGCOMPILE_CACHE")
-    folder = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cgcompile"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    about = folder.stat()
-    if about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise BuildError("cache-unsafe", f"{folder}: others can write to the folder of compiled kernels")
-    return folder
 
 
 def folded_tables(traced: Mapping[IntKey, Lowered], end: int) -> tuple[dict[str, Table], int]:

@@ -62,6 +62,10 @@ def build(
     `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
     `progress` is told what happens.
 
+    One build at a time writes to `out`: a second one raises output-busy when it begins.  Readers by path find the old bundle or the
+    new one at any moment.  An exception, KeyboardInterrupt too, leaves no files and no processes.  The command turns SIGTERM and
+    SIGHUP into one; a program of your own has to, where they should not leave a stage for the next build to remove.
+
     Raises a CgbundleError (see errors.py here and in cgbundle); nothing is published then.
     """
     options = Options(

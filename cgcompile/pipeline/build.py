@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from cgbundle.format import archive, host_code
-from cgbundle.format.publish import staged
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
 
 from ..bundle.emit import seal, write_program
 from ..bundle.proof import replay
 from ..bundle.provenance import provenance
 from ..checks import check, refuse
-from ..errors import BuildError
 from ..export.export import export, refuse_branches
 from ..export.signature import describe_signature
 from ..model.declared_sizes import count_keys, declared_sizes
@@ -32,6 +27,7 @@ from ..transforms.output_aliases import manifest_aliases
 from ..transforms.padding_proof import prove_padding
 from ..transforms.prepared import prepare
 from ..util.progress import Stages
+from .destination import destination_path, staged_bundle
 from .records import Built, Options
 
 BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "trace": "cgcompile.offline.build"}
@@ -46,28 +42,28 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
         source = load_source(model, inputs)
         sizes = declared_sizes(options.sizes, source.dimensions)
         keys = count_keys(sizes, options.max_keys)
-        destination = _destination(options.out, source.name, options.force)
+        destination = destination_path(options.out, source.name)
         tell(f"{source.name}, {_counted(keys, 'int_key')}")
-    with stages("export") as tell:
-        exported = export(source, sizes)
-        refuse_branches(exported)
-        signature = describe_signature(exported)
-        tell(f"{len(exported.program.graph.nodes)} nodes")
-    with stages("check") as tell:
-        checked = check(exported, "cpu" if chosen.target == "cpu" else "cuda", options.host_ops)
-        refuse(checked, options.strict, options.waive, chosen.recorder, options.specialize)
-        prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.placements))
-        tell(_counted(len(checked.findings), "finding"))
-    with stages("padding") as tell:
-        dimensions = prove_padding(source, prepared, sizes, tell)
-        proved = [f"{d.name} by {d.pad}" if d.pad != "no" else f"{d.name} not" for d in dimensions]
-        tell(", ".join(proved) or "no dimension")
-    spec = BuildSpec(
-        source=source, prepared=prepared, sizes=sizes, dimensions=dimensions, placements=checked.placements, target=chosen.target,
-        recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
-        torch_version=torch.__version__.partition("+")[0],
-    )  # fmt: skip
-    with staged(destination, replace=options.force) as folder:
+    with staged_bundle(destination, options.force) as folder:  # from here on the destination is this process's
+        with stages("export") as tell:
+            exported = export(source, sizes)
+            refuse_branches(exported)
+            signature = describe_signature(exported)
+            tell(f"{len(exported.program.graph.nodes)} nodes")
+        with stages("check") as tell:
+            checked = check(exported, "cpu" if chosen.target == "cpu" else "cuda", options.host_ops)
+            refuse(checked, options.strict, options.waive, chosen.recorder, options.specialize)
+            prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.placements))
+            tell(_counted(len(checked.findings), "finding"))
+        with stages("padding") as tell:
+            dimensions = prove_padding(source, prepared, sizes, tell)
+            proved = [f"{d.name} by {d.pad}" if d.pad != "no" else f"{d.name} not" for d in dimensions]
+            tell(", ".join(proved) or "no dimension")
+        spec = BuildSpec(
+            source=source, prepared=prepared, sizes=sizes, dimensions=dimensions, placements=checked.placements,
+            target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
+            torch_version=torch.__version__.partition("+")[0],
+        )  # fmt: skip
         # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
         parts: ManifestParts = import_module(BUILDERS[chosen.recorder]).build_parts(spec, folder, stages)
         write_program(folder / archive.PROGRAM, prepared.program)
@@ -130,21 +126,3 @@ def _manifest(
         provenance=origin,
         files=(),
     )
-
-
-def _destination(out: str | os.PathLike[str] | None, name: str, force: bool) -> Path:
-    """Where the bundle goes.  Raises output-exists, output-unwritable: before minutes of work, not after."""
-    path = Path(out) if out is not None else Path(f"{name}.cgb")
-    if path.exists():
-        if not path.is_dir() or not ((path / archive.MANIFEST).exists() or not any(path.iterdir())):
-            raise BuildError("output-unwritable", f"{path}: exists and is no bundle", "choose another name with -o")
-        if not force:
-            raise BuildError("output-exists", f"{path}: exists", "give --force to replace it, or choose another name with -o")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise BuildError("output-unwritable", f"{path}: the folder {folder} does not exist")
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".cgcompile-", dir=folder))
-    except OSError as error:
-        raise BuildError("output-unwritable", f"{path}: the folder {folder} cannot be written: {error.strerror}") from None
-    return path

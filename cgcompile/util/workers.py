@@ -1,15 +1,20 @@
-"""Processes for work before which torch or Triton has to be told something, ahead of its import.  A worker is `python -m MODULE`.
-It takes pickled requests from standard input, one after the other, and answers each on standard output.  The pickles stay between
-two processes of one build and never become part of a bundle."""
+"""Processes for work before which torch or Triton has to be told something, ahead of its import.  A worker is `python -m MODULE
+PARENT`.  It takes pickled requests from standard input, one after the other, and answers each on standard output.  The pickles
+carry torch's tensors and our records between two processes of one build, through pipes that no other has.  None is ever kept.
+
+A worker leads a process group, and ends with what it started (ptxas, g++) when its parent stops waiting, or is killed itself."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,19 +53,27 @@ def ask(kind: Kind, requests: Mapping[Key, Request], workers: int | None = None)
     and an error of code `kind.died` when one ended without an answer.  The first error ends all."""
     started: list[_Worker] = []
     idle: list[_Worker] = []
+    starting = threading.Lock()
+    ended = False
 
     def answer(request: Request) -> Any:
         if idle:
             worker = idle.pop()
         else:
-            started.append(worker := _Worker(kind, len(started)))
+            with starting:  # one that starts while the others are ended would be waited for
+                if ended:
+                    raise CancelledError
+                started.append(worker := _Worker(kind, len(started)))
         found = worker.ask(request)
         (idle.append if kind.reused else _Worker.close)(worker)
         return found
 
     def kill() -> None:
+        nonlocal ended
+        with starting:
+            ended = True
         for worker in started:
-            worker.process.kill()
+            worker.kill()
 
     def close() -> None:
         for worker in started:
@@ -87,7 +100,7 @@ class _Worker:
         self.log = kind.folder / f"{name}.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", kind.module],
+                [sys.executable, "-m", kind.module, str(os.getpid())],
                 env={
                     **{name: value for name, value in os.environ.items() if not kind.hidden(name)},
                     "CUDA_VISIBLE_DEVICES": "",
@@ -99,7 +112,11 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                process_group=0,
             )
+
+    def kill(self) -> None:
+        end_group(self.process)
 
     def ask(self, request: Request) -> Any:
         assert self.process.stdin is not None
@@ -118,13 +135,35 @@ class _Worker:
         return found
 
     def close(self) -> None:
-        self.process.kill()
+        self.kill()
         with suppress(BrokenPipeError), self.process:
             pass  # closes the pipes, and waits
 
 
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """Kills a process that leads a group, and its group, unless it has been waited for."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):  # it has not become a leader yet, or ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+
+
+def end_with_parent(parent: int) -> None:
+    """In a process that process `parent` started: the kernel kills it when the thread that did ends, however that comes (Linux).
+    Ends at once where it came before."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+PR_SET_PDEATHSIG = 1
+"""linux/prctl.h."""
+
+
 def serve(work: Callable[[Any], object]) -> None:
     """In a worker: `work` makes the answer to each request.  An error of ours is a refusal; any other ends the process."""
+    end_with_parent(int(sys.argv[1]))
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what torch, Triton and ptxas print goes to the log

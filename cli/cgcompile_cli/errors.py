@@ -15,11 +15,13 @@ import typer
 from cgbundle.errors import Cause, CgbundleError
 
 from .output import complain
+from .signals import Stopped
 
 FINDINGS = 1
 ENVIRONMENT = 2
 INTERRUPTED = 130
-"""Exit status: the model or bundle has findings or fails verification; usage or environment; Ctrl-C."""
+"""Exit status: the model or bundle has findings or fails verification; usage or environment; Ctrl-C.  Another signal's is 128 and
+its number."""
 
 FORESEEN = frozenset({
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG,
@@ -27,8 +29,8 @@ FORESEEN = frozenset({
 })  # fmt: skip
 """What the operating system may say about a path that the user named."""
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""The disk is full: such an error need not name a path."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The disk is full, or the file larger than it may be: such an error need not name a path."""
 
 
 class UsageError(CgbundleError):
@@ -49,6 +51,9 @@ def as_text(arguments: Sequence[str]) -> Iterator[None]:
     except CgbundleError as error:
         complain(str(error), hint(error, arguments))
         raise typer.Exit(error.exit_code) from None
+    except Stopped as stopped:
+        complain(str(stopped), "")
+        raise typer.Exit(128 + stopped.number) from None
     except KeyboardInterrupt:
         complain("interrupted", "")
         raise typer.Exit(INTERRUPTED) from None

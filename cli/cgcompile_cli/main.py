@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import errors
-from .commands import bench, build, check, diff, inspect, run, sizes, verify
+from . import errors, signals
+from .commands import bench, build, check, diff, inspect, run, sign, sizes, verify
 
 
 class Commands(TyperGroup):
@@ -48,7 +48,8 @@ def cgcompile(
 
     Data goes to stdout, progress and messages to stderr. Exit status: 0 ok;
     1 the model or bundle has findings or fails verification; 2 usage or
-    environment. Colours only on a terminal, and none where NO_COLOR is set.
+    environment; 130, 143, 129 for Ctrl-C, SIGTERM, SIGHUP. Colours only on a
+    terminal, and none where NO_COLOR is set.
     """
 
 
@@ -56,6 +57,7 @@ app.command("build")(build.build)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
+app.command("sign")(sign.sign)
 app.command("run")(run.run)
 app.command("bench")(bench.bench)
 app.command("diff")(diff.diff)
@@ -67,4 +69,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no reason to fail
+    signals.install()
     app(prog_name="cgcompile")

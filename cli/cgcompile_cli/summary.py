@@ -7,10 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cgbundle.errors import BundleError
 from cgbundle.format import archive, manifest_json
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, Tree, Weight
 from cgbundle.format.size_expressions import text
+from cgbundle.trust import manifest_signature
 
 from .int_keys import spell
 from .output import count, first_lines, first_rows, listed, shortened, size, table
@@ -38,6 +40,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
     return {
         "path": path,
         "bytes": total(manifest),
+        "signature": signature(path),
         "int_keys": [list(program.key) for program in manifest.programs],
         "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.inputs],
         "written": [manifest.inputs[index].name for index in manifest.written],
@@ -47,6 +50,21 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "load": load_lines(path, manifest),
         "manifest": json.loads(manifest_json.encode(manifest)),
     }
+
+
+def signature(path: str) -> dict[str, str] | None:
+    """The key that signed it (64 digits; whose it is, no bundle can say), or what is wrong; None without a signature."""
+    try:
+        found = manifest_signature.read_held(archive.Archive(path))
+    except BundleError as error:
+        return {"error": str(error)}
+    return {"key": found.key.hex()} if found else None
+
+
+def signed(path: str) -> str:
+    """`by key d75a98...` (64 digits), `no`, or what is wrong with the signature."""
+    told = signature(path)
+    return "no" if told is None else f"by key {told['key']}" if "key" in told else f"wrongly: {told['error']}"
 
 
 def total(manifest: Manifest) -> int:

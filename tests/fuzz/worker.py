@@ -79,8 +79,7 @@ def run(golden: Golden, answers: Answers | None) -> str:
     """What becomes of the written case: a code of the catalogue, "accepted", or "right"."""
     path = str(golden.folder)
     try:
-        manifest = archive.read_manifest(path)
-        validate.check_bundle(path, manifest, "full")
+        validate.check_bundle(archive.Archive(path), "full")
         if answers is None:
             return "accepted"
         with cgbundle.load(path) as program:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,31 @@ def test_streams_in_turn_do_not_disturb_each_other(case: Case, program: Any) -> 
             made.append((program(values[size][index]), expected[size][index]))
     torch.cuda.synchronize()
     assert all(torch.equal(got, want) for got, want in made)
+
+
+def test_a_lazy_program_and_its_sessions_run_what_they_were_loaded_with(cases: dict[str, Case], tmp_path: Path) -> None:
+    """The bundle is built again in its place, with other tables, kernels and weights, before any graph of it was made."""
+    case, path = cases["gpt"], tmp_path / "model.cgb"
+    shutil.copytree(case.path, path)
+    with cgbundle.load(path, lazy=True) as program:
+        path.rename(tmp_path / "old")
+        shutil.copytree(cases["mlp"].path, path)
+        shutil.rmtree(tmp_path / "old")
+        for size in built.SIZES:
+            value = case.draw(size)
+            case.check(program(value), value)
+            with program.session() as session:
+                case.check(session(value), value)
+    with cgbundle.load(path) as program:
+        value = cases["mlp"].draw(4)
+        cases["mlp"].check(program(value), value)
+
+
+def test_weights_may_be_copied_before_they_are_checked(cases: dict[str, Case]) -> None:
+    case = cases["gpt"]
+    value = case.draw(4)
+    with cgbundle.load(case.path, weights="copy", check="full") as program:
+        case.check(program(value), value)
 
 
 def test_every_kind_of_tensor_gives_the_same_numbers(cases: dict[str, Case]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.archives import ArchiveOf
+
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -91,7 +93,7 @@ def test_dead_memory_may_hold_anything(case: Case) -> None:
     """After every step the arena is overwritten but for the values that are still to be read."""
     path, _ = case
     manifest = archive.read_manifest(str(path))
-    backend = CudaBackend(str(path), manifest)
+    backend = CudaBackend(ArchiveOf(path, manifest))
     stored = Mapped(str(path / archive.EXAM), archive.EXAM)
     try:
         for number, program in enumerate(manifest.programs):

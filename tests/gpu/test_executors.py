@@ -27,6 +27,7 @@ from cgbundle.tables.recording import Function, MemsetNode, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
 from tests.helpers import cuda_bundles
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
 from tests.helpers.cuda_calls import allocate, call, opened, run, to_host
 from tests.helpers.raising import raises
@@ -124,8 +125,9 @@ def test_the_last_share_ends_the_context(bundle: tuple[Manifest, Path]) -> None:
         "from cgbundle.cuda.backend import CudaBackend\n"
         "from cgbundle.cuda.driver import cu\n"
         "from cgbundle.cuda.memory import Output\n"
+        "from tests.helpers.archives import ArchiveOf\n"
         "manifest, folder = pickle.loads(sys.stdin.buffer.read())\n"
-        "backend = CudaBackend(str(folder), manifest)\n"
+        "backend = CudaBackend(ArchiveOf(folder, manifest))\n"
         "with backend.locked(None) as stream: kept = Output(backend._context, 100, stream)\n"
         "active = lambda: int(cu.cuDevicePrimaryCtxGetState(cu.cuDeviceGet(0)[1])[2])\n"
         "backend.close(); assert active() == 1; kept.free(); assert active() == 0\n"
@@ -200,13 +202,13 @@ def test_parameters_are_those_of_the_image(bundle: tuple[Manifest, Path]) -> Non
 class Bench:
     """Runs one recording over an arena, in both modes."""
 
-    def __init__(self, context: Context, folder: Path, image: str) -> None:
+    def __init__(self, context: Context, manifest: Manifest, folder: Path, image: str) -> None:
         from contextlib import ExitStack
 
         self.context, self.image = context, image
         self.cleanup = ExitStack()
         self.memories = Memories({"arena": cuda_bundles.ARENA}, 0, self.cleanup, context.stream)
-        self.modules = Modules(str(folder / "kernels"), (), self.memories)
+        self.modules = Modules(ArchiveOf(folder, manifest), (), self.memories)
         self.cleanup.callback(self.modules.close)
 
     def words(self, recording: Recording, mode: str, count: int) -> list[int]:
@@ -233,7 +235,7 @@ def bench(context: Context, bundle: tuple[Manifest, Path]) -> Iterator[Bench]:
     manifest, folder = bundle
     (file,) = [file for file in manifest.files if file.path.startswith("kernels/")]
     with context:
-        made = Bench(context, folder, file.path.rpartition("/")[2])
+        made = Bench(context, manifest, folder, file.path.rpartition("/")[2])
         with made.cleanup:
             yield made
 

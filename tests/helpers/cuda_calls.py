@@ -11,6 +11,7 @@ from cgbundle.cuda import driver, memory
 from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format.schema import KERNEL_CODE, Manifest
 from cgbundle.format.spans import span
+from tests.helpers.archives import ArchiveOf
 
 Given = tuple[int, bool, int]
 """Where an input lies: address, whether that is on the GPU, bytes."""
@@ -21,7 +22,7 @@ GRANULARITY = 2 << 20
 
 def opened(manifest: Manifest, folder: str | os.PathLike[str], device: int = 0, mode: str = "graph", **options: Any) -> CudaBackend:
     """The bundle in `folder` on a GPU; options as for `CudaBackend`."""
-    return CudaBackend(os.fspath(folder), manifest, device, mode, **options)
+    return CudaBackend(ArchiveOf(folder, manifest), device, mode, **options)
 
 
 def run(backend: CudaBackend, program: int, inputs: Sequence[Given | None], stream: int | None = None) -> list[int]:

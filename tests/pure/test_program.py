@@ -455,6 +455,32 @@ def test_close_waits_for_the_running_call_and_refuses_new_ones() -> None:
     assert made[0][0].tolist() == rows(0, 2) and backend.closed == 1
 
 
+def test_a_view_that_a_running_call_gives_while_the_program_is_closed_is_stale() -> None:
+    """On a GPU its memory is freed as soon as the call is done."""
+    running, go_on = threading.Event(), threading.Event()
+
+    def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+        running.set()
+        assert go_on.wait(5)
+        return double(key, inputs)
+
+    run, backend = program(LINE, compute, outputs="view", static=True)
+    backend.device = 0
+    made: list[Any] = []
+    caller = threading.Thread(target=lambda: made.append(run(numbers((2, 3)))))
+    caller.start()
+    assert running.wait(5)
+    closer = threading.Thread(target=run.close)
+    closer.start()
+    closer.join(0.05)
+    go_on.set()
+    for thread in (caller, closer):
+        thread.join(5)
+    ((view,),) = made
+    with raises("stale-view", match="was read after the program was closed"):
+        _ = view.tensor
+
+
 def test_a_closed_program_refuses_calls_and_closes_once() -> None:
     run, backend = program(LINE, double)
     with run as entered:

@@ -8,17 +8,14 @@ from ..errors import CallError
 from ..format.schema import TensorSpec
 from ..tensors.library import Library
 
-CLOSED = 0
-"""The number of no call: of a program that was closed."""
-
 
 class Epoch:
-    """Counts the replays of a session."""
+    """Counts the replays of a session.  `closed`: its memory is about to go, also under a replay that still runs."""
 
-    __slots__ = ("number",)
+    __slots__ = ("closed", "number")
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number, self.closed = 0, False
 
 
 class View:
@@ -49,9 +46,9 @@ class View:
     @property
     def tensor(self) -> Any:
         """The output itself, valid until the next call."""
-        now = self._epoch.number
-        if now != self.call:
-            after = "the program was closed" if now == CLOSED else f"call {now}"
+        epoch = self._epoch
+        if epoch.number != self.call or epoch.closed:
+            after = "the program was closed" if epoch.closed else f"call {epoch.number}"
             raise CallError("stale-view", f"output {self.name!r} of call {self.call} was read after {after}")
         return self._value
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from ..errors import MachineError
 from ..format import host_code
-from ..format.archive import WEIGHTS
-from ..format.safetensors import Mapped
-from ..format.schema import Manifest, Target
+from ..format.archive import WEIGHTS, Archive
+from ..format.schema import Target
 from ..format.spans import span
 from ..session.initial_state import InitialState
 from ..session.locks import ExclusiveLock, SharedLock, closed
@@ -53,14 +52,15 @@ class Shared:
     """What all sessions of a bundle use: torch's libraries, the mapped weights, what state holds at first.  As in eager, a caller
     may write to weights that the model hands out: this process's pages become its own."""
 
-    def __init__(self, folder: str, manifest: Manifest) -> None:
+    def __init__(self, bundle: Archive) -> None:
+        manifest = bundle.manifest
         check_machine(manifest.target)
-        self.folder, self.manifest = folder, manifest
+        self.bundle, self.manifest = bundle, manifest
         self.torch = libtorch.load(manifest.target.torch)
         handed = any(alias.memory == "weights" for alias in manifest.aliases)
-        self.weights = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS, writable=handed)
+        self.weights = bundle.mapped(WEIGHTS, writable=handed)
         self.state = dict(manifest.memories).get(STATE, 0)
-        self.initial = InitialState(folder, manifest)
+        self.initial = InitialState(bundle)
 
 
 class CpuBackend:
@@ -69,8 +69,8 @@ class CpuBackend:
 
     device: int | None = None
 
-    def __init__(self, path: str, manifest: Manifest) -> None:
-        self._open(Shared(path, manifest), alone=False)
+    def __init__(self, bundle: Archive) -> None:
+        self._open(Shared(bundle), alone=False)
 
     def session(self) -> CpuBackend:
         """A further session: its own state, static input buffers and host regions.  One thread at a time may use it."""
@@ -93,7 +93,7 @@ class CpuBackend:
             state, instances = addressof(self._state), 1 if one_by_one else INSTANCES
             for region in manifest.regions:
                 opened = open_region(
-                    shared.folder, region, self._weights, shared.weights, self._torch, state, instances,
+                    shared.bundle, region, self._weights, shared.weights, self._torch, state, instances,
                     exact=manifest.format < host_code.SINCE,
                 )  # fmt: skip
                 self._regions.append(opened)

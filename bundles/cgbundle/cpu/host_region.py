@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
 from functools import lru_cache
 
 from ..errors import MachineError
+from ..format.archive import Archive
 from ..format.safetensors import Mapped
 from ..format.schema import Region, Value, Weight
 from ..format.spans import span
 from ..validate.state import STATE
 from .libtorch import LibTorch
+from .shared_object import load_shared_object
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
@@ -29,6 +30,16 @@ MODEL_PREFIX = "model."
 
 INSTANCES = 4
 """Replays of one region that may run at once; a further one waits.  An instance shares the constants and costs a few KB."""
+
+
+FUNCTIONS = tuple([
+    f"AOTInductorModelContainer{name}"
+    for name in (
+        "CreateWithDevice", "Delete", "Run", "GetNumInputs", "GetNumOutputs", "GetNumConstants", "GetConstantName",
+        "GetConstantOriginalFQN", "UpdateUserManagedConstantBufferPairs",
+    )
+])  # fmt: skip
+"""What is called of the C interface."""
 
 
 class _Pair(ctypes.Structure):
@@ -53,7 +64,7 @@ def layout_of(row: Value | Weight, torch: LibTorch) -> Layout:
 
 
 def open_region(
-    folder: str,
+    bundle: Archive,
     region: Region,
     weights: Sequence[Weight],
     mapped: Mapped | None,
@@ -63,10 +74,10 @@ def open_region(
     *,
     exact: bool,
 ) -> HostRegion:
-    """A host region of the bundle in `folder`, ready to run.  Its constants are used in place, in the mapped weights (None for a
+    """A host region of a bundle, ready to run.  Its constants are used in place, in the mapped weights (None for a
     region without constants) or in memory state at `state`; both must stay until it is closed.  `exact` as for `check_constants`.
     Raises library-refused."""
-    opened = HostRegion(os.path.join(folder, region.file), torch, region.file, instances)
+    opened = HostRegion(bundle.data(region.file), torch, region.file, instances)
     try:
         opened.check_constants([(name, weights[index]) for name, index in region.constants], exact=exact)
         constants = {}
@@ -91,15 +102,17 @@ def _handles(count: int) -> type[ctypes.Array[c_void_p]]:
 
 
 class HostRegion:
-    """One loaded shared object.  Thread-safe: up to `instances` runs at a time, the rest wait.  Several of one file share its code
-    alone.  Raises library-refused, with the library's own message, when it cannot be loaded or a run fails."""
+    """One loaded shared object, from the bytes of its file.
 
-    def __init__(self, path: str, torch: LibTorch, where: str, instances: int = INSTANCES) -> None:
+    Thread-safe: up to `instances` runs at a time, the rest wait.  Several of equal bytes share the code alone.
+
+    Raises image-invalid for a file that is cut off, library-refused, with the library's own message, when it cannot be loaded or
+    a run fails.
+    """
+
+    def __init__(self, data: bytes, torch: LibTorch, where: str, instances: int = INSTANCES) -> None:
         self._torch, self._where = torch, where
-        try:
-            self._library = ctypes.CDLL(path)
-        except OSError as error:
-            raise MachineError("library-refused", f"{where}: cannot be loaded: {error}") from None
+        self._library = load_shared_object(data, where, FUNCTIONS)
         self._run = self._library.AOTInductorModelContainerRun
         self._run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
         self._container = c_void_p()

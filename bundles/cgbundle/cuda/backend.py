@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError
-from ..format.schema import KERNEL_CODE, Manifest
+from ..format.archive import Archive
+from ..format.schema import KERNEL_CODE
 from ..format.spans import span
 from ..session.locks import AnyLock, SessionLock, closed
 from ..tensors.detection import caller_captures
@@ -48,8 +49,7 @@ class CudaBackend:
 
     def __init__(
         self,
-        folder: str,
-        manifest: Manifest,
+        bundle: Archive,
         device: int = 0,
         mode: str = "graph",
         *,
@@ -57,7 +57,7 @@ class CudaBackend:
         poison: int | None = None,
         lazy: bool = False,
     ) -> None:
-        self._start(Shared(folder, manifest, device, mode, poison, context), alone=False, lazy=lazy)
+        self._start(Shared(bundle, device, mode, poison, context), alone=False, lazy=lazy)
 
     def session(self) -> CudaBackend:
         """A further session: memories, stream and graphs of its own, the same weights and kernels.  One thread at a time may use
@@ -108,7 +108,7 @@ class CudaBackend:
         if hosted:
             from .host_steps import HostSteps  # few bundles have any, and torch's libraries with them
 
-            self._host = HostSteps(shared.folder, self._manifest, self._memories)
+            self._host = HostSteps(shared.bundle, shared.mapped, self._memories)
             cleanup.callback(self._host.close)
         if shared.poison is not None:
             self._memories.poison(shared.poison, stream)

@@ -6,7 +6,6 @@ is made while the runtime's modules are imported and the bundle is checked.
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -20,14 +19,14 @@ MARK = b'"kind":"cuda"'
 
 
 class ContextFuture:
-    """The context of GPU number `device`, begun when the bundle in `folder` looks like one for a GPU."""
+    """The context of GPU number `device`, begun when the bytes of a manifest look like those of a bundle for a GPU."""
 
-    def __init__(self, folder: str, device: int) -> None:
+    def __init__(self, manifest: bytes, device: int) -> None:
         self._device = device
         self._context: Context | None = None
         self._error: CgbundleError | None = None
         self._thread: threading.Thread | None = None
-        if _for_cuda(folder):
+        if MARK in manifest:
             from . import driver  # here, not in the thread: two threads that import at once wait for each other
 
             self._driver = driver
@@ -59,11 +58,3 @@ class ContextFuture:
             self._context = self._driver.Context(self._device)
         except CgbundleError as error:
             self._error = error
-
-
-def _for_cuda(folder: str) -> bool:
-    try:
-        with open(os.path.join(folder, "manifest.json"), "rb") as file:
-            return MARK in file.read()
-    except OSError:
-        return False  # read_manifest says what is wrong

@@ -7,7 +7,6 @@ calling thread waits for the stream first: the inputs have come then, and no ear
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -16,9 +15,9 @@ from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
 from ..cpu.output_layouts import Found, check_layout
 from ..format import host_code
-from ..format.archive import WEIGHTS
+from ..format.archive import Archive
 from ..format.safetensors import Mapped
-from ..format.schema import Manifest, Program, Step, Value
+from ..format.schema import Program, Step, Value
 from ..format.spans import span
 from .driver import check, cu
 from .memory import Memories
@@ -34,14 +33,13 @@ class _Place(NamedTuple):
 
 
 class HostSteps:
-    """The host regions of a bundle, each loaded at its first use; their constants are used in place in the mapped weights.
-    Raises library-missing or library-refused without torch's shared libraries."""
+    """The host regions of a bundle, each loaded at its first use; their constants are used in place in `weights`, which
+    must stay (None where no region has any).  Raises library-missing or library-refused without torch's shared libraries."""
 
-    def __init__(self, folder: str, manifest: Manifest, memories: Memories) -> None:
-        self._folder, self._manifest, self._memories = folder, manifest, memories
-        self._torch = libtorch.load(manifest.target.torch)
+    def __init__(self, bundle: Archive, weights: Mapped | None, memories: Memories) -> None:
+        self._bundle, self._manifest, self._weights, self._memories = bundle, bundle.manifest, weights, memories
+        self._torch = libtorch.load(bundle.manifest.target.torch)
         self._regions: dict[int, HostRegion] = {}
-        self._weights: Mapped | None = None
 
     def step(self, program: Program, step: Step) -> Callable[[Any], None]:
         """A host step of the program, as a function of the stream: returns when the outputs are in their places.
@@ -73,10 +71,8 @@ class HostSteps:
         return call
 
     def close(self) -> None:
-        """Closes the regions and unmaps the weights; no step may run any more."""
+        """Closes the regions; no step may run any more."""
         with ExitStack() as each:
-            if self._weights is not None:
-                each.callback(self._weights.close)  # last: the regions' constants lie there
             for region in self._regions.values():
                 each.callback(region.close)
             self._regions, self._weights = {}, None
@@ -89,10 +85,8 @@ class HostSteps:
         region = self._regions.get(index)
         if region is None:
             row = self._manifest.regions[index]
-            if row.constants and self._weights is None:
-                self._weights = Mapped(os.path.join(self._folder, WEIGHTS), WEIGHTS)
             exact = self._manifest.format < host_code.SINCE
-            region = open_region(self._folder, row, self._manifest.weights, self._weights, self._torch, exact=exact)
+            region = open_region(self._bundle, row, self._manifest.weights, self._weights, self._torch, exact=exact)
             self._regions[index] = region
         return region
 

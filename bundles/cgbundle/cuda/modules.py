@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import BundleError
-from ..format.archive import kernel_images
-from ..format.schema import MEMORIES, Manifest
+from ..format.archive import KERNELS, Archive, kernel_images
+from ..format.elf import check_elf
+from ..format.schema import MEMORIES
 from ..format.spans import graph_memories
 from .driver import check, cu
 
@@ -24,13 +25,13 @@ class Addresses(Protocol):
 
 
 class Modules:
-    """The images of `folder`, named by SHA-256, loaded into the current context on first use; `memories` are those that `states`
+    """The images of a bundle, named by SHA-256, loaded into the current context on first use; `memories` are those that `states`
     refer to.  Raises file-damaged, table-invalid, driver-failed, OutOfMemory."""
 
-    __slots__ = ("_folder", "_functions", "_memories", "_modules", "_settings", "_states")
+    __slots__ = ("_bundle", "_functions", "_memories", "_modules", "_settings", "_states")
 
-    def __init__(self, folder: str, states: Iterable[ModuleState], memories: Addresses) -> None:
-        self._folder, self._memories = folder, memories
+    def __init__(self, bundle: Archive, states: Iterable[ModuleState], memories: Addresses) -> None:
+        self._bundle, self._memories = bundle, memories
         self._states: dict[str, list[ModuleState]] = {}
         for state in states:
             self._states.setdefault(state.image, []).append(state)
@@ -69,11 +70,10 @@ class Modules:
     def _module(self, image: str) -> Any:
         module = self._modules.get(image)
         if module is None:
-            try:
-                # As bytes: the interpreter ends them with the zero byte that PTX needs and a cubin does not mind.
-                data = read(f"{self._folder}/{image}")
-            except FileNotFoundError:
-                raise BundleError("file-damaged", f"kernels/{image}: missing") from None
+            # As bytes: the interpreter ends them with the zero byte that PTX needs and a cubin does not mind.
+            data = self._bundle.data(f"{KERNELS}{image}")
+            if not data.isascii():  # as PTX is, which tests bring
+                check_elf(data, f"{KERNELS}{image}")
             module = check("cuModuleLoadData", cu.cuModuleLoadData(data), f"kernels/{image}")
             self._modules[image] = module
             for state in self._states.get(image, ()):
@@ -92,22 +92,17 @@ class Modules:
         check("cuMemcpyHtoD", cu.cuMemcpyHtoD(address, bytes(contents), len(contents)), path)
 
 
-def states(folder: str, manifest: Manifest) -> tuple[ModuleState, ...]:
+def states(bundle: Archive) -> tuple[ModuleState, ...]:
     """What the bundle's images hold in their data symbols.  Raises table-invalid."""
-    name = manifest.module_state
+    manifest, name = bundle.manifest, bundle.manifest.module_state
     if not name:
         return ()
     from ..tables.module_state import decode_states  # few bundles have any
     from ..validate.recordings import check_module_states
 
-    found = decode_states(read(f"{folder}/{name}"), name)
+    found = decode_states(bundle.data(name), name)
     check_module_states(found, name, graph_memories(manifest.memories), kernel_images(manifest))
     return found
-
-
-def read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def _check_params(function: Any, image: str, symbol: str, params: Sequence[tuple[int, int]]) -> None:

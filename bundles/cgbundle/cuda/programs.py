@@ -14,7 +14,7 @@ from . import memory
 from .driver import cu
 from .executors import Executor, GraphExecutor, StreamExecutor
 from .memory import HOST, Memories, Output
-from .modules import Modules, read
+from .modules import Modules
 from .shared import Shared
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Executors(dict[str, Executor]):
 
     def __missing__(self, file: str) -> Executor:
         shared, bases = self._shared, self._bases
-        table = Table(read(f"{shared.folder}/{file}"), file)
+        table = Table(shared.bundle.data(file), file)
         executor: Executor
         if shared.mode == "graph":
             executor = GraphExecutor(shared.context, table, self._modules, bases, self._stream, shared.poison)

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..cpu.processor import check_features
 from ..format.archive import WEIGHTS as FILE
-from ..format.schema import MEMORIES, Manifest
+from ..format.archive import Archive
+from ..format.schema import MEMORIES
 from ..session.initial_state import InitialState
 from . import weights
 from .driver import Context, Relaxed
@@ -18,16 +19,15 @@ from .modules import Modules, states
 
 
 class Shared:
-    """The bundle in `folder` on GPU number `device`; `context`, `mode` and `poison` as for `CudaBackend`, as is what it raises.
+    """A bundle on GPU number `device`; `context`, `mode` and `poison` as for `CudaBackend`, as is what it raises.
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`.
     """
 
-    def __init__(
-        self, folder: str, manifest: Manifest, device: int, mode: str, poison: int | None, context: Context | None
-    ) -> None:
-        self.folder, self.manifest, self.mode, self.poison = folder, manifest, mode, poison
+    def __init__(self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None) -> None:
+        manifest = bundle.manifest
+        self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self._shares = 1
         self._upload: weights.Upload | None = None
@@ -35,9 +35,11 @@ class Shared:
             if context is not None:
                 undo.callback(context.release)
             check_features(manifest.target.features)
-            pieces = weights.listed(folder, manifest)
+            pieces = weights.listed(bundle)
             self.sizes = dict(manifest.memories)
-            self.initial = InitialState(folder, manifest)
+            self.initial = InitialState(bundle)
+            constants = any(region.kind == "host" and region.constants for region in manifest.regions)
+            self.mapped = bundle.mapped(FILE) if constants else None
             check_driver(manifest.target)
             if context is None:
                 context = Context(device)
@@ -56,9 +58,10 @@ class Shared:
             self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")
             cleanup.callback(free, self.base)
         # From here on the weights travel in other threads while this one loads modules and builds graphs.
-        self._upload = weights.Upload(self.context, f"{self.folder}/{FILE}", pieces, self.base)
+        file = self.bundle.descriptor(FILE) if pieces else -1
+        self._upload = weights.Upload(self.context, file, pieces, self.base)
         cleanup.callback(self._upload.stop)
-        self._states = states(self.folder, self.manifest)
+        self._states = states(self.bundle)
         self._modules = self._loaded(self)
         cleanup.callback(self._modules.close)
 
@@ -100,4 +103,4 @@ class Shared:
             pass
 
     def _loaded(self, memories: Any) -> Modules:
-        return Modules(f"{self.folder}/kernels", self._states, memories)
+        return Modules(self.bundle, self._states, memories)

@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from ..errors import BundleError, CgbundleError
-from ..format.archive import WEIGHTS
-from ..format.safetensors import Entry, read_header
-from ..format.schema import Manifest, Weight
+from ..format.archive import WEIGHTS, Archive
+from ..format.safetensors import Entry
+from ..format.schema import Weight
 from ..format.spans import HOST_ONLY
 from .driver import Context, Relaxed, check, cu
 
@@ -36,15 +36,14 @@ class Piece(NamedTuple):
     target: int
 
 
-def listed(folder: str, manifest: Manifest) -> list[Piece]:
+def listed(bundle: Archive) -> list[Piece]:
     """What of the bundle's weights belongs on the GPU; the disk begins to read.  Raises weights-invalid."""
+    manifest = bundle.manifest
     rows = [weight for weight in manifest.weights if weight.memory == "weights"]
     if not rows:
         return []
-    with os.fdopen(os.open(f"{folder}/{WEIGHTS}", os.O_RDONLY), "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # while the driver starts
-        entries = read_header(file, WEIGHTS)
-    return pieces(rows, entries, dict(manifest.memories).get("weights", 0))
+    os.posix_fadvise(bundle.descriptor(WEIGHTS), 0, 0, os.POSIX_FADV_WILLNEED)  # while the driver starts
+    return pieces(rows, bundle.tensors(WEIGHTS), dict(manifest.memories).get("weights", 0))
 
 
 def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: int) -> list[Piece]:
@@ -97,13 +96,15 @@ def chunks(listed: Sequence[Piece], size: int) -> list[list[Piece]]:
 class Upload:
     """Weights on their way, by threads that start at once, each with its own stream and pinned buffers.
 
+    `file`: an open descriptor, the caller's.
+
     `wait` raises the first failure (OutOfMemory, driver-failed, weights-invalid); `wait` or `stop` before memory weights is freed.
     """
 
     def __init__(
-        self, context: Context, path: str, listed: Sequence[Piece], base: int, threads: int = THREADS, chunk: int = CHUNK
+        self, context: Context, file: int, listed: Sequence[Piece], base: int, threads: int = THREADS, chunk: int = CHUNK
     ) -> None:
-        self._context, self._path, self._base, self._chunk = context, path, base, chunk
+        self._context, self._file, self._base, self._chunk = context, file, base, chunk
         self._work = chunks(listed, chunk)
         self._work.reverse()  # pop takes the first
         self._total = len(self._work)
@@ -139,8 +140,6 @@ class Upload:
             self._work.clear()
 
     def _copy(self, cleanup: ExitStack) -> None:
-        file = os.open(self._path, os.O_RDONLY)
-        cleanup.callback(os.close, file)
         stream = check("cuStreamCreate", cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
         cleanup.callback(cu.cuStreamDestroy, stream)
         address = int(check("cuMemHostAlloc", cu.cuMemHostAlloc(BUFFERS * self._chunk, 0), "staging"))
@@ -159,18 +158,18 @@ class Upload:
                 break
             slot = done % BUFFERS
             check("cuEventSynchronize", cu.cuEventSynchronize(events[slot]))  # at once for an event never recorded
-            self._send(file, group, view[slot * self._chunk : (slot + 1) * self._chunk], address + slot * self._chunk, stream)
+            self._send(group, view[slot * self._chunk : (slot + 1) * self._chunk], address + slot * self._chunk, stream)
             check("cuEventRecord", cu.cuEventRecord(events[slot], stream))
             done += 1
             self._sent.append(None)
         check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "weights")
 
-    def _send(self, file: int, group: list[Piece], view: memoryview, address: int, stream: Any) -> None:
+    def _send(self, group: list[Piece], view: memoryview, address: int, stream: Any) -> None:
         first = group[0].begin
         length = group[-1].begin + group[-1].size - first
         done = 0
         while done < length:
-            step = os.preadv(file, [view[done:length]], first + done)
+            step = os.preadv(self._file, [view[done:length]], first + done)
             if not step:
                 raise BundleError("weights-invalid", "weights.safetensors: the file ends too early")
             done += step

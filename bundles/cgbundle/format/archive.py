@@ -1,70 +1,221 @@
-"""Reading a bundle from disk: a directory with a manifest that names every other file, its length and its SHA-256."""
+"""Reading a bundle from disk: a directory with a manifest that names every other file, its length and its SHA-256.
+
+What was checked is what is used, whatever happens to the path: an `Archive` opens the directory, and each file once.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-import stat
 from collections.abc import Sequence
 
 from ..errors import BundleError
 from . import manifest_json
+from .open_files import CHUNK, DAMAGE, FOLDER, copied, open_directory, open_entry, open_file, pieces
+from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
 
 MANIFEST = "manifest.json"
+SIGNATURE, SIGNATURE_BYTES = "manifest.json.sig", 96
 PROGRAM = "program.pt2"
 WEIGHTS = "weights.safetensors"
 EXAM = "exam.safetensors"
-KERNELS, HOST = "kernels/", "host/"
+GRAPHS, KERNELS, HOST = "graphs/", "kernels/", "host/"
 
-CHUNK = 4 << 20
-"""Bytes read at a time."""
+MAX_HELD = 256 << 20
+"""Bytes of a file that is read as a whole: a table, a kernel image, a shared object."""
 
 
-def read_manifest(path: str) -> Manifest:
-    """The manifest of the bundle at `path`, its hash and types checked.
+class Archive:
+    """The bundle at `path`, opened.
 
-    Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid.
+    The directory and its files are opened once and belong to this object.  What is held (`data`) or mapped stays as it was
+    checked, also when the bundle is replaced or removed.  With `copy_weights` the weights are copied to memory of this process at
+    their first use, so that not even a write into their file is seen.  Closed by `close` or when it is forgotten.
+
+    Raises bundle-missing and not-a-bundle; manifest-invalid for a manifest that is larger than the limit.
     """
-    try:
-        with open(os.path.join(path, MANIFEST), "rb") as file:
-            data = file.read(manifest_json.MAX_BYTES + 1)
-    except FileNotFoundError:
-        if not os.path.lexists(path):
-            raise BundleError("bundle-missing", f"{path}: no such bundle") from None
-        raise BundleError("not-a-bundle", f"{path}: a directory without {MANIFEST}, not a bundle") from None
-    except NotADirectoryError:
-        raise BundleError("not-a-bundle", f"{path}: a file, not a bundle directory") from None
-    except IsADirectoryError:
-        raise BundleError("not-a-bundle", f"{path}: its {MANIFEST} is a directory, not a bundle") from None
-    return manifest_json.decode(data)
 
+    def __init__(self, path: str, *, copy_weights: bool = False) -> None:
+        self.path, self._copy_weights = path, copy_weights
+        self._folders: dict[str, int] = {}
+        self._files: dict[str, int] = {}
+        self._held: dict[str, bytes] = {}
+        self._changed: dict[str, int] = {}
+        self._manifest: Manifest | None = None
+        self.reopen()
 
-def check_sizes(path: str, manifest: Manifest) -> None:
-    """Raises file-damaged unless every file of the manifest is there with its length."""
-    for file in manifest.files:
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest, its types and its own hash checked.  Raises format-unsupported, manifest-invalid."""
+        if self._manifest is None:
+            self._manifest = manifest_json.decode(self.text)
+        return self._manifest
+
+    def reopen(self) -> None:
+        """Begins anew with what the path names now.  Raises as the constructor."""
+        self.close()
+        self._held.clear()
+        self._manifest = None
+        while True:
+            self._folders[""] = open_directory(self.path)
+            try:
+                self.text = self._read_manifest()
+                return
+            except BundleError:
+                if not self.is_replaced():
+                    raise
+                self.close()
+
+    def is_replaced(self) -> bool:
+        """Whether the path names another directory by now, or none."""
         try:
-            found = os.stat(os.path.join(path, file.path))
-        except (FileNotFoundError, NotADirectoryError):
-            raise BundleError("file-damaged", f"{file.path}: missing") from None
-        if not stat.S_ISREG(found.st_mode):
-            raise BundleError("file-damaged", f"{file.path}: not a file")
-        if found.st_size != file.bytes:
-            raise BundleError("file-damaged", f"{file.path}: {found.st_size} bytes, expected {file.bytes}")
+            now, then = os.stat(self.path), os.fstat(self._folders[""])
+        except OSError:
+            return True
+        return (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino)
+
+    def signature(self) -> bytes | None:
+        """What the file of the signature begins with, enough to tell a longer one; None without one.  Raises signature-wrong."""
+        try:
+            descriptor = open_file(SIGNATURE, self._folders[""])
+        except BundleError as error:
+            if str(error) == DAMAGE[errno.ENOENT]:
+                return None
+            raise BundleError("signature-wrong", f"{SIGNATURE}: {error}") from None
+        try:
+            return os.pread(descriptor, SIGNATURE_BYTES + 1, 0)
+        finally:
+            os.close(descriptor)
+
+    def check_size(self, file: File) -> None:
+        """Raises file-damaged unless the file is there, a plain one, and has its length."""
+        found = os.fstat(self._descriptor(file.path)).st_size
+        self._drop(file.path)
+        if found != file.bytes:
+            raise BundleError("file-damaged", f"{file.path}: {found} bytes, expected {file.bytes}")
+
+    def check_hash(self, file: File) -> None:
+        """Raises file-damaged unless the file's SHA-256 is the manifest's.  What is used as a whole is held from then on."""
+        if file.path.startswith((GRAPHS, KERNELS, HOST)):
+            self._held[file.path] = self.contents(file)
+        else:
+            digest = hashlib.sha256()
+            for piece in pieces(self._descriptor(file.path), file.path, file.bytes):
+                digest.update(piece)
+            self._drop(file.path)
+            _check_digest(file, digest.hexdigest())
+
+    def data(self, name: str) -> bytes:
+        """The contents of a file, its hash checked.  Raises file-damaged."""
+        found = self._held.get(name)
+        if found is None:
+            found = self._held[name] = self.contents(self._row(name))
+        return found
+
+    def contents(self, file: File) -> bytes:
+        """The contents of a file, read now, its hash checked.  Raises file-damaged."""
+        if file.bytes > MAX_HELD:
+            raise BundleError("file-damaged", f"{file.path}: {file.bytes} bytes, more than the limit of {MAX_HELD}")
+        found = b"".join(pieces(self._descriptor(file.path), file.path, file.bytes))
+        self._drop(file.path)
+        _check_digest(file, hashlib.sha256(found).hexdigest())
+        return found
+
+    def tensors(self, name: str) -> dict[str, Entry]:
+        """The header of a safetensors file.  Raises file-damaged, weights-invalid."""
+        with open(self._descriptor(name), "rb", closefd=False) as file:
+            file.seek(0)
+            return read_header(file, name)
+
+    def mapped(self, name: str, *, writable: bool = False) -> Mapped:
+        """A safetensors file, mapped; the mapping outlives this object.  Raises file-damaged, weights-invalid."""
+        return Mapped(self._descriptor(name), name, writable=writable)
+
+    def descriptor(self, name: str) -> int:
+        """The open file, for reads at offsets, until `close`.  Raises file-damaged."""
+        return self._descriptor(name)
+
+    def check_unchanged(self) -> None:
+        """Raises file-damaged where an open file was written to since it was opened."""
+        for name, descriptor in self._files.items():
+            if os.fstat(descriptor).st_mtime_ns != self._changed[name]:
+                raise BundleError("file-damaged", f"{name}: was written to while the bundle was loaded", "load it again")
+
+    def close(self) -> None:
+        """Closes every descriptor; what is held or mapped stays."""
+        for opened in (self._files, self._folders):
+            while opened:
+                os.close(opened.popitem()[1])
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _read_manifest(self) -> bytes:
+        try:
+            descriptor = open_file(MANIFEST, self._folders[""])
+        except BundleError as error:
+            missing = str(error) == DAMAGE[errno.ENOENT]
+            what = f"a directory without {MANIFEST}" if missing else f"its {MANIFEST} is {error}"
+            raise BundleError("not-a-bundle", f"{self.path}: {what}, not a bundle") from None
+        try:
+            limit = manifest_json.MAX_BYTES
+            size = os.fstat(descriptor).st_size
+            if size > limit:
+                raise BundleError("manifest-invalid", f"{MANIFEST}: {size} bytes, more than the limit of {limit}")
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(limit + 1)
+        finally:
+            os.close(descriptor)
+
+    def _row(self, name: str) -> File:
+        row = next((file for file in self.manifest.files if file.path == name), None)
+        if row is None:
+            raise BundleError("file-damaged", f"{name}: the manifest does not list it")
+        return row
+
+    def _descriptor(self, name: str) -> int:
+        found = self._files.get(name)
+        if found is None:
+            folder, _, last = name.rpartition("/")
+            try:
+                found = open_file(last, self._folder(folder))
+            except BundleError as error:
+                raise BundleError("file-damaged", f"{name}: {error}") from None
+            if name == WEIGHTS and self._copy_weights:
+                found = copied(found)
+            self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
+        return found
+
+    def _drop(self, name: str) -> None:
+        """Closes what is not read again: a bundle may have more files than a process may open."""
+        if name not in (WEIGHTS, EXAM):
+            os.close(self._files.pop(name))
+
+    def _folder(self, name: str) -> int:
+        found = self._folders.get(name)
+        if found is None:
+            parent, _, last = name.rpartition("/")
+            found = self._folders[name] = open_entry(last, FOLDER, self._folder(parent))
+        return found
 
 
-def check_hash(path: str, file: File) -> None:
-    """Raises file-damaged unless the file's SHA-256 is the manifest's."""
-    found = sha256(os.path.join(path, file.path))
+def _check_digest(file: File, found: str) -> None:
     if found != file.sha256:
         raise BundleError("file-damaged", f"{file.path}: SHA-256 is {found[:16]}..., expected {file.sha256[:16]}...")
 
 
+def read_manifest(path: str) -> Manifest:
+    """The manifest of the bundle at `path`.  Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid."""
+    return Archive(path).manifest
+
+
 def read(path: str, file: File) -> bytes:
-    """The contents of a file, its hash checked.  Raises file-damaged."""
-    check_hash(path, file)
-    with open(os.path.join(path, file.path), "rb") as opened:
-        return opened.read()
+    """The contents of a file of the bundle at `path`, its hash checked.  Raises file-damaged."""
+    return Archive(path).contents(file)
 
 
 def kernel_images(manifest: Manifest) -> set[str]:
@@ -73,8 +224,8 @@ def kernel_images(manifest: Manifest) -> set[str]:
 
 
 def unlisted_files(path: str, manifest: Manifest) -> list[BundleError]:
-    """A file-damaged for every file in the directory that the manifest does not name."""
-    names = set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST}
+    """A file-damaged for every file in the directory that the manifest does not name, but for its own signature."""
+    names = set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST, SIGNATURE}
     return [BundleError("file-damaged", f"{name}: not named in the manifest") for name in sorted(names)]
 
 
@@ -103,6 +254,6 @@ def list_files(path: str) -> list[str]:
 
 
 def describe_files(path: str) -> tuple[File, ...]:
-    """The manifest's rows for everything below `path` but the manifest."""
-    files = [(name, os.path.join(path, name)) for name in list_files(path) if name != MANIFEST]
+    """The manifest's rows for everything below `path` but the manifest and its signature."""
+    files = [(name, os.path.join(path, name)) for name in list_files(path) if name not in (MANIFEST, SIGNATURE)]
     return tuple(File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full)) for name, full in files)

@@ -11,7 +11,7 @@ import json
 import os
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
-from typing import IO, Any
+from typing import Any
 
 from .schema import Manifest, Value, Weight
 
@@ -54,19 +54,13 @@ def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
                 file.write(text + len(text).to_bytes(8, "little") + MAGIC)
 
 
-def read(file: IO[bytes]) -> bytes | None:
-    """The rows behind an open shared object; None where there are none."""
-    size = file.seek(0, os.SEEK_END)
-    end = size - len(MAGIC) - 8
-    if end < 0:
+def read(data: bytes) -> bytes | None:
+    """The rows behind a shared object, of all its bytes; None where there are none."""
+    end = len(data) - len(MAGIC) - 8
+    length = int.from_bytes(data[-len(MAGIC) - 8 : -len(MAGIC)], "little")
+    if not data.endswith(MAGIC) or end < length:
         return None
-    file.seek(end)
-    last = file.read(8 + len(MAGIC))
-    length = int.from_bytes(last[:8], "little")
-    if last[8:] != MAGIC or length > end:
-        return None
-    file.seek(end - length)
-    return file.read(length)
+    return data[end - length : end]
 
 
 def difference(found: bytes, expected: bytes) -> str:

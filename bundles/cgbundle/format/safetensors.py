@@ -121,14 +121,18 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
 
 
 class Mapped:
-    """A safetensors file mapped read-only, its pages shared by processes.  `writable`: a page that this process writes to becomes
-    its own.  Addresses are valid until `close`, or the end of this object.  Raises weights-invalid as `read_header` does."""
+    """A safetensors file, by its path or an open descriptor, mapped read-only, its pages shared by processes.
 
-    def __init__(self, path: str, where: str, *, writable: bool = False) -> None:
-        with open(path, "rb") as file:
-            self.entries = read_header(file, where)
+    `writable`: a page that this process writes to becomes its own.  Addresses are valid until `close`, or the end of this object.
+    Raises weights-invalid as `read_header` does.
+    """
+
+    def __init__(self, file: str | int, where: str, *, writable: bool = False) -> None:
+        with open(file, "rb", closefd=not isinstance(file, int)) as opened:
+            opened.seek(0)
+            self.entries = read_header(opened, where)
             access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
-            self._map = mmap.mmap(file.fileno(), 0, access=access)
+            self._map = mmap.mmap(opened.fileno(), 0, access=access)
         self._view = memoryview(self._map)
         self._base = _address(self._view)
 

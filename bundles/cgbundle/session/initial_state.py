@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
-from ..format.archive import WEIGHTS
-from ..format.safetensors import Mapped
-from ..format.schema import Manifest
+from ..format.archive import WEIGHTS, Archive
 from ..format.spans import span
 from ..validate.state import STATE
 
@@ -31,12 +28,13 @@ class InitialState:
 
     __slots__ = ("_mapped", "rows")
 
-    def __init__(self, folder: str, manifest: Manifest) -> None:
+    def __init__(self, bundle: Archive) -> None:
+        manifest = bundle.manifest
         self.rows: list[StateRow] = []
         for index, weight in enumerate(manifest.weights):
             if weight.memory == STATE and index != manifest.random:
                 if not self.rows:
-                    self._mapped = Mapped(os.path.join(folder, WEIGHTS), WEIGHTS)
+                    self._mapped = bundle.mapped(WEIGHTS)
                 source = 0 if _is_zero(self._mapped.data(weight.tensor)) else self._mapped.address(weight.tensor)
                 self.rows.append(StateRow(weight.offset, span(weight), source))
 

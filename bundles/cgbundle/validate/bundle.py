@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from ..errors import BundleError, CgbundleError
-from ..format import archive, host_code, safetensors
+from ..format import archive, host_code
+from ..format.archive import Archive
 from ..format.schema import Manifest
 from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
@@ -33,27 +32,30 @@ def checked_manifest(path: str) -> Manifest:
     return manifest
 
 
-def check_bundle(path: str, manifest: Manifest, level: str = "load") -> None:
+def check_bundle(bundle: Archive, level: str = "load") -> None:
     """Raises manifest-invalid, file-damaged, weights-invalid or table-invalid for the first invariant that does not hold."""
+    manifest = bundle.manifest
     check_manifest(manifest)
-    archive.check_sizes(path, manifest)
-    check_weights(path, manifest)
+    for file in manifest.files:
+        bundle.check_hash(file) if level == "full" or file.path != archive.WEIGHTS else bundle.check_size(file)
+    check_weights(bundle)
+    check_host_code(bundle)
     untold = manifest.target.kind == CPU and manifest.format < host_code.SINCE
     if level == "full" or untold:  # where the code does not say what it reads, these are the shapes that it has run with
-        check_exam(path, manifest)
-    for file in manifest.files:
-        if level == "full" or file.path != archive.WEIGHTS:
-            archive.check_hash(path, file)
+        check_exam(bundle)
     if manifest.target.kind == CUDA:
-        check_tables(path, manifest)
-    check_host_code(path, manifest)
+        check_tables(bundle)
     if level == "full":
-        for error in archive.unlisted_files(path, manifest):
+        for error in archive.unlisted_files(bundle.path, manifest):
             raise error
 
 
-def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
-    """Everything that is wrong with a bundle, file by file; [] when `check_bundle` with level "full" holds."""
+def examine(bundle: Archive) -> list[CgbundleError]:
+    """Everything that is wrong with a bundle, file by file; [] when `check_bundle` with level "full" holds.
+
+    Raises format-unsupported, and manifest-invalid where the manifest cannot be read.
+    """
+    manifest = bundle.manifest
     found: dict[str, CgbundleError] = {}
 
     def holds(check: Callable[..., None], *arguments: object) -> bool:
@@ -68,15 +70,15 @@ def examine(path: str, manifest: Manifest) -> list[CgbundleError]:
         return list(found.values())
     broken = set()
     for file in manifest.files:
-        if not (holds(archive.check_sizes, path, replace(manifest, files=(file,))) and holds(archive.check_hash, path, file)):
+        if not holds(bundle.check_hash, file):
             broken.add(file.path)
     for name, check in ((archive.WEIGHTS, check_weights), (archive.EXAM, check_exam)):
         if name not in broken:
-            holds(check, path, manifest)
+            holds(check, bundle)
     if not broken:
-        holds(check_tables, path, manifest)
-        holds(check_host_code, path, manifest)
-    return [*found.values(), *archive.unlisted_files(path, manifest)]
+        holds(check_tables, bundle)
+        holds(check_host_code, bundle)
+    return [*found.values(), *archive.unlisted_files(bundle.path, manifest)]
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -96,10 +98,9 @@ def check_manifest(manifest: Manifest) -> None:
         require(finding.severity in SEVERITIES, f"findings[{index}].severity", f"unknown severity {finding.severity!r}")
 
 
-def check_weights(path: str, manifest: Manifest) -> None:
+def check_weights(bundle: Archive) -> None:
     """Raises weights-invalid unless weights.safetensors is well formed and holds what the manifest names, and nothing else."""
-    with open(os.path.join(path, archive.WEIGHTS), "rb") as file:
-        entries = safetensors.read_header(file, archive.WEIGHTS)
+    manifest, entries = bundle.manifest, bundle.tensors(archive.WEIGHTS)
     for weight in manifest.weights:
         entry = entries.get(weight.tensor)
         if entry is None:
@@ -116,50 +117,45 @@ def check_weights(path: str, manifest: Manifest) -> None:
         raise BundleError("weights-invalid", f"{archive.WEIGHTS}: tensor {name!r} is no weight's")
 
 
-def check_tables(path: str, manifest: Manifest) -> None:
+def check_tables(bundle: Archive) -> None:
     """Raises table-invalid unless every recording is sound and that of its program's key, and the module states are sound."""
     from ..tables.module_state import decode_states  # late: a cpu bundle has no tables
     from ..tables.table import Table
     from .lifetimes import check_overwrites
     from .recordings import check_module_states, check_recording
 
+    manifest = bundle.manifest
     memories = graph_memories(manifest.memories)
     images = archive.kernel_images(manifest)
     for program in manifest.programs:
         for place, step in enumerate(program.steps):
             if step.kind != "graph":
                 continue
-            table = Table(_read(path, step.file), step.file)
+            table = Table(bundle.data(step.file), step.file)
             check_recording(table, memories, images)
             if tuple(table.key) != program.key:
                 found = f"key: {tuple(table.key)}, the manifest uses it for {program.key}"
                 raise BundleError("table-invalid", f"{step.file}: {found}")
             check_overwrites(program, place, table)
     if manifest.module_state:
-        states = decode_states(_read(path, manifest.module_state), manifest.module_state)
+        states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
         check_module_states(states, manifest.module_state, memories, images)
 
 
-def check_host_code(path: str, manifest: Manifest) -> None:
+def check_host_code(bundle: Archive) -> None:
     """Raises manifest-invalid unless every shared object was built for the manifest's rows.  Those of a format version before
     `host_code.SINCE` do not say."""
+    manifest = bundle.manifest
     if manifest.format < host_code.SINCE:
         return
     for index, region in enumerate(manifest.regions):
         if region.file:
-            with open(os.path.join(path, region.file), "rb") as file:
-                found = host_code.read(file)
-            expected = host_code.described(manifest, index)
+            found, expected = host_code.read(bundle.data(region.file)), host_code.described(manifest, index)
             where = f"regions[{index}].file"
             require(found is not None, where, f"{region.file} does not say what it was built for")
             if found != expected:
                 field = host_code.difference(found or b"", expected)
                 require(False, where, f"{region.file} was built for other {field or 'rows'} than the manifest has")
-
-
-def _read(path: str, name: str) -> bytes:
-    with open(os.path.join(path, name), "rb") as file:
-        return file.read()
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:
@@ -197,7 +193,8 @@ def _check_files(manifest: Manifest) -> None:
         where = f"files[{index}]"
         parts = file.path.split("/")
         plain = all(part not in ("", ".", "..") for part in parts) and "\\" not in file.path and file.path.isprintable()
-        require(plain and file.path != archive.MANIFEST, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
+        own = file.path in (archive.MANIFEST, archive.SIGNATURE)
+        require(plain and not own, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
         require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
         digits = len(file.sha256) == 64 and set(file.sha256) <= set("0123456789abcdef")
         require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")

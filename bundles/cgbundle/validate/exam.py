@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from ..errors import BundleError
-from ..format import archive, safetensors
+from ..format import archive
+from ..format.archive import Archive
 from ..format.safetensors import Entry
 from ..format.schema import IntKey, Manifest, Program
 from .require import require
@@ -28,10 +28,9 @@ def check_exam_rows(manifest: Manifest) -> None:
         require(proof.error >= 0, f"{where}.error", f"{proof.error} is below 0")
 
 
-def check_exam(path: str, manifest: Manifest) -> None:
+def check_exam(bundle: Archive) -> None:
     """Raises weights-invalid unless the file holds the inputs, outputs and what calls change of every int_key, and nothing else."""
-    with open(os.path.join(path, archive.EXAM), "rb") as file:
-        entries = safetensors.read_header(file, archive.EXAM)
+    manifest, entries = bundle.manifest, bundle.tensors(archive.EXAM)
     expected = set()
     for program in manifest.programs:
         expected |= _check_state(manifest, program.key, entries)

@@ -1,4 +1,4 @@
-"""A recorder process: `python -m cgcompile.capture.worker.main REQUEST`, where REQUEST is the path of a pickled `Request`.  CUPTI
+"""A recorder process: `python -m cgcompile.capture.worker.main REQUEST PARENT`, a pickled `Request`'s path and a process.  CUPTI
 must subscribe before CUDA starts, therefore before torch is imported; the parent stays free of both."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from ...errors import BuildError
+from ...util.workers import end_with_parent
 from ..request import PREFIX, REFUSED, Request
 from .cupti import ImageLog
 
@@ -46,6 +47,7 @@ def _run(request: Request) -> object:
 
 
 if __name__ == "__main__":
+    end_with_parent(int(sys.argv[2]))
     status = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()

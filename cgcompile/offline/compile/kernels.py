@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +14,10 @@ from pathlib import Path
 from ...errors import BuildError
 from ...util.content_cache import cache_path, recall, remember
 from ...util.progress import Tell
+from ...util.scratch import scratch_folder
 from ...util.workers import Kind, Request, ask
 from ..lowered import KernelVariant
 from .cubin_info import read_kernel_info
-
-FORMAT = 2
-"""Version of `KernelImage` and of how it is made: part of every name in the cache."""
 
 LARGEST_TENSOR_MEMORY = 512
 """Columns of tensor memory of a multiprocessor (sm_100, sm_103); triton's CompiledKernel holds a kernel to the same."""
@@ -75,22 +72,20 @@ def compile_variants(
     processor).  `shared_limit`: bytes of shared memory that a block may have there when it asks for more than 48 KiB.  Raises
     kernel-failed, kernel-too-large, kernel-unsupported, worker-died, image-format."""
     # what selected a configuration does not matter to its image
-    kept = {
-        variant: cache_path(cache, "kernels", FORMAT, arch, replace(variant, selected_by=""), code=False) for variant in variants
-    }
+    kept = {variant: cache_path(cache, "kernels", arch, replace(variant, selected_by="")) for variant in variants}
     wanted = {path: variant for variant, path in kept.items()}
-    made: dict[Path, KernelImage] = {path: image for path in wanted if (image := recall(path)) is not None}
+    made: dict[Path, KernelImage] = {path: image for path in wanted if (image := recall(path, KernelImage)) is not None}
     if missing := {path: variant for path, variant in wanted.items() if path not in made}:
         tell(f"{len(missing)} of {len(wanted)} kernels to compile")
         requests = {path: Request(content=(variant, arch), what=f"kernel {variant.name}") for path, variant in missing.items()}
-        with tempfile.TemporaryDirectory(prefix="cgcompile-") as scratch:
+        with scratch_folder() as scratch:
             kind = Kind(
                 module="cgcompile.offline.compile.worker",
-                folder=Path(scratch),
+                folder=scratch,
                 died="worker-died",
                 title="its compiler",
                 environment={
-                    "TRITON_CACHE_DIR": os.fspath(Path(scratch) / "triton"),
+                    "TRITON_CACHE_DIR": os.fspath(scratch / "triton"),
                     "TRITON_DISABLE_LINE_INFO": "1",  # it would name the file and its lines
                 },
                 hidden=SETTINGS.match,

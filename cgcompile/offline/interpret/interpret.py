@@ -113,7 +113,7 @@ def interpret(
     for recording in [recording for task in tasks for recording in task.recordings]:
         check_order(recording)
     kept = _kept(tasks, cache) if cache else {}
-    known = {key: outcome for key, path in kept.items() if (outcome := recall(path))}
+    known = {key: outcome for key, path in kept.items() if (outcome := recall(path, Outcome))}
     if known:
         tell(f"{len(known)} of {len(tasks)} int_keys were interpreted before, with the same rows, kernels, weights and inputs")
     for outcome in _interpret([task for task in tasks if task.key not in known], folder, budget, workers, tell):

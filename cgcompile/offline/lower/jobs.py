@@ -69,7 +69,7 @@ def lower_all(
         )
         for name, job in jobs.items()
     }
-    known: dict[RegionKey, Lowered] = {name: found for name, path in kept.items() if (found := recall(path)) is not None}
+    known: dict[RegionKey, Lowered] = {name: found for name, path in kept.items() if (found := recall(path, Lowered)) is not None}
     if len(known) == len(jobs):
         tell(f"all {len(known)} were lowered before")
     left = {name: job for name, job in jobs.items() if name not in known}

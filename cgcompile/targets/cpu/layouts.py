@@ -38,7 +38,7 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
     """Loads the shared object of `program` here, with the model's own tensors as constants, and copies of those that it writes to.
     Raises constant-unknown for a constant that is no weight."""
     torch_library = libtorch.load(torch.__version__)
-    region = HostRegion(str(path), torch_library, path.name)
+    region = HostRegion(path.read_bytes(), torch_library, path.name)
     tensors = weight_tensors(program)
     positions = {row.name: index for index, row in enumerate(weights)}
     pairs, bound, state = [], {}, []

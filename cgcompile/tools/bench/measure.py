@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cgbundle.exam import BITS, name_key
-from cgbundle.format import archive
+from cgbundle.format.archive import Archive
 from cgbundle.format.schema import IntKey, Manifest
 from cgbundle.validate import bundle as verify
 
@@ -69,8 +69,9 @@ def measure(
     bundle.  ValueError: rounds below 1, or an int_key that the bundle lacks.
     """
     folder = os.path.abspath(path)
-    manifest = archive.read_manifest(os.fspath(path))
-    verify.check_bundle(os.fspath(path), manifest)
+    bundle = Archive(os.fspath(path))
+    verify.check_bundle(bundle)
+    manifest = bundle.manifest
     recorded = [program.key for program in manifest.programs]
     if model.endswith((".py", ".pt2")) and not os.path.isfile(model):
         raise BuildError("source-missing", f"{model}: no such model file")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive
+from cgbundle.format.archive import Archive
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import File, Manifest
 from cgbundle.tables.codec import decode
@@ -21,9 +21,10 @@ from cgbundle.validate.exam import check_exam
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleFiles:
-    """A bundle on disk: its sound manifest, and the manifest's files by path."""
+    """An opened bundle: its sound manifest, and the manifest's files by path."""
 
     path: str
+    bundle: Archive
     manifest: Manifest
     files: dict[str, File]
 
@@ -34,21 +35,24 @@ def open_bundle(path: str) -> BundleFiles:
     Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid, file-damaged.
     """
     with _about(path):
-        manifest = verify.checked_manifest(path)
-        archive.check_sizes(path, manifest)
-    return BundleFiles(path=path, manifest=manifest, files={file.path: file for file in manifest.files})
+        bundle = Archive(path)
+        manifest = bundle.manifest
+        verify.check_manifest(manifest)
+        for file in manifest.files:
+            bundle.check_size(file)
+    return BundleFiles(path=path, bundle=bundle, manifest=manifest, files={file.path: file for file in manifest.files})
 
 
 def recording(bundle: BundleFiles, name: str) -> Recording:
     """The recording in a file of the bundle.  Raises file-damaged, table-invalid."""
     with _about(bundle.path):
-        return decode(archive.read(bundle.path, bundle.files[name]), name)
+        return decode(bundle.bundle.data(name), name)
 
 
 def table(bundle: BundleFiles, name: str) -> Table:
     """The columns of a recording in a file of the bundle.  Raises file-damaged, table-invalid."""
     with _about(bundle.path):
-        return Table(archive.read(bundle.path, bundle.files[name]), name)
+        return Table(bundle.bundle.data(name), name)
 
 
 def module_states(bundle: BundleFiles) -> tuple[ModuleState, ...]:
@@ -57,7 +61,7 @@ def module_states(bundle: BundleFiles) -> tuple[ModuleState, ...]:
     if not name:
         return ()
     with _about(bundle.path):
-        return decode_states(archive.read(bundle.path, bundle.files[name]), name)
+        return decode_states(bundle.bundle.data(name), name)
 
 
 @contextmanager
@@ -67,13 +71,13 @@ def tensors(bundle: BundleFiles, name: str) -> Iterator[Mapped]:
     Raises weights-invalid.
     """
     with _about(bundle.path):
-        _CHECKS[name](bundle.path, bundle.manifest)
-        mapped = Mapped(os.path.join(bundle.path, name), name)
+        _CHECKS[name](bundle.bundle)
+        mapped = bundle.bundle.mapped(name)
     with closing(mapped):
         yield mapped
 
 
-_CHECKS: dict[str, Callable[[str, Manifest], None]] = {archive.WEIGHTS: verify.check_weights, archive.EXAM: check_exam}
+_CHECKS: dict[str, Callable[[Archive], None]] = {archive.WEIGHTS: verify.check_weights, archive.EXAM: check_exam}
 
 
 @contextmanager

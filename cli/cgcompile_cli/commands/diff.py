@@ -30,34 +30,41 @@ def diff(
 
     Target, signature, sizes, memory, weights, kernels, nodes, findings,
     options and versions, from the files alone: no GPU, no torch. Where and
-    when a bundle was built does not count. Exit status 1 where they differ.
+    when a bundle was built and who signed it does not count. Exit status 1
+    where they differ.
     """
     from cgcompile.tools.diff.bundle_files import open_bundle
     from cgcompile.tools.diff.compare import UNCOUNTED, compare
 
+    from ..summary import signature, signed
+
     bundles = {"a": open_bundle(a), "b": open_bundle(b)}
     found = compare(*bundles.values())
     if as_json:
-        sides = {side: _origin(bundle, UNCOUNTED) for side, bundle in bundles.items()}
+        sides = {side: _origin(bundle, UNCOUNTED) | {"signature": signature(bundle.path)} for side, bundle in bundles.items()}
         write_json(sides | {"different": bool(found), "differences": [_plain(each) for each in found]})
     elif not found:
         show("no difference")
+        signers = [signed(bundle.path) for bundle in bundles.values()]
+        if signers[0] != signers[1]:
+            show(record([("signed", "; ".join([f"{side.upper()} {told}" for side, told in zip(bundles, signers, strict=True)]))]))
     else:
-        show(record([(side.upper(), _headline(bundle)) for side, bundle in bundles.items()]))
+        show(record([(side.upper(), _headline(bundle, signed(bundle.path))) for side, bundle in bundles.items()]))
         show("")
         show(record([(part, _rows(list(rows))) for part, rows in groupby(found, key=lambda each: each.part)]))
     if found:
         raise typer.Exit(FINDINGS)
 
 
-def _origin(bundle: BundleFiles, fields: Sequence[str]) -> dict[str, str]:
+def _origin(bundle: BundleFiles, fields: Sequence[str]) -> dict[str, Any]:
     origin = bundle.manifest.provenance
     return {"path": bundle.path, "name": bundle.manifest.name} | {name: getattr(origin, name) for name in fields}
 
 
-def _headline(bundle: BundleFiles) -> str:
+def _headline(bundle: BundleFiles, signed: str) -> str:
     manifest = bundle.manifest
-    return f"{bundle.path}: {manifest.name}, {manifest.target.kind} {manifest.target.arch}, built {manifest.provenance.created}"
+    built = f"built {manifest.provenance.created}" + ("" if signed == "no" else f", signed {signed}")
+    return f"{bundle.path}: {manifest.name}, {manifest.target.kind} {manifest.target.arch}, {built}"
 
 
 def _rows(found: Sequence[Difference]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
@@ -110,16 +109,15 @@ def preview(value: Tensor) -> list[Any]:
 
 def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
     from cgbundle import exam
-    from cgbundle.format import archive
-    from cgbundle.format.safetensors import Mapped
+    from cgbundle.format.archive import EXAM, Archive
     from cgbundle.validate.exam import check_exam
 
     from .. import int_keys
 
     chosen = min(program.key for program in manifest.programs) if key is None else int_keys.parse(manifest, key)
-    archive.check_sizes(path, manifest)
-    check_exam(path, manifest)
-    with closing(Mapped(os.path.join(path, archive.EXAM), archive.EXAM)) as stored:
+    bundle = Archive(path)
+    check_exam(bundle)
+    with closing(bundle.mapped(EXAM)) as stored:
         return exam.inputs_of(stored, manifest, chosen)
 
 

@@ -1,4 +1,6 @@
-"""`cgcompile verify`: every invariant and hash, all damage at once; with --run the stored exam, in a fresh process."""
+"""`cgcompile verify`: every invariant and hash, all damage at once; with --run the stored exam, in a fresh process.
+
+With --key also that one of these keys signed it."""
 
 from __future__ import annotations
 
@@ -12,13 +14,22 @@ from ..output import complain, count, first_rows, listed, safe, show, table, wri
 from .options import BundlePath
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cgbundle.errors import CgbundleError
     from cgbundle.format.schema import Manifest
+    from cgbundle.trust.manifest_signature import Signature
 
 
 def verify(
     bundle: BundlePath,
     run: Annotated[bool, typer.Option("--run", help="Also replay the stored exam in a fresh process.")] = False,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--key", metavar="KEY", help="A public key that must have signed it: PEM file or 64 hex digits. Repeated: one of them."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing where the bundle is sound.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -26,14 +37,18 @@ def verify(
 
     --run replays the inputs that the build stored and compares the outputs
     with the ones it recorded, for every int_key. Exit status 1 where the
-    bundle is damaged or the exam fails.
+    bundle is damaged, not signed by a given key, or the exam fails.
+
+    \b
+    cgcompile verify model.cgb --key public.pem
     """
-    manifest, damage = _examine(bundle)
+    keys = tuple(key or ())
+    manifest, signature, damage = _examine(bundle, keys)
     answer: dict[str, Any] = {}
     if run and manifest and not damage:
         from cgbundle.exam import fresh
 
-        answer = fresh(bundle)
+        answer = fresh(bundle, keys)
     for row in answer.get("results", []):
         row["error"] = row["error"] if math.isfinite(row["error"]) else str(row["error"])  # JSON has no infinity
     ok = not damage and all(row["passed"] for row in answer.get("results", [])) and "error" not in answer
@@ -42,30 +57,42 @@ def verify(
             "path": bundle,
             "ok": ok,
             "damage": [{"kind": error.kind, "message": str(error), "hint": error.hint} for error in damage],
+            "signature": signature and {"key": signature.key.hex(), "trusted": bool(keys)},
             "exam": answer or None,
         })  # fmt: skip
     elif not (ok and quiet):
-        _report(bundle, manifest, damage, answer)
+        signed = f"signed by key {signature.key.hex()}" if signature else ""
+        _report(bundle, manifest, damage, answer, signed + (", which was not compared with a --key" if signed and not keys else ""))
     if not ok:
         raise typer.Exit(answer.get("exit_code") or FINDINGS)
 
 
-def _examine(path: str) -> tuple[Manifest | None, list[CgbundleError]]:
-    """The manifest (None where it is damaged) and everything that is wrong with the bundle."""
-    from cgbundle.errors import BundleError
-    from cgbundle.format import archive
-    from cgbundle.validate import bundle as invariants
+def _examine(path: str, keys: Sequence[str]) -> tuple[Manifest | None, Signature | None, list[CgbundleError]]:
+    """The manifest and the signature (None where they are damaged or missing) and everything that is wrong with the bundle.
 
+    Raises key-invalid, bundle-missing, not-a-bundle, format-unsupported.
+    """
+    from cgbundle.errors import BundleError
+    from cgbundle.format.archive import Archive
+    from cgbundle.trust import manifest_signature
+    from cgbundle.validate.bundle import examine
+
+    signature: Signature | None = None
+    damage: list[CgbundleError] = []
     try:
-        manifest = archive.read_manifest(path)
+        bundle = Archive(path)
+        try:
+            signature = manifest_signature.check(bundle, keys) if keys else manifest_signature.read_held(bundle)
+        except BundleError as error:
+            damage.append(error)
+        return bundle.manifest, signature, [*damage, *examine(bundle)]
     except BundleError as error:
         if error.code != "manifest-invalid":
             raise
-        return None, [error]
-    return manifest, invariants.examine(path, manifest)
+        return None, signature, [*damage, error]
 
 
-def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], answer: dict[str, Any]) -> None:
+def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], answer: dict[str, Any], signed: str) -> None:
     from ..summary import bulk
 
     if damage or manifest is None:
@@ -74,6 +101,8 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
         complain(f"{path}: {count(len(damage), 'defect')}", "; ".join(hints))
         return
     show(f"{safe(path)}: {bulk(manifest)}, every hash and invariant holds")
+    if signed:
+        show(signed)
     if "error" in answer:
         complain(str(answer["error"]), str(answer.get("hint", "")))
     elif answer:

@@ -36,6 +36,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         ("files", summary.files(manifest)),
         ("findings", _findings(manifest.findings, manifest.waivers)),
         *([("waived", ", ".join(manifest.waivers))] if manifest.waivers else []),
+        ("signed", summary.signed(path)),
         ("built", f"{origin.created} from {origin.source}"),
         ("with", ", ".join([f"{name} {version}" for name, version in origin.versions])),
         ("on", origin.machine),

@@ -49,7 +49,7 @@ def page(path: str, manifest: Manifest) -> str:
         *([("nodes", "Nodes", pageparts.nodes(manifest, steps))] if rows else []),
         *([("kernels", "Kernels", pageparts.kernel_rows(rows))] if rows else []),
         ("weights", "Weights", _weights(manifest)),
-        ("provenance", "Provenance", _provenance(manifest)),
+        ("provenance", "Provenance", _provenance(path, manifest)),
     ]
     nav = tag("nav", *[tag("a", title, href=f"#{name}") for name, title, _ in sections], aria_label="Sections")
     body = [tag("section", tag("h2", title), *parts, id=name) for name, title, parts in sections]
@@ -150,13 +150,14 @@ def _weights(manifest: Manifest) -> Iterator[Html]:
     yield tag("details", head, pageparts.table(heads, rows, "roomy"))
 
 
-def _provenance(manifest: Manifest) -> Iterator[Html]:
+def _provenance(path: str, manifest: Manifest) -> Iterator[Html]:
     origin = manifest.provenance
     yield _pairs([
         ("built", f"{origin.created} from {origin.source}"),
         ("on", origin.machine),
         ("with", ", ".join([f"{name} {version}" for name, version in origin.versions])),
         ("options", ", ".join([f"{name}={value}" for name, value in origin.options]) or "none"),
+        ("signed", summary.signed(path)),
         ("format", manifest.format),
     ])  # fmt: skip
     rows = [(tag("code", file.path), size(file.bytes), file.sha256[:16]) for file in manifest.files]

@@ -89,7 +89,7 @@ def replay(graph: Graph, value: torch.Tensor) -> Call:
 
 def bare(bundle: str) -> CudaBackend:
     """The bundle's backend, without guards: see `bare_launch`."""
-    return CudaBackend(bundle, archive.read_manifest(bundle))
+    return CudaBackend(archive.Archive(bundle))
 
 
 def bare_launch(backend: CudaBackend, number: int, stream: int) -> Call:

@@ -18,6 +18,7 @@ from cuda.bindings import driver as cu
 from cgbundle.cuda.backend import CudaBackend
 from cgbundle.cuda.driver import check
 from cgbundle.format import archive
+from cgbundle.format.archive import Archive
 from cgbundle.tables.table import KERNEL, Table
 
 ROUNDS = 9
@@ -28,7 +29,7 @@ FILLED = 4 << 30
 def main(bundle: str) -> None:
     """Prints {key: {"total": us, "kernels": [[symbol, launches, us], ...]}}."""
     manifest = archive.read_manifest(bundle)
-    backend = CudaBackend(bundle, manifest, mode="stream")
+    backend = CudaBackend(Archive(bundle), mode="stream")
     found = {}
     with backend.locked(None) as stream:
         room = check("cuMemAlloc", cu.cuMemAlloc(FILLED))

@@ -25,7 +25,7 @@ ROUNDS, REPLAYS = 15, 40
 def main(paths: list[str]) -> None:
     """Prints [{"key", "microseconds": [of each bundle], "spread"}]."""
     manifests = [archive.read_manifest(path) for path in paths]
-    backends = [CudaBackend(path, manifest) for path, manifest in zip(paths, manifests, strict=True)]
+    backends = [CudaBackend(archive.Archive(path)) for path in paths]
     rows = []
     for program in manifests[0].programs:
         numbers = [[each.key for each in manifest.programs].index(program.key) for manifest in manifests]

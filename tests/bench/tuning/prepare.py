@@ -20,7 +20,6 @@ import torch
 import torch._inductor.config
 
 from cgcompile.errors import BuildError
-from cgcompile.offline.build import cache_folder
 from cgcompile.offline.compile.kernels import compile_variants
 from cgcompile.offline.decompose.retrace import Retraced, retrace
 from cgcompile.offline.lower.fake_device import fake_device
@@ -29,6 +28,7 @@ from cgcompile.offline.lowered import Launch, Lowered, Pointer
 from cgcompile.offline.tuning import cost_model
 from cgcompile.offline.tuning.cost_model import Candidate, Problem
 from cgcompile.targets.architectures import Arch, arch
+from cgcompile.util.content_cache import cache_folder
 from tests.bench.tuning import tuned_models
 
 OPERATIONS = (

@@ -23,6 +23,7 @@ from cgbundle.format.spans import HOST_ONLY
 from cgbundle.validate import bundle as verify
 from cgcompile.targets.cpu.aoti import compile_cpu
 from tests.helpers import support
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
@@ -94,7 +95,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     exported = torch.export.export(model, (example(3),), dynamic_shapes=({0: rows},))
     compiled = compile_cpu(exported, tmp_path_factory.mktemp("work"), lambda text: None)
     os.rename(compiled.path, folder / FILE)
-    region = HostRegion(str(folder / FILE), libtorch.load(torch.__version__), FILE)
+    region = HostRegion((folder / FILE).read_bytes(), libtorch.load(torch.__version__), FILE)
     ((own, name),) = region.constants()
     region.close()
     assert name.endswith("scale")
@@ -152,8 +153,8 @@ def manifest_of(folder: Path) -> Manifest:
 
 
 def test_the_bundle_is_sound(bundle: Path) -> None:
-    verify.check_bundle(str(bundle), manifest_of(bundle), "full")
-    assert verify.examine(str(bundle), manifest_of(bundle)) == []
+    verify.check_bundle(archive.Archive(str(bundle)), "full")
+    assert verify.examine(archive.Archive(str(bundle))) == []
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -228,7 +229,7 @@ def test_an_output_that_is_not_what_the_bundle_says(
     last = made.programs[1]
     values = tuple([replace(value, **changes) if index in (3, 5) else value for index, value in enumerate(last.values)])
     broken = replace(made, programs=(made.programs[0], replace(last, values=values)))
-    calls = CudaBackend(str(bundle), broken, 0, "graph")
+    calls = CudaBackend(ArchiveOf(bundle, broken), 0, "graph")
     x = example(5)
     with raises("library-refused", match=f"^{FILE}: an output is {message}"), calls.locked(None) as turn:
         calls.run(1, [x.data_ptr()], None, turn)
@@ -242,16 +243,16 @@ def test_another_number_of_inputs_is_refused(fake: FakeDriver, bundle: Path) -> 
     steps = list(made.programs[0].steps)
     steps[1] = replace(steps[1], inputs=(1, 1))
     with raises("library-refused", match=f"^{FILE}: has 1 inputs, the bundle says 2"):
-        CudaBackend(str(bundle), replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),)), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),))), 0, "graph")
     steps[1] = replace(steps[1], inputs=(1,), outputs=(2,))
     with raises("library-refused", match=f"^{FILE}: has 2 outputs, the bundle says 1"):
-        CudaBackend(str(bundle), replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),)), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),))), 0, "graph")
 
 
 def test_a_constant_that_the_bundle_does_not_give(fake: FakeDriver, bundle: Path) -> None:
     made = manifest_of(bundle)
     with raises("library-refused", match=f"^{FILE}: "):
-        CudaBackend(str(bundle), replace(made, regions=(replace(made.regions[0], constants=()),)), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, replace(made, regions=(replace(made.regions[0], constants=()),))), 0, "graph")
 
 
 def test_what_the_machine_lacks_is_said_before_anything_runs(
@@ -259,8 +260,8 @@ def test_what_the_machine_lacks_is_said_before_anything_runs(
 ) -> None:
     made = manifest_of(bundle)
     with raises("wrong-machine", match="lacks avx1024"):
-        CudaBackend(str(bundle), replace(made, target=replace(made.target, features=("avx1024",))), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, replace(made, target=replace(made.target, features=("avx1024",)))), 0, "graph")
     assert not fake.calls
     monkeypatch.setenv(libtorch.VARIABLE, str(tmp_path))
     with raises("library-missing", match="no libtorch_cpu.so there"):
-        CudaBackend(str(bundle), made, 0, "graph")
+        CudaBackend(ArchiveOf(bundle, made), 0, "graph")

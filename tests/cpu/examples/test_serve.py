@@ -104,13 +104,15 @@ def test_what_is_longer_than_the_longest_is_refused(batching: ModuleType) -> Non
         asked(batching, Model(), lambda b: b.answer([1] * 5))
 
 
-def test_a_failed_call_is_told_to_those_who_asked_and_to_nobody_else(batching: ModuleType) -> None:
+def test_a_failed_call_is_told_to_who_asked_and_to_nobody_else(batching: ModuleType) -> None:
     async def session(batcher: Any) -> list[Any]:
         rows = ([13], [1], [2], [1, 2, 3])
         return await asyncio.gather(*[batcher.answer(row) for row in rows], return_exceptions=True) + [await batcher.answer([5])]
 
-    told = asked(batching, Model(), session)
-    assert [str(each) for each in told] == ["bad luck", "bad luck", "bad luck", "6", "5"]
+    model = Model()
+    told = asked(batching, model, session)
+    assert [str(each) for each in told] == ["bad luck", "1", "2", "6", "5"]
+    assert [rows for rows, length in model.called if length == 2] == [[[13], [1], [2]], [[13]], [[1]], [[2]], [[5]]]
 
 
 def test_too_many_who_wait_are_refused(batching: ModuleType) -> None:
@@ -133,6 +135,23 @@ def test_one_who_went_away_takes_no_place(batching: ModuleType) -> None:
 
     assert asked(batching, model, session, wait=0.05) == 1
     assert model.called == [([[1]], 2)]
+
+
+def test_those_who_went_away_make_room_in_a_full_queue(batching: ModuleType) -> None:
+    model = Model()
+
+    async def session(batcher: Any) -> list[Any]:
+        gone = [asyncio.create_task(batcher.answer([1, 2, n])) for n in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(batching.Busy):
+            await batcher.answer([1])
+        for each in gone:
+            each.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        return await asyncio.gather(batcher.answer([1]), batcher.answer([2]))
+
+    assert asked(batching, model, session, wait=0.05, limit=2) == [1, 2]
+    assert model.called == [([[1], [2]], 2)]
 
 
 def test_stopping_answers_those_who_wait_and_refuses_the_next(batching: ModuleType) -> None:

@@ -128,7 +128,7 @@ def test_verify_finds_every_flipped_byte_and_load_all_but_those_inside_the_weigh
             data[place] ^= 0x10
             (copy / file).write_bytes(data)
             with pytest.raises(cgbundle.CgbundleError):
-                verify.check_bundle(str(copy), archive.read_manifest(str(copy)), "full")
+                verify.check_bundle(archive.Archive(str(copy)), "full")
             with pytest.raises(cgbundle.CgbundleError):
                 cgbundle.load(copy, check="full").close()
             if file == archive.WEIGHTS and place in (len(data) // 2, len(data) - 1):
@@ -138,7 +138,7 @@ def test_verify_finds_every_flipped_byte_and_load_all_but_those_inside_the_weigh
                     cgbundle.load(copy).close()
             data[place] ^= 0x10
         (copy / file).write_bytes(data)
-        verify.check_bundle(str(copy), archive.read_manifest(str(copy)), "full")
+        verify.check_bundle(archive.Archive(str(copy)), "full")
 
 
 SERVE = """

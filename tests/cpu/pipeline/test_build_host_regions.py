@@ -195,8 +195,8 @@ def _uncompiled(split: SplitProgram, weights: Sequence[Weight], scratch: Path, s
 
 def sound(build: Build, keys: Sequence[IntKey]) -> None:
     """The verifier finds nothing, and every key was proved."""
-    verify.check_bundle(str(build.path), build.manifest, "full")
-    assert verify.examine(str(build.path), build.manifest) == []
+    verify.check_bundle(archive.Archive(str(build.path)), "full")
+    assert verify.examine(archive.Archive(str(build.path))) == []
     assert archive.read_manifest(str(build.path)).programs == build.manifest.programs
     assert [proof.key for proof in build.manifest.exam.proofs] == list(keys)
     for proof in build.manifest.exam.proofs:

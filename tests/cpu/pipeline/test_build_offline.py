@@ -190,8 +190,8 @@ def test_the_whole_model_is_one_graph_of_triton_kernels(bundle: tuple[Path, str]
 
 def test_verify_finds_nothing(bundle: tuple[Path, str]) -> None:
     path, _ = bundle
-    verify.check_bundle(str(path), read(path), "full")
-    assert verify.examine(str(path), read(path)) == []
+    verify.check_bundle(archive.Archive(str(path)), "full")
+    assert verify.examine(archive.Archive(str(path))) == []
     result = call("verify", path)
     assert result.exit_code == 0 and "every hash and invariant holds" in result.stdout
 

@@ -288,6 +288,7 @@ def test_a_constant_that_is_no_weight(exported: Any, tmp_path: Path, monkeypatch
 
     region = SimpleNamespace(constants=lambda: [("own_1", "module.folded")], close=lambda: None)
     monkeypatch.setattr(layouts, "HostRegion", lambda *_: region)
+    (tmp_path / "model.so").touch()
     with raises("constant-unknown", match="the constant 'own_1' .*, which is no weight of the model"):
         layouts.bind_constants(tmp_path / "model.so", exported, ())
 
@@ -302,7 +303,7 @@ def test_no_compiler(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cache_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgcompile.offline.build import cache_folder
+    from cgcompile.util.content_cache import cache_folder
 
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path))
     os.chmod(tmp_path, 0o777)

@@ -50,13 +50,13 @@ def test_a_killed_build_leaves_no_bundle(model_file: Path, bundle: Path, tmp_pat
     out = tmp_path / "tiny.cgb"
     killed(model_file, bundle, out, stage, state)
     assert not out.exists()
-    assert all(path.name.startswith(".tiny.cgb.") for path in tmp_path.iterdir()), "nothing but a staging folder"
+    assert all(path.name.startswith(".tiny.cgb.") for path in tmp_path.iterdir()), "a staging folder, and a lock that ended"
 
 
 def test_the_next_build_succeeds_and_sweeps_up(model_file: Path, bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "tiny.cgb"
     killed(model_file, bundle, out, "emit", "done")
-    assert [path.suffix for path in tmp_path.iterdir()] == [".building"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".building", ".lock"]
     cgcompile.build(str(model_file), sizes=[1, 4], out=out, target="cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.cgb"]
 

@@ -83,7 +83,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     exported = torch.export.export(model, (example(3),), dynamic_shapes=({0: rows},))
     compiled = compile_cpu(exported, tmp_path_factory.mktemp("work"), lambda text: None)
     os.rename(compiled.path, folder / FILE)
-    region = HostRegion(str(folder / FILE), libtorch.load(torch.__version__), FILE)
+    region = HostRegion((folder / FILE).read_bytes(), libtorch.load(torch.__version__), FILE)
     weights = [
         Weight(name="memory", tensor="memory", dtype="float32", shape=(WIDTH,), strides=(1,), memory="state", offset=0),
         Weight(name="steps", tensor="steps", dtype="int64", shape=(4,), strides=(1,), memory="state", offset=256),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -13,10 +16,12 @@ import pytest
 
 from cgcompile.errors import CATALOGUE
 from cgcompile.util.workers import Kind, Request, ask
+from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
 
 WORKER = """
     import os
+    import subprocess
     import time
     from cgcompile.errors import BuildError, ModelError
     from cgcompile.util.workers import serve
@@ -30,6 +35,8 @@ WORKER = """
             raise RuntimeError("out of luck")
         if request == "hang":
             time.sleep(60)
+        if request == "compile":
+            subprocess.run(["sleep", "600"])
         if request == "who":
             return os.getpid()
         if request == "environment":
@@ -94,4 +101,87 @@ def test_the_first_error_ends_the_others(kind: Mapping[str, Any]) -> None:
     began = time.monotonic()
     with raises("sizes-invalid"):
         asked(kind, "hang", "refuse plainly", 1, workers=2)
+    assert time.monotonic() - began < 30
+
+
+# --- what is left ----------------------------------------------------------------------------------------------------
+
+
+def running(folder: Path) -> list[str]:
+    """The command lines of the processes that a test of this folder started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if (path / "cwd").resolve() == folder and (path / "cmdline").read_text():
+                found.append((path / "cmdline").read_text())
+        except OSError:  # it has ended
+            pass
+    return found
+
+
+def wait_until(what: str, folder: Path, *, seconds: float = 60) -> bool:
+    """Whether within so many seconds there is such a process, with "" whether none is left."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        commands = running(folder)
+        if any(what in command for command in commands) if what else not commands:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+PROC = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc")
+
+
+@PROC
+def test_what_a_worker_started_ends_with_it(kind: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler of a worker that is ended since another one failed."""
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *given, **more: popen(*given, **{"cwd": tmp_path, **more}))
+    answers = ask(Kind(**kind), {name: Request(content=name, what="doing it") for name in ("compile", "who")}, 2)
+    assert next(answers)[0] == "who" and wait_until("sleep", tmp_path)
+    answers.close()  # type: ignore[attr-defined]
+    assert wait_until("", tmp_path, seconds=10)
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from cgcompile.util.workers import Kind, Request, ask
+sys.path.append(sys.argv[1])
+kind = Kind(module="asked_worker", folder=Path(sys.argv[1]), died="worker-died")
+list(ask(kind, {0: Request(content="hang", what="doing it")}))
+"""
+
+
+@PROC
+@pytest.mark.parametrize("delay", [0.0, 1.0], ids=["at its start", "at work"])
+def test_a_worker_ends_with_a_parent_that_is_killed(kind: Mapping[str, Any], tmp_path: Path, delay: float) -> None:
+    path = f"{ROOT}:{ROOT / 'bundles'}"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
+    assert wait_until("asked_worker", tmp_path)
+    time.sleep(delay)
+    parent.kill()
+    assert parent.wait() == -signal.SIGKILL
+    assert wait_until("", tmp_path, seconds=10)
+
+
+def test_a_worker_that_starts_while_the_others_are_ended_is_not_waited_for(
+    kind: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen, calls = subprocess.Popen, 0
+
+    def late(*given: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            time.sleep(1)  # the first has refused by then
+        return popen(*given, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", late)
+    requests = {name: Request(content=name, what="doing it") for name in ("refuse", "hang")}
+    began = time.monotonic()
+    with raises("function-not-interpretable"):
+        for _ in ask(Kind(**kind), requests, 2):
+            pass
     assert time.monotonic() - began < 30

@@ -24,6 +24,7 @@ from cgbundle.tensors.overlap import apart, folds, reach, shared
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate.bundle import check_manifest
 from tests.helpers import cuda_bundles
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, inputs
 from tests.helpers.fabricate import ELEMENTS, FakeBackend, FakeResults, Numbers, _offsets, dimension, signature, spec
 from tests.helpers.fake_driver import FakeDriver, install
@@ -381,7 +382,7 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
 
 def calls_on(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str, lazy: bool = False) -> CudaBackend:
     manifest, folder = bundle
-    return CudaBackend(str(folder), manifest, 0, mode, lazy=lazy)
+    return CudaBackend(ArchiveOf(folder, manifest), 0, mode, lazy=lazy)
 
 
 @pytest.fixture

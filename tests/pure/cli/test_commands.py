@@ -20,7 +20,7 @@ from cgcompile_cli import int_keys as keys
 from tests.helpers import support
 from tests.helpers.places import ROOT
 
-COMMANDS = ("build", "check", "inspect", "verify", "run", "bench", "diff", "sizes")
+COMMANDS = ("build", "check", "inspect", "verify", "sign", "run", "bench", "diff", "sizes")
 ON_A_BUNDLE = ("inspect", "verify", "run", "bench")
 
 
@@ -105,7 +105,7 @@ def test_damaged_manifest(command: str, bundle: Path) -> None:
 def test_unreadable_manifest_is_one_line(bundle: Path) -> None:
     (bundle / archive.MANIFEST).unlink()
     (bundle / archive.MANIFEST).mkdir()
-    assert "is a directory" in refused(call("inspect", bundle), 2)
+    assert "its manifest.json is not a file" in refused(call("inspect", bundle), 2)
 
 
 # --- inspect ------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_verify_sound(bundle: Path) -> None:
     result = call("verify", bundle)
     assert result.exit_code == 0 and result.stderr == "" and "every hash and invariant holds" in result.stdout
     told = json.loads(call("verify", bundle, "--json").stdout)
-    assert told == {"path": str(bundle), "ok": True, "damage": [], "exam": None}
+    assert told == {"path": str(bundle), "ok": True, "damage": [], "signature": None, "exam": None}
 
 
 @pytest.mark.parametrize("name", [archive.MANIFEST, archive.WEIGHTS, archive.EXAM, archive.PROGRAM, support.HOST_FILE])
@@ -236,7 +236,7 @@ def test_verify_wants_an_exam_for_every_key(bundle: Path) -> None:
 
 def test_verify_run_reports_what_the_fresh_process_says(bundle: Path) -> None:
     result = call("verify", bundle, "--run")  # the shared object is a dummy, or libtorch is missing
-    assert result.exit_code == 2 and "every hash" in result.stdout and result.stderr.startswith("error: ")
+    assert result.exit_code in (1, 2) and "every hash" in result.stdout and result.stderr.startswith("error: ")
 
 
 # --- run ----------------------------------------------------------------------------------------------------------

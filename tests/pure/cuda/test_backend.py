@@ -22,9 +22,11 @@ from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import recordings
 from tests.helpers import cuda_bundles
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import KEYS, expected, inputs
 from tests.helpers.cuda_calls import allocate, call, opened, run
 from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
 
@@ -235,7 +237,7 @@ def test_tables_are_checked_before_the_gpu_is_touched(fake: FakeDriver, bundle: 
     manifest, folder = bundle
     small = replace(manifest, memories=(("weights", 1024), ("inputs", 1024), ("arena", 512)))
     with raises("relocation-invalid", match=r"graphs/g0-4.bin: nodes\[0\].relocations: .* memory arena, which has 512"):
-        verify.check_tables(str(folder), small)
+        verify.check_tables(ArchiveOf(folder, small))
     assert not fake.calls
 
 
@@ -245,6 +247,18 @@ def test_an_image_that_is_not_there(fake: FakeDriver, bundle: tuple[Manifest, Pa
         image.unlink()
     with raises("file-damaged", match=r"kernels/.*: missing"):
         opened(manifest, folder)
+
+
+def test_an_image_that_is_cut_off_never_reaches_the_driver(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    """The driver gets no length: it would read past the end."""
+    manifest, folder = bundle
+    cubin = next((GOLDEN / "v3" / "state.cgb" / "kernels").iterdir()).read_bytes()
+    (image,) = (folder / "kernels").iterdir()
+    for cut in (cubin[: len(cubin) // 2], cubin[:64], b"\x50\xed\x55\xba" + bytes([255]) * 60):
+        image.write_bytes(cut)
+        with raises("image-invalid", match="^kernels/[0-9a-f]{64}: (cut off|not an ELF file)"):
+            opened(manifest, folder)
+        assert "cuModuleLoadData" not in fake.calls and not fake.live
 
 
 def test_parameters_that_differ_from_the_images(
@@ -257,7 +271,7 @@ def test_parameters_that_differ_from_the_images(
 
 def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, folder = bundle
-    monkeypatch.setattr(weights, "listed", lambda folder, manifest: [weights.Piece(0, 4096, 0)])
+    monkeypatch.setattr(weights, "listed", lambda bundle: [weights.Piece(0, 4096, 0)])
     with raises("weights-invalid", match="ends too early"):
         opened(manifest, folder)
 
@@ -311,10 +325,8 @@ def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Ma
     context = driver.Context(0)
     with context:
         base = memory.allocate(size, "test")
-        upload = weights.Upload(
-            context, str(folder / "weights.safetensors"), [weights.Piece(0, size, 0)], base, threads=3, chunk=64
-        )
-        upload.wait()
+        with open(folder / "weights.safetensors", "rb") as file:
+            weights.Upload(context, file.fileno(), [weights.Piece(0, size, 0)], base, threads=3, chunk=64).wait()
         assert ctypes.string_at(base, size) == (folder / "weights.safetensors").read_bytes()
         memory.free(base)
     context.release()

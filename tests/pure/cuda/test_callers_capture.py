@@ -19,6 +19,7 @@ from cgbundle.session import state
 from cgbundle.tensors import detection
 from cgbundle.tensors.tensor import from_bytes
 from tests.helpers import cuda_bundles, state_bundles
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import KEYS, expected, inputs
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
@@ -46,7 +47,7 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
 
 def calls_on(bundle: tuple[Manifest, Path], mode: str = "graph", *, lazy: bool = False) -> CudaBackend:
     manifest, folder = bundle
-    return CudaBackend(str(folder), manifest, 0, mode, lazy=lazy)
+    return CudaBackend(ArchiveOf(folder, manifest), 0, mode, lazy=lazy)
 
 
 def run(calls: CudaBackend, number: int, x: array[float], stream: int | None) -> int:
@@ -141,7 +142,7 @@ def test_operations_on_the_host_are_refused(
     fake: FakeDriver, hosted: tuple[Manifest, Path], regions: Regions  # noqa: F811
 ) -> None:  # fmt: skip
     manifest, folder = hosted
-    calls = CudaBackend(str(folder), manifest, 0, "graph")
+    calls = CudaBackend(ArchiveOf(folder, manifest), 0, "graph")
     fake.capturing.add(STREAM)
     with raises("capture-refused", match="operations on the host, which this bundle has, cannot become part of a CUDA graph"):
         calls.locked(STREAM).__enter__()

@@ -13,6 +13,7 @@ from cgbundle import loader
 from cgbundle.errors import BundleError, CgbundleError
 from cgbundle.format import archive, manifest_json
 from cgbundle.validate import bundle as verify
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.raising import raises
 from tests.helpers.support import HOST_FILE, manifest, write_bundle
 
@@ -69,7 +70,7 @@ FILES = [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, HOST_FILE]
 
 
 def check(bundle: Path, level: str) -> None:
-    verify.check_bundle(str(bundle), archive.read_manifest(str(bundle)), level)
+    verify.check_bundle(archive.Archive(str(bundle)), level)
 
 
 def reject(bundle: Path, level: str, error: type[CgbundleError], message: str) -> None:
@@ -106,7 +107,7 @@ def test_a_directory_in_the_place_of_a_file_is_damage(bundle: Path, name: str) -
     size = os.stat(bundle / name).st_size  # a file system may give a directory any size: also the right one
     files = tuple(replace(file, bytes=size) if file.path == name else file for file in made.files)
     with raises("file-damaged", match=f"^{name}: "):
-        verify.check_bundle(str(bundle), replace(made, files=files), "full")
+        verify.check_bundle(ArchiveOf(bundle, replace(made, files=files)), "full")
 
 
 def test_a_file_in_the_place_of_a_directory_is_damage(bundle: Path) -> None:
@@ -176,7 +177,7 @@ def test_weights_that_the_manifest_names_must_be_there(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
     wrong = replace(made.weights[0], tensor="second.weight")
     with raises("weights-invalid", match=r"^weights\.safetensors: tensor 'second\.weight' is missing"):
-        verify.check_weights(str(bundle), replace(made, weights=(wrong,)))
+        verify.check_weights(ArchiveOf(bundle, replace(made, weights=(wrong,))))
 
 
 @pytest.mark.parametrize(
@@ -192,13 +193,13 @@ def test_weights_must_have_the_manifests_dtype_and_shape(bundle: Path, changes: 
     made = archive.read_manifest(str(bundle))
     wrong = replace(made.weights[0], **changes)  # type: ignore[arg-type]
     with raises("weights-invalid", match=found):
-        verify.check_weights(str(bundle), replace(made, weights=(wrong,)))
+        verify.check_weights(ArchiveOf(bundle, replace(made, weights=(wrong,))))
 
 
 def test_a_weight_that_is_not_row_major_is_stored_with_its_axes_in_memory_order(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
     turned = replace(made.weights[0], shape=(3, 2), strides=(1, 3))
-    verify.check_weights(str(bundle), replace(made, weights=(turned, *made.weights[1:])))
+    verify.check_weights(ArchiveOf(bundle, replace(made, weights=(turned, *made.weights[1:]))))
 
 
 # --- the options of load -----------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any
 import pytest
 
 from cgbundle.format import archive, host_code
+from cgbundle.format.archive import Archive
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as validate
 from tests.helpers import support
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.raising import raises
 
 Change = Callable[[Manifest], Manifest]
@@ -36,12 +37,10 @@ def put_value(index: int, **changes: Any) -> Change:
 
 def test_what_is_attached_is_read_again(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
-    with open(bundle / support.HOST_FILE, "rb") as file:
-        assert host_code.read(file) == host_code.described(made, 0)
-        file.seek(0)
-        assert file.read(4) == b"\x7fELF"
-    validate.check_bundle(str(bundle), made, "full")
-    assert validate.examine(str(bundle), made) == []
+    data = (bundle / support.HOST_FILE).read_bytes()
+    assert host_code.read(data) == host_code.described(made, 0) and data.startswith(b"\x7fELF")
+    validate.check_bundle(Archive(str(bundle)), "full")
+    assert validate.examine(Archive(str(bundle))) == []
 
 
 TEXT = b'{"calls":[]}'
@@ -63,7 +62,7 @@ WHOLE = b"object" + TEXT + len(TEXT).to_bytes(8, "little") + host_code.MAGIC
     ],
 )
 def test_read(data: bytes, found: bytes | None) -> None:
-    assert host_code.read(io.BytesIO(data)) == found
+    assert host_code.read(data) == found
 
 
 CHANGES: list[tuple[str, Change]] = [
@@ -92,7 +91,7 @@ def test_other_rows_are_refused_by_name(bundle: Path, field: str, change: Change
     with raises(
         "manifest-invalid", match=rf"^regions\[0\]\.file: host/model\.so was built for other {field} than the manifest has$"
     ):
-        validate.check_host_code(str(bundle), change(made))
+        validate.check_host_code(ArchiveOf(bundle, change(made)))
 
 
 def test_rows_of_a_gpus_host_region_are_those_of_its_steps(bundle: Path) -> None:
@@ -108,8 +107,8 @@ def test_a_shared_object_without_rows_is_refused(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
     (bundle / support.HOST_FILE).write_bytes(b"\x7fELF")
     with raises("manifest-invalid", match=r"host/model\.so does not say what it was built for"):
-        validate.check_host_code(str(bundle), made)
-    validate.check_host_code(str(bundle), replace(made, format=host_code.SINCE - 1))
+        validate.check_host_code(ArchiveOf(bundle, made))
+    validate.check_host_code(ArchiveOf(bundle, replace(made, format=host_code.SINCE - 1)))
 
 
 @pytest.mark.parametrize("text", [b"", b"x", b"[]", b"{", b"[" * 100_000, b'"\xff"'])
@@ -117,7 +116,7 @@ def test_rows_that_are_none(bundle: Path, text: bytes) -> None:
     made = archive.read_manifest(str(bundle))
     (bundle / support.HOST_FILE).write_bytes(text + len(text).to_bytes(8, "little") + host_code.MAGIC)
     with raises("manifest-invalid", match="was built for other rows than the manifest has"):
-        validate.check_host_code(str(bundle), made)
+        validate.check_host_code(ArchiveOf(bundle, made))
 
 
 def test_load_and_verify_compare(bundle: Path) -> None:
@@ -125,5 +124,5 @@ def test_load_and_verify_compare(bundle: Path) -> None:
     other = replace(made, dimensions=(replace(made.dimensions[0], pad="no", chunk=False),))
     for level in validate.LEVELS:
         with raises("manifest-invalid", match="built for other dimensions"):
-            validate.check_bundle(str(bundle), other, level)
-    assert [error.code for error in validate.examine(str(bundle), other)] == ["manifest-invalid"]
+            validate.check_bundle(ArchiveOf(bundle, other), level)
+    assert [error.code for error in validate.examine(ArchiveOf(bundle, other))] == ["manifest-invalid"]

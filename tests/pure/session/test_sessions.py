@@ -23,6 +23,7 @@ from cgbundle.tables.recording import Address, ModuleState, Relocation
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate import bundle as verify
 from tests.helpers import state_bundles
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs
 from tests.helpers.cuda_calls import GRANULARITY, planned
 from tests.helpers.fake_driver import FakeDriver, install
@@ -47,7 +48,7 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
 
 def opened(bundle: tuple[Manifest, Path], outputs: str = "copy", *, lazy: bool = False) -> Program:
     manifest, folder = bundle
-    return Program(manifest, CudaBackend(str(folder), manifest, 0, "graph", lazy=lazy), "pad", outputs)
+    return Program(manifest, CudaBackend(ArchiveOf(folder, manifest), 0, "graph", lazy=lazy), "pad", outputs)
 
 
 def given(key: int, seed: int = 0) -> Tensor:
@@ -73,7 +74,7 @@ def grown(first: list[float], *calls: Tensor) -> list[float]:
 
 def test_the_bundle_is_sound(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
-    verify.check_tables(str(folder), manifest)
+    verify.check_tables(ArchiveOf(folder, manifest))
     with raises("file-damaged", match=r"exam.safetensors: the manifest needs it"):  # it has none; all else is checked before
         verify.check_manifest(manifest)
 
@@ -250,7 +251,7 @@ def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
     image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
     word = (Relocation(at=0, target=Address(memory=INPUTS_AT, offset=0)),)
     pointing = (ModuleState(image=image, symbol="table", contents=bytes(8), relocations=word),)
-    monkeypatch.setattr(shared, "states", lambda folder, manifest: pointing)
+    monkeypatch.setattr(shared, "states", lambda bundle: pointing)
     with opened(bundle) as program:
         for _ in range(2):
             with program.session() as session:
@@ -331,7 +332,7 @@ def test_a_state_that_is_not_there_is_named_with_those_that_are(fake: FakeDriver
             program.state["x"] = given(4)
         assert "total float32 [16]" in repr(program.state)
     plain = replace(manifest, weights=manifest.weights[:3], aliases=(), random=-1)
-    program = Program(plain, CudaBackend(str(folder), plain, 0, "graph"), "pad", "copy")
+    program = Program(plain, CudaBackend(ArchiveOf(folder, plain), 0, "graph"), "pad", "copy")
     assert dict(program.state) == {} and "none" in repr(program.state)
     with raises("state-missing", match="its model keeps none"):
         program.state["total"]

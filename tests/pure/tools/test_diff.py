@@ -306,7 +306,7 @@ def finding(rule: str, **changes: str) -> Finding:
 def test_what_a_manifest_says(change: support.Change, expected: list[str], tiny: Path) -> None:
     a = open_bundle(str(tiny))
     manifest = change(a.manifest)
-    b = BundleFiles(path=a.path, manifest=manifest, files={file.path: file for file in manifest.files})
+    b = BundleFiles(path=a.path, bundle=a.bundle, manifest=manifest, files={file.path: file for file in manifest.files})
     assert lines(compare(a, b)) == expected
     assert {row.part for row in compare(b, a)} == {row.part for row in compare(a, b)}
 

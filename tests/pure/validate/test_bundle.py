@@ -17,6 +17,7 @@ from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import MemsetNode, ModuleState
 from cgbundle.validate.bundle import check_manifest, check_tables
 from tests.helpers import cuda_bundles
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
 from tests.helpers.support import HOST_FILE, manifest
@@ -505,7 +506,7 @@ def recorded(folder: Path) -> Manifest:
 
 
 def test_tables_and_module_states_are_checked(tmp_path: Path) -> None:
-    check_tables(str(tmp_path), recorded(tmp_path))
+    check_tables(ArchiveOf(tmp_path, recorded(tmp_path)))
 
 
 def test_a_table_of_another_key_is_refused(tmp_path: Path) -> None:
@@ -513,27 +514,27 @@ def test_a_table_of_another_key_is_refused(tmp_path: Path) -> None:
     first, second = made.programs
     swapped = replace(made, programs=(replace(first, steps=second.steps), replace(second, steps=first.steps)))
     with raises("table-invalid", match=r"^graphs/g0-8\.bin: key: \(8,\), the manifest uses it for \(4,\)"):
-        check_tables(str(tmp_path), swapped)
+        check_tables(ArchiveOf(tmp_path, swapped))
 
 
 def test_a_table_that_reaches_outside_its_memory_is_refused(tmp_path: Path) -> None:
     made = recorded(tmp_path)
     memories = tuple((name, 16 if name == "arena" else size) for name, size in made.memories)
     with raises("relocation-invalid", match=r"^graphs/g0-4\.bin: nodes\[\d\].*memory arena, which has 16"):
-        check_tables(str(tmp_path), replace(made, memories=memories))
+        check_tables(ArchiveOf(tmp_path, replace(made, memories=memories)))
 
 
 def test_a_table_of_an_image_that_the_bundle_has_not_is_refused(tmp_path: Path) -> None:
     made = recorded(tmp_path)
     without = tuple(file for file in made.files if not file.path.startswith("kernels/"))
     with raises("table-invalid", match="is not among the bundle's images"):
-        check_tables(str(tmp_path), replace(made, files=without))
+        check_tables(ArchiveOf(tmp_path, replace(made, files=without)))
 
 
 def test_recordings_and_module_states_refer_to_nothing_of_the_hosts(tmp_path: Path) -> None:
     made = recorded(tmp_path)
     made = replace(made, memories=(*made.memories, ("host", 4096)))
-    check_tables(str(tmp_path), made)
+    check_tables(ArchiveOf(tmp_path, made))
     host, image = MEMORIES.index("host"), next(file.sha256 for file in made.files if file.path.startswith("kernels/"))
     name = made.programs[0].steps[0].file
     good = (tmp_path / name).read_bytes()
@@ -542,16 +543,16 @@ def test_recordings_and_module_states_refer_to_nothing_of_the_hosts(tmp_path: Pa
     nodes = tuple([replace(fill, target=cuda_bundles.address(host, 0)) if node is fill else node for node in found.nodes])
     (tmp_path / name).write_bytes(tables.encode(replace(found, nodes=nodes)))
     with raises("table-invalid", match=r"^graphs/g0-4\.bin: nodes\[3\].*memory host, which the bundle does not have"):
-        check_tables(str(tmp_path), made)
+        check_tables(ArchiveOf(tmp_path, made))
     (tmp_path / name).write_bytes(good)
     state = ModuleState(image=image, symbol="table", contents=bytes(8), relocations=cuda_bundles.relocations((0, host, 0)))
     (tmp_path / made.module_state).write_bytes(encode_states([state]))
     with raises("table-invalid", match=r"^graphs/modules\.bin: .*memory host, which the bundle does not have"):
-        check_tables(str(tmp_path), made)
+        check_tables(ArchiveOf(tmp_path, made))
 
 
 def test_module_states_that_reach_outside_their_memory_are_refused(tmp_path: Path) -> None:
     made = recorded(tmp_path)
     memories = tuple((name, 16 if name == "weights" else size) for name, size in made.memories)
     with raises("table-invalid", match=r"^graphs/modules\.bin: "):
-        check_tables(str(tmp_path), replace(made, programs=(), memories=memories))
+        check_tables(ArchiveOf(tmp_path, replace(made, programs=(), memories=memories)))

@@ -18,6 +18,7 @@ from cgbundle.validate.bundle import check_tables
 from cgbundle.validate.lifetimes import check_lifetimes, check_overwrites
 from cgbundle.validate.steps import check_order
 from tests.helpers import cuda_bundles
+from tests.helpers.archives import ArchiveOf
 from tests.helpers.raising import raises
 
 
@@ -184,7 +185,7 @@ def test_a_bundle_with_such_a_recording_is_refused(tmp_path: Path) -> None:
     steps = (kept.steps[0], replace(kept.steps[1], file=row.steps[0].file), kept.steps[2])
     broken = replace(made, programs=(replace(kept, key=row.key, steps=steps),))
     with raises("table-invalid", match=r"^graphs/g0-4\.bin: a node uses value 1"):
-        check_tables(str(tmp_path), broken)
+        check_tables(ArchiveOf(tmp_path, broken))
 
 
 def test_state_and_weights_need_no_writer() -> None:

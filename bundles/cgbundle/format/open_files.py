@@ -1,0 +1,96 @@
+"""Opening what a bundle holds: no link is followed, no pipe waited for, nothing read that is longer than the manifest says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+from ..errors import BundleError
+
+CHUNK = 4 << 20
+"""Bytes read at a time."""
+
+FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+FOLDER = FILE | os.O_DIRECTORY
+
+DAMAGE = {errno.ENOENT: "missing", errno.ENOTDIR: "missing", errno.ELOOP: "a symbolic link, which a bundle must not hold"}
+"""What is said of an entry that cannot be opened for one of these reasons."""
+
+NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
+"""Reasons for which the system takes the path of a bundle for none."""
+
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Reasons that say nothing of the bundle."""
+
+
+def open_directory(path: str) -> int:
+    """A directory that a user names, through links.  Raises bundle-missing, not-a-bundle."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    except FileNotFoundError:
+        if not os.path.lexists(path):
+            raise BundleError("bundle-missing", f"{path}: no such bundle") from None
+        raise BundleError("not-a-bundle", f"{path}: a symbolic link to nothing, not a bundle") from None
+    except NotADirectoryError:
+        raise BundleError("not-a-bundle", f"{path}: a file, not a bundle directory") from None
+    except ValueError:
+        raise BundleError("not-a-bundle", f"{path!r}: no path") from None
+    except OSError as error:
+        if error.errno not in NO_PATH:
+            raise
+        raise BundleError("not-a-bundle", f"{path[:200]}: {error.strerror}") from None
+
+
+def open_file(name: str, folder: int) -> int:
+    """A plain file, opened.  Raises file-damaged, without the name: the caller knows the whole of it."""
+    descriptor = open_entry(name, FILE, folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BundleError("file-damaged", "not a file")
+    return descriptor
+
+
+def open_entry(name: str, flags: int, folder: int) -> int:
+    """An entry of an open directory, never through a link.  Raises file-damaged, as `open_file`."""
+    try:
+        return os.open(name, flags, dir_fd=folder)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        if error.errno == errno.ENOTDIR and _is_link(name, folder):
+            error.errno = errno.ELOOP
+        what = DAMAGE.get(error.errno or 0) or f"cannot be read: {error.strerror}"
+        raise BundleError("file-damaged", what) from None
+
+
+def _is_link(name: str, folder: int) -> bool:
+    return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+
+
+def pieces(descriptor: int, name: str, size: int) -> Iterator[bytes]:
+    """The contents in pieces.  Raises file-damaged unless they are as long as the manifest says."""
+    done = 0
+    while piece := os.pread(descriptor, min(CHUNK, size - done) + 1, done):
+        done += len(piece)
+        if done > size:
+            break
+        yield piece
+    if done != size:
+        raise BundleError("file-damaged", f"{name}: {os.fstat(descriptor).st_size} bytes, expected {size}")
+
+
+def copied(descriptor: int) -> int:
+    """The file in memory of this process, in its place."""
+    size = os.fstat(descriptor).st_size
+    copy = os.memfd_create("cgbundle-weights", os.MFD_CLOEXEC)
+    try:
+        done = 0
+        while done < size and (step := os.sendfile(copy, descriptor, done, size - done)):
+            done += step
+    except BaseException:
+        os.close(copy)
+        raise
+    os.close(descriptor)
+    return copy

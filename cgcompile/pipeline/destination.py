@@ -1,0 +1,66 @@
+"""Where a bundle goes: refused before minutes of work, not after, and in the terms of what the user chose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from cgbundle.format import archive
+from cgbundle.format.publish import staged
+
+from ..errors import BuildError
+from ..util.disk_space import FULL, OUTPUT, disk_full, space_told
+
+OTHER_NAME = "choose another name with -o"
+
+
+def destination_path(out: str | os.PathLike[str] | None, name: str) -> Path:
+    """The path of a bundle, by default the model's name + `.cgb`.  Raises output-unwritable where none can be written."""
+    path = Path(out) if out is not None else Path(f"{name}.cgb")
+    if path.exists() and (not path.is_dir() or not ((path / archive.MANIFEST).exists() or not any(path.iterdir()))):
+        raise BuildError("output-unwritable", f"{path}: exists and is no bundle", OTHER_NAME)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise BuildError("output-unwritable", f"{path}: the folder {folder} does not exist")
+    return path
+
+
+@contextmanager
+def staged_bundle(path: Path, force: bool) -> Iterator[Path]:
+    """`staged` for the time of a whole build.  Raises output-exists and output-busy at once, or at the end for what came meanwhile;
+    disk-full and output-unwritable for the folder and what is written to it."""
+    with ExitStack() as stack:
+        with _told(path):
+            folder = stack.enter_context(staged(path, replace=force))
+        try:
+            with space_told(folder, OUTPUT):
+                yield folder
+        except OSError as error:
+            written = error.filename2 or error.filename
+            if error.errno in FULL or (isinstance(written, str) and Path(written).is_relative_to(folder)):
+                raise _refusal(path, error) from error
+            raise  # of a file of the model's, say
+        with _told(path):
+            stack.close()
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: Path, error: OSError) -> BuildError:
+    """What the system refused, of the bundle at `path`."""
+    if isinstance(error, BlockingIOError):
+        return BuildError("output-busy", f"{path}: another process is building this bundle")
+    if isinstance(error, FileExistsError):
+        return BuildError("output-exists", f"{path}: exists", f"give --force to replace it, or {OTHER_NAME}")
+    folder = path.absolute().parent
+    if error.errno in FULL:
+        return disk_full(folder, OUTPUT)
+    return BuildError("output-unwritable", f"{path}: the folder {folder} cannot be written: {error.strerror}")

@@ -1,0 +1,105 @@
+"""Frozen records as bytes: JSON, and behind it the contents of their `bytes` fields.  Nothing in it can run, unlike a pickle.
+
+What is read back has the types that the record's annotations say: numbers, texts, tuples, unions of these, and other records.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Record = TypeVar("Record")
+
+LENGTH = 8
+"""Bytes of the number, little-endian, that says how long the JSON is."""
+
+SCALARS = (bool, int, float, str, type(None))
+
+
+def encode(record: object) -> bytes:
+    """The bytes of a dataclass.  Raises TypeError for what `decode` could not give back."""
+    blobs: list[bytes] = []
+    text = json.dumps(_plain(record, blobs), separators=(",", ":")).encode()
+    return b"".join([len(text).to_bytes(LENGTH, "little"), text, *blobs])
+
+
+def decode(kind: type[Record], data: bytes) -> Record:
+    """The record of class `kind` in `data`.  Raises ValueError for anything else."""
+    end = LENGTH + int.from_bytes(data[:LENGTH], "little")
+    try:
+        plain = json.loads(data[LENGTH:end])
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    blobs = _Blobs(data, end)
+    made: Record = _value(kind, plain, blobs)
+    if blobs.place != len(data):
+        raise ValueError(f"{len(data) - blobs.place} bytes belong to nothing")
+    return made
+
+
+def _plain(value: object, blobs: list[bytes]) -> object:
+    if type(value) in SCALARS:
+        return value
+    if type(value) is tuple:
+        return [_plain(each, blobs) for each in value]
+    if type(value) is bytes:
+        blobs.append(value)
+        return {"bytes": len(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {type(value).__name__: [_plain(getattr(value, field.name), blobs) for field in fields(value)]}
+    raise TypeError(f"a record cannot hold a {type(value).__name__}")
+
+
+class _Blobs:
+    """The contents of `bytes` fields, in the order in which they were written."""
+
+    def __init__(self, data: bytes, place: int) -> None:
+        self.data, self.place = data, place
+
+    def take(self, size: object) -> bytes:
+        if type(size) is not int or not 0 <= size <= len(self.data) - self.place:
+            raise ValueError(f"no {size!r} bytes are left")
+        self.place += size
+        return self.data[self.place - size : self.place]
+
+
+def _value(kind: Any, plain: Any, blobs: _Blobs) -> Any:
+    if get_origin(kind) in (Union, UnionType):
+        kind = next((member for member in get_args(kind) if _fits(member, plain)), None)
+    if kind is None or not _fits(kind, plain):
+        raise ValueError(f"{str(plain)[:40]} is no {getattr(kind, '__name__', kind)}")
+    if get_origin(kind) is tuple:
+        return tuple([_value(member, each, blobs) for member, each in _pairs(get_args(kind), plain)])
+    if kind is bytes:
+        return blobs.take(plain["bytes"])
+    if hasattr(kind, "__dataclass_fields__"):
+        names = _members(kind)
+        given = plain[kind.__name__]
+        if type(given) is not list or len(given) != len(names):
+            raise ValueError(f"{kind.__name__} has {len(names)} fields")
+        return kind(**{name: _value(member, each, blobs) for (name, member), each in zip(names, given, strict=True)})
+    return plain
+
+
+def _pairs(members: tuple[Any, ...], plain: list[Any]) -> Iterator[tuple[Any, Any]]:
+    if members[-1:] == (Ellipsis,):
+        return ((members[0], each) for each in plain)
+    return zip(members, plain, strict=True)  # raises ValueError for another number
+
+
+def _fits(kind: Any, plain: Any) -> bool:
+    if get_origin(kind) is tuple:
+        return type(plain) is list
+    if kind is bytes or hasattr(kind, "__dataclass_fields__"):
+        return type(plain) is dict and [*plain] == [kind.__name__]
+    return type(plain) is kind or (kind is float and type(plain) is int)  # a float that was given as a whole number stays one
+
+
+@cache
+def _members(kind: type) -> tuple[tuple[str, Any], ...]:
+    hints = get_type_hints(kind)
+    return tuple([(field.name, hints[field.name]) for field in fields(kind)])

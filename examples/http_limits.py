@@ -1,0 +1,113 @@
+"""What clients may do to an HTTP server, bounded: how much they send, how long they take, and that they leave.  serve.py uses it.
+
+uvicorn closes connections that are idle between requests, stops in good order, and bounds the head of a request.  Here is the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anyio
+import h11
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class BoundedBodies:
+    """ASGI middleware.  A body of more than `largest` bytes is answered 413: unread where its length is declared, else as soon as
+    it is too long.  While a request is answered, its client is watched: if it leaves, the work is cancelled.
+    """
+
+    def __init__(self, app: ASGIApp, largest: int) -> None:
+        self.app, self.largest = app, largest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = await self._body(Request(scope, receive))
+        except ClientDisconnect:
+            return
+        if body is None:
+            answer = JSONResponse({"detail": f"body: more than {self.largest} bytes"}, 413)
+            await answer(scope, receive, send)
+            return
+        unread = [body]
+
+        async def whole() -> Message:
+            if not unread:
+                await anyio.sleep_forever()  # the next message is that the client left, which `watch` takes
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+
+        async with anyio.create_task_group() as group:
+
+            async def watch() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                group.cancel_scope.cancel()
+
+            group.start_soon(watch)
+            await self.app(scope, whole, send)
+            group.cancel_scope.cancel()
+
+    async def _body(self, request: Request) -> bytes | None:
+        """The whole body, or None where it is too long."""
+        if int(request.headers.get("content-length", 0)) > self.largest:  # h11 refuses what is no number
+            return None
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self.largest:
+                return None
+        return bytes(body)
+
+
+class BoundedConnection(H11Protocol):
+    """uvicorn's connection, which ends where a request is not there `seconds` after the connection or the request's first byte,
+    or an answer is not taken in that time.  It reads `conn`, `flow` and `timeout_keep_alive_task` (uvicorn 0.30 to 0.54).
+    """
+
+    def __init__(self, *arguments: Any, seconds: float, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._seconds = seconds
+        self._end: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._end is not None:
+            self._end.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Starts the clock where the client has something to do, and stops it where it has done it."""
+        idle = self.timeout_keep_alive_task is not None  # uvicorn has a clock of its own for that
+        asking = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not idle
+        if not (asking or self.flow.write_paused):
+            if self._end is not None:
+                self._end.cancel()
+            self._end = None
+        elif self._end is None:
+            self._end = self.loop.call_later(self._seconds, self.transport.abort)

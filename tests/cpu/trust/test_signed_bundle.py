@@ -1,0 +1,35 @@
+"""A signed bundle that runs: loaded with a key, and its exam replayed by a process that has it, too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from typer.testing import CliRunner
+
+import cgbundle
+from cgbundle.format import archive
+from cgcompile.bundle.sign import sign
+from cgcompile_cli import main
+from tests.helpers.raising import raises
+from tests.helpers.signing import Pair
+
+
+def test_what_was_signed_is_loaded_and_runs(bundle: Path, tmp_path: Path) -> None:
+    copy, ours, theirs = shutil.copytree(bundle, tmp_path / "tiny.cgb"), Pair.make(tmp_path), Pair.make(tmp_path, "theirs")
+    sign(copy, ours.private)
+    x = torch.randn(4, 6)
+    with cgbundle.load(bundle) as unsigned, cgbundle.load(copy, key=[theirs.digits, ours.public]) as signed:
+        assert torch.equal(unsigned(x), signed(x))
+    for key, code in ((ours, 0), (theirs, 1)):
+        result = CliRunner().invoke(main.app, ["verify", str(copy), "--run", "--key", str(key.public), "--json"])
+        told = json.loads(result.stdout)
+        assert result.exit_code == code and bool(told["exam"]) is (code == 0), "an exam is replayed only of what is signed"
+    with open(copy / archive.WEIGHTS, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    cgbundle.load(copy).close()  # without a key the weights' data is not hashed
+    with raises("file-damaged", match="weights.safetensors: SHA-256"):
+        cgbundle.load(copy, key=ours.public)

@@ -1,0 +1,59 @@
+"""Whether an image is whole, by its headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgbundle.format.elf import SHARED_OBJECT, check_elf
+from tests.helpers.places import GOLDEN
+from tests.helpers.raising import raises
+
+OBJECT = (GOLDEN / "v1" / "cpu_mlp.cgb" / "host" / "model.so").read_bytes()
+CUBINS = sorted((GOLDEN / "v3" / "state.cgb" / "kernels").iterdir())
+
+
+def test_whole_images_pass() -> None:
+    check_elf(OBJECT, "host/model.so", SHARED_OBJECT)
+    for path in CUBINS:
+        check_elf(path.read_bytes(), path.name)
+
+
+@given(st.integers(min_value=0, max_value=len(OBJECT) - 1))
+def test_no_part_of_one_passes(length: int) -> None:
+    with raises("image-invalid", match="^host/model.so: (cut off|not a shared object)") as caught:
+        check_elf(OBJECT[:length], "host/model.so", SHARED_OBJECT)
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("path", CUBINS, ids=lambda path: path.name[:8])
+def test_no_part_of_a_kernel_image_passes(path: Path) -> None:
+    image = path.read_bytes()
+    for length in range(0, len(image), 61):
+        with raises("image-invalid", match="cut off|not an ELF file"):
+            check_elf(image[:length], path.name)
+
+
+def test_a_kernel_image_is_no_shared_object() -> None:
+    with raises("image-invalid", match="not a shared object"):
+        check_elf(CUBINS[0].read_bytes(), "host/model.so", SHARED_OBJECT)
+
+
+@given(st.binary(max_size=300))
+def test_noise_is_refused(noise: bytes) -> None:
+    with raises("image-invalid"):
+        check_elf(noise, "host/model.so", SHARED_OBJECT)
+
+
+@given(st.integers(min_value=0, max_value=63), st.integers(min_value=0, max_value=255))
+def test_a_changed_header_is_refused_or_names_what_is_there(at: int, value: int) -> None:
+    """Never an exception of another kind, whatever the numbers say."""
+    changed = bytearray(OBJECT)
+    changed[at] = value
+    try:
+        check_elf(bytes(changed), "host/model.so", SHARED_OBJECT)
+    except Exception as error:  # noqa: BLE001 (looked at)
+        assert getattr(error, "code", "") == "image-invalid", repr(error)

@@ -1,0 +1,217 @@
+"""A directory that is made to hurt: links, pipes, devices, sparse files; and one that changes while it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cgbundle import loader
+from cgbundle.errors import CgbundleError
+from cgbundle.format import archive
+from cgbundle.format.archive import MAX_HELD, Archive
+from cgbundle.validate import bundle as verify
+from tests.helpers import support
+from tests.helpers.raising import raises
+from tests.helpers.support import HOST_FILE, write_bundle
+
+FILES = [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, HOST_FILE]
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return write_bundle(tmp_path / "tiny.cgb")
+
+
+def link_away(path: Path) -> None:
+    shutil.move(path, path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def link_inside(path: Path) -> None:
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved").name)
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def socket(path: Path) -> None:
+    import socket as sockets
+
+    path.unlink()
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path is short
+    try:
+        sockets.socket(sockets.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+WAYS = [link_away, link_inside, loop, pipe, device, socket]
+
+
+@pytest.mark.parametrize("level", verify.LEVELS)
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_no_plain_file_is_refused_at_once(bundle: Path, way: Callable[[Path], None], name: str, level: str) -> None:
+    way(bundle / name)
+    begun = time.monotonic()
+    with raises("file-damaged", match=f"^{name}: (not a file|a symbolic link, which|cannot be read)") as caught:
+        verify.check_bundle(Archive(str(bundle)), level)
+    assert time.monotonic() - begun < 1 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_manifest_that_is_no_plain_file_makes_no_bundle(bundle: Path, way: Callable[[Path], None]) -> None:
+    way(bundle / archive.MANIFEST)
+    for use in (loader.load, lambda path: archive.read_manifest(str(path))):
+        with raises("not-a-bundle", match=r"its manifest\.json is (not a file|a symbolic link|cannot be read)"):
+            use(bundle)
+
+
+def test_a_folder_that_is_a_link_is_refused(bundle: Path) -> None:
+    link_away(bundle / "host")
+    with raises("file-damaged", match=f"^{HOST_FILE}: a symbolic link"):
+        loader.load(bundle)
+
+
+def test_the_bundles_own_path_may_be_a_link(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(bundle)
+    verify.check_bundle(Archive(str(tmp_path / "current")))
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "a/" * 2500, "a\0b"])
+def test_a_path_that_is_none_is_no_bundle(path: str) -> None:
+    with raises("not-a-bundle") as caught:
+        loader.load(path)
+    assert len(str(caught.value)) < 300 and "\0" not in str(caught.value)
+
+
+def test_a_link_to_itself_or_to_nothing_is_no_bundle(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nothing").symlink_to("void")
+    for name in ("loop", "nothing"):
+        with raises("not-a-bundle"):
+            loader.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("size", [4 << 30, MAX_HELD + 1])
+def test_sparse_files_are_refused_unread(bundle: Path, size: int) -> None:
+    manifest = archive.read_manifest(str(bundle))
+    os.truncate(bundle / HOST_FILE, size)
+    files = tuple(replace(row, bytes=size) if row.path == HOST_FILE else row for row in manifest.files)
+    support.seal(bundle, replace(manifest, files=files))
+    begun = time.monotonic()
+    with raises("file-damaged", match=f"^{HOST_FILE}: {size} bytes, more than the limit of {MAX_HELD}"):
+        verify.check_bundle(Archive(str(bundle)))
+    os.truncate(bundle / archive.MANIFEST, size)
+    with raises("manifest-invalid", match="more than the limit"):
+        loader.load(bundle)
+    assert time.monotonic() - begun < 1
+
+
+# --- a bundle that is replaced -----------------------------------------------------------------------------------------
+
+
+def test_what_was_opened_is_read_though_the_path_names_another(bundle: Path, tmp_path: Path) -> None:
+    opened = Archive(str(bundle))
+    verify.check_bundle(opened, "full")
+    held = opened.data(HOST_FILE)
+    bundle.rename(tmp_path / "old")
+    (write_bundle(tmp_path / "other") / HOST_FILE).write_bytes(b"other")
+    (tmp_path / "other").rename(bundle)
+    shutil.rmtree(tmp_path / "old")
+    assert opened.is_replaced() and opened.data(HOST_FILE) == held
+    with closing(opened.mapped(archive.EXAM)) as mapped:
+        assert [name for name in mapped.entries if bytes(mapped.data(name))]
+
+
+def test_a_bundle_that_is_replaced_while_it_is_checked_is_read_again(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has the old manifest when the files go: it finds the new bundle, whole, and says nothing."""
+    other = write_bundle(tmp_path / "other")
+    checks = verify.check_manifest
+    seen = []
+
+    def slow(manifest: object) -> None:
+        seen.append(manifest)
+        if len(seen) == 1:
+            bundle.rename(tmp_path / "old")
+            other.rename(bundle)
+            shutil.rmtree(tmp_path / "old")
+        checks(manifest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(verify, "check_manifest", slow)
+    with pytest.raises(CgbundleError) as caught:  # the shared object is a dummy: only then is anything refused
+        loader.load(bundle)
+    assert caught.value.code in ("image-invalid", "library-missing") and len(seen) == 2
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(bundle: Path) -> None:
+    opened = Archive(str(bundle))
+    verify.check_bundle(opened, "full")
+    opened.check_unchanged()
+    with open(bundle / archive.WEIGHTS, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\7")
+    os.utime(bundle / archive.WEIGHTS, ns=(1, 1))
+    with raises("file-damaged", match=r"^weights\.safetensors: was written to while"):
+        opened.check_unchanged()
+
+
+def test_weights_that_are_copied_stay(bundle: Path) -> None:
+    before = (bundle / archive.WEIGHTS).read_bytes()
+    opened = Archive(str(bundle), copy_weights=True)
+    verify.check_bundle(opened, "full")
+    os.truncate(bundle / archive.WEIGHTS, 0)
+    opened.check_unchanged()
+    mapped = opened.mapped(archive.WEIGHTS)
+    opened.close()
+    assert b"".join(bytes(mapped.data(name)) for name in mapped.entries) == before[-sum(
+        entry.end - entry.begin for entry in mapped.entries.values()
+    ) :]  # fmt: skip
+    mapped.close()
+
+
+def test_no_descriptor_stays_open(bundle: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    opened = Archive(str(bundle))
+    verify.check_bundle(opened, "full")
+    opened.close()
+    opened.close()
+    Archive(str(bundle))  # forgotten
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_no_more_than_a_few_descriptors_are_open_at_once(bundle: Path) -> None:
+    """A bundle may have more kernel images than a process may open files."""
+    (bundle / "kernels").mkdir()
+    for index in range(100):
+        data = b"%d" % index
+        (bundle / "kernels" / hashlib.sha256(data).hexdigest()).write_bytes(data)
+    manifest = archive.read_manifest(str(bundle))
+    support.seal(bundle, replace(manifest, files=archive.describe_files(str(bundle))))
+    opened, before = Archive(str(bundle)), len(os.listdir("/proc/self/fd"))
+    verify.check_bundle(opened, "full")
+    assert len(os.listdir("/proc/self/fd")) - before < 8

@@ -1,0 +1,40 @@
+"""A bundle that is signed, one that is not, and two pairs of keys.
+
+The tiny bundle's shared object is a dummy, so that a load which nothing refuses earlier ends there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cgcompile.bundle.sign import sign
+from tests.helpers import support
+from tests.helpers.signing import Pair
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, Pair]:
+    """Ours, and another's."""
+    folder = tmp_path_factory.mktemp("keys")
+    return Pair.make(folder, "ours"), Pair.make(folder, "theirs")
+
+
+@pytest.fixture(scope="session")
+def signed_once(tmp_path_factory: pytest.TempPathFactory, pairs: tuple[Pair, Pair]) -> Path:
+    path = support.write_bundle(tmp_path_factory.mktemp("signed") / "tiny.cgb")
+    sign(path, pairs[0].private)
+    return path
+
+
+@pytest.fixture
+def signed(signed_once: Path, tmp_path: Path) -> Path:
+    """A signed bundle of the test's own: copying one keeps the signature."""
+    return Path(shutil.copytree(signed_once, tmp_path / "tiny.cgb"))
+
+
+@pytest.fixture
+def unsigned(tmp_path: Path) -> Path:
+    return support.write_bundle(tmp_path / "unsigned.cgb")

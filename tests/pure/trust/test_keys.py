@@ -1,0 +1,100 @@
+"""Public keys as callers give them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed448, x25519
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from cgbundle.trust.keys import MAX_BYTES, public_keys
+from tests.helpers.raising import raises
+from tests.helpers.signing import Pair, pem
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32))).public_key()
+RAW = KEY.public_bytes_raw()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "key.pem"
+
+
+def test_one_key_in_all_its_forms(file: Path) -> None:
+    file.write_bytes(pem(KEY))
+    for given in (RAW, RAW.hex(), RAW.hex().upper(), file, str(file)):
+        assert public_keys(given) == (RAW,)
+    assert public_keys([RAW, file, RAW.hex()]) == (RAW, RAW, RAW)
+
+
+def test_remarks_and_line_ends_of_a_pem_file(file: Path) -> None:
+    text = pem(KEY).replace(b"\n", b"\r\n")
+    file.write_bytes(b"the key of 2026\n" + text + b"\nmore\n")
+    assert public_keys(file) == (RAW,)
+
+
+def test_a_key_from_a_pipe(tmp_path: Path) -> None:
+    """As the shell's <(...) gives it."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(pem(KEY),))
+    writer.start()
+    assert public_keys(tmp_path / "pipe") == (RAW,)
+    writer.join()
+
+
+def test_a_private_key_is_refused_kindly(tmp_path: Path) -> None:
+    pair = Pair.make(tmp_path)
+    with raises("key-invalid", match="a private key, where the public one is enough") as caught:
+        public_keys(pair.private)
+    assert "openssl pkey" in caught.value.hint  # type: ignore[attr-defined]
+    with raises("key-invalid", match="a private key"):
+        public_keys([pair.public, pair.private])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"", "no PEM file with one public key"),
+        (RAW, "no PEM file with one public key"),
+        (RAW.hex().encode(), "no PEM file with one public key"),
+        (pem(KEY) * 2, "no PEM file with one public key"),
+        (pem(KEY)[:-20], "no PEM file with one public key"),
+        (pem(KEY) + b"\n" * MAX_BYTES, "no PEM file with one public key"),
+        (pem(KEY).replace(b"M", b"?", 1), "no PEM file: "),
+        (pem(KEY).replace(b"=", b""), "no PEM file: "),
+        (pem(x25519.X25519PrivateKey.generate().public_key()), "a key, but none of ed25519"),
+        (pem(ed448.Ed448PrivateKey.generate().public_key()), "a key, but none of ed25519"),
+        (pem(ec.generate_private_key(ec.SECP256R1()).public_key()), "a key, but none of ed25519"),
+    ],
+)
+def test_files_that_are_no_key(file: Path, text: bytes, told: str) -> None:
+    file.write_bytes(text)
+    with raises("key-invalid", match=f"key.pem: {told}"):
+        public_keys(str(file))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], "an empty list of keys"),
+        ((), "an empty list of keys"),
+        (b"", "a key of 0 bytes: no public key of ed25519"),
+        (RAW + b"\0", "a key of 33 bytes"),
+        (bytes(32), "a key of 32 bytes: no public key of ed25519"),
+        ("00" * 32, "0000: no public key of ed25519"),
+        ("", "as a file: No such file"),
+        ("no/such/key.pem", "no/such/key.pem: no key of 64 hexadecimal digits, and as a file: No such file"),
+        (RAW.hex()[:-1], "as a file: No such file"),
+        ("²" * 64, "as a file: "),
+        ("a\0b", "as a file: embedded null byte"),
+        ("x" * 5000, "as a file: File name too long"),
+        (os.sep, "as a file: Is a directory"),
+        ([RAW, 5], "expected a path, 64 hexadecimal digits or 32 bytes, got int"),
+    ],
+)
+def test_what_is_no_key(given: object, told: str) -> None:
+    with raises("key-invalid", match=told):
+        public_keys(given)  # type: ignore[arg-type]

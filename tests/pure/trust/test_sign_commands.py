@@ -1,0 +1,182 @@
+"""`cgcompile sign` and `verify --key`, and what inspect and diff say of a signature."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
+from typer.testing import CliRunner, Result
+
+from cgbundle.exam import fresh
+from cgbundle.format import archive
+from cgcompile.bundle.sign import sign
+from cgcompile_cli import main
+from tests.helpers import support
+from tests.helpers.raising import raises
+from tests.helpers.signing import Pair, flip
+
+
+def call(*arguments: object) -> Result:
+    """A command as the shell would run it."""
+    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "200"})
+
+
+# --- sign ---------------------------------------------------------------------------------------------------------
+
+
+def test_sign_says_what_it_did(unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
+    ours, theirs = pairs
+    result = call("sign", unsigned, "--key", ours.private)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"signed  {unsigned}: 5 files" in result.stdout and "in the place of" not in result.stdout
+    assert f"cgcompile verify {unsigned} --key {ours.digits}" in result.stdout
+    assert f"cgbundle.load({str(unsigned)!r}, key={ours.digits!r})" in result.stdout
+    assert sorted(each.name for each in unsigned.iterdir() if "sig" in each.name) == [archive.SIGNATURE]
+    assert "in the place of an earlier signature" in call("sign", unsigned, "--key", theirs.private).stdout
+    assert json.loads(call("sign", unsigned, "--key", ours.private, "--json").stdout) == {
+        "path": str(unsigned), "key": ours.digits, "replaced": True,
+    }  # fmt: skip
+    assert call("verify", unsigned, "--key", ours.public).exit_code == 0
+
+
+def test_signing_twice_gives_the_same_bytes(signed: Path, pairs: tuple[Pair, Pair]) -> None:
+    before = (signed / archive.SIGNATURE).read_bytes()
+    assert sign(signed, pairs[0].private).replaced
+    assert (signed / archive.SIGNATURE).read_bytes() == before
+    assert before[:32].hex() == pairs[0].digits and len(before) == 96
+
+
+def test_a_damaged_signature_is_replaced(signed: Path, pairs: tuple[Pair, Pair]) -> None:
+    (signed / archive.SIGNATURE).write_bytes(b"")
+    assert sign(signed, pairs[0].private).replaced
+    assert call("verify", signed, "--key", pairs[0].public).exit_code == 0
+
+
+@pytest.mark.parametrize("name", [archive.WEIGHTS, archive.EXAM, support.HOST_FILE, archive.MANIFEST])
+def test_a_damaged_bundle_is_not_signed(unsigned: Path, pairs: tuple[Pair, Pair], name: str) -> None:
+    flip(unsigned / name)
+    assert call("sign", unsigned, "--key", pairs[0].private).exit_code == 1
+    assert not (unsigned / archive.SIGNATURE).exists()
+
+
+def test_keys_that_do_not_sign(unsigned: Path, tmp_path: Path, pairs: tuple[Pair, Pair]) -> None:
+    locked = Pair.make(tmp_path, "locked", encryption=BestAvailableEncryption(b"secret"))
+    other = Pair.make(tmp_path, "rsa", rsa.generate_private_key(public_exponent=65537, key_size=1024))
+    (tmp_path / "text").write_text("no key")
+    for key, told in (
+        (pairs[0].public, "a public key: only the private one signs"),
+        (locked.private, "the key is encrypted"),
+        (other.private, "a private key, but none of ed25519"),
+        (tmp_path / "text", "no PEM file with a private key"),
+    ):
+        with raises("key-invalid", match=told):
+            sign(unsigned, key)
+    assert call("sign", unsigned, "--key", tmp_path / "none").stderr == f"error: {tmp_path / 'none'}: No such file or directory\n"
+    assert not (unsigned / archive.SIGNATURE).exists()
+
+
+def test_a_failed_write_leaves_the_earlier_signature(
+    signed: Path, pairs: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (signed / archive.SIGNATURE).read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError):
+        sign(signed, pairs[1].private)
+    assert (signed / archive.SIGNATURE).read_bytes() == before
+    assert [each.name for each in signed.iterdir() if each.name.startswith(archive.SIGNATURE)] == [archive.SIGNATURE]
+
+
+def test_the_missing_extra_is_named(unsigned: Path, pairs: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    with raises("extra-missing", match="signing needs cryptography, which is not installed"):
+        sign(unsigned, pairs[0].private)
+    result = call("sign", unsigned, "--key", pairs[0].private)
+    assert result.exit_code == 2 and result.stderr.endswith("hint: pip install 'cgcompile[sign]'\n")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_openssl_makes_keys_and_checks_signatures(unsigned: Path, tmp_path: Path) -> None:
+    """What bundles/TRUST.md says to type."""
+    script = """
+    openssl genpkey -algorithm ed25519 -out private.pem
+    openssl pkey -in private.pem -pubout -out public.pem
+    """
+    subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True)
+    sign(unsigned, tmp_path / "private.pem")
+    assert call("verify", unsigned, "--key", tmp_path / "public.pem").exit_code == 0
+    script = f"""
+    tail -c 64 {unsigned}/manifest.json.sig > signature
+    openssl pkeyutl -verify -pubin -inkey public.pem -rawin -in {unsigned}/manifest.json -sigfile signature
+    openssl pkey -pubin -in public.pem -outform DER | tail -c 32 | cmp - <(head -c 32 {unsigned}/manifest.json.sig)
+    """
+    assert "Verified Successfully" in subprocess.check_output(["bash", "-ec", script], cwd=tmp_path, text=True)
+
+
+# --- verify, inspect, diff ----------------------------------------------------------------------------------------
+
+
+def test_verify_says_who_signed(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
+    ours, theirs = pairs
+    result = call("verify", signed, "--key", theirs.digits, "--key", ours.public)
+    assert (result.exit_code, result.stderr) == (0, "") and result.stdout.endswith(f"\nsigned by key {ours.digits}\n")
+    result = call("verify", signed)
+    assert result.exit_code == 0 and result.stdout.endswith(f"{ours.digits}, which was not compared with a --key\n")
+    assert "signed by" not in call("verify", unsigned).stdout
+    assert json.loads(call("verify", signed, "--key", ours.public, "--json").stdout)["signature"] == {
+        "key": ours.digits, "trusted": True,
+    }  # fmt: skip
+    assert json.loads(call("verify", signed, "--json").stdout)["signature"] == {"key": ours.digits, "trusted": False}
+
+
+def test_verify_refuses(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
+    ours, theirs = pairs
+    for path, key, told in (
+        (signed, theirs.public, "manifest.json.sig: by key"),
+        (unsigned, ours.public, "the bundle is not signed"),
+    ):
+        result = call("verify", path, "--key", key, "--run")
+        assert result.exit_code == 1 and "1 defect" in result.stderr and told in result.stdout
+    result = call("verify", signed, "--key", ours.private)
+    assert result.exit_code == 2 and "a private key" in result.stderr and result.stdout == ""
+    flip(signed / archive.WEIGHTS)
+    flip(signed / archive.SIGNATURE)
+    for options in ((), ("--key", ours.public)):
+        told = json.loads(call("verify", signed, *options, "--json").stdout)
+        assert [each["kind"] for each in told["damage"]] == ["SignatureWrong", "FileDamaged"] and told["signature"] is None
+
+
+def test_the_process_that_replays_the_exam_checks_the_signature_again(signed: Path, pairs: tuple[Pair, Pair]) -> None:
+    assert "by key" in fresh(str(signed), [pairs[1].digits])["error"]
+
+
+def test_inspect_says_who_signed(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
+    assert f"signed     by key {pairs[0].digits}\n" in call("inspect", signed).stdout
+    assert "signed     no\n" in call("inspect", unsigned).stdout
+    assert f"by key {pairs[0].digits}<" in call("inspect", "--html", "-", signed).stdout
+    assert json.loads(call("inspect", signed, "--json").stdout)["signature"] == {"key": pairs[0].digits}
+    assert json.loads(call("inspect", unsigned, "--json").stdout)["signature"] is None
+    flip(signed / archive.SIGNATURE)
+    assert "signed     wrongly: manifest.json.sig: key" in call("inspect", signed).stdout
+    (signed / archive.SIGNATURE).write_bytes(b"")
+    assert "than 96 bytes" in json.loads(call("inspect", signed, "--json").stdout)["signature"]["error"]
+
+
+def test_who_signed_is_no_difference_but_is_told(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
+    result = call("diff", signed, unsigned)
+    assert (result.exit_code, result.stdout) == (0, f"no difference\nsigned  A by key {pairs[0].digits}; B no\n")
+    told = json.loads(call("diff", signed, unsigned, "--json").stdout)
+    assert (told["a"]["signature"], told["b"]["signature"]) == ({"key": pairs[0].digits}, None)
+    support.seal(unsigned, replace(support.manifest(), name="other", files=archive.describe_files(str(unsigned))))
+    assert f", signed by key {pairs[0].digits}\n" in call("diff", signed, unsigned).stdout

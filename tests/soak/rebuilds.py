@@ -1,0 +1,146 @@
+"""`python -m tests.soak.rebuilds --rebuilds 1000 --readers 4`: a bundle is replaced again and again beside processes that load and
+call it.  No load may fail, and no answer may be another bundle's than the one that was loaded.  Exit status 1 where one is.
+
+A thousand builds would take hours.  So a few models, whose widths and answers differ, are built once.  Each is then published over
+the last one by the product's own function, `staged(..., replace=True)`, filled with a copy: what `cgcompile build --force` does
+with its files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import cgbundle
+import cgcompile
+from cgbundle.format.publish import staged
+from tests.soak.reader import answer
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def model() -> nn.Module:
+    torch.manual_seed({number})
+    return nn.Sequential(nn.Linear(6, {hidden}), nn.Tanh(), nn.Linear({hidden}, {outputs})).eval()
+
+
+def inputs(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randn(batch, 6),)
+"""
+
+SHOWN = 10
+"""Reasons of failures that are printed."""
+
+
+def build(folder: Path, count: int) -> list[Path]:
+    """Bundles of models of different widths, `variant0.cgb` and so on; those that are in the folder are kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for number in range(count):
+        source = folder / f"variant{number}.py"
+        made.append(source.with_suffix(".cgb"))
+        if not made[-1].exists():
+            print(f"building {made[-1].name}", flush=True)
+            source.write_text(MODEL.format(number=number, hidden=16 << number, outputs=3 + 5 * number))
+            cgcompile.build(str(source), sizes=[2], out=made[-1], target="cpu")
+    return made
+
+
+def answers(variants: list[Path]) -> dict[str, str]:
+    """What each bundle answers where nothing replaces it, by name."""
+    found = {}
+    for path in variants:
+        with cgbundle.load(path, check="full") as program:
+            found[program.manifest.name] = answer(program)
+    assert len(set(found.values())) == len(variants), "the models must differ"
+    return found
+
+
+def publish(variant: Path, destination: Path) -> None:
+    """What `--force` does when a bundle is whole."""
+    with staged(destination, replace=True) as stage:
+        shutil.copytree(variant, stage, dirs_exist_ok=True)
+
+
+def start(path: Path, expected: dict[str, str]) -> subprocess.Popen[str]:
+    """A reader that has loaded the bundle once."""
+    command = [sys.executable, "-m", "tests.soak.reader", str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    tell(process, json.dumps(expected))
+    assert process.stdout.readline() == "ready\n", "a reader did not start"
+    return process
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def soak(variants: list[Path], folder: Path, rebuilds: int, readers: int) -> bool:
+    """Replaces a bundle in `folder` so many times beside so many readers, prints what was counted; whether nothing was wrong."""
+    path, expected = folder / "model.cgb", answers(variants)
+    publish(variants[0], path)
+    processes = [start(path, expected) for _ in range(readers)]
+    for process in processes:
+        tell(process, "go")
+    began = told = time.monotonic()
+    for number in range(1, rebuilds + 1):
+        publish(variants[number % len(variants)], path)
+        if time.monotonic() - told > 5:
+            told = time.monotonic()
+            print(f"{number} rebuilds, {number / (told - began):.1f} per second", flush=True)
+    seconds = time.monotonic() - began
+    counts, seen, failures, died = Counter[str](), Counter[str](), Counter[str](), 0
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+    for process in processes:
+        assert process.stdout is not None
+        told_at_last = process.stdout.read()
+        process.wait()
+        if process.returncode:
+            died += 1
+            continue
+        row = json.loads(told_at_last)
+        counts.update(row["counts"])
+        seen.update(row["seen"])
+        failures.update(row["failures"])
+    leftovers = sorted(each.name for each in folder.iterdir() if each != path)
+    print(f"{rebuilds} rebuilds in {seconds:.1f} s, {rebuilds / seconds:.1f} per second, beside {readers} readers")
+    print(f"{counts['loads']} loads, {counts['loads'] / seconds:.1f} per second")
+    print(f"{counts['calls']} calls, {counts['calls'] / seconds:.1f} per second")
+    print(f"{counts['failed']} failed loads and calls, {counts['mixed']} mixed answers")
+    print(f"loads by bundle: {dict(sorted(seen.items()))}; readers that died: {died}; leftovers: {leftovers or 'none'}")
+    for reason, times in failures.most_common(SHOWN):
+        print(f"{times:6d} x {reason}")
+    return not (counts["failed"] or counts["mixed"] or died or leftovers) and len(seen) == len(variants)
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.rebuilds", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--rebuilds", type=int, default=1000)
+    parser.add_argument("--readers", type=int, default=4)
+    parser.add_argument("--variants", type=int, default=3, help="models that are built, 2 at least")
+    parser.add_argument("--built", type=Path, help="a folder that keeps the built models for another run")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
+        variants = build(given.built or Path(scratch, "variants"), given.variants)
+        folder = Path(scratch, "published")
+        folder.mkdir()
+        return 0 if soak(variants, folder, given.rebuilds, given.readers) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
