@@ -36,7 +36,7 @@ FUNCTIONS = tuple([
     f"AOTInductorModelContainer{name}"
     for name in (
         "CreateWithDevice", "Delete", "Run", "GetNumInputs", "GetNumOutputs", "GetNumConstants", "GetConstantName",
-        "GetConstantOriginalFQN", "UpdateUserManagedConstantBufferPairs",
+        "GetConstantOriginalFQN", "GetConstantDtype", "GetConstantDataSize", "UpdateUserManagedConstantBufferPairs",
     )
 ])  # fmt: skip
 """What is called of the C interface."""
