@@ -1,7 +1,7 @@
 # Everything happens in .venv, which every target makes or brings up to date first.
 #   make demo       in a fresh clone: install, compile a real model, serve it without torch
 #   PYTHON=...      the Python (3.11 or newer) that .venv is made with
-#   T=...           what pytest runs in `make test`, and with which options: make test T='tests/pure -x'
+#   T=...           what pytest runs in `make test` and `make sanitize`, and with which options: make test T='tests/pure -x'
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,7 +16,7 @@ BENCH := .cache/bench
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help install demo test check format gpu bench golden tune clean
+.PHONY: help install demo test check format fuzz sanitize gpu bench golden tune clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,13 @@ check: $(INSTALLED) ## ruff and mypy
 format: $(INSTALLED) ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
+
+FUZZ ?= --minutes 20 --jobs $(shell nproc)
+fuzz: $(INSTALLED) ## mutated golden bundles, 20 minutes on all cores (a sample is in `make test`); FUZZ='--cases 1000 --golden v1/mlp'
+	@$(BIN)/python -m tests.fuzz $(FUZZ)
+
+sanitize: $(INSTALLED) ## the tests of what crosses into C, under gcc's AddressSanitizer (T=... for others)
+	@$(BIN)/python -m tests.sanitize $(T)
 
 # A GPU machine brings a torch of its own, and may have no network to make .venv with: the tests run from the tree there.
 # Where that Python has pytest-xdist, this takes a fraction of the time: `pytest tests/gpu -m "not alone" -n 8 --dist loadfile`,

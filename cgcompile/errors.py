@@ -69,6 +69,9 @@ CATALOGUE: Mapping[str, Cause] = {
     "output-unwritable": Cause(BuildError, 2, "The destination's folder does not exist or cannot be written."),
     "proof-failed": Cause(BuildError, 1,
         "The fresh process that verifies the bundle failed, or got other results than eager PyTorch: nothing was published."),
+    "bundle-refused": Cause(BuildError, 1,
+        "What was built is beyond a limit of the format, or breaks an invariant of it: nothing was published.",
+        "bundles/FORMAT.md lists the limits: give fewer sizes or shorter names; where none was passed, please report the model"),
     # --- a benchmark ---
     "peer-unknown": Cause(BuildError, 2, "A benchmark is asked to compare with something that it does not know."),
     "peer-unwritable": Cause(BuildError, 1, "The bundle's program cannot be written as Python for PyTorch to run.",

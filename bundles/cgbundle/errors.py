@@ -39,11 +39,18 @@ class CgbundleError(Exception):
 
 
 class BundleError(CgbundleError):
-    """The path holds no sound bundle, or one that this runtime cannot read."""
+    """The path holds no sound bundle, or one that this runtime cannot read.  Parts of the bundle may stand in the message: what is
+    not printable is escaped, and a long message cut."""
+
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(code, one_line(message), hint)
 
 
 class MachineError(CgbundleError):
     """This machine cannot run the bundle, or a library or driver under it failed."""
+
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(code, one_line(message), hint)
 
 
 class OutOfMemory(MachineError):
@@ -66,6 +73,19 @@ class StateMissing(CallError, KeyError):
     """The model has no such state."""
 
     __str__ = Exception.__str__  # KeyError's shows the message in quotes
+
+
+LONGEST = 2000
+"""Characters of a message that speaks of what a bundle holds."""
+
+
+def one_line(message: str) -> str:
+    """`message` without anything that could drive a terminal or that no encoding has, and cut in the middle where it is long."""
+    if len(message) > LONGEST:
+        message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 4 :]}"
+    if message.isprintable():
+        return message
+    return "".join([c if c.isprintable() else " " if c in "\n\t" else c.encode("unicode_escape").decode() for c in message])
 
 
 DAMAGED = "the bundle is damaged: copy or build it again"

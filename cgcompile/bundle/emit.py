@@ -12,10 +12,13 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
+from cgbundle.errors import BundleError
 from cgbundle.format import archive, manifest_json, schema
 from cgbundle.format.archive import Archive
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.exam import check_exam
+
+from ..errors import BuildError
 
 TRACES = ("stack_trace", "custom", "from_node")
 """What a node's metadata says of the source."""
@@ -55,14 +58,24 @@ def _hollow(value: torch.Tensor) -> torch.Tensor:
 
 
 def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
-    """Describes the files of the stage in the manifest, checks everything, and writes it."""
+    """Describes the files of the stage in the manifest, checks everything, and writes it.
+
+    Raises bundle-refused for what a runtime would refuse: it is read back as if a stranger had written it, within the same limits.
+    """
     sealed = replace(manifest, files=archive.describe_files(str(stage)))
+    try:
+        _write_checked(stage, sealed)
+    except BundleError as error:
+        raise BuildError("bundle-refused", f"the bundle that was built: {error}") from None
+    return sealed
+
+
+def _write_checked(stage: Path, sealed: schema.Manifest) -> None:
     (stage / archive.MANIFEST).write_bytes(manifest_json.encode(sealed))
     written = Archive(str(stage))
     verify.check_bundle(written)
     check_exam(written)
     written.close()
-    return sealed
 
 
 def describe_size(stage: Path) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from cgbundle.format import archive, host_code
+from cgbundle.format import archive
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
+from cgbundle.validate import host_code
 
 from ..bundle.emit import seal, write_program
 from ..bundle.proof import replay

@@ -2,6 +2,7 @@
 
     python -m tests.fuzz --minutes 20 --jobs 2             every golden bundle that there is
     python -m tests.fuzz --cases 20000 --golden v1/mlp     so many cases of each
+    python -m tests.fuzz --minutes 60 --first 1000000      other cases than those of a machine that begins at 0
     python -m tests.fuzz --replay v1/cpu_mlp 1234          one case again, with its traceback
 
 Exit status 1 when a process crashed, an exception was none of ours, an answer was wrong, or a case took over 5 s or 500 MiB.
@@ -10,122 +11,174 @@ Exit status 1 when a process crashed, an exception was none of ours, an answer w
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.fuzz import worker
 from tests.fuzz.answers import Answers
-from tests.helpers.places import GOLDEN
+from tests.helpers.places import GOLDEN, ROOT
 
 HANG = 5.0
-"""Seconds that a case may take."""
+"""Seconds of a processor that a case may take."""
+
+START = 60.0
+"""Seconds in which a process has to come to its next case, however many others run."""
 
 BATCH = 2000
 """Cases of one process."""
 
+FINDS = ("wrong", "foreign", "memory", "crashed", "hung")
+"""What is a find: how an outcome begins."""
 
-def batch(golden: Path, first: int, last: int) -> tuple[Counter[str], list[str]]:
-    """Runs cases in a process of their own, and goes on behind one that killed it."""
-    counts: Counter[str] = Counter()
-    finds: list[str] = []
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """Cases by kind and by outcome, and the finds as lines."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    finds: list[str] = field(default_factory=list)
+
+    def add(self, golden: str, number: int, kind: str, outcome: str) -> None:
+        self.kinds[kind] += 1
+        self.outcomes[outcome.partition(": ")[0]] += 1
+        if outcome.partition(": ")[0] in FINDS:
+            self.finds.append(f"{kind}: {outcome}\n    python -m tests.fuzz --replay {golden} {number}")
+
+    def update(self, other: Tally) -> None:
+        self.kinds.update(other.kinds)
+        self.outcomes.update(other.outcomes)
+        self.finds += other.finds
+
+
+def batch(golden: Path, first: int, last: int, until: float = 0.0) -> Tally:
+    """Runs cases in a process of their own, until a time, and goes on behind one that killed it."""
+    tally = Tally()
     name = f"{golden.parent.name}/{golden.stem}"
-    while first < last:
+    while first < last and not (until and time.time() > until):
         with tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
-            status = Path(scratch) / "status"
-            status.write_bytes(first.to_bytes(8, "little"))
-            command = [sys.executable, "-m", "tests.fuzz.worker", str(golden), scratch, str(status), str(first), str(last)]
-            with open(Path(scratch) / "out", "w+") as out, open(Path(scratch) / "err", "w+") as err:
-                process = subprocess.Popen(command, stdout=out, stderr=err, text=True)
-                seen, since = -1, time.monotonic()
-                hung = False
-                while process.poll() is None:
-                    time.sleep(0.05)
-                    now = int.from_bytes(status.read_bytes()[:8], "little")
-                    if now != seen:
-                        seen, since = now, time.monotonic()
-                    elif time.monotonic() - since > HANG + (10 if now == first else 0):
-                        hung = True
-                        process.kill()
-                        process.wait()
-                out.seek(0)
-                err.seek(0)
-                for line in out.read().splitlines():
-                    row = json.loads(line)
-                    if "counts" in row:
-                        counts.update(row["counts"])
-                    else:
-                        finds.append(f"{name} case {row['case']} ({row['kind']}): {row['what']}")
-                if process.returncode == 0:
-                    return counts, finds
-                at = int.from_bytes(status.read_bytes()[:8], "little")
-                how = f"took over {HANG} s" if hung else f"ended the process with status {process.returncode}"
-                finds.append(f"{name} case {at}: {how} {err.read().strip()[-300:] if not hung else ''}".rstrip())
-                counts["crashed"] += 1
-                first = at + 1
-    return counts, finds
+            log, err = Path(scratch) / "log", Path(scratch) / "err"
+            log.touch()
+            command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.worker", str(golden), scratch]
+            with open(err, "wb") as errors:
+                process = subprocess.Popen([*command, str(first), str(last), str(until)], stdout=errors, stderr=errors, cwd=ROOT)
+                hung = _watch(process, log)
+            done, _, open_case = log.read_bytes().decode(errors="replace").rpartition("\n")
+            for line in done.splitlines():
+                number, kind, outcome = line.split(" ", 2)
+                tally.add(name, int(number), kind, outcome)
+            if process.returncode == 0:
+                return tally
+            last_words = err.read_text(errors="replace").strip()[-500:]
+            if not open_case and not done:
+                raise RuntimeError(
+                    f"{name}: the process ended before its first case, with status {process.returncode}: {last_words}"
+                )
+            if not open_case:  # after a case: what it left behind did it
+                open_case = done.splitlines()[-1].rpartition(" ")[0]
+            number, kind, *_ = [*open_case.split(" "), "", ""]
+            how = f"hung: over {HANG} s" if hung else f"crashed: status {process.returncode}: {_where(err)}"
+            tally.add(name, int(number), kind or "none", how)
+            first = int(number) + 1
+    return tally
+
+
+def _watch(process: subprocess.Popen[bytes], log: Path) -> bool:
+    """Waits for the end; kills a process whose log has not grown for as long as a case may take, and says so.  The processor's
+    time counts, since there may be many processes; and the clock's, for one that waits for something."""
+    size, since, spent = 0, time.monotonic(), 0.0
+    while process.poll() is None:
+        time.sleep(0.05)
+        now = log.stat().st_size
+        if now != size:
+            size, since, spent = now, time.monotonic(), _seconds(process.pid)
+        elif time.monotonic() - since > START or (size and _seconds(process.pid) - spent > HANG):
+            process.kill()
+            process.wait()
+            return True
+    return False
+
+
+def _seconds(pid: int) -> float:
+    """What a process has used of the processors."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _where(err: Path) -> str:
+    """The innermost lines of ours in what Python's fault handler wrote."""
+    lines = [line.strip() for line in err.read_text(errors="replace").splitlines() if line.strip()]
+    ours = [line for line in lines if "bundles/cgbundle" in line or "tests/fuzz" in line]
+    return "; ".join([line.rpartition("/")[2] for line in ours[:3]]) or "; ".join(lines[-2:])[:300]
+
+
+def run(goldens: list[Path], first: int, last: int, jobs: int, until: float = 0.0) -> Tally:
+    """Cases FIRST..LAST of every golden, as many processes as `jobs` at a time."""
+    tally, lock = Tally(), threading.Lock()
+    begins = itertools.takewhile(lambda begin: begin < last, itertools.count(first, BATCH))
+    todo = ((golden, begin, min(begin + BATCH, last)) for begin in begins for golden in goldens)
+
+    def work() -> None:
+        while not (until and time.time() > until):
+            with lock:
+                job = next(todo, None)
+            if job is None:
+                return
+            some = batch(*job, until)
+            with lock:
+                tally.update(some)
+                for find in some.finds:
+                    print(find, flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for each in [pool.submit(work) for _ in range(jobs)]:
+            each.result()
+    return tally
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=0.0)
-    parser.add_argument("--cases", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=0, help="of every golden")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--golden", action="append", default=[])
     parser.add_argument("--replay", nargs=2, metavar=("GOLDEN", "CASE"))
     options = parser.parse_args()
     if options.replay:
         return replay(*options.replay)
     goldens = [GOLDEN / f"{name}.cgb" for name in options.golden] or sorted(GOLDEN.glob("v*/*.cgb"))
-    until = time.monotonic() + options.minutes * 60 if options.minutes else float("inf")
-    last = options.first + options.cases if options.cases else (1 << 40 if options.minutes else options.first + BATCH)
-    counts: Counter[str] = Counter()
-    finds: list[str] = []
-
-    def jobs():  # type: ignore[no-untyped-def]
-        for begin in range(options.first, last, BATCH):
-            for golden in goldens:
-                if time.monotonic() > until:
-                    return
-                yield golden, begin, min(begin + BATCH, last)
-
+    until = time.time() + options.minutes * 60 if options.minutes else 0.0
+    last = options.first + (options.cases or (1 << 40 if until else BATCH))
     begun = time.monotonic()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        todo = jobs()
-        running = {pool.submit(batch, *job) for job in [next(todo, None) for _ in range(options.jobs)] if job}
-        while running:
-            done = next((each for each in running if each.done()), None)
-            if done is None:
-                time.sleep(0.05)
-                continue
-            running.remove(done)
-            some, more = done.result()
-            counts.update(some)
-            finds += more
-            for line in more:
-                print(line, flush=True)
-            job = next(todo, None)
-            if job:
-                running.add(pool.submit(batch, *job))
-    cases = sum(counts.values())
-    print(f"{cases:,} cases of {len(goldens)} bundles in {time.monotonic() - begun:.0f} s, {len(finds)} finds")
-    for what, count in counts.most_common():
-        print(f"{count:>10,}  {what}")
-    return 1 if finds else 0
+    tally = run(goldens, options.first, last, options.jobs, until)
+    cases, seconds = sum(tally.outcomes.values()), time.monotonic() - begun
+    print(f"{cases:,} cases of {len(goldens)} bundles in {seconds:.0f} s ({cases / seconds:.0f}/s), {len(tally.finds)} finds")
+    for title, counts in (("kind", tally.kinds), ("outcome", tally.outcomes)):
+        print(title)
+        for what, count in counts.most_common():
+            print(f"{count:>10,}  {what}")
+    return 1 if tally.finds else 0
 
 
 def replay(name: str, number: str) -> int:
     """One case again, in this process; its traceback is not caught."""
-    scratch = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    golden = worker.Golden(GOLDEN / f"{name}.cgb", scratch)
-    print(worker.mutate(golden, int(number)), "in", golden.folder)
-    print(worker.run(golden, Answers.of(str(golden.origin))))
+    golden = worker.Golden(GOLDEN / f"{name}.cgb", Path(tempfile.mkdtemp(prefix="fuzz-")))
+    kind = worker.mutate(golden, int(number))
+    print(kind, "in", golden.folder)
+    print(worker.run(golden, Answers.of(str(golden.origin)), kind, int(number)))
     return 0
 
 

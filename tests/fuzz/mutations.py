@@ -8,8 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import struct
+from collections.abc import Iterator
 from typing import Any
+
+from cgbundle.errors import CgbundleError
+from cgbundle.tables.column_file import pack, unpack
+from cgbundle.tables.module_state import STATES
+from cgbundle.tables.table import RECORDING
 
 INTEGERS = (
     0, 1, -1, 2, 3, 7, 8, 16, 63, 64, 65, 72, 127, 128, 255, 256, 4096, 65535, 1 << 20, 2**31 - 1, 2**31, 2**32, 10**9, 2**40,
@@ -21,11 +28,21 @@ TEXTS = (
     "", " ", "-", "x", "..", "/", "/etc/passwd", "../weights.safetensors", "a\x00b", "\x1b[31m", "²", "\ud800", "batch", "seq",
     "2*batch", "batch//2", "float32", "float64", "int64", "bool", "complex64", "bfloat16", "weights", "state", "inputs", "arena",
     "host", "code", "graph", "copy", "cpu", "cuda", "rows", "no", "zeros", "host/model.so", "weights.safetensors",
-    "graphs/modules.bin", "9" * 5000, "x" * 5000, "//" * 3000,
+    "graphs/modules.bin", "9" * 5000, "x" * 5000, "//" * 3000, "\u202e", "\x9b2J", "ﬁ", "é", "\U0001f600", "None", "lambda", "a\nb",
+    "<script>", '"', "'", "\\", "]", "[" * 300, "%s{}", "x" * 1024, "\udcff",
 )  # fmt: skip
 """Texts that mean something somewhere else, or nothing anywhere."""
 
 OTHERS: tuple[Any, ...] = (None, True, False, 0.5, -0.0, 1e308, [], {}, [[]], [0], "x", {"x": 0}, [None])
+
+NUMBER = re.compile(rb"(?<=[:,\[])-?[0-9]+(?=[,\]}])")
+
+INSERTED = (
+    b"9" * 5000, b"1e999", b"NaN", b"-0", b"1.0", b"01", b"[" * 980 + b"]" * 980, b"[" * 300, b'{"a":' * 200 + b"0" + b"}" * 200,
+    b"[" + b"{}," * 20_000 + b"0]", b'["+",' * 70 + b"1" + b",1]" * 70, b"[" + b"1," * 120_000 + b"1]", b'"' + b"/" * 70_000 + b'"',
+    b'"\\ud800"', b'"\\u0000"', b'"\xff"', b"tru", b'"' + b"\\\\" * 30_000 + b'"',
+)  # fmt: skip
+"""What takes the place of a number in a manifest's text."""
 
 
 def manifest(plain: dict[str, Any], draw: random.Random) -> dict[str, Any]:
@@ -34,6 +51,30 @@ def manifest(plain: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         _change(changed, draw)
     return changed
+
+
+def swapped(plain: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """A copy in which values of one type change places once or twice: most often of fields of one name."""
+    changed: dict[str, Any] = json.loads(json.dumps(plain))
+    for _ in range(draw.choice((1, 1, 2))):
+        places = list(_places(changed))
+        tree, key = draw.choice(places)
+        kind, same_key = type(tree[key]), draw.random() < 0.7
+        others = [(one, other) for one, other in places if type(one[other]) is kind and (not same_key or other == key)]
+        other, place = draw.choice(others)
+        if draw.random() < 0.5:
+            tree[key], other[place] = other[place], tree[key]
+        else:
+            tree[key] = json.loads(json.dumps(other[place]))
+    return changed
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything in a JSON value."""
+    for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from _places(tree[key])
 
 
 def _change(tree: Any, draw: random.Random) -> None:
@@ -74,7 +115,9 @@ def _replace(tree: Any, key: Any, draw: random.Random) -> None:
     elif isinstance(old, float):
         tree[key] = draw.choice((0.0, -1.0, 1e-300, 1e300, old * 2, 1))
     elif isinstance(old, str):
-        tree[key] = draw.choice((old + "x", old[:-1], old.upper(), old[::-1], draw.choice(TEXTS)))
+        at = draw.randrange(len(old) + 1)
+        inserted = old[:at] + draw.choice(TEXTS)[:8] + old[at:]
+        tree[key] = draw.choice((old + "x", old[:-1], old.upper(), old[::-1], inserted, draw.choice(TEXTS)))
     else:
         tree[key] = draw.choice((*INTEGERS, *TEXTS, *OTHERS))
 
@@ -83,6 +126,18 @@ def _nested(value: Any, depth: int) -> Any:
     for _ in range(depth):
         value = [value]
     return value
+
+
+def text(data: bytes, draw: random.Random) -> bytes:
+    """A manifest's text, sealed anew, with what no dict can hold: in the place of a number, or a field that stands twice."""
+    zeroed = _SEAL.sub(_EMPTY, data)
+    if draw.random() < 0.9:
+        match = draw.choice(list(NUMBER.finditer(zeroed)))
+        zeroed = zeroed[: match.start()] + draw.choice(INSERTED) + zeroed[match.end() :]
+    else:
+        lines = zeroed.split(b",\n")
+        zeroed = b",\n".join([*lines[:2], draw.choice(lines[1:-1]), *lines[2:]])
+    return zeroed.replace(_EMPTY, b'\n"sha256":"' + hashlib.sha256(zeroed).hexdigest().encode() + b'"')
 
 
 def table(data: bytes, draw: random.Random) -> bytes:
@@ -109,6 +164,27 @@ def table(data: bytes, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
+def columns(data: bytes, draw: random.Random) -> bytes:
+    """A table whose columns have other numbers: of a neighbour, of a limit, or of another column; its structure is kept."""
+    layout = RECORDING if data[:8] == RECORDING.magic else STATES
+    counts, views = unpack(layout, data, "table")
+    contents = {name: view.tolist() for name, view in views.items()}
+    filled = [column for column in layout.columns if contents[column.name]]
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        column = draw.choice(filled)
+        numbers = contents[column.name]
+        row = draw.randrange(len(numbers))
+        old, other = numbers[row], draw.choice(contents[draw.choice(filled).name])
+        near = (old + 1, old - 1, old ^ 1, old * 2, old + 8, old + 256, numbers[row - 1], draw.choice(numbers))
+        numbers[row] = draw.choice((*near, other, *counts.values(), draw.choice(INTEGERS)))
+        most = 1 << {"B": 8, "I": 32, "i": 31, "q": 63, "Q": 64}[column.format]
+        numbers[row] %= most
+    try:
+        return pack(layout, counts, contents)
+    except CgbundleError:  # a column that its type cannot hold
+        return data
+
+
 def _put(data: bytearray, at: int, form: str, value: int) -> None:
     word = struct.pack(form, value % (1 << (8 * struct.calcsize(form))))
     data[at : at + len(word)] = word[: max(0, len(data) - at)]
@@ -118,10 +194,20 @@ def tensors(data: bytes, draw: random.Random) -> bytes:
     """A safetensors file whose JSON header was changed; its length is made to fit in three of four."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    _change(header, draw)
+    (_change if draw.random() < 0.8 else _exchange)(header, draw)
     text = json.dumps(header).encode("utf-8", "surrogatepass")
     length = len(text) if draw.random() < 0.75 else draw.choice(INTEGERS) % 2**64
     return length.to_bytes(8, "little") + text + data[8 + size :]
+
+
+def _exchange(header: dict[str, Any], draw: random.Random) -> None:
+    """Two entries change places."""
+    one, other = draw.choice(list(header)), draw.choice(list(header))
+    header[one], header[other] = header[other], header[one]
+
+
+_SEAL = re.compile(rb'\n"sha256":"[0-9a-f]{64}"')
+_EMPTY = b'\n"sha256":"' + b"0" * 64 + b'"'
 
 
 def seal(plain: dict[str, Any], files: dict[str, bytes]) -> bytes:
@@ -134,5 +220,4 @@ def seal(plain: dict[str, Any], files: dict[str, bytes]) -> bytes:
     own = {**plain, "sha256": "0" * 64}
     lines = [f"{json.dumps(name)}:{json.dumps(own[name], sort_keys=True, separators=(',', ':'))}" for name in sorted(own)]
     text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
-    empty = b'\n"sha256":"' + b"0" * 64 + b'"'
-    return text.replace(empty, b'\n"sha256":"' + hashlib.sha256(text).hexdigest().encode() + b'"')
+    return text.replace(_EMPTY, b'\n"sha256":"' + hashlib.sha256(text).hexdigest().encode() + b'"')

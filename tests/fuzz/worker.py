@@ -1,7 +1,8 @@
-"""A fuzzing process: `python -m tests.fuzz.worker GOLDEN SCRATCH STATUS FIRST LAST`.
+"""A fuzzing process: `python -m tests.fuzz.worker GOLDEN SCRATCH FIRST LAST UNTIL`.
 
-Runs the cases FIRST..LAST of a golden bundle, one after the other.  STATUS is a file of 8 bytes, the number of the case that runs:
-the parent knows which one crashed or hung.  On stdout a line of JSON for every find, and one with counts at the end.
+Runs the cases FIRST..LAST of a golden bundle, one after the other, until the time UNTIL (seconds since 1970, 0 for no end).  For
+every case it writes a line to `SCRATCH/log`: its number when it begins, its kind when it is made, and what became of it when it
+ends.  So nothing is lost where a case kills the process.
 """
 
 from __future__ import annotations
@@ -9,109 +10,173 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
+import re
 import shutil
+import signal
 import sys
-from collections import Counter
+import time
 from pathlib import Path
 from typing import Any
 
 import cgbundle
+from cgbundle import exam
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive
+from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as validate
 from tests.fuzz import mutations
 from tests.fuzz.answers import Answers
+from tests.fuzz.commands import command, shown
 
-LIMIT = 500 << 10
-"""KiB that a process may grow by in one case."""
+LIMIT = 500
+"""MiB that a process may grow by in one case."""
+
+VIEWS = (
+    ("inspect",), ("inspect", "--json"), ("inspect", "--html", "-"), ("inspect", "--dot"), ("inspect", "--memory"),
+    ("inspect", "--memory", "--json"), ("inspect", "--kernels"), ("inspect", "--kernels", "--json"), ("verify",),
+    ("verify", "--json"), ("diff",), ("diff", "--json"), ("inspect", "--graph"), ("inspect", "--graph", "--json"),
+)  # fmt: skip
+"""What the command line shows of a bundle: one of these for every accepted case, and for one of a few refused ones."""
+
+REFUSED_SHOWN = 0.03
+
+KILLED = "CGC_FUZZ_KILLED"
+"""Environment: the cases that end their process, for the fuzzer's own test."""
 
 
 class Golden:
-    """A bundle whose files are read once, and linked into a folder for every case."""
+    """A bundle whose files are read once; every case changes some of them, and puts them back."""
 
     def __init__(self, path: Path, scratch: Path) -> None:
-        self.folder = scratch / "case.cgb"
-        self.origin = scratch / "origin.cgb"
+        self.folder, self.origin = scratch / "case.cgb", scratch / "origin.cgb"
         shutil.copytree(path, self.origin, dirs_exist_ok=True)
-        self.plain: dict[str, Any] = json.loads((path / archive.MANIFEST).read_bytes())
-        names = [row["path"] for row in self.plain["files"]]
+        (self.origin / archive.PROGRAM).write_bytes(b"the runtime never opens it")
+        plain: dict[str, Any] = json.loads((path / archive.MANIFEST).read_bytes())
+        del plain["sha256"]
+        self.manifest = mutations.seal(plain, {archive.PROGRAM: (self.origin / archive.PROGRAM).read_bytes()})
+        (self.origin / archive.MANIFEST).write_bytes(self.manifest)
+        self.plain = plain
+        self.weights = weights_of(archive.read_manifest(str(self.origin)))
+        self.key = "x".join(map(str, plain["programs"][0]["key"])) or "-"
+        names = [row["path"] for row in plain["files"]]
         self.tables = [name for name in names if name.startswith("graphs/")]
         self.stored = [name for name in names if name.endswith(".safetensors")]
-        self.images = [name for name in names if name.startswith(("kernels/", "host/"))]
-        self.names = names
+        self.texts = [name for name in names if name.endswith(".json")]
+        self.inputs = scratch / "inputs.safetensors"
+        shutil.copytree(self.origin, self.folder, dirs_exist_ok=True)
+        self._changed: list[str] = []
 
-    def write(self, plain: dict[str, Any], files: dict[str, bytes], manifest: bytes | None) -> None:
-        """The bundle with these changes."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for name in self.names:
-            target = self.folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if name in files:
-                target.write_bytes(files[name])
-            else:
-                os.link(self.origin / name, target)
-        (self.folder / archive.MANIFEST).write_bytes(mutations.seal(plain, files) if manifest is None else manifest)
+    def write(self, files: dict[str, bytes], manifest: bytes) -> None:
+        """The bundle with these changes, and without the last case's."""
+        for name in self._changed:
+            shutil.copyfile(self.origin / name, self.folder / name)
+        for name, data in files.items():
+            (self.folder / name).write_bytes(data)
+        (self.folder / archive.MANIFEST).write_bytes(manifest)
+        self._changed = list(files)
 
 
 def mutate(golden: Golden, number: int) -> str:
     """Writes case `number`; says what kind it is."""
     draw = random.Random(number)
     how = draw.random()
-    plain, files, whole = golden.plain, dict[str, bytes](), None
-    if how < 0.7 or not (golden.tables or golden.stored):
-        kind, plain = "manifest", mutations.manifest(golden.plain, draw)
-    elif how < 0.88 and golden.tables:
-        kind, name = "table", draw.choice(golden.tables)
-        files[name] = mutations.table((golden.origin / name).read_bytes(), draw)
-    elif how < 0.97:
-        kind, name = "tensors", draw.choice(golden.stored)
-        files[name] = mutations.tensors((golden.origin / name).read_bytes(), draw)
-    else:
-        kind, whole = "bytes", mutations.table((golden.origin / archive.MANIFEST).read_bytes(), draw)
-    if kind != "bytes":
-        plain = json.loads(json.dumps(plain))
-    golden.write(plain, files, whole)
+    if how < 0.45:
+        golden.write({}, mutations.seal(mutations.manifest(golden.plain, draw), {}))
+        return "manifest"
+    if how < 0.6:
+        golden.write({}, mutations.seal(mutations.swapped(golden.plain, draw), {}))
+        return "swapped"
+    if how < 0.66:
+        golden.write({}, mutations.text(golden.manifest, draw))
+        return "text"
+    if how < 0.69:
+        golden.write({}, mutations.table(golden.manifest, draw))
+        return "bytes"
+    if how < 0.75:
+        golden.write({}, golden.manifest)
+        given = (golden.origin / archive.EXAM).read_bytes()
+        golden.inputs.write_bytes((mutations.tensors if draw.random() < 0.7 else mutations.table)(given, draw))
+        return "inputs"
+    kind, change, names = "tensors", mutations.tensors, golden.stored
+    if golden.tables and how < 0.86:
+        kind, change, names = "columns", mutations.columns, golden.tables
+    elif golden.tables and how < 0.92:
+        kind, change, names = "table", mutations.table, golden.tables
+    elif how > 0.97:
+        kind, change, names = "data", mutations.table, [*golden.stored, *golden.texts]
+    name = draw.choice(names)
+    files = {name: change((golden.origin / name).read_bytes(), draw)}
+    golden.write(files, mutations.seal(json.loads(json.dumps(golden.plain)), files))
     return kind
 
 
-def run(golden: Golden, answers: Answers | None) -> str:
-    """What becomes of the written case: a code of the catalogue, "accepted", or "right"."""
+def run(golden: Golden, answers: Answers | None, kind: str, number: int) -> str:
+    """What becomes of the written case: a code, "accepted", "right", "refused", "another model", or "wrong: ..."."""
+    draw = random.Random(-number)
     path = str(golden.folder)
+    if kind == "inputs":
+        return command(["run", path, "--inputs", str(golden.inputs), "--quiet"])
     try:
-        validate.check_bundle(archive.Archive(path), "full")
-        if answers is None:
-            return "accepted"
-        with cgbundle.load(path) as program:
-            return answers.judge(program)
+        bundle = archive.Archive(path)
+        validate.check_bundle(bundle, "full")
+        found = "accepted"
+        if answers is not None:
+            with cgbundle.load(path) as program:
+                found = answers.judge(program)
+                if kind in ("tensors", "data"):
+                    exam.replay_exam(path, program)
+            if " differs by " in found and (kind in ("tensors", "data") or weights_of(bundle.manifest) != golden.weights):
+                found = "another model"
     except CgbundleError as error:
-        return error.code
+        found = shown(error)
+        if draw.random() >= REFUSED_SHOWN:
+            return found
+    view = draw.choice(VIEWS)
+    if view[0] == "diff":
+        told = command(["diff", *view[1:], str(golden.origin), path])
+    else:
+        told = command([view[0], path, *([view[1], golden.key, *view[2:]] if "--graph" in view else view[1:])])
+    return told if told.startswith("wrong: ") else found
+
+
+def weights_of(manifest: Manifest) -> dict[str, str]:
+    """The tensor behind every constant of the code: with others it is another model, and no answer is known."""
+    return {name: manifest.weights[weight].tensor for region in manifest.regions for name, weight in region.constants}
 
 
 def main(arguments: list[str]) -> int:
-    golden_path, scratch, status, first, last = Path(arguments[0]), Path(arguments[1]), arguments[2], *map(int, arguments[3:])
-    golden = Golden(golden_path, scratch)
+    path, scratch, first, last = Path(arguments[0]), Path(arguments[1]), int(arguments[2]), int(arguments[3])
+    until = float(arguments[4])
+    golden = Golden(path, scratch)
     answers = Answers.of(str(golden.origin))
-    counts: Counter[str] = Counter()
-    with open(status, "r+b", buffering=0) as current:
-        for number in range(first, last):
-            current.seek(0)
-            current.write(number.to_bytes(8, "little"))
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            kind = mutate(golden, number)
-            try:
-                found = run(golden, answers)
-            except Exception as error:  # noqa: BLE001 (what it is, is what is looked for)
-                found = "foreign"
-                print(json.dumps({"case": number, "kind": kind, "what": f"{type(error).__name__}: {error}"[:300]}), flush=True)
-            if found.startswith("wrong:"):
-                print(json.dumps({"case": number, "kind": kind, "what": found}), flush=True)
-            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            if grown > LIMIT:
-                print(json.dumps({"case": number, "kind": kind, "what": f"{grown >> 10} MiB of memory"}), flush=True)
-            counts[found.partition(":")[0]] += 1
-    print(json.dumps({"counts": counts}), flush=True)
+    log = os.open(scratch / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    settled, killed = peak(), os.environ.get(KILLED, "").split(",")
+    for number in range(first, last):
+        if until and time.time() > until:
+            break
+        os.write(log, f"{number} ".encode())
+        kind = mutate(golden, number)
+        os.write(log, f"{kind} ".encode())
+        if str(number) in killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            found = run(golden, answers, kind, number)
+        except Exception as error:  # noqa: BLE001 (what it is, is what is looked for)
+            found = f"foreign: {type(error).__name__}: {error}"
+        grown = peak() - settled
+        if grown > LIMIT:
+            found = f"memory: {grown} MiB"
+        if grown > LIMIT // 5:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        line = "".join([c if c.isprintable() else "?" for c in found[:400]])
+        os.write(log, f"{line}\n".encode())
     return 0
+
+
+def peak() -> int:
+    """MiB that this process had in memory at the most since it began, or since the peak was reset."""
+    found = re.search(rb"VmHWM:\s+(\d+)", Path("/proc/self/status").read_bytes())
+    return int(found[1]) >> 10 if found else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import archive, host_code, manifest_json, safetensors
+from cgbundle.format import archive, manifest_json, safetensors
 from cgbundle.format.archive import exam_entry as entry
 from cgbundle.format.schema import (
     FORMAT_VERSION,
@@ -28,6 +28,7 @@ from cgbundle.format.schema import (
     Value,
     Weight,
 )
+from cgbundle.validate import host_code
 
 Change = Callable[[Manifest], Manifest]
 HOST_FILE = "host/model.so"

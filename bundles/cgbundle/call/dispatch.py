@@ -76,18 +76,21 @@ def _fewest_wasted(sizes: Sequence[int], size: int, *, exact: bool) -> list[int]
     and no sum fits exactly.
 
     Dynamic programming over the last `largest**2` rows: above that an optimal sum always holds the largest size (of any `largest`
-    smaller pieces some add up to a multiple of it).
+    smaller pieces some add up to a multiple of it).  Pieces of the smallest size waste less than one of them: beyond that no sum
+    is of interest, however large the largest size is.
     """
-    largest = sizes[-1]
+    smallest, largest = sizes[0], sizes[-1]
+    if size <= smallest:
+        return [smallest] if size == smallest or not exact else []
     bulk = max(0, (size - largest * largest) // largest)
     rest = size - bulk * largest
-    never = (rest + largest + 1, 0)
-    best: list[tuple[int, int]] = [(0, 0)] + [never] * (rest + largest)  # total -> (pieces, last piece)
-    for total in range(1, rest + largest + 1):
+    last = rest if exact else rest + smallest - 1
+    never = (last + 1, 0)
+    best: list[tuple[int, int]] = [(0, 0)] + [never] * last  # total -> (pieces, last piece)
+    for total in range(1, last + 1):
         for piece in sizes:
             if piece <= total and best[total - piece][0] + 1 < best[total][0]:
                 best[total] = (best[total - piece][0] + 1, piece)
-    last = rest if exact else rest + largest
     reached = next((total for total in range(rest, last + 1) if best[total] != never), None)
     if reached is None:
         return []

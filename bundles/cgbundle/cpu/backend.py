@@ -10,12 +10,12 @@ from ctypes import Array, addressof, c_void_p
 from typing import Any
 
 from ..errors import MachineError
-from ..format import host_code
 from ..format.archive import WEIGHTS, Archive
 from ..format.schema import Target
 from ..format.spans import span
 from ..session.initial_state import InitialState
 from ..session.locks import ExclusiveLock, SharedLock, closed
+from ..validate import host_code
 from ..validate.state import STATE
 from . import libtorch
 from .host_region import INSTANCES, HostRegion, layout_of, open_region

@@ -7,9 +7,9 @@ from ctypes import Array, addressof, c_int64, c_void_p, sizeof, string_at
 from dataclasses import replace
 
 from ..errors import MachineError
-from ..format import host_code
 from ..format.schema import Alias, Manifest, Program, Value
 from ..tensors.tensor import Tensor, moving
+from ..validate import host_code
 from ..validate.steps import PERSISTENT
 from .libtorch import LibTorch
 

@@ -71,7 +71,7 @@ class CudaBackend:
 
     def _start(self, shared: Shared, *, alone: bool, lazy: bool) -> None:
         """Begins with one share of what sessions share, which is given back where this fails."""
-        lock = SessionLock(shared.manifest.name)
+        lock = self._session_lock = SessionLock(shared.manifest.name)
         self._gate = lock.inner
         self._lock: AnyLock = lock if alone else lock.inner
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
@@ -216,6 +216,7 @@ class CudaBackend:
     def close(self) -> None:
         """Waits for what runs and gives back what is the session's own, and with the last session the rest, but Outputs not freed
         yet; they keep the context.  Closing twice does nothing."""
+        self._session_lock.ending = True
         with self._gate:
             if self._closed:
                 return

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
 from ..cpu.output_layouts import Found, check_layout
-from ..format import host_code
 from ..format.archive import Archive
 from ..format.safetensors import Mapped
 from ..format.schema import Program, Step, Value
 from ..format.spans import span
+from ..validate import host_code
 from .driver import check, cu
 from .memory import Memories
 

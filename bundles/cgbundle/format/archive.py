@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 from ..errors import BundleError
-from . import manifest_json
+from . import limits, manifest_json
 from .open_files import CHUNK, DAMAGE, FOLDER, copied, open_directory, open_entry, open_file, pieces
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
@@ -22,9 +22,6 @@ PROGRAM = "program.pt2"
 WEIGHTS = "weights.safetensors"
 EXAM = "exam.safetensors"
 GRAPHS, KERNELS, HOST = "graphs/", "kernels/", "host/"
-
-MAX_HELD = 256 << 20
-"""Bytes of a file that is read as a whole: a table, a kernel image, a shared object."""
 
 
 class Archive:
@@ -119,8 +116,8 @@ class Archive:
 
     def contents(self, file: File) -> bytes:
         """The contents of a file, read now, its hash checked.  Raises file-damaged."""
-        if file.bytes > MAX_HELD:
-            raise BundleError("file-damaged", f"{file.path}: {file.bytes} bytes, more than the limit of {MAX_HELD}")
+        if file.bytes > limits.HELD_BYTES:
+            raise BundleError("file-damaged", f"{file.path}: {file.bytes} bytes, more than the limit of {limits.HELD_BYTES}")
         found = b"".join(pieces(self._descriptor(file.path), file.path, file.bytes))
         self._drop(file.path)
         _check_digest(file, hashlib.sha256(found).hexdigest())
@@ -162,7 +159,7 @@ class Archive:
             what = f"a directory without {MANIFEST}" if missing else f"its {MANIFEST} is {error}"
             raise BundleError("not-a-bundle", f"{self.path}: {what}, not a bundle") from None
         try:
-            limit = manifest_json.MAX_BYTES
+            limit = limits.JSON_BYTES
             size = os.fstat(descriptor).st_size
             if size > limit:
                 raise BundleError("manifest-invalid", f"{MANIFEST}: {size} bytes, more than the limit of {limit}")

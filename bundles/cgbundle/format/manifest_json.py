@@ -14,17 +14,12 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from math import isfinite
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import BundleError
-from . import schema
+from . import json_text, limits, schema
+from .scalars import brief, expected, invalid, name, text, whole
 from .size_expressions import OPERATORS
-
-MAX_BYTES = 256 << 20
-"""A manifest larger than this is refused unread: ten thousand keys of a large model need a tenth of it."""
-
-MAX_DEPTH = 64
-"""Operators of a size inside each other; no model comes near."""
 
 SEAL = "sha256"
 """The key of the manifest's own hash."""
@@ -36,24 +31,22 @@ def encode(manifest: schema.Manifest) -> bytes:
     """Canonical JSON of `manifest` in its own format version, UTF-8, ending with a newline.  Raises manifest-invalid for what that
     version cannot hold."""
     plain = _plain(manifest, manifest.format) | {SEAL: "0" * 64}
-    lines = [f"{json.dumps(name)}:{json.dumps(plain[name], sort_keys=True, separators=(',', ':'))}" for name in sorted(plain)]
+    lines = [f"{json.dumps(field)}:{json.dumps(plain[field], sort_keys=True, separators=(',', ':'))}" for field in sorted(plain)]
     text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     return text.replace(_seal("0" * 64), _seal(hashlib.sha256(text).hexdigest()))
 
 
 def decode(data: bytes) -> schema.Manifest:
     """The manifest in `data`.  Raises manifest-invalid or format-unsupported; checks types only: `validate/` has the rest."""
-    if len(data) > MAX_BYTES:
-        raise BundleError("manifest-invalid", f"manifest.json: {len(data)} bytes, more than the limit of {MAX_BYTES}")
     try:
-        plain = json.loads(data, parse_constant=_reject, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise BundleError("manifest-invalid", f"manifest.json: not JSON: {error}") from None
+        plain = json_text.parse(data)
+    except ValueError as error:
+        raise BundleError("manifest-invalid", f"manifest.json: {error}") from None
     if not isinstance(plain, dict):
         raise BundleError("manifest-invalid", f"manifest.json: expected an object, got {type(plain).__name__}")
     version = plain.get("format")
-    if type(version) is not int or version < 1:
-        raise BundleError("manifest-invalid", f"format: expected a version number, got {str(version)[:40]!r}")
+    if type(version) is not int or not 1 <= version < limits.INTEGER:
+        raise BundleError("manifest-invalid", f"format: expected a version number, got {brief(version)}")
     if version > schema.FORMAT_VERSION:
         raise BundleError(
             "format-unsupported",
@@ -70,15 +63,6 @@ def decode(data: bytes) -> schema.Manifest:
 
 def _seal(digest: str) -> bytes:
     return f'\n"{SEAL}":"{digest}"'.encode()
-
-
-def _reject(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not allowed")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    return number if isfinite(number) else _reject(digits[:40])
 
 
 def _plain(value: Any, version: int) -> Any:
@@ -101,46 +85,69 @@ def _plain(value: Any, version: int) -> Any:
     return value
 
 
-def _added(kind: type, name: str) -> tuple[int, Any]:
+def _added(kind: type, field: str) -> tuple[int, Any]:
     """The format version from which on a record has a field, and what it is before."""
-    return schema.ADDED.get((kind.__name__, name), (1, None))
+    return schema.ADDED.get((kind.__name__, field), (1, None))
 
 
 # --- decoders, built once per process and format version from the annotations -------------------------------------
 
 
-def _fail(where: str, expected: str, got: Any) -> BundleError:
-    return BundleError(
-        "manifest-invalid", f"{where or 'manifest'}: expected {expected}, got {type(got).__name__} {str(got)[:40]!r}"
-    )
-
-
-def _scalar(kind: type, name: str) -> Decoder:
+def _scalar(kind: type, word: str) -> Decoder:
     def decoder(value: Any, where: str) -> Any:
         if type(value) is kind:
             return value
         if kind is float and type(value) is int and abs(value) < 1 << 1023:
             return float(value)
-        raise _fail(where, name, value)
+        raise expected(where, word, value)
 
     return decoder
 
 
-def _size(value: Any, where: str, depth: int = 0) -> Any:
+def _size(value: Any, where: str) -> Any:
     """A schema.Size."""
-    if type(value) in (int, str):
-        return value
-    if depth > MAX_DEPTH:
-        raise BundleError("manifest-invalid", f"{where}: nested too deeply")
-    if type(value) is list and len(value) == 3 and value[0] in OPERATORS:
-        return (value[0], _size(value[1], f"{where}[1]", depth + 1), _size(value[2], f"{where}[2]", depth + 1))
-    raise _fail(where, "a size", value)
+    return _operand(value, where, 0, [limits.SIZE_OPERATORS])
+
+
+def _operand(value: Any, where: str, depth: int, left: list[int]) -> Any:
+    """`left` is how many operators more the size may have, in a list that its parts share."""
+    if type(value) is int:
+        return whole(value, where)
+    if type(value) is str:
+        return name(value, where)
+    if type(value) is list and len(value) == 3 and type(value[0]) is str and value[0] in OPERATORS:
+        left[0] -= 1
+        if depth >= limits.SIZE_DEPTH or left[0] < 0:
+            reason = "nested too deeply" if left[0] >= 0 else f"more than {limits.SIZE_OPERATORS} operators"
+            raise invalid(where.split("][")[0].rstrip("]") + "]", reason)  # at the size's own path, which ends with its axis
+        return (value[0], *[_operand(value[side], f"{where}[{side}]", depth + 1, left) for side in (1, 2)])
+    raise expected(where, "a size", value)
+
+
+def _axes(listed: Decoder) -> Decoder:
+    def decoder(value: Any, where: str) -> Any:
+        if type(value) is list and len(value) > limits.AXES:
+            raise invalid(where, f"{len(value)} axes, more than the limit of {limits.AXES}")
+        return listed(value, where)
+
+    return decoder
+
+
+def _numbers(value: Any, where: str) -> tuple[int, ...]:
+    """As a list of `whole` numbers, all at once: a manifest consists of these, most of all."""
+    if type(value) is list and (not value or ({*map(type, value)} == _INT and min(value) >= -_END and max(value) < _END)):
+        return tuple(value)
+    made: tuple[int, ...] = _list(whole)(value, where)
+    return made
+
+
+_INT, _END = {int}, limits.INTEGER
 
 
 def _list(item: Decoder) -> Decoder:
     def decoder(value: Any, where: str) -> Any:
         if type(value) is not list:
-            raise _fail(where, "a list", value)
+            raise expected(where, "a list", value)
         return tuple([item(element, f"{where}[{index}]") for index, element in enumerate(value)])
 
     return decoder
@@ -149,7 +156,7 @@ def _list(item: Decoder) -> Decoder:
 def _fixed(items: tuple[Decoder, ...]) -> Decoder:
     def decoder(value: Any, where: str) -> Any:
         if type(value) is not list or len(value) != len(items):
-            raise _fail(where, f"{len(items)} values", value)
+            raise expected(where, f"{len(items)} values", value)
         return tuple([item(element, f"{where}[{index}]") for index, (item, element) in enumerate(zip(items, value, strict=True))])
 
     return decoder
@@ -159,20 +166,20 @@ def _fixed(items: tuple[Decoder, ...]) -> Decoder:
 def _record(kind: type, version: int) -> Decoder:
     added = {field.name: _added(kind, field.name) for field in fields(kind)}
     members = {field.name: _annotation(str(field.type), version) for field in fields(kind) if added[field.name][0] <= version}
-    lacking = {name: before for name, (since, before) in added.items() if since > version}
+    lacking = {field: before for field, (since, before) in added.items() if since > version}
 
     def decoder(value: Any, where: str) -> Any:
         if type(value) is not dict:
-            raise _fail(where, kind.__name__, value)
+            raise expected(where, kind.__name__, value)
         prefix = f"{where}." if where else ""
         if value.keys() != members.keys():
             missing = sorted(members.keys() - value.keys())
             unknown = sorted(value.keys() - members.keys())
             if missing:
                 raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
-            name = unknown[0] if unknown[0].isidentifier() else repr(unknown[0][:40])
-            raise BundleError("manifest-invalid", f"{prefix}{name}: no such field in this format version")
-        return kind(**lacking, **{name: member(value[name], prefix + name) for name, member in members.items()})
+            field = unknown[0][:40] if unknown[0].isidentifier() else repr(unknown[0][:40])
+            raise BundleError("manifest-invalid", f"{prefix}{field}: no such field in this format version")
+        return kind(**lacking, **{field: member(value[field], prefix + field) for field, member in members.items()})
 
     return decoder
 
@@ -189,11 +196,14 @@ def _annotation(text: str, version: int) -> Decoder:
 
 
 _SCALARS: dict[str, Decoder] = {
-    "int": _scalar(int, "int"),
-    "str": _scalar(str, "str"),
+    "int": whole,
+    "str": text,
+    "Name": name,
     "bool": _scalar(bool, "bool"),
     "float": _scalar(float, "number"),
-    "IntKey": _list(_scalar(int, "int")),
-    "Size": _size,
+    "IntKey": _numbers,
+    "tuple[int, ...]": _numbers,
+    "Shape": _axes(_numbers),
+    "Sizes": _axes(_list(_size)),
     "Tree": _scalar(dict, "an object"),  # `pytree.check` looks inside
 }

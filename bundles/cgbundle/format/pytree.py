@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from ..errors import BundleError, CallError
+from ..errors import CallError
+from . import limits, scalars
+from .scalars import invalid
 from .schema import Tree
-
-MAX_DEPTH = 64
-"""Containers inside each other; no model comes near."""
 
 
 def check(tree: Tree, where: str, tensors: int) -> None:
@@ -31,56 +30,86 @@ def check_call(tree: Tree, tensors: int) -> None:
     """As `check`, for the tree of a call: its parameters, each named once."""
     parameters: Any = tree.get("call")
     if len(tree) != 1 or not _are_pairs(parameters) or not all(type(name) is str for name, _ in parameters):
-        raise BundleError("manifest-invalid", "call: is not the structure of a call")
-    _check_keys(parameters, "call")
-    _check_all([(_path("call", name), child) for name, child in parameters], "call", tensors)
+        raise invalid("call", "is not the structure of a call")
+    _check_keys(parameters, ("call",))
+    _check_all([("call" + _step(name), child) for name, child in parameters], "call", tensors)
 
 
-def _check_all(trees: list[tuple[str, Any]], where: str, tensors: int) -> None:
+Place = tuple[Any, ...]
+"""Where a tree stands: (the place of the tree around it, the key or index in that one); of the outermost, its path as text."""
+
+
+def _check_all(trees: list[tuple[Any, Any]], where: str, tensors: int) -> None:
+    """Without recursion, and with paths that are spelled where something is wrong alone: a tree may be hostile."""
     found: list[int] = []
-    for place, tree in trees:
-        _check(tree, place, found, 0)
+    waiting: list[tuple[Place, Any, int]] = [((place,), tree, 0) for place, tree in reversed(trees)]
+    while waiting:
+        place, tree, depth = waiting.pop()
+        waiting += [((place, key), child, depth + 1) for key, child in reversed(_children(tree, place, depth, found))]
     if found != list(range(tensors)):
-        raise BundleError("manifest-invalid", f"{where}: names tensors {found[:8]}, expected each of {tensors} once, in order")
+        named = ", ".join(map(scalars.brief, found[:8]))
+        raise invalid(where, f"names the tensors {named or 'none'}, expected each of {tensors} once, in order")
 
 
-def _check(tree: Any, where: str, found: list[int], depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise BundleError("manifest-invalid", f"{where[:80]}: nested too deeply")
+def _children(tree: Any, place: Place, depth: int, found: list[int]) -> list[tuple[Any, Any]]:
+    """(key or index, tree) of what lies in a tree, which is sound in itself; the number of a tensor goes to `found`."""
+    if depth > limits.TREE_DEPTH:
+        raise invalid(_spell(place), "nested too deeply")
     if type(tree) is not dict or len(tree) != 1:
-        raise BundleError("manifest-invalid", f"{where}: expected an object with one key")
+        raise invalid(_spell(place), "expected an object with one key")
     ((kind, body),) = tree.items()
-    children: list[tuple[str, Any]] = []
     if kind == "tensor" and type(body) is int:
         found.append(body)
-    elif kind == "value" and (body is None or type(body) in (bool, int, float, str)):
-        pass
-    elif kind in ("tuple", "list") and type(body) is list:
-        children = [(f"{where}[{index}]", child) for index, child in enumerate(body)]
-    elif kind == "dict" and _are_pairs(body):
-        if not all(type(key) in (str, int) for key, _ in body):
-            raise BundleError("manifest-invalid", f"{where}: a key is neither text nor a number")
-        _check_keys(body, where)
-        children = [(_path(where, key), child) for key, child in body]
-    elif kind == "namedtuple" and type(body) is list and len(body) == 3 and _fields_fit(body):
-        children = [(_path(where, key), child) for key, child in zip(body[1], body[2], strict=True)]
-    else:
-        raise BundleError("manifest-invalid", f"{where}: {str(kind)[:40]!r} is no structure of this format")
-    for place, child in children:
-        _check(child, place, found, depth + 1)
+        return []
+    if kind == "value" and (body is None or type(body) in (bool, int, float, str)):
+        _check_value(body, place)
+        return []
+    if kind in ("tuple", "list") and type(body) is list:
+        return list(enumerate(body))
+    if kind == "dict" and _are_pairs(body):
+        _check_keys(body, place)
+        return [(key, child) for key, child in body]
+    if kind == "namedtuple" and type(body) is list and len(body) == 3 and _fields_fit(body):
+        return list(zip(body[1], body[2], strict=True))
+    raise invalid(_spell(place), f"{str(kind)[:40]!r} is no structure of this format")
+
+
+def _check_value(value: Any, place: Place) -> None:
+    if type(value) is int and not -limits.INTEGER <= value < limits.INTEGER:
+        raise scalars.expected(_spell(place), "an integer of 64 bits", value)
+    if type(value) is str and (reason := scalars.text_reason(value)):
+        raise invalid(_spell(place), reason)
 
 
 def _are_pairs(body: Any) -> bool:
     return type(body) is list and all(type(pair) is list and len(pair) == 2 for pair in body)
 
 
-def _check_keys(pairs: list[Any], where: str) -> None:
+def _check_keys(pairs: list[Any], place: Place) -> None:
+    for key, _ in pairs:
+        if type(key) is str:
+            known = len(key) <= limits.NAME and key.isprintable()
+        else:
+            known = type(key) is int and -limits.INTEGER <= key < limits.INTEGER
+        if not known:
+            raise invalid(_spell(place), f"the key {scalars.brief(key)} is neither a printable name nor a number of 64 bits")
     if len({key for key, _ in pairs}) != len(pairs):
-        raise BundleError("manifest-invalid", f"{where}: a key stands twice")
+        raise invalid(_spell(place), "a key stands twice")
 
 
-def _path(where: str, key: str | int) -> str:
-    return f"{where}.{key}" if type(key) is int or str(key).isidentifier() else f"{where}[{str(key)[:40]!r}]"
+def _spell(place: Place) -> str:
+    """The path of a place: `call.x[0].key`."""
+    keys: list[Any] = []
+    while len(place) == 2:
+        place, key = place
+        keys.append(key)
+    return str(place[0]) + "".join([_step(key) for key in reversed(keys)])
+
+
+def _step(key: str | int) -> str:
+    if type(key) is str:
+        return f".{key}" if key.isidentifier() and len(key) <= 40 else f"[{key[:40]!r}]"
+    return f"[{key}]"
 
 
 def _fields_fit(body: list[Any]) -> bool:
@@ -88,16 +117,16 @@ def _fields_fit(body: list[Any]) -> bool:
     return (
         type(names) is list
         and type(children) is list
-        and len(names) == len(children)
-        and len(set(map(str, names))) == len(names)
+        and len(names) == len(children) <= limits.TREE_FIELDS
         and all(type(word) is str and _is_name(word) for word in [name, *names])
         and not any(word.startswith("_") for word in names)
+        and len(set(names)) == len(names)
     )
 
 
 def _is_name(word: str) -> bool:
     """A name as Python's parser leaves it: it takes some letters for others (NFKC)."""
-    if not word.isidentifier() or iskeyword(word):
+    if len(word) > limits.NAME or not word.isidentifier() or iskeyword(word):
         return False
     if word.isascii():
         return True

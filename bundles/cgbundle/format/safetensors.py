@@ -18,13 +18,12 @@ from math import prod
 from typing import IO, Any
 
 from ..errors import BundleError
+from . import json_text, limits
+from .scalars import brief
 from .schema import DTYPES
 
 ALIGNMENT = 256
 """Bytes: what CUDA promises of an allocation, and four cache lines."""
-
-MAX_HEADER = 100_000_000
-"""The format's own limit on the header, in bytes."""
 
 CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -52,35 +51,53 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     size = os.fstat(file.fileno()).st_size
     head = file.read(8)
     length = int.from_bytes(head, "little")
-    if len(head) < 8 or length > MAX_HEADER or 8 + length > size:
-        raise BundleError("weights-invalid", f"{where}: the header's length does not fit the file of {size} bytes")
+    if len(head) < 8 or 8 + length > size:
+        raise invalid(where, f"the header's length does not fit the file of {size} bytes")
+    if length > limits.JSON_BYTES:
+        raise invalid(where, f"a header of {length} bytes, more than the limit of {limits.JSON_BYTES}")
     try:
-        plain = json.loads(str(file.read(length), "utf-8"))
-        dtypes = {code: name for name, code in CODES.items()}
-        entries = {name: _entry(item, dtypes, 8 + length) for name, item in plain.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise BundleError("weights-invalid", f"{where}: the header is not that of a safetensors file") from None
+        plain = json_text.parse(file.read(length))
+    except ValueError as error:
+        raise invalid(where, f"the header: {error}") from None
+    if type(plain) is not dict:
+        raise invalid(where, f"the header is no object but {type(plain).__name__}")
+    dtypes = {code: name for name, code in CODES.items()}
+    entries = {name: _entry(name, item, dtypes, 8 + length, where) for name, item in plain.items() if name != "__metadata__"}
     ordered = dict(sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)))
     end = 8 + length
     for name, entry in ordered.items():
         if entry.begin != end or entry.end < entry.begin:
-            raise BundleError("weights-invalid", f"{where}: tensor {name!r} begins at byte {entry.begin}, expected {end}")
-        if min(entry.shape, default=0) < 0 or entry.end - entry.begin != nbytes(entry.dtype, entry.shape):
-            raise BundleError(
-                "weights-invalid",
-                f"{where}: tensor {name!r} has {entry.end - entry.begin} bytes, its shape {list(entry.shape)} needs others",
-            )
+            raise invalid(where, f"tensor {name!r} begins at byte {entry.begin}, expected {end}")
+        if entry.end - entry.begin != nbytes(entry.dtype, entry.shape):
+            raise invalid(where, f"tensor {name!r} has {entry.end - entry.begin} bytes, its shape {list(entry.shape)} needs others")
         end = entry.end
     if end != size:
-        raise BundleError("weights-invalid", f"{where}: the file has {size} bytes, its header promises {end}")
+        raise invalid(where, f"the file has {size} bytes, its header promises {end}")
     return ordered
 
 
-def _entry(item: Any, dtypes: Mapping[str, str], start: int) -> Entry:
-    shape, (begin, end) = item["shape"], item["data_offsets"]
-    if type(shape) is not list or not all(type(number) is int for number in (*shape, begin, end)):
-        raise TypeError
-    return Entry(dtype=dtypes[item["dtype"]], shape=tuple(shape), begin=start + begin, end=start + end)
+def invalid(where: str, message: str) -> BundleError:
+    """The error for a defect of the file that messages call `where`."""
+    return BundleError("weights-invalid", f"{where}: {message}")
+
+
+def _entry(name: str, item: Any, dtypes: Mapping[str, str], start: int, where: str) -> Entry:
+    if len(name) > limits.NAME or not name.isprintable():
+        raise invalid(where, f"the name {name[:40]!r} of a tensor is not printable, or longer than {limits.NAME} characters")
+    if type(item) is not dict or not item.keys() >= {"dtype", "shape", "data_offsets"}:
+        raise invalid(where, f"tensor {name!r}: expected its dtype, shape and data_offsets")
+    dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
+    if type(dtype) is not str or dtype not in dtypes:
+        raise invalid(where, f"tensor {name!r}: unknown dtype {brief(dtype)}")
+    if type(shape) is not list or len(shape) > limits.AXES or not all(map(_is_count, shape)):
+        raise invalid(where, f"tensor {name!r}: its shape is no list of at most {limits.AXES} sizes of 64 bits")
+    if type(offsets) is not list or len(offsets) != 2 or not all(map(_is_count, offsets)):
+        raise invalid(where, f"tensor {name!r}: its data_offsets are not two numbers of bytes")
+    return Entry(dtype=dtypes[dtype], shape=tuple(shape), begin=start + offsets[0], end=start + offsets[1])
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < limits.INTEGER
 
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:

@@ -39,8 +39,17 @@ host region allocates during the call; beside a GPU it is one pinned buffer, thr
 KERNEL_CODE = "code"
 """Beside MEMORIES, in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
 
+Name = str
+"""Printable text of `limits.NAME` characters at the most; another `str` is text for people, of `limits.TEXT`."""
+
+Shape = tuple[int, ...]
+"""A number for every axis, for `limits.AXES` at the most: sizes, strides, an order."""
+
 Size = int | str | tuple[Any, ...]
 """A size in a shape: an int, the name of a dimension, or (operator, left, right) with operator + - * // %."""
+
+Sizes = tuple[Size, ...]
+"""A shape that may use dimension names."""
 
 Tree = dict[str, Any]
 """Nested structure of a call's inputs or outputs as JSON: see `pytree.py`."""
@@ -54,9 +63,9 @@ class Dimension:
     """`pad` is "rows" (rows do not depend on each other: any filling is exact), "zeros" (only zeros were proved exact) or "no".
     `chunk` says that a call may be cut along this dimension; `reason` is shown when the runtime has to refuse."""
 
-    name: str
+    name: Name
     sizes: tuple[int, ...]
-    pad: str
+    pad: Name
     chunk: bool
     reason: str
 
@@ -66,10 +75,10 @@ class TensorSpec:
     """An input or output: `shape` may use dimension names.  `order` lists the axes from outermost to innermost in memory:
     (0, 1, 2, 3) is contiguous, (0, 2, 3, 1) is channels last."""
 
-    name: str
-    dtype: str
-    shape: tuple[Size, ...]
-    order: tuple[int, ...]
+    name: Name
+    dtype: Name
+    shape: Sizes
+    order: Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +87,10 @@ class Target:
     `features` are the processor flags that host code uses, `torch` the lowest version whose shared libraries it needs: both are
     empty without host regions."""
 
-    kind: str
-    arch: str
-    features: tuple[str, ...]
-    torch: str
+    kind: Name
+    arch: Name
+    features: tuple[Name, ...]
+    torch: Name
     driver: int
 
 
@@ -93,12 +102,12 @@ class Weight:
     its place there, 256-byte aligned.  In memory weights it is 0 on the cpu target and may be `spans.HOST_ONLY` on the cuda target.
     """
 
-    name: str
-    tensor: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    memory: str
+    name: Name
+    tensor: Name
+    dtype: Name
+    shape: Shape
+    strides: Shape
+    memory: Name
     offset: int
 
 
@@ -106,10 +115,10 @@ class Weight:
 class Value:
     """A tensor of one program: where it lies (bytes into `memory`; 0 on the cpu target) and how (strides in elements)."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    memory: str
+    dtype: Name
+    shape: Shape
+    strides: Shape
+    memory: Name
     offset: int
 
 
@@ -118,11 +127,11 @@ class Region:
     """A piece of the exported graph: `kind` graph or host.  `file` is a host region's shared object, "" for a graph
     region; `constants` pairs the shared object's own name of a constant with the position of a weight."""
 
-    name: str
-    kind: str
+    name: Name
+    kind: Name
     reason: str
-    file: str
-    constants: tuple[tuple[str, int], ...]
+    file: Name
+    constants: tuple[tuple[Name, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +139,9 @@ class Step:
     """One step of a program.  graph: `file` is the recording's table.  host: the region runs on `inputs` and writes `outputs`.
     copy: `inputs[0]` is copied to `outputs[0]`.  Inputs and outputs are positions in the program's values."""
 
-    kind: str
+    kind: Name
     region: int
-    file: str
+    file: Name
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
@@ -158,7 +167,7 @@ class Alias:
     target at the place of the other one; on the cpu target `offset` is in bytes from the other one's first element."""
 
     output: int
-    memory: str
+    memory: Name
     index: int
 
 
@@ -167,10 +176,10 @@ class Finding:
     """What a check found: `severity` is refuse, host or note.  `node` names a node of the exported program, or is "" where the
     finding concerns the whole model; `where` is the user's file:line or ""."""
 
-    rule: str
-    severity: str
+    rule: Name
+    severity: Name
     message: str
-    node: str
+    node: Name
     where: str
     source: str
     effect: str
@@ -183,7 +192,7 @@ class Proof:
     |eager| of the same output; `tolerance` the bound it was held to; `method` one of replay, interpret, none."""
 
     key: IntKey
-    method: str
+    method: Name
     error: float
     tolerance: float
 
@@ -193,7 +202,7 @@ class Exam:
     """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (the proof's bound).  Every int_key begins from the first
     state and is called `calls` times with its inputs; what the last call gives is compared, and what it leaves behind."""
 
-    compare: str
+    compare: Name
     calls: int
     proofs: tuple[Proof, ...]
 
@@ -204,7 +213,7 @@ class Provenance:
     of what built it, `machine` its processor or GPU."""
 
     source: str
-    created: str
+    created: Name
     versions: tuple[tuple[str, str], ...]
     machine: str
     options: tuple[tuple[str, str], ...]
@@ -214,9 +223,9 @@ class Provenance:
 class File:
     """A file of the bundle, by path relative to it, with forward slashes."""
 
-    path: str
+    path: Name
     bytes: int
-    sha256: str
+    sha256: Name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +235,7 @@ class Manifest:
     random numbers, int64 [seed, calls so far], or -1 for a model that draws none."""
 
     format: int
-    name: str
+    name: Name
     target: Target
     dimensions: tuple[Dimension, ...]
     inputs: tuple[TensorSpec, ...]
@@ -237,12 +246,12 @@ class Manifest:
     call: Tree
     result: Tree
     weights: tuple[Weight, ...]
-    memories: tuple[tuple[str, int], ...]
+    memories: tuple[tuple[Name, int], ...]
     regions: tuple[Region, ...]
     programs: tuple[Program, ...]
-    module_state: str
+    module_state: Name
     findings: tuple[Finding, ...]
-    waivers: tuple[str, ...]
+    waivers: tuple[Name, ...]
     exam: Exam
     provenance: Provenance
     files: tuple[File, ...]

@@ -20,6 +20,11 @@ def evaluate(size: Size, values: Mapping[str, int]) -> int:
     return OPERATORS[operator](evaluate(left, values), evaluate(right, values))
 
 
+def operands(size: Size) -> int:
+    """How many numbers, names and operators `size` is made of."""
+    return 1 + operands(size[1]) + operands(size[2]) if isinstance(size, tuple) else 1
+
+
 def names(size: Size) -> frozenset[str]:
     """The dimensions that `size` depends on."""
     if isinstance(size, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from .schema import DTYPES, Value, Weight
@@ -26,6 +27,38 @@ def overlap(one: Value, other: Value) -> bool:
     if one.memory != other.memory or not (own := span(one)) or not (others := span(other)):
         return False
     return one.offset < other.offset + others and other.offset < one.offset + own
+
+
+class Spans:
+    """Pieces of memories, asked whether one of them overlaps another piece.  `rows` are (memory, begin, end, number) in bytes,
+    empty ones overlap nothing.  Takes time in proportion to the rows, and to their logarithm for a question."""
+
+    __slots__ = ("_begins", "_furthest")
+
+    def __init__(self, rows: Iterable[tuple[str, int, int, int]]) -> None:
+        self._begins: dict[str, list[int]] = {}
+        self._furthest: dict[str, list[tuple[int, int]]] = {}  # (end, number) of the piece that ends last among those so far
+        for memory, begin, end, number in sorted(row for row in rows if row[1] < row[2]):
+            known = self._furthest.setdefault(memory, [])
+            known.append(max(known[-1], (end, number)) if known else (end, number))
+            self._begins.setdefault(memory, []).append(begin)
+
+    @classmethod
+    def of(cls, values: Sequence[Value], chosen: Iterable[int]) -> Spans:
+        """Those of some of a program's values, by their positions."""
+        return cls((values[index].memory, *extent(values[index]), index) for index in chosen)
+
+    def over(self, memory: str, begin: int, end: int) -> int | None:
+        """The number of a row that shares a byte with this piece; None where there is none."""
+        behind = bisect_left(self._begins.get(memory, ()), end)
+        if begin < end and behind and self._furthest[memory][behind - 1][0] > begin:
+            return self._furthest[memory][behind - 1][1]
+        return None
+
+
+def extent(value: Value) -> tuple[int, int]:
+    """The first byte of a value in its memory, and the one behind its last."""
+    return value.offset, value.offset + span(value)
 
 
 def graph_memories(memories: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -56,16 +56,18 @@ class AnyLock(Protocol):
 
 class SessionLock:
     """The lock of a session of the program named `name`: one thread's at a time.  Another one that comes meanwhile is told so and
-    does not wait.  `inner` is the lock itself, for who may wait."""
+    does not wait.  `inner` is the lock itself, for who may wait; `ending` is set by who waits for it to close the session."""
 
-    __slots__ = ("_holder", "_name", "inner")
+    __slots__ = ("_holder", "_name", "ending", "inner")
 
     def __init__(self, name: str) -> None:
-        self.inner, self._name, self._holder = RLock(), name, 0
+        self.inner, self._name, self._holder, self.ending = RLock(), name, 0, False
 
     def acquire(self) -> None:
-        """Raises SessionBusy."""
+        """Raises SessionBusy, and ProgramClosed while the session is being closed."""
         if not self.inner.acquire(blocking=False):
+            if self.ending:
+                raise closed(self._name)
             holder = next((thread.name for thread in enumerate() if thread.ident == self._holder), "another")
             raise SessionBusy(
                 "session-busy",
@@ -88,10 +90,10 @@ class ExclusiveLock:
     """`SharedLock` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time.
     Raises ProgramClosed and SessionBusy."""
 
-    __slots__ = ("_closed", "_gate", "_lock", "_name")
+    __slots__ = ("_closed", "_gate", "_lock", "_name", "_session")
 
     def __init__(self, name: str, *, alone: bool) -> None:
-        exclusive = SessionLock(name)
+        self._session = exclusive = SessionLock(name)
         self._gate, self._closed, self._name = exclusive.inner, False, name
         self._lock = exclusive if alone else self._gate
 
@@ -106,5 +108,6 @@ class ExclusiveLock:
 
     def close(self) -> None:
         """No one enters any more; returns when the last has left."""
+        self._session.ending = True
         with self._gate:
             self._closed = True

@@ -14,11 +14,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import BundleError
+from ..format.limits import TABLE_BYTES, TABLE_ROWS
 
 Data = bytes | bytearray | memoryview
-
-MAX_ROWS = 1 << 40
-"""Bound on every count, far above any recording."""
 
 
 class Column(NamedTuple):
@@ -33,7 +31,7 @@ class Column(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a kind of file holds: `magic` is 8 bytes, `counts` names the kinds of rows."""
+    """What a kind of file holds: `magic` is 8 bytes, `counts` names the kinds of rows; those called bytes are counts of bytes."""
 
     magic: bytes
     version: int
@@ -47,7 +45,8 @@ class Layout(NamedTuple):
 
 
 def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data | Iterable[int]]) -> bytes:
-    """The file.  Raises table-invalid where a number does not fit its column."""
+    """The file.  Raises table-invalid where a number does not fit its column, and for a file beyond the limits."""
+    _check_counts(counts, "table")
     out = bytearray(layout.header)
     for column in layout.columns:
         content = contents[column.name]
@@ -62,6 +61,7 @@ def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data 
             raise invalid(column.name, f"{len(data)} bytes, expected {_bytes(column, counts)}")
         out += data
         out += bytes(-len(data) % 8)
+    _check_length(len(out), "table")
     words = array("Q", [layout.version, len(out), *(counts[name] for name in layout.counts)])
     out[: layout.header] = layout.magic + words.tobytes()
     return bytes(out)
@@ -73,6 +73,7 @@ def unpack(layout: Layout, data: Data, where: str) -> tuple[dict[str, int], dict
     Raises table-invalid, its message starting with `where`, unless the header and the columns cover `data` exactly.
     """
     view = memoryview(data).cast("B")
+    _check_length(len(view), where)
     if bytes(view[:8]) != layout.magic:
         raise invalid(where, f"begins with {bytes(view[:8])!r}, expected {layout.magic!r}")
     if len(view) < layout.header:
@@ -83,9 +84,7 @@ def unpack(layout: Layout, data: Data, where: str) -> tuple[dict[str, int], dict
     if size != len(view):
         raise invalid(where, f"{len(view)} bytes, its header says {size}")
     counts = dict(zip(layout.counts, numbers, strict=True))
-    for name, number in counts.items():
-        if number > MAX_ROWS:
-            raise invalid(where, f"{number} {name}, more than fit the file")
+    _check_counts(counts, where)
     columns: dict[str, memoryview] = {}
     begin = layout.header
     for column in layout.columns:
@@ -100,6 +99,18 @@ def unpack(layout: Layout, data: Data, where: str) -> tuple[dict[str, int], dict
     if begin != len(view):
         raise invalid(where, f"the columns end at byte {begin}, the file at {len(view)}")
     return counts, columns
+
+
+def _check_counts(counts: Mapping[str, int], where: str) -> None:
+    for name, number in counts.items():
+        limit = TABLE_BYTES if name.endswith("_bytes") else TABLE_ROWS
+        if number > limit:
+            raise invalid(where, f"{number} {name}, more than the limit of {limit}")
+
+
+def _check_length(size: int, where: str) -> None:
+    if size > TABLE_BYTES:
+        raise invalid(where, f"{size} bytes, more than the limit of {TABLE_BYTES}")
 
 
 def invalid(where: str, message: str) -> BundleError:

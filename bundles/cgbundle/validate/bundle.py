@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import BundleError, CgbundleError
-from ..format import archive, host_code
+from ..format import archive, limits
 from ..format.archive import Archive
 from ..format.schema import Manifest
 from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
+from . import host_code
 from .exam import check_exam, check_exam_rows
 from .memories import check_memories, check_weight_rows
 from .programs import check_programs
@@ -192,7 +193,8 @@ def _check_files(manifest: Manifest) -> None:
     for index, file in enumerate(manifest.files):
         where = f"files[{index}]"
         parts = file.path.split("/")
-        plain = all(part not in ("", ".", "..") for part in parts) and "\\" not in file.path and file.path.isprintable()
+        plain = file.path.isprintable() and "\\" not in file.path
+        plain = plain and all(part not in ("", ".", "..") and len(part.encode()) <= limits.PATH_PART for part in parts)
         own = file.path in (archive.MANIFEST, archive.SIGNATURE)
         require(plain and not own, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
         require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
@@ -200,6 +202,10 @@ def _check_files(manifest: Manifest) -> None:
         require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
         if file.path.startswith(archive.KERNELS):
             require(file.path == archive.KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
+    tables = {step.file for program in manifest.programs for step in program.steps} | {manifest.module_state}
+    for index, file in enumerate(manifest.files):
+        small = file.bytes <= limits.TABLE_BYTES or file.path not in tables
+        require(small, f"files[{index}].bytes", f"a table of {file.bytes} bytes, more than the limit of {limits.TABLE_BYTES}")
     needed = {archive.WEIGHTS, archive.EXAM, archive.PROGRAM}
     needed |= {region.file for region in manifest.regions if region.file}
     needed |= {step.file for program in manifest.programs for step in program.steps if step.file}

@@ -6,12 +6,14 @@ its arguments begin is known: an overwrite through one that begins elsewhere is 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import BundleError
-from ..format.schema import MEMORIES, Program, Value
-from ..format.spans import overlap
+from ..format.schema import MEMORIES, Program
+from ..format.spans import Spans, extent
 
 if TYPE_CHECKING:
     from ..tables.table import Table
@@ -21,23 +23,75 @@ def check_lifetimes(program: Program, where: str) -> None:
     """Raises manifest-invalid where a step writes over what a later one, or the call's outputs, still need.
 
     Nor may its outputs share a byte with its inputs or each other.  Those of a graph step may: its recording has an order of its
-    own, and its outputs may be views of one another.
+    own, and its outputs may be views of one another.  Every value is written once: `check_order` holds.
     """
-    values, last = program.values, _last_reads(program)
-    alive: list[int] = []
-    for place, step in enumerate(program.steps):
-        at = f"{where}.steps[{place}]"
-        alive = [index for index in alive if last.get(index, -1) > place]
+    for number, step in enumerate(program.steps):
+        if step.kind != "graph":
+            read = Spans.of(program.values, step.inputs)
+            for index in step.outputs:
+                other = read.over(program.values[index].memory, *extent(program.values[index]))
+                if other is not None:
+                    _refuse_own(where, number, index, other)
+    last = _last_reads(program)
+    rows: dict[str, list[tuple[int, int, int, int, int]]] = {}
+    for number, step in enumerate(program.steps):
         for index in step.outputs:
-            for other in alive:
-                if overlap(values[index], values[other]):
-                    later = _reader(program, last[other])
-                    raise BundleError("manifest-invalid", f"{at}: writes value {index} over value {other}, which {later}")
-        for number, index in enumerate(step.outputs if step.kind != "graph" else ()):
-            for other in (*step.inputs, *step.outputs[:number]):
-                if overlap(values[index], values[other]):
-                    raise BundleError("manifest-invalid", f"{at}: value {index}, an output, lies over value {other} of this step")
-        alive.extend(step.outputs)
+            begin, end = extent(program.values[index])
+            if begin < end:
+                row = (begin, end, number, last.get(index, -1), index)
+                rows.setdefault(program.values[index].memory, []).append(row)
+    for found in rows.values():
+        _check_memory(program, found, where)
+
+
+def _check_memory(program: Program, rows: list[tuple[int, int, int, int, int]], where: str) -> None:
+    """`rows` are (begin, end, step that writes, last step that reads, index) of the values in one memory.
+
+    Walks through the memory from its first byte on, with the values that lie there sorted by the steps that write them.  As long as
+    nothing is wrong, each has been read for the last time when the next one is written: a new one is compared with two alone.
+    """
+    writers: list[int] = []
+    lying: dict[int, list[tuple[int, int, int]]] = {}  # by writer: (-last step that reads, end, index), a heap
+
+    def lies(at: int, begin: int) -> bool:
+        """Whether anything of writer number `at` still lies at `begin`; forgets the writer where not."""
+        heap = lying[writers[at]]
+        while heap and heap[0][1] <= begin:
+            heappop(heap)
+        if not heap:
+            del lying[writers.pop(at)]
+        return bool(heap)
+
+    for begin, end, writer, reader, index in sorted(rows):
+        at = bisect_left(writers, writer)
+        while at and not lies(at - 1, begin):
+            at -= 1
+        if at and (last := -lying[writers[at - 1]][0][0]) > writer:
+            _refuse(program, where, writer, index, lying[writers[at - 1]][0][2], last)
+        while at < len(writers) and not lies(at, begin):
+            pass
+        if at < len(writers) and writers[at] == writer:
+            if program.steps[writer].kind != "graph":
+                _refuse_own(where, writer, index, lying[writer][0][2])
+            at += 1
+            while at < len(writers) and not lies(at, begin):
+                pass
+        if at < len(writers) and reader > writers[at]:
+            _refuse(program, where, writers[at], lying[writers[at]][0][2], index, reader)
+        if writer not in lying:
+            lying[writer] = []
+            insort(writers, writer)
+        heappush(lying[writer], (-reader, end, index))
+
+
+def _refuse_own(where: str, writer: int, index: int, other: int) -> NoReturn:
+    at = f"{where}.steps[{writer}]"
+    raise BundleError("manifest-invalid", f"{at}: value {index}, an output, lies over value {other} of this step")
+
+
+def _refuse(program: Program, where: str, writer: int, index: int, other: int, reader: int) -> NoReturn:
+    later = _reader(program, reader)
+    raise BundleError("manifest-invalid", f"{where}.steps[{writer}]: writes value {index} over value {other}, which {later}")
 
 
 def check_overwrites(program: Program, place: int, table: Table) -> None:
@@ -51,17 +105,17 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
     alive = [index for index in before if last.get(index, -1) > place]
     if not alive:
         return
-    own = [program.values[index] for index in (*step.inputs, *step.outputs)]
-    for target in _written(table):
-        for index in alive:
-            if overlap(target, program.values[index]):
-                used = f"value {index}, which {_reader(program, last[index])}"
-                raise BundleError("table-invalid", f"{table.where}: a node writes over {used}")
-    for point in _points(table):
-        for index in alive:
-            if overlap(point, program.values[index]) and not any(overlap(point, value) for value in own):
-                used = f"value {index}, which {_reader(program, last[index])}"
-                raise BundleError("table-invalid", f"{table.where}: a node uses {used}, and the step does not name it")
+    living, own = Spans.of(program.values, alive), Spans.of(program.values, (*step.inputs, *step.outputs))
+    for memory, begin, size in _written(table):
+        index = living.over(memory, begin, begin + size)
+        if index is not None:
+            used = f"value {index}, which {_reader(program, last[index])}"
+            raise BundleError("table-invalid", f"{table.where}: a node writes over {used}")
+    for memory, begin in _points(table):
+        index = living.over(memory, begin, begin + 1)
+        if index is not None and own.over(memory, begin, begin + 1) is None:
+            used = f"value {index}, which {_reader(program, last[index])}"
+            raise BundleError("table-invalid", f"{table.where}: a node uses {used}, and the step does not name it")
 
 
 def _last_reads(program: Program) -> dict[int, int]:
@@ -74,25 +128,21 @@ def _reader(program: Program, place: int) -> str:
     return "the call gives out" if place == len(program.steps) else f"steps[{place}] reads"
 
 
-def _bytes(memory: int, offset: int, size: int) -> Value:
-    return Value(dtype="uint8", shape=(size,), strides=(1,), memory=MEMORIES[memory], offset=offset)
-
-
-def _points(table: Table) -> Iterator[Value]:
-    """The first byte of everything that kernels are given and that memcpys read."""
+def _points(table: Table) -> Iterator[tuple[str, int]]:
+    """(memory, offset) of the first byte of everything that kernels are given and that memcpys read."""
     rows = zip(table.relocation_memory, table.relocation_offset, strict=True)
     for memory, offset in sorted({*rows, *zip(table.memcpy_memory[::2], table.memcpy_offset[::2], strict=True)}):
-        yield _bytes(memory, offset, 1)
+        yield MEMORIES[memory], offset
 
 
-def _written(table: Table) -> Iterator[Value]:
-    """What memsets and memcpys write, from the first byte to the last."""
+def _written(table: Table) -> Iterator[tuple[str, int, int]]:
+    """(memory, offset, bytes) of what memsets and memcpys write, from the first byte to the last."""
     for row in range(table.counts["memsets"]):
         width, rows = table.memset_width[row] * table.memset_element[row], table.memset_height[row]
         size = (rows - 1) * table.memset_pitch[row] + width
-        yield _bytes(table.memset_memory[row], table.memset_offset[row], size)
+        yield MEMORIES[table.memset_memory[row]], table.memset_offset[row], size
     for row in range(table.counts["memcpys"]):
         width, rows, slices = table.memcpy_extent[3 * row : 3 * row + 3]
         pitch, height = table.memcpy_pitch[4 * row + 2 : 4 * row + 4]
         size = ((slices - 1) * height + rows - 1) * pitch + width
-        yield _bytes(table.memcpy_memory[2 * row + 1], table.memcpy_offset[2 * row + 1], size)
+        yield MEMORIES[table.memcpy_memory[2 * row + 1]], table.memcpy_offset[2 * row + 1], size

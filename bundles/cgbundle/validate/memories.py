@@ -68,7 +68,11 @@ def _check_places(manifest: Manifest) -> None:
         sizes = {"weights": sum(span(row) for _, row in rows if row.memory == "weights")}
         ends = [row.offset + span(row) for _, row in rows if row.memory == STATE]
         sizes |= {STATE: max(ends)} if ends else {}
-        require(memories == sizes, "memories", f"{memories}, the weights make {sizes}")
+        require(
+            {name: size for name, size in memories.items() if size or name in sizes} == sizes,
+            "memories",
+            f"{memories}, the weights make {sizes}",
+        )
         return
     places = sorted([(row.offset, row.offset + span(row), index) for index, row in rows if row.memory == "weights"])
     for begin, end, index in places:

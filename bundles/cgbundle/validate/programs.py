@@ -7,8 +7,10 @@ from itertools import pairwise, product
 from math import prod
 
 from ..errors import BundleError
+from ..format import limits
+from ..format.safetensors import nbytes
 from ..format.schema import DTYPES, MEMORIES, Manifest, Program, TensorSpec, Value, Weight
-from ..format.size_expressions import evaluate
+from ..format.size_expressions import evaluate, operands
 from ..format.spans import span
 from ..tensors.tensor import is_dense
 from .require import require
@@ -19,6 +21,9 @@ def check_programs(manifest: Manifest) -> None:
     """Raises manifest-invalid unless the programs are sound."""
     count = prod(len(dimension.sizes) for dimension in manifest.dimensions)
     require(len(manifest.programs) == count, "programs", f"{len(manifest.programs)}, the dimensions' sizes make {count}")
+    sizes = sum(operands(size) for spec in (*manifest.inputs, *manifest.outputs) for size in spec.shape)
+    few = sizes * count <= limits.SIZE_EVALUATIONS
+    require(few, "programs", f"{count} of {sizes} sizes and operators, more than the limit of {limits.SIZE_EVALUATIONS} in all")
     keys = list(product(*[dimension.sizes for dimension in manifest.dimensions]))
     found = [program.key for program in manifest.programs]
     require(found == keys, "programs", f"keys {found[:4]}... are not the product of the dimensions' sizes")
@@ -28,7 +33,7 @@ def check_programs(manifest: Manifest) -> None:
 
 def _check_program(manifest: Manifest, program: Program, where: str) -> None:
     memories = dict(manifest.memories)
-    aliases = [program.outputs[alias.output] for alias in manifest.aliases if alias.output < len(program.outputs)]
+    aliases = {program.outputs[alias.output] for alias in manifest.aliases if alias.output < len(program.outputs)}
     for place, value in enumerate(program.values):
         _check_value(manifest, memories, value, f"{where}.values[{place}]", alias=place in aliases)
     sizes = {dimension.name: size for dimension, size in zip(manifest.dimensions, program.key, strict=True)}
@@ -94,4 +99,7 @@ def checked_span(where: str, row: Value | Weight) -> int:
     """The span of a value or weight.  Raises manifest-invalid for a shape and strides of no tensor."""
     require(len(row.shape) == len(row.strides), f"{where}.strides", "do not match the shape")
     require(min(row.shape, default=0) >= 0 and min(row.strides, default=0) >= 0, where, "negative size or stride")
-    return span(row)
+    size = span(row)
+    small = max(row.offset + size, nbytes(row.dtype, row.shape)) < limits.INTEGER
+    require(small, where, "more bytes than 64 bits count")
+    return size

@@ -160,42 +160,42 @@ def _check_undefined(table: Table) -> None:
 
 def _check_memsets(table: Table, sizes: list[int]) -> None:
     for row in range(table.counts["memsets"]):
-        path = _path(table, MEMSET, row)
         element = table.memset_element[row]
         width, height, pitch = table.memset_width[row] * element, table.memset_height[row], table.memset_pitch[row]
         if element not in (1, 2, 4):
-            raise invalid(f"{path}.element", f"{element} bytes, expected 1, 2 or 4")
-        _check_extent(path, table.memset_memory[row], table.memset_offset[row], (width, height, 1), (pitch, height), sizes)
+            raise invalid(f"{_path(table, MEMSET, row)}.element", f"{element} bytes, expected 1, 2 or 4")
+        reason = _extent_reason(table.memset_memory[row], table.memset_offset[row], (width, height, 1), (pitch, height), sizes)
+        if reason:
+            raise invalid(_path(table, MEMSET, row), reason)
         if height > 1 and pitch % element:
-            raise invalid(f"{path}.pitch", f"{pitch} is no multiple of {element}")
+            raise invalid(f"{_path(table, MEMSET, row)}.pitch", f"{pitch} is no multiple of {element}")
 
 
 def _check_memcpys(table: Table, sizes: list[int]) -> None:
     for row in range(table.counts["memcpys"]):
-        path = _path(table, MEMCPY, row)
         width, height, depth = table.memcpy_extent[3 * row : 3 * row + 3]
         pitches = table.memcpy_pitch[4 * row : 4 * row + 4].tolist()
         for end, name in enumerate(("source", "target")):
             memory, offset = table.memcpy_memory[2 * row + end], table.memcpy_offset[2 * row + end]
             pitch, rows = pitches[2 * end : 2 * end + 2]
-            _check_extent(f"{path}.{name}", memory, offset, (width, height, depth), (pitch, rows), sizes)
+            reason = _extent_reason(memory, offset, (width, height, depth), (pitch, rows), sizes)
+            if reason:
+                raise invalid(f"{_path(table, MEMCPY, row)}.{name}", reason)
 
 
-def _check_extent(
-    path: str, memory: int, offset: int, extent: tuple[int, int, int], pitches: tuple[int, int], sizes: list[int]
-) -> None:
-    """`extent` is bytes x rows x slices; `pitches` the bytes from row to row and the rows from slice to slice."""
+def _extent_reason(memory: int, offset: int, extent: tuple[int, int, int], pitches: tuple[int, int], sizes: list[int]) -> str:
+    """What is wrong with what a node reads or writes, or "".  `extent` is bytes x rows x slices; `pitches` the bytes from row to
+    row and the rows from slice to slice."""
     width, height, depth = extent
     pitch, rows = pitches
     if not (width and height and depth):
-        raise invalid(path, f"{width} x {height} x {depth}: nothing to write")
+        return f"{width} x {height} x {depth}: nothing to write"
     if (height > 1 or depth > 1) and pitch < width:
-        raise invalid(path, f"rows {pitch} bytes apart, each of {width}")
+        return f"rows {pitch} bytes apart, each of {width}"
     if depth > 1 and rows < height:
-        raise invalid(path, f"slices {rows} rows apart, each of {height}")
+        return f"slices {rows} rows apart, each of {height}"
     end = offset + ((depth - 1) * rows + height - 1) * pitch + width
-    if end > sizes[memory]:
-        raise invalid(path, f"ends at {_outside(memory, end, sizes)}")
+    return f"ends at {_outside(memory, end, sizes)}" if end > sizes[memory] else ""
 
 
 def _check_edges(table: Table) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..format import pytree
+from ..format import limits, pytree
 from ..format.schema import DTYPES, Dimension, Manifest, TensorSpec
 from ..format.size_expressions import linear, names
 from .require import require, require_whole_calls
@@ -26,6 +26,7 @@ def check_signature(manifest: Manifest) -> None:
 
 
 def _check_dimensions(dimensions: Sequence[Dimension]) -> None:
+    require(len(dimensions) <= limits.DIMENSIONS, "dimensions", f"{len(dimensions)}, more than the limit of {limits.DIMENSIONS}")
     require(len({dimension.name for dimension in dimensions}) == len(dimensions), "dimensions", "a name stands twice")
     for index, dimension in enumerate(dimensions):
         where = f"dimensions[{index}]"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ..format.safetensors import ALIGNMENT
 from ..format.schema import DTYPES, Alias, Manifest, Program, Value
 from ..format.spans import HOST_ONLY, span
@@ -17,6 +19,7 @@ def check_state(manifest: Manifest) -> None:
     may be padded or cut.  The state of the random numbers is two integers of memory state."""
     total = dict(manifest.memories).get(STATE, 0)
     rows = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
+    users = Counter([weight.tensor for weight in manifest.weights])
     places = []
     for index, weight in rows:
         where = f"weights[{index}]"
@@ -24,8 +27,7 @@ def check_state(manifest: Manifest) -> None:
         require(weight.offset >= 0 and weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
         require(weight.offset + size <= total, f"{where}.offset", f"outside memory {STATE}")
         places.append((weight.offset, weight.offset + size, where))
-        users = [other for other in manifest.weights if other.tensor == weight.tensor]
-        require(users == [weight], f"{where}.tensor", f"{weight.tensor!r} is another weight's, too, and calls change it")
+        require(users[weight.tensor] == 1, f"{where}.tensor", f"{weight.tensor!r} is another weight's, too, and calls change it")
     for index, region in enumerate(manifest.regions):
         there = [weight for _, weight in region.constants if manifest.weights[weight].memory == STATE]
         here = manifest.target.kind == "cpu" or not there
@@ -47,6 +49,7 @@ def check_aliases(manifest: Manifest) -> None:
     outputs = [alias.output for alias in manifest.aliases]
     require(outputs == sorted(set(outputs)), "aliases", "not ascending, or an output stands twice")
     counts = {"inputs": len(manifest.inputs), "outputs": len(manifest.outputs)}
+    shared = set(outputs)
     for place, alias in enumerate(manifest.aliases):
         where = f"aliases[{place}]"
         require(alias.memory in SHARED, f"{where}.memory", f"unknown memory {alias.memory!r}")
@@ -55,7 +58,7 @@ def check_aliases(manifest: Manifest) -> None:
         require(known, f"{where}.index", f"no number {alias.index} of the {alias.memory}")
         if alias.memory in ("weights", STATE):
             require(manifest.weights[alias.index].memory == alias.memory, f"{where}.index", "that weight lies elsewhere")
-        loose = alias.memory != "outputs" or (alias.index not in outputs and alias.index != alias.output)
+        loose = alias.memory != "outputs" or (alias.index not in shared and alias.index != alias.output)
         require(loose, f"{where}.index", "an output that is an alias itself")
 
 

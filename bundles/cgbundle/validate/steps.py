@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ..format.schema import Alias, Manifest, Program, Region, Step
-from ..format.spans import overlap
+from ..format.spans import Spans, extent
 from .lifetimes import check_lifetimes
 from .require import require
 
@@ -77,6 +77,7 @@ def check_order(program: Program, where: str, aliases: Mapping[int, Alias] = Map
     given = set(program.inputs)
     written = given | {index for index, value in enumerate(program.values) if value.memory in PERSISTENT}
     made: dict[int, int] = {}
+    inputs = Spans.of(program.values, program.inputs)
     for place, step in enumerate(program.steps):
         at = f"{where}.steps[{place}]"
         for index in step.inputs:
@@ -89,8 +90,8 @@ def check_order(program: Program, where: str, aliases: Mapping[int, Alias] = Map
         if step.kind == "copy":
             target = program.values[step.outputs[0]]
             require(target.memory != "weights", at, "copies into memory weights")
-            for index in program.inputs:
-                require(not overlap(target, program.values[index]), at, f"copies over value {index}, an input of the call")
+            over = inputs.over(target.memory, *extent(target))
+            require(over is None, at, f"copies over value {over}, an input of the call")
     for place, index in enumerate(program.outputs):
         alias = aliases.get(place)
         if alias is not None and alias.memory == "outputs":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgbundle.errors import BundleError
-from cgbundle.format import archive
+from cgbundle.format import archive, json_text
 from cgbundle.tables.table import Table as Recording
 
 from ..output import size, table
@@ -61,7 +60,7 @@ def _choices(path: str, files: dict[str, Any]) -> dict[tuple[str, str], tuple[st
         return {}
     data = archive.read(path, files[CHOICES])
     try:
-        rows = json.loads(data)
+        rows = json_text.parse(data)
         return {(str(row["image"]), str(row["symbol"])): (str(row["configuration"]), str(row["chosen"])) for row in rows}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BundleError("file-damaged", f"{CHOICES}: not a list of kernels and their configurations") from error

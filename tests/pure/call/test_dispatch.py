@@ -184,3 +184,11 @@ def test_a_size_that_no_recorded_sizes_add_up_to_says_so(size: int) -> None:
 @pytest.mark.parametrize("size", [0, -1])
 def test_nothing_to_run_is_refused(on_miss: str, size: int) -> None:
     assert str(refused([dimension("batch", 1, 4)], [size], on_miss)) == f"batch: got batch={size}: there is nothing to run"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "expected"), [((7, 10**9), 20, [7, 7, 7]), ((10**9,), 1, [10**9]), ((3, 5, 10**12), 8, [5, 3])]
+)
+def test_a_large_recorded_size_costs_a_small_call_nothing(sizes: tuple[int, ...], size: int, expected: list[int]) -> None:
+    """A table as long as the largest size would take all memory."""
+    assert [cut.size for cut in cuts(dimension("d", *sizes), size, "chunk")] == expected

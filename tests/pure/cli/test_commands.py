@@ -153,19 +153,26 @@ def test_inspect_shows_findings_and_waivers(tmp_path: Path) -> None:
         assert text in shown
 
 
-def test_hostile_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
+def test_hostile_texts_cannot_drive_the_terminal(tmp_path: Path) -> None:
     evil = "\x1b]0;owned\x07[red]\u202etxt\n"
 
     def change(manifest: Manifest) -> Manifest:
-        weights = (*manifest.weights[:-1], replace(manifest.weights[-1], name=evil))
         origin = replace(manifest.provenance, source=evil, machine=evil)
-        return replace(manifest, name=evil, weights=weights, provenance=origin)
+        return replace(manifest, name="[red]", provenance=origin)
 
     path = support.write_bundle(tmp_path / "evil.cgb", change)
     for arguments in (("inspect", path), ("inspect", path, "--json"), ("inspect", path, "--graph", "1"), ("verify", path)):
         shown = call(*arguments).output
         assert all(letter == "\n" or letter.isprintable() for letter in shown)
     assert r"\x1b]0;owned\x07[red]\u202etxt\n" in call("inspect", path).stdout
+
+
+def test_hostile_names_are_refused_in_a_line_that_cannot_drive_the_terminal_either(tmp_path: Path) -> None:
+    path = support.write_bundle(tmp_path / "evil.cgb", lambda made: replace(made, name="\x1b]0;owned\x07\n"))
+    for command in ("inspect", "verify"):
+        result = call(command, path)
+        assert result.exit_code == 1 and "is not printable" in result.output
+        assert all(letter == "\n" or letter.isprintable() for letter in result.output)
 
 
 @pytest.mark.parametrize(("text", "key"), [("4", (4,)), ("batch=4", (4,)), ("1", (1,))])

@@ -16,7 +16,8 @@ import pytest
 from cgbundle import loader
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive
-from cgbundle.format.archive import MAX_HELD, Archive
+from cgbundle.format.archive import Archive
+from cgbundle.format.limits import HELD_BYTES
 from cgbundle.validate import bundle as verify
 from tests.helpers import support
 from tests.helpers.raising import raises
@@ -115,14 +116,14 @@ def test_a_link_to_itself_or_to_nothing_is_no_bundle(tmp_path: Path) -> None:
             loader.load(tmp_path / name)
 
 
-@pytest.mark.parametrize("size", [4 << 30, MAX_HELD + 1])
+@pytest.mark.parametrize("size", [4 << 30, HELD_BYTES + 1])
 def test_sparse_files_are_refused_unread(bundle: Path, size: int) -> None:
     manifest = archive.read_manifest(str(bundle))
     os.truncate(bundle / HOST_FILE, size)
     files = tuple(replace(row, bytes=size) if row.path == HOST_FILE else row for row in manifest.files)
     support.seal(bundle, replace(manifest, files=files))
     begun = time.monotonic()
-    with raises("file-damaged", match=f"^{HOST_FILE}: {size} bytes, more than the limit of {MAX_HELD}"):
+    with raises("file-damaged", match=f"^{HOST_FILE}: {size} bytes, more than the limit of {HELD_BYTES}"):
         verify.check_bundle(Archive(str(bundle)))
     os.truncate(bundle / archive.MANIFEST, size)
     with raises("manifest-invalid", match="more than the limit"):

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import manifest_json, schema
+from cgbundle.format import limits, manifest_json, schema
 from cgbundle.format.schema import Manifest
 from tests.helpers.fabricate import seal_plain, seal_text
 from tests.helpers.raising import raises
@@ -23,13 +23,13 @@ from tests.helpers.support import manifest
 # --- manifests of every shape, from the schema's annotations ---------------------------------------------------
 
 scalars = {
-    int: st.integers(),
-    str: st.text(max_size=8),
+    int: st.integers(-limits.INTEGER, limits.INTEGER - 1),
+    str: st.text(st.characters(exclude_categories=["C", "Z"]) | st.just(" "), max_size=8),
     bool: st.booleans(),
     float: st.floats(allow_nan=False, allow_infinity=False),
 }
 sizes = st.recursive(
-    st.integers() | st.text(max_size=4),
+    scalars[int] | scalars[str],
     lambda inner: st.tuples(st.sampled_from(["+", "-", "*", "//", "%"]), inner, inner),
     max_leaves=4,
 )
@@ -141,7 +141,7 @@ def test_what_is_no_json_object_is_refused(data: bytes) -> None:
 
 def test_a_manifest_beyond_the_limit_is_refused_unread() -> None:
     with raises("manifest-invalid", match="more than the limit"):
-        manifest_json.decode(bytes(manifest_json.MAX_BYTES + 1))
+        manifest_json.decode(bytes(limits.JSON_BYTES + 1))
 
 
 def decode_edited(edit: Callable[[dict[str, Any]], None]) -> Manifest:

@@ -18,13 +18,15 @@ Point = namedtuple("Point", ["x", "y"])
 
 # --- round trips -------------------------------------------------------------------------------------------------
 
-constants = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+names = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=3)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+constants = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | texts
 shapes = st.recursive(
     st.just("tensor") | constants.map(lambda value: ("value", value)),
     lambda inner: (
         st.lists(inner, max_size=3).map(lambda items: ("list", items))
         | st.lists(inner, max_size=3).map(lambda items: ("tuple", items))
-        | st.dictionaries(st.text(max_size=3) | st.integers(-5, 5), inner, max_size=3).map(lambda items: ("dict", items))
+        | st.dictionaries(names | st.integers(-5, 5), inner, max_size=3).map(lambda items: ("dict", items))
         | st.tuples(inner, inner).map(lambda items: ("namedtuple", items))
     ),
     max_leaves=8,

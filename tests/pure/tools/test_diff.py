@@ -629,7 +629,7 @@ def test_long_lists_are_cut_and_counted(tiny: Path, changed: Callable[[support.C
 
 def test_hostile_names_cannot_drive_the_terminal(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
     evil = "\x1b]0;owned\x07[red]\u202etxt\n"
-    other = changed(lambda m: replace(m, name=evil, weights=(*m.weights[:-1], replace(m.weights[-1], name=evil)), waivers=(evil,)))
+    other = changed(lambda m: replace(m, name="[red]", provenance=replace(m.provenance, options=(("target", evil), (evil, "x")))))
     for arguments in ((tiny, other), (other, tiny, "--json")):
         shown = call(*arguments).output
         assert all(letter == "\n" or letter.isprintable() for letter in shown)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import archive, host_code
+from cgbundle.format import archive
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as validate
+from cgbundle.validate import host_code
 from tests.helpers import support
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.raising import raises

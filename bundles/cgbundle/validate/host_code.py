@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
-from .schema import Manifest, Value, Weight
+from ..format.schema import Manifest, Value, Weight
 
 SINCE = 4
 """The format version from which on every shared object of a bundle has its rows."""

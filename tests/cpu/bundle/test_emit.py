@@ -1,0 +1,33 @@
+"""What is written is read back: a build ends with an error of ours where a runtime would refuse its bundle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cgbundle.format import archive, limits
+from cgbundle.format.schema import Manifest
+from cgcompile.bundle.emit import seal
+from tests.helpers.raising import raises
+from tests.helpers.support import write_bundle
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda made: replace(made, name="x" * (limits.NAME + 1)), "name: 1025 characters, more than the limit"),
+        (lambda made: replace(made, name="a\x1b[2J"), "name: .* is not printable"),
+        (lambda made: replace(made, waivers=("\udc80",)), r"waivers\[0\]: .* is not printable"),
+        (lambda made: replace(made, exam=replace(made.exam, calls=10**400)), "exam.calls: expected an integer of 64 bits"),
+        (lambda made: replace(made, result={"value": 10**400}), "result: .* 64 bits"),
+        (lambda made: replace(made, provenance=replace(made.provenance, options=(("a" * 70_000, "b"),))), "70000 characters"),
+    ],
+)
+def test_what_is_beyond_a_limit_is_an_error_of_the_build(tmp_path: Path, change: object, message: str) -> None:
+    made = archive.read_manifest(str(write_bundle(tmp_path / "tiny.cgb")))
+    assert callable(change)
+    changed: Manifest = change(made)
+    with raises("bundle-refused", match=f"^the bundle that was built: .*{message}"):
+        seal(tmp_path / "tiny.cgb", changed)

@@ -1,0 +1,163 @@
+"""`python -m tests.mutants --count 300 --seed 1 --jobs 1`: how many random mutations the tests of tests/pure notice.
+
+Each mutation meets the tests that fit its module, and when these pass all of tests/pure.  The tree itself is not touched.  A
+mutation of equivalent.txt changes nothing that can be seen, for the reason that is given there: it is counted by itself.
+Exit status 1 when fewer than 97 % of the others are killed, or the tests fail without any mutation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .modules import ALL, MODULES
+from .mutations import MODULE, Mutation, apply, edits
+from .trials import FAILED, PASSED, ROOT, Trial, copy_tree, start
+
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+LIMIT = 600.0
+"""Seconds that the tests may take without a mutation."""
+
+SLACK, FACTOR = 10.0, 4.0
+"""A mutant has FACTOR times as long as the tests take without it, and SLACK seconds."""
+
+LEAST = 0.97
+
+
+def draw(modules: dict[str, str], count: int, seed: int) -> list[Mutation]:
+    """`count` mutations of the sources, by path, without repetition; fewer where there are no more."""
+    every = [edit for path in sorted(modules) for edit in edits(path, modules[path])]
+    random.Random(seed).shuffle(every)
+    found: dict[tuple[str, str], Mutation] = {}
+    for edit in every:
+        if len(found) == count:
+            break
+        made = apply(edit, modules[edit.path])
+        if made is not None:
+            found.setdefault((made.path, made.source), made)
+    return list(found.values())
+
+
+def equivalents(text: str) -> dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], str]:
+    """Names of mutations -> the reason why nobody can tell."""
+    found = {}
+    for block in text.split("\n\n"):
+        lines = [line for line in block.splitlines() if not line.startswith("#")]
+        if lines:
+            path, _, within = lines[0].partition(" ")
+            removed, added, reason = ([line[2:].strip() for line in lines[1:] if line[0] == sign] for sign in "-+=")
+            found[path, within.strip("()").removeprefix(MODULE), tuple(removed), tuple(added)] = " ".join(reason)
+    return found
+
+
+class Bench:
+    """The trees in which mutants run, one per job, and how long the tests take in them."""
+
+    def __init__(self, folder: Path, jobs: int) -> None:
+        self.free = [copy_tree(folder / f"tree{number}") for number in range(jobs)]
+        self.sources: dict[str, str] = {}
+        self.times: dict[tuple[str, ...], float] = {}
+
+    def prove(self, tests: tuple[str, ...]) -> None:
+        """Raises SystemExit unless `tests` pass as they are, in every tree."""
+        trials = [start(tree, tests, LIMIT, keep_bytecode=True) for tree in self.free]  # what it compiles, mutants need not
+        for trial in trials:
+            if (status := _wait(trial)) != PASSED:
+                raise SystemExit(f"{' '.join(tests)}: status {status} without a mutation\n{trial.output()}")
+        self.times[tests] = time.monotonic() - trials[0].started
+
+    def start(self, tree: Path, mutation: Mutation, tests: tuple[str, ...]) -> Trial:
+        target = tree / mutation.path
+        self.sources.setdefault(mutation.path, target.read_text())
+        target.write_text(mutation.source)
+        for stale in (target.parent / "__pycache__").glob(f"{target.stem}.*"):
+            stale.unlink()  # compiled files are told apart by size and second alone
+        return start(tree, tests, FACTOR * self.times[tests] + SLACK)
+
+    def restore(self, tree: Path, mutation: Mutation) -> None:
+        (tree / mutation.path).write_text(self.sources[mutation.path])
+
+
+def _wait(trial: Trial) -> int:
+    while (status := trial.poll()) is None:
+        time.sleep(0.02)
+    return status
+
+
+def run(bench: Bench, mutations: list[Mutation], *, own: bool) -> Iterator[tuple[Mutation, bool, str]]:
+    """Every mutation, whether it was killed, and by what; `own`: by the tests of its module alone."""
+    waiting = [(mutation, MODULES[mutation.path]) for mutation in reversed(mutations)]
+    running: list[tuple[Trial, Mutation, tuple[str, ...]]] = []
+    try:
+        while waiting or running:
+            while waiting and bench.free:
+                mutation, tests = waiting.pop()
+                tree = bench.free.pop()
+                running.append((bench.start(tree, mutation, tests), mutation, tests))
+            time.sleep(0.02)
+            for item in list(running):
+                trial, mutation, tests = item
+                status = trial.poll()
+                if status is None:
+                    continue
+                running.remove(item)
+                bench.restore(trial.folder, mutation)
+                bench.free.append(trial.folder)
+                if status == PASSED and tests != ALL and not own:
+                    print(f"its own tests pass: {mutation}", flush=True)
+                    waiting.insert(0, (mutation, ALL))
+                else:
+                    yield mutation, status != PASSED, _how(trial, status)
+    finally:
+        for trial, _, _ in running:
+            trial.end()
+
+
+def _how(trial: Trial, status: int) -> str:
+    lines = [line for line in trial.output().splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if status == FAILED and lines:
+        return lines[0].split(" - ")[0].partition(" ")[2]
+    return f"{time.monotonic() - trial.started:.0f} s, status {status}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of the tree")
+    parser.add_argument("--module", default="", help="only modules whose path contains this")
+    parser.add_argument("--own", action="store_true", help="only the tests that fit a module, never all of tests/pure")
+    given = parser.parse_args()
+    sources = {path: (ROOT / path).read_text() for path in MODULES if given.module in path}
+    mutations = draw(sources, given.count, given.seed)
+    known = equivalents(EQUIVALENT.read_text())
+    same = [mutation for mutation in mutations if mutation.name in known]
+    tried = [mutation for mutation in mutations if mutation.name not in known]
+    began, lived = time.monotonic(), []
+    with tempfile.TemporaryDirectory(prefix="cgcompile-mutants-") as folder:
+        bench = Bench(Path(folder), given.jobs)
+        for tests in sorted({MODULES[mutation.path] for mutation in tried} | (set() if given.own else {ALL})):
+            bench.prove(tests)
+            print(f"{' '.join(tests)}: {bench.times[tests]:.1f} s without a mutation", flush=True)
+        for number, (mutation, killed, how) in enumerate(run(bench, tried, own=given.own), 1):
+            if killed:
+                print(f"{number}/{len(tried)} killed {mutation.path}:{mutation.line} {mutation.kind} ({how})", flush=True)
+            else:
+                lived.append(mutation)
+                print(f"{number}/{len(tried)} SURVIVED {mutation}", flush=True)
+    killed_share = 1 - len(lived) / max(len(tried), 1)
+    print(
+        f"{len(mutations)} mutations of {len(sources)} modules, seed {given.seed}: {len(tried) - len(lived)} killed, "
+        f"{len(lived)} survived, {len(same)} equivalent; {killed_share:.1%} of those that are not equivalent were killed, "
+        f"in {time.monotonic() - began:.0f} s"
+    )
+    return 0 if killed_share >= LEAST else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""What is mutated, and the tests that are meant to notice.
+
+These decide whether a bundle is sound, what a call does, and how a recording is made: nobody sees it when they are wrong.
+"""
+
+from __future__ import annotations
+
+VALIDATE = ("tests/pure/validate",)
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "bundles/cgbundle/validate/bundle.py": VALIDATE,
+    "bundles/cgbundle/validate/recordings.py": VALIDATE,
+    "bundles/cgbundle/validate/steps.py": VALIDATE,
+    "bundles/cgbundle/validate/state.py": VALIDATE,
+    "bundles/cgbundle/validate/lifetimes.py": VALIDATE,
+    "bundles/cgbundle/validate/programs.py": VALIDATE,
+    "bundles/cgbundle/validate/signature.py": VALIDATE,
+    "bundles/cgbundle/validate/exam.py": VALIDATE,
+    "bundles/cgbundle/call/guards.py": ("tests/pure/call/test_guards.py", "tests/pure/call/test_plan.py"),
+    "bundles/cgbundle/call/dispatch.py": ("tests/pure/call/test_dispatch.py",),
+    "bundles/cgbundle/call/plan.py": ("tests/pure/call/test_guards.py", "tests/pure/call/test_plan.py"),
+    "bundles/cgbundle/format/safetensors.py": ("tests/pure/format/test_safetensors.py",),
+    "bundles/cgbundle/tables/codec.py": ("tests/pure/tables",),
+    "bundles/cgbundle/tables/column_file.py": ("tests/pure/tables",),
+    "cgcompile/capture/relocation.py": ("tests/pure/capture",),
+    "cgcompile/capture/pairing.py": ("tests/pure/capture",),
+    "cgcompile/offline/assemble/arena.py": ("tests/pure/offline/test_arena.py", "tests/pure/offline/test_arena_sizes.py"),
+    "cgcompile/offline/assemble/plan_check.py": ("tests/pure/offline/test_arena.py",),
+}
+"""Module -> the tests that run first; one that they let live meets all of `ALL`."""
+
+ALL = ("tests/pure",)

@@ -1,0 +1,111 @@
+"""The exam: its rows, and its file beside what the manifest says of inputs, outputs, written inputs and state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cgbundle.format import archive, safetensors
+from cgbundle.format.archive import exam_entry
+from cgbundle.format.schema import Manifest, Weight
+from cgbundle.validate.exam import check_exam, check_exam_rows
+from tests.helpers.archives import ArchiveOf
+from tests.helpers.raising import raises
+from tests.helpers.support import manifest
+
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def stateful() -> Manifest:
+    """The tiny manifest, which also writes to its input and keeps two buffers."""
+    made = manifest()
+    rows = [
+        Weight(name=name, tensor=name, dtype=dtype, shape=shape, strides=(1,), memory="state", offset=offset)
+        for name, dtype, shape, offset in (("cache", "float32", (9,), 0), ("place", "int64", (1,), 256))
+    ]
+    return replace(made, written=(0,), weights=(*made.weights, *rows))
+
+
+def sound() -> Shapes:
+    """dtype and shape of every tensor of its exam."""
+    found: Shapes = {}
+    for size in (1, 4):
+        found[exam_entry((size,), "input", 0)] = ("float32", (size, 3))
+        found[exam_entry((size,), "output", 0)] = ("float32", (size, 2))
+        found[exam_entry((size,), "written", 0)] = ("float32", (size, 3))
+        for place, dtype in ((3, "float32"), (4, "int64")):
+            found[exam_entry((size,), "state", place)] = (dtype, (size,))
+            found[exam_entry((size,), "state-at", place)] = ("int64", (size, 2))
+    return found
+
+
+def check(folder: Path, shapes: Shapes) -> None:
+    with open(folder / archive.EXAM, "wb") as file:
+        safetensors.write(
+            file,
+            {
+                name: (dtype, shape, lambda dtype=dtype, shape=shape: bytes(safetensors.nbytes(dtype, shape)))
+                for name, (dtype, shape) in shapes.items()
+            },
+        )
+    check_exam(ArchiveOf(folder, stateful()))
+
+
+def test_the_exam_of_a_model_with_state_is_sound(tmp_path: Path) -> None:
+    check(tmp_path, sound())
+    changed = exam_entry((4,), "state", 3), exam_entry((4,), "state-at", 3)
+    check(tmp_path, {**sound(), changed[0]: ("float32", (0,)), changed[1]: ("int64", (0, 2))})
+    check(tmp_path, {**sound(), changed[0]: ("float32", (9,)), changed[1]: ("int64", (3, 2))})
+
+
+@pytest.mark.parametrize("name", sorted(sound()))
+def test_every_tensor_is_needed_with_its_dtype_and_rank(tmp_path: Path, name: str) -> None:
+    shapes = sound()
+    dtype, shape = shapes.pop(name)
+    with raises("weights-invalid", match=f"tensor '{name}' is missing"):
+        check(tmp_path, shapes)
+    for wrong in (("int32", shape), (dtype, (*shape, 1)), (dtype, shape[1:])):
+        with raises("weights-invalid", match=f"tensor '{name}' is {wrong[0]}"):
+            check(tmp_path, {**shapes, name: wrong})
+    if "state" not in name or "state-at" in name:
+        with raises("weights-invalid", match=f"tensor '{name}' is"):
+            check(tmp_path, {**shapes, name: (dtype, (*shape[:-1], shape[-1] + 1))})
+
+
+def test_a_tensor_of_no_key_is_refused(tmp_path: Path) -> None:
+    for name in ("another", exam_entry((2,), "input", 0), exam_entry((1,), "input", 1), exam_entry((1,), "state", 0)):
+        with raises("weights-invalid", match=f"tensor '{name}' belongs to no int_key"):
+            check(tmp_path, {**sound(), name: ("float32", (1,))})
+
+
+@pytest.mark.parametrize(("calls", "fits"), [(0, False), (1, True), (2, True), (16, True), (17, False)])
+def test_an_exam_has_1_to_16_calls(calls: int, fits: bool) -> None:
+    made = manifest()
+    made = replace(made, exam=replace(made.exam, calls=calls))
+    if fits:
+        return check_exam_rows(made)
+    with raises("manifest-invalid", match=f"exam.calls: {calls} calls"):
+        check_exam_rows(made)
+
+
+@pytest.mark.parametrize("method", ["replay", "interpret", "none"])
+@pytest.mark.parametrize("compare", ["bits", "tolerance"])
+def test_what_an_exam_may_be(method: str, compare: str) -> None:
+    made = manifest()
+    proofs = tuple([replace(proof, method=method, error=0.0, tolerance=0.0) for proof in made.exam.proofs])
+    check_exam_rows(replace(made, exam=replace(made.exam, proofs=proofs, compare=compare)))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_every_key_has_its_proof(place: int) -> None:
+    made = manifest()
+    for field, value in (("method", "looks"), ("error", -1e-9), ("tolerance", -1e-9)):
+        proofs = list(made.exam.proofs)
+        proofs[place] = replace(proofs[place], **{field: value})
+        with raises("manifest-invalid", match=rf"exam\.proofs\[{place}\]\.{field}"):
+            check_exam_rows(replace(made, exam=replace(made.exam, proofs=tuple(proofs))))
+    for proofs in (made.exam.proofs[:1], made.exam.proofs[::-1], (*made.exam.proofs, made.exam.proofs[0])):
+        with raises("manifest-invalid", match=r"exam\.proofs: do not match the programs"):
+            check_exam_rows(replace(made, exam=replace(made.exam, proofs=tuple(proofs))))

@@ -1,0 +1,90 @@
+"""What is still to be read is not written over: the walk through memory finds what comparing all values with each other does."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cgbundle.errors import BundleError
+from cgbundle.format.schema import Program, Step, Value
+from cgbundle.format.spans import Spans, overlap
+from cgbundle.validate.lifetimes import check_lifetimes
+from tests.helpers.frugal import cost
+
+places = st.tuples(st.sampled_from(["arena", "inputs"]), st.integers(0, 12), st.integers(0, 6))
+
+
+def value(memory: str, begin: int, size: int) -> Value:
+    return Value(dtype="uint8", shape=(size,), strides=(1,), memory=memory, offset=begin)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Steps that write each value once, at places at random."""
+    rows = draw(st.lists(places, min_size=1, max_size=9))
+    writers = [draw(st.integers(-1, 4)) for _ in rows]  # -1: an input of the call
+    readers = [draw(st.lists(st.integers(0, 5), max_size=2)) for _ in rows]
+    steps = tuple(
+        [
+            Step(
+                kind=draw(st.sampled_from(["graph", "host"])),
+                region=0,
+                file="",
+                inputs=tuple([index for index, read in enumerate(readers) if number in read and writers[index] < number]),
+                outputs=tuple([index for index, writer in enumerate(writers) if writer == number]),
+            )
+            for number in range(5)
+        ]
+    )
+    outputs = tuple([index for index, read in enumerate(readers) if 5 in read])
+    return Program(key=(), values=tuple([value(*row) for row in rows]), inputs=(), outputs=outputs, steps=steps, arena=0, static=0)
+
+
+def is_sound(program: Program) -> bool:
+    """Every pair of values by itself, as the rule says it."""
+    values = program.values
+    last = {index: number for number, step in enumerate(program.steps) for index in step.inputs}
+    last |= dict.fromkeys(program.outputs, len(program.steps))
+    for number, step in enumerate(program.steps):
+        earlier = [index for each in program.steps[:number] for index in each.outputs if last.get(index, -1) > number]
+        own = [] if step.kind == "graph" else [*step.inputs, *step.outputs]
+        for index in step.outputs:
+            if any(other != index and overlap(values[index], values[other]) for other in (*earlier, *own)):
+                return False
+    return True
+
+
+@settings(max_examples=400, deadline=None)
+@given(programs())
+def test_it_finds_what_comparing_all_pairs_does(program: Program) -> None:
+    try:
+        check_lifetimes(program, "p")
+        found = True
+    except BundleError as error:
+        assert error.code == "manifest-invalid"
+        found = False
+    assert found == is_sound(program)
+
+
+@given(st.lists(places, max_size=8), places)
+def test_a_piece_is_found_among_others(rows: list[tuple[str, int, int]], asked: tuple[str, int, int]) -> None:
+    spans = Spans((memory, begin, begin + size, number) for number, (memory, begin, size) in enumerate(rows))
+    memory, begin, size = asked
+    found = spans.over(memory, begin, begin + size)
+    over = [number for number, row in enumerate(rows) if overlap(value(*row), value(*asked))]
+    assert (found in over) if over else found is None
+
+
+def test_many_values_that_all_live_to_the_end_are_checked_in_little_time() -> None:
+    """Quadratic, this would take half a minute."""
+    count = 8000
+    values = tuple([value("arena", 16 * index, 16) for index in range(count)])
+    steps = tuple([Step(kind="host", region=0, file="", inputs=(), outputs=(index,)) for index in range(count)])
+    program = Program(key=(), values=values, inputs=(), outputs=tuple(range(count)), steps=steps, arena=0, static=0)
+
+    def work() -> str:
+        check_lifetimes(program, "p")
+        return "sound"
+
+    found, seconds, _ = cost(work)
+    assert found == "sound" and seconds < 2, (found, seconds)

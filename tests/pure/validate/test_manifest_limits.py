@@ -1,0 +1,327 @@
+"""Limits of a manifest on both sides: what just fits passes, beside the refusals of test_bundle.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgbundle.format import archive
+from cgbundle.format.archive import Archive
+from cgbundle.format.schema import Alias, File, Finding, Manifest, Region, TensorSpec
+from cgbundle.validate.bundle import check_bundle, check_manifest, check_weights, examine
+from tests.helpers.archives import ArchiveOf
+from tests.helpers.fabricate import dimension, signature, spec
+from tests.helpers.raising import raises
+from tests.helpers.support import manifest, write_bundle
+from tests.pure.validate.test_bundle import FILES, SHA, cpu, cuda, put, put_row, put_step, put_value, reject
+
+
+def test_memories_may_be_empty_and_may_be_missing() -> None:
+    for name in ("state", "inputs", "arena", "host"):
+        known = [pair for pair in cpu().memories if pair[0] != name]
+        check_manifest(put(memories=(*known, (name, 0)))(cpu()))
+        reject(put(memories=(*known, (name, -1)))(cpu()), f"memories.{name}", "-1 bytes")
+
+
+def test_values_fill_their_memory_to_its_end() -> None:
+    """4 rows of 2 floats: 32 bytes."""
+    for index, offset, memory in ((5, 64, "arena"), (3, 32, "host")):
+        check_manifest(put_value(index, offset=offset)(cuda()))
+        reject(put_value(index, offset=offset + 1)(cuda()), f"programs[1].values[{index}].offset", f"outside memory {memory}")
+    nothing = put(memories=tuple([pair for pair in cuda().memories if pair[0] != "host"]))(cuda())
+    reject(nothing, "programs[0].values[2].offset", "outside memory host")
+
+
+def test_in_a_memory_that_is_not_there_lies_nothing() -> None:
+    byte = {"dtype": "uint8", "shape": (1,), "strides": (1,), "offset": 0}
+    reject(put_value(1, memory="state", **byte)(cuda()), "programs[1].values[1].offset", "outside memory state")
+    others = tuple([pair for pair in cuda().memories if pair[0] != "weights"])
+    small = put_row("weights", 1, **byte)(put_row("weights", 0, **byte)(cuda()))
+    reject(replace(small, memories=others), "weights[0].offset", "outside memory weights")
+
+
+@pytest.mark.parametrize(("field", "memory", "least", "size"), [("arena", "arena", 96, 96), ("static", "inputs", 48, 256)])
+def test_a_program_uses_as_much_as_there_is(field: str, memory: str, least: int, size: int) -> None:
+    for used in (least, size):
+        check_manifest(put_row("programs", 1, **{field: used})(cuda()))
+    for used in (-1, size + 1):
+        reject(put_row("programs", 1, **{field: used})(cuda()), f"programs[1].{field}", f"memory {memory} has less")
+    reject(put_row("programs", 0, **{field: 1})(cpu()), f"programs[0].{field}", f"memory {memory} has less")
+
+
+def test_a_value_without_elements_is_a_value() -> None:
+    for rows in (0, 3):
+        made = signature([], [spec("x", 0, rows)], [spec("y", rows)])
+        check_manifest(replace(made, files=FILES))
+
+
+def test_a_value_without_axes_is_a_value() -> None:
+    made = signature([], [spec("x")], [spec("y")])
+    check_manifest(replace(made, files=FILES))
+
+
+@pytest.mark.parametrize(("offset", "fits"), [(256, True), (512 - 8, False), (512, False), (255, False), (-512, False)])
+def test_weights_lie_aligned_in_their_memory(offset: int, fits: bool) -> None:
+    made = put_row("weights", 1, offset=offset)(cuda())
+    if fits:
+        return check_manifest(made)
+    reject(made, "weights[1].offset")
+
+
+def test_a_weight_ends_where_its_memory_ends() -> None:
+    """The bias has two floats."""
+    for size, fits in ((264, True), (263, False)):
+        made = put(memories=tuple([(name, size if name == "weights" else each) for name, each in cuda().memories]))(cuda())
+        check_manifest(made) if fits else reject(made, "weights[1].offset", "outside memory weights")
+
+
+def test_a_weight_lies_in_memory_weights_or_state() -> None:
+    for memory in ("arena", "inputs", "host", "code"):
+        reject(put_row("weights", 0, memory=memory)(cuda()), "weights[0].memory", f"a weight in memory {memory!r}")
+
+
+def test_a_weight_of_host_regions_alone_is_one_that_they_use() -> None:
+    used = put_row("weights", 0, offset=-1)(cuda())
+    check_manifest(used)
+    graph = (*used.regions[:1], replace(used.regions[1], constants=()), *used.regions[2:])
+    reject(replace(used, regions=graph), "weights[0].offset", "no host region uses it")
+    moved = (replace(used.regions[0], constants=(("c", 0),)), *graph[1:])
+    reject(replace(used, regions=moved), "weights[0].offset", "no host region uses it")
+
+
+def test_constants_are_weights_that_there_are() -> None:
+    count = len(cpu().weights)
+    check_manifest(put_row("regions", 0, constants=(("a", 0), ("b", count - 1), ("c", count - 1)))(cpu()))
+    reject(put_row("regions", 0, constants=(("a", 0), ("b", count)))(cpu()), "regions[0].constants[1]", f"no weight {count}")
+
+
+def test_a_target_without_host_regions_needs_no_torch() -> None:
+    made = cuda()
+    steps = [replace(program.steps[0], outputs=program.outputs) for program in made.programs]
+    plain = replace(
+        made,
+        target=replace(made.target, torch=""),
+        regions=tuple([region for region in made.regions if region.kind == "graph"]),
+        programs=tuple([replace(program, steps=(step,)) for program, step in zip(made.programs, steps, strict=True)]),
+    )
+    check_manifest(plain)
+    hosted = Region(name="h", kind="host", reason="", file="host/model.so", constants=())
+    reject(replace(plain, regions=(*plain.regions, hosted)), "target.torch", "empty")
+
+
+@pytest.mark.parametrize("severity", ["refuse", "host", "note"])
+def test_findings(severity: str) -> None:
+    row = Finding(rule="r", severity=severity, message="", node="", where="", source="", effect="", fix="")
+    check_manifest(put(findings=(row, row))(cpu()))
+    reject(put(findings=(row, replace(row, severity="no")))(cpu()), "findings[1].severity", "unknown severity 'no'")
+
+
+def test_files_may_be_empty_and_lie_in_folders() -> None:
+    check_manifest(put(files=(*FILES, File(path="a/b/c.d", bytes=0, sha256="0123456789abcdef" * 4)))(cpu()))
+    for sha in ("g" + "0" * 63, "0" * 63, "0" * 65):
+        reject(put(files=(*FILES, File(path="x", bytes=0, sha256=sha)))(cpu()), "files[4].sha256", "is no SHA-256")
+
+
+def test_a_path_on_another_system_is_no_path() -> None:
+    reject(put(files=(*FILES, File(path="a/./b", bytes=0, sha256=SHA)))(cpu()), "files[4].path", "is no path inside the bundle")
+
+
+# --- the signature ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pad", ["rows", "zeros", "no"])
+def test_dimensions(pad: str) -> None:
+    made = signature([dimension("n", 1, pad=pad), dimension("m", 2, 3, 900)], [spec("x", "n", "m")], [spec("y", "n", "m")])
+    check_manifest(replace(made, files=FILES))
+
+
+def test_two_dimensions_of_one_axis_each() -> None:
+    made = signature([dimension("n", 1), dimension("m", 2)], [spec("x", "n"), spec("z", "m")], [spec("y", "n", "m")])
+    check_manifest(replace(made, files=FILES))
+    for index in (0, 1):
+        gone = replace(made, files=FILES, inputs=tuple([replace(made.inputs[index], name=name) for name in ("x", "z")]))
+        reject(gone, "dimensions", f"{'mn'[index]} is the size of no input's axis")
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        (("n",), True), ((("*", "n", 2),), True), ((2, "n"), True), ((3,), False), (("n", "n"), False), ((("+", "n", 1),), False),
+        ((("-", "n", 1),), False), ((("//", "n", 2),), False), ((("*", "n", "n"),), False),
+    ],
+)  # fmt: skip
+def test_an_output_can_be_joined(shape: Any, fits: bool) -> None:
+    for chunk in (True, False):
+        made = signature([dimension("n", 2, 4, chunk=chunk)], [spec("x", "n")], [spec("w", "n"), spec("y", *shape)])
+        made = replace(made, files=FILES)
+        if fits or not chunk:
+            check_manifest(made)
+        else:
+            reject(made, "dimensions[0].chunk", "outputs[1] cannot be cut along n")
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"), [(("n",), True), ((("*", "n", 3),), True), ((7,), True), (("n", "n"), True), ((("+", "n", 1),), False)]
+)
+def test_an_input_can_be_cut(shape: Any, fits: bool) -> None:
+    for chunk in (True, False):
+        made = signature([dimension("n", 2, 4, chunk=chunk)], [spec("w", "n"), spec("x", *shape)], [spec("y", "n")])
+        made = replace(made, files=FILES)
+        if fits or not chunk:
+            check_manifest(made)
+        else:
+            reject(made, "dimensions[0].chunk", "inputs[1] cannot be cut along n")
+
+
+def test_only_the_dimension_that_is_cut_has_to_be_told_apart() -> None:
+    made = signature(
+        [dimension("n", 2), dimension("m", 3, chunk=False)], [spec("x", "n", ("+", "m", 1))], [spec("y", "n", ("//", "m", 2), "m")]
+    )
+    check_manifest(replace(made, files=FILES))
+
+
+def written(*places: int, pad: str = "no", chunk: bool = False) -> Manifest:
+    names = ("x", "cache", "place")
+    made = signature([dimension("n", 2, pad=pad, chunk=chunk)], [spec(name, "n") for name in names], [spec("y", "n")])
+    return replace(made, files=FILES, written=places)
+
+
+def test_inputs_that_a_call_changes() -> None:
+    for places in ((), (0,), (2,), (0, 1, 2)):
+        check_manifest(written(*places))
+    for places in ((-1,), (3,), (0, 3)):
+        reject(written(*places), "written", "no such input")
+    for places in ((1, 0), (1, 1)):
+        reject(written(*places), "written", "not ascending, or a position stands twice")
+    check_manifest(written(pad="rows", chunk=True))
+    for pad, chunk in (("rows", False), ("zeros", False), ("no", True)):
+        with raises("manifest-invalid", match="calls write to their inputs"):
+            check_manifest(written(0, pad=pad, chunk=chunk))
+
+
+def test_an_order_of_the_axes_is_one_of_them_all() -> None:
+    for order in ((1, 0, 2), (2, 1, 0)):
+        made = signature([], [spec("x", 2, 3, 4, order=order)], [TensorSpec(name="y", dtype="float32", shape=(), order=())])
+        check_manifest(replace(made, files=FILES))
+        reject(put_row("inputs", 0, order=(*order[:2], 3))(replace(made, files=FILES)), "inputs[0].order")
+        reject(put_row("inputs", 0, order=(*order[:2], order[0]))(replace(made, files=FILES)), "inputs[0].order")
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_over_the_last_value_and_region() -> None:
+    made = cuda()
+    count, regions = len(made.programs[1].values), len(made.regions)
+    for place in (-1, count):
+        reject(put_step(4, inputs=(1, place))(made), "programs[1].steps[4]", "no such value")
+        reject(put_step(4, outputs=(5, place))(made), "programs[1].steps[4]", "no such value")
+    for place in (-1, regions):
+        reject(put_step(4, region=place)(made), "programs[1].steps[4].region", f"no region {place}")
+
+
+@pytest.mark.parametrize("field", ["inputs", "outputs"])
+def test_a_copy_is_of_one_value_to_one(field: str) -> None:
+    for values in ((), (1, 1), (2, 2)):
+        reject(put_step(1, **{field: values})(cuda()), "programs[1].steps[1]", "a copy has one input and one output")
+
+
+def test_a_copy_on_the_gpu_is_a_copy() -> None:
+    made = cuda()
+    for program in (0, 1):
+        steps = list(made.programs[program].steps)
+        steps[3] = replace(steps[3], inputs=(1,))
+        made = put_row("programs", program, steps=tuple(steps))(made)
+    check_manifest(made)
+
+
+def test_a_cpu_program_is_one_step_over_all_values() -> None:
+    for changes in ({"inputs": (0, 0)}, {"outputs": ()}, {"outputs": (1, 1)}, {"inputs": (1,)}):
+        reject(put_step(0, **changes)(cpu()), "programs[1].steps", "a cpu program is one host step over the call's values")
+
+
+def test_what_an_alias_lies_in_is_written() -> None:
+    """An output that shares memory with another needs no step that writes it, and the other one does."""
+    made = cuda()
+    outputs = (*made.outputs, replace(made.outputs[0], name="again"))
+    result = {"tuple": [{"tensor": 0}, {"tensor": 1}]}
+    grown = []
+    for program in made.programs:
+        values = (*program.values, program.values[5])
+        grown.append(replace(program, values=values, outputs=(5, 6)))
+    base = replace(made, outputs=outputs, result=result, programs=tuple(grown))
+    reject(base, "programs[0].outputs[1]", "value 6, which nothing has written")
+    check_manifest(replace(base, aliases=(Alias(output=1, memory="outputs", index=0),)))
+    short = replace(grown[0], outputs=(5,))
+    for aliases in ((), (Alias(output=1, memory="outputs", index=0),)):
+        made = replace(base, aliases=aliases, programs=(short, grown[1]))
+        reject(made, "programs[0].outputs", "1 values, the signature has 2")
+    turned = replace(base, programs=tuple([replace(program, outputs=(6, 5)) for program in grown]))
+    check_manifest(replace(turned, aliases=(Alias(output=0, memory="outputs", index=1),)))
+    reject(replace(turned, aliases=(Alias(output=1, memory="outputs", index=0),)), "programs[0].outputs[0]", "nothing has written")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, name: str) -> None:
+    data = bytearray((path / name).read_bytes())
+    data[-1] ^= 1
+    (path / name).write_bytes(data)
+
+
+def test_loading_hashes_all_but_the_weights(tmp_path: Path) -> None:
+    for name in sorted(file.path for file in FILES):
+        path = write_bundle(tmp_path / name.replace("/", "-"))
+        check_bundle(Archive(str(path)))
+        check_bundle(Archive(str(path)), "full")
+        assert examine(Archive(str(path))) == []
+        damage(path, name)
+        with raises("file-damaged", match=name):
+            check_bundle(Archive(str(path)), "full")
+        if name == archive.WEIGHTS:
+            check_bundle(Archive(str(path)))
+        else:
+            with raises("file-damaged", match=name):
+                check_bundle(Archive(str(path)))
+        assert [error.code for error in examine(Archive(str(path)))] == ["file-damaged"]
+
+
+def test_a_file_that_is_not_listed_is_found_by_a_full_check(tmp_path: Path) -> None:
+    path = write_bundle(tmp_path / "tiny.cgb")
+    (path / "more").write_bytes(b"")
+    check_bundle(Archive(str(path)))
+    with raises("file-damaged", match="more"):
+        check_bundle(Archive(str(path)), "full")
+    assert [str(error).partition(":")[0] for error in examine(Archive(str(path)))] == ["more"]
+
+
+def test_all_that_is_wrong_is_found_file_by_file(tmp_path: Path) -> None:
+    path = write_bundle(tmp_path / "tiny.cgb")
+    made = Archive(str(path)).manifest
+    broken = ArchiveOf(path, put_row("weights", 0, name="nothing", tensor="nothing")(replace(made, format=3)))
+    assert [error.code for error in examine(broken)] == ["weights-invalid"]
+    assert [error.code for error in examine(ArchiveOf(path, put(memories=(("heap", 1),))(made)))] == ["manifest-invalid"]
+    for name in (archive.WEIGHTS, archive.PROGRAM):
+        damage(path, name)
+    assert [str(error).partition(":")[0] for error in examine(Archive(str(path)))] == [archive.PROGRAM, archive.WEIGHTS]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({}, True), ({"shape": (3, 2), "strides": (1, 3)}, True), ({"shape": (3, 2), "strides": (2, 1)}, False),
+        ({"shape": (6,), "strides": (1,)}, False), ({"dtype": "int32"}, False),
+        ({"shape": (2, 3, 1), "strides": (3, 1, 1)}, False), ({"tensor": "other"}, False),
+    ],
+)  # fmt: skip
+def test_weights_are_those_of_the_file(tmp_path: Path, changes: dict[str, Any], fits: bool) -> None:
+    """In the file they lie row by row; (2, 3) there."""
+    bundle = ArchiveOf(write_bundle(tmp_path / "tiny.cgb"), put_row("weights", 0, **changes)(manifest()))
+    if fits:
+        return check_weights(bundle)
+    with raises("weights-invalid", match="first.weight|other"):
+        check_weights(bundle)

@@ -1,0 +1,219 @@
+"""What lasts from call to call, and outputs that share memory: each rule on both sides of its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cgbundle.format.schema import Alias, Manifest, Region, Value, Weight
+from cgbundle.format.spans import HOST_ONLY
+from cgbundle.validate.programs import check_programs
+from cgbundle.validate.state import base_of, check_alias_spans, check_aliases, check_state
+from tests.helpers import state_bundles
+from tests.helpers.raising import raises
+
+ROWS = {"total": 0, "marks": 1, "random": 2}
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return state_bundles.write(tmp_path_factory.mktemp("state"))
+
+
+def row(made: Manifest, name: str, **changes: Any) -> Manifest:
+    weights = [replace(weight, **changes) if weight.name == name else weight for weight in made.weights]
+    return replace(made, weights=tuple(weights))
+
+
+def number(made: Manifest, name: str) -> int:
+    return [weight.name for weight in made.weights].index(name)
+
+
+def bad(check: Callable[[Manifest], None], made: Manifest, words: str) -> None:
+    with raises("manifest-invalid", match=words):
+        check(made)
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_state_fill_it_to_its_end(manifest: Manifest) -> None:
+    fits = row(row(manifest, "marks", offset=768, shape=(256,)), "random", offset=256)
+    check_state(fits)
+    bad(check_state, row(fits, "marks", shape=(257,)), r"weights\[\d\].offset: outside memory state")
+    without = replace(manifest, memories=tuple([pair for pair in manifest.memories if pair[0] != "state"]))
+    bad(check_state, without, "outside memory state")
+
+
+@pytest.mark.parametrize("offset", [-256, 1, 128, 255, 257])
+def test_rows_of_state_are_aligned(manifest: Manifest, offset: int) -> None:
+    bad(check_state, row(manifest, "marks", offset=offset), r"weights\[\d\].offset: is not aligned")
+
+
+def test_rows_of_state_lie_apart(manifest: Manifest) -> None:
+    check_state(row(manifest, "total", shape=(64,)))  # 256 bytes, up to the next row
+    bad(check_state, row(manifest, "total", shape=(65,)), "overlaps another row of memory state")
+    check_state(row(row(manifest, "total", offset=768), "marks", offset=0))  # in any order
+    for name in ("total", "marks"):
+        bad(check_state, row(manifest, name, offset=512), "overlaps another row of memory state")
+    last = row(row(manifest, "marks", shape=(256,)), "random", offset=256)
+    bad(check_state, last, "overlaps another row of memory state")
+
+
+def test_a_row_of_state_has_a_tensor_of_its_own(manifest: Manifest) -> None:
+    for name in ("total", "marks"):
+        bad(check_state, row(manifest, name, tensor="random"), "is another weight's, too, and calls change it")
+        bad(check_state, row(manifest, name, tensor="offsets"), "is another weight's, too, and calls change it")
+    check_state(row(manifest, "offsets", tensor="small"))  # weights that no call changes may be one tensor
+
+
+def test_a_host_region_reads_no_state_of_the_gpu(manifest: Manifest) -> None:
+    def hosted(name: str, kind: str = "cuda") -> Manifest:
+        region = Region(name="h", kind="host", reason="", file="host/h.so", constants=(("c", number(manifest, name)),))
+        return replace(manifest, regions=(*manifest.regions, region), target=replace(manifest.target, kind=kind))
+
+    check_state(hosted("offsets"))
+    check_state(hosted("total", kind="cpu"))
+    bad(check_state, hosted("total"), r"regions\[1\].constants: a host region over state, which lies on the GPU")
+
+
+def test_the_random_numbers_state_is_two_integers(manifest: Manifest) -> None:
+    for changes in ({"dtype": "int32"}, {"shape": (3,)}, {"shape": (2, 1), "strides": (1, 1)}):
+        bad(check_state, row(manifest, "random", **changes), "random: weight 'random' is not two integers of memory state")
+    bad(check_state, row(manifest, "random", memory="weights"), "is not two integers of memory state")
+    for place in (-2, len(manifest.weights)):
+        bad(check_state, replace(manifest, random=place), f"random: no weight {place}")
+    last = replace(manifest, weights=(manifest.weights[number(manifest, "random")],), random=0)
+    check_state(replace(last, regions=()))
+    check_state(replace(manifest, random=-1))
+
+
+def test_calls_of_a_model_with_state_are_not_cut_nor_padded(manifest: Manifest) -> None:
+    (dimension,) = manifest.dimensions
+    for changes in ({"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}):
+        made = replace(manifest, dimensions=(replace(dimension, **changes),))  # type: ignore[arg-type]
+        bad(check_state, made, "batch is padded or cut, and calls change state")
+        only = tuple([weight for weight in made.weights if weight.name not in ("total", "marks")])
+        check_state(replace(made, weights=only, random=[weight.name for weight in only].index("random")))
+
+
+# --- aliases ---------------------------------------------------------------------------------------------------------
+
+
+def aliased(made: Manifest, *aliases: tuple[int, str, int]) -> Manifest:
+    return replace(made, aliases=tuple([Alias(output=output, memory=memory, index=index) for output, memory, index in aliases]))
+
+
+def test_aliases_that_are_sound(manifest: Manifest) -> None:
+    check_aliases(manifest)
+    check_programs(manifest)
+    check_alias_spans(manifest)
+    check_aliases(aliased(manifest))
+    check_aliases(aliased(manifest, (0, "inputs", 0)))
+    check_aliases(aliased(manifest, (5, "outputs", 4)))
+    check_aliases(aliased(manifest, (0, "outputs", 5), (1, "state", number(manifest, "random"))))
+    check_aliases(aliased(manifest, (2, "outputs", 0), (3, "outputs", 0)))
+    check_aliases(aliased(manifest, (2, "weights", 0)))
+
+
+def test_aliases_that_are_not(manifest: Manifest) -> None:
+    total, weights = number(manifest, "total"), len(manifest.weights)
+    for aliases, words in (
+        ([(1, "inputs", 0), (0, "inputs", 0)], "aliases: not ascending"),
+        ([(1, "inputs", 0), (1, "state", total)], "aliases: not ascending, or an output stands twice"),
+        ([(0, "arena", 0)], r"aliases\[0\].memory: unknown memory 'arena'"),
+        ([(6, "inputs", 0)], r"aliases\[0\].output: no output 6"),
+        ([(-1, "inputs", 0)], r"aliases\[0\].output: no output -1"),
+        ([(0, "inputs", 1)], r"aliases\[0\].index: no number 1 of the inputs"),
+        ([(0, "inputs", -1)], r"aliases\[0\].index: no number -1 of the inputs"),
+        ([(0, "outputs", 6)], r"aliases\[0\].index: no number 6 of the outputs"),
+        ([(0, "weights", weights)], rf"aliases\[0\].index: no number {weights} of the weights"),
+        ([(0, "state", -1)], r"aliases\[0\].index: no number -1 of the state"),
+        ([(0, "weights", total)], r"aliases\[0\].index: that weight lies elsewhere"),
+        ([(0, "state", 0)], r"aliases\[0\].index: that weight lies elsewhere"),
+        ([(2, "outputs", 2)], r"aliases\[0\].index: an output that is an alias itself"),
+        ([(2, "inputs", 0), (3, "outputs", 2)], r"aliases\[1\].index: an output that is an alias itself"),
+    ):  # fmt: skip
+        bad(check_aliases, aliased(manifest, *aliases), words)
+
+
+def output(made: Manifest, place: int, **changes: Any) -> Manifest:
+    """The value of an output, changed in the last program."""
+    program = made.programs[-1]
+    values = list(program.values)
+    values[program.outputs[place]] = replace(values[program.outputs[place]], **changes)
+    return replace(made, programs=(*made.programs[:-1], replace(program, values=tuple(values))))
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, 4, 5])
+def test_an_alias_lies_inside_of_what_it_shares_memory_with(manifest: Manifest, place: int) -> None:
+    """One element further to either side it does not, unless there is more of the other there."""
+    program = manifest.programs[-1]
+    value = program.values[program.outputs[place]]
+    (alias,) = [alias for alias in manifest.aliases if alias.output == place]
+    base = base_of(manifest, program, alias)
+    begin, end = base.offset, base.offset + 4 * _floats(base)
+    where = rf"programs\[1\].outputs\[{place}\]: lies outside of what it shares memory with"
+    last = end - 4 * _floats(value)
+    for offset in (begin, last):
+        check_alias_spans(output(manifest, place, offset=offset))
+    for offset in (begin - 4, last + 4):
+        bad(check_alias_spans, output(manifest, place, offset=offset), where)
+    elsewhere = "weights" if base.memory != "weights" else "arena"
+    bad(
+        check_alias_spans,
+        output(manifest, place, memory=elsewhere),
+        f"an alias in memory {elsewhere}, of something in {base.memory}",
+    )
+
+
+def _floats(value: Value | Weight) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
+
+
+def on_cpu(made: Manifest) -> Manifest:
+    """For the cpu target, where every alias begins at what it shares memory with."""
+    programs = []
+    for program in made.programs:
+        values = list(program.values)
+        for index in program.outputs[1:]:
+            values[index] = replace(values[index], offset=0, memory="host")
+        programs.append(replace(program, values=tuple(values)))
+    return replace(made, programs=tuple(programs), target=replace(made.target, kind="cpu"))
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, 4, 5])
+def test_on_the_cpu_an_alias_counts_from_what_it_shares_memory_with(manifest: Manifest, place: int) -> None:
+    made = on_cpu(manifest)
+    check_alias_spans(made)
+    program = made.programs[-1]
+    (alias,) = [alias for alias in made.aliases if alias.output == place]
+    most = 4 * (_floats(base_of(made, program, alias)) - _floats(program.values[program.outputs[place]]))
+    check_alias_spans(output(made, place, offset=most))
+    for offset in (-4, most + 4):
+        bad(check_alias_spans, output(made, place, offset=offset), r"lies outside of what")
+
+
+def test_an_output_does_not_share_memory_with_a_weight_of_the_host(manifest: Manifest) -> None:
+    words = "output 5 shares memory with a weight that is not on the GPU"
+    bad(check_alias_spans, row(manifest, "offsets", offset=HOST_ONLY), words)
+    check_alias_spans(row(on_cpu(manifest), "offsets", offset=HOST_ONLY))
+
+
+def test_what_an_alias_shares_memory_with(manifest: Manifest) -> None:
+    program = manifest.programs[0]
+
+    def base(memory: str, index: int) -> Value:
+        return base_of(manifest, program, Alias(output=1, memory=memory, index=index))
+
+    assert base("inputs", 0) is program.values[program.inputs[0]]
+    assert [base("outputs", place) for place in range(6)] == [program.values[place] for place in program.outputs]
+    for name in ("total", "marks"):
+        weight = manifest.weights[number(manifest, name)]
+        found = base("state", number(manifest, name))
+        assert (found.dtype, found.shape, found.strides, found.memory, found.offset) == (
+            weight.dtype, weight.shape, weight.strides, "state", weight.offset,
+        )  # fmt: skip
