@@ -11,6 +11,7 @@ import torch
 
 from cgbundle.format import archive
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
+from cgbundle.validate import host_code
 
 from ..bundle.emit import seal, write_program
 from ..bundle.proof import mismatches, replay
@@ -69,7 +70,9 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
         parts: ManifestParts = import_module(BUILDERS[chosen.recorder]).build_parts(spec, folder, stages)
         write_program(folder / archive.PROGRAM, prepared.program)
         origin = provenance(source.label, _recorded_options(options, chosen.recorder))
-        sealed = seal(folder, _with_mismatches(_manifest(spec, parts, checked.findings, options.waive, origin)))
+        manifest = _manifest(spec, parts, checked.findings, options.waive, origin)
+        host_code.attach(folder, manifest)
+        sealed = seal(folder, _with_mismatches(manifest))
         with stages("verify") as tell:
             if chosen.runs_here:
                 examined = replay(folder, sealed, error_bounds(prepared, sealed.weights), options.waive)

@@ -29,6 +29,7 @@ from cgbundle.format.schema import (
     Value,
     Weight,
 )
+from cgbundle.validate import host_code
 
 Change = Callable[[Manifest], Manifest]
 HOST_FILE = "host/model.so"
@@ -47,8 +48,18 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
     with open(folder / archive.EXAM, "wb") as file:
         safetensors.write(file, exam_tensors())
     made = replace(manifest(), files=archive.describe_files(str(folder)))
-    seal(folder, change(made) if change else made)
+    changed = change(made) if change else made
+    if changed.format >= host_code.SINCE and changed.files == made.files:
+        finish(folder, changed)
+    else:
+        seal(folder, changed)
     return folder
+
+
+def finish(folder: Path, made: Manifest) -> None:
+    """Writes the rows behind the shared objects, and the manifest with all files described."""
+    host_code.attach(folder, made)
+    seal(folder, replace(made, files=archive.describe_files(str(folder))))
 
 
 def seal(folder: Path, made: Manifest) -> None:

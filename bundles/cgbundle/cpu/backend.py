@@ -16,9 +16,11 @@ from ..format.spans import span
 from ..session.forks import forked
 from ..session.initial_state import InitialState
 from ..session.locks import ExclusiveLock, SharedLock, closed
+from ..validate import host_code
 from ..validate.state import STATE
 from . import libtorch
-from .host_region import INSTANCES, POINTER_BYTES, HostRegion, layout_of, open_region
+from .host_region import INSTANCES, HostRegion, layout_of, open_region
+from .output_layouts import OutputLayouts
 from .processor import HINT, check_features
 
 
@@ -38,14 +40,9 @@ class RegionOutputs:
     device: int | None = None
     static = False
 
-    def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p]) -> None:
+    def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p], layouts: OutputLayouts, given: Sequence[int]) -> None:
         self._torch, self._handles = torch, handles
-        found = (c_void_p * len(handles))()
-        at = addressof(found)
-        for handle in handles:
-            torch.data_pointer(handle, at)
-            at += POINTER_BYTES
-        self.addresses = [address or 0 for address in found]
+        self.addresses = layouts.addresses(handles, given)
 
     def __del__(self) -> None:
         for handle in self._handles:
@@ -96,7 +93,10 @@ class CpuBackend:
         try:
             state, instances = addressof(self._state), 1 if one_by_one else INSTANCES
             for region in manifest.regions:
-                opened = open_region(shared.bundle, region, self._weights, shared.weights, self._torch, state, instances)
+                opened = open_region(
+                    shared.bundle, region, self._weights, shared.weights, self._torch, state, instances,
+                    exact=manifest.format < host_code.SINCE,
+                )  # fmt: skip
                 self._regions.append(opened)
             self._inputs = [
                 [layout_of(program.values[index], self._torch) for index in program.inputs] for program in manifest.programs
@@ -106,16 +106,24 @@ class CpuBackend:
         except BaseException:
             self.close()
             raise
-        self._run = [(self._regions[program.steps[0].region].run, len(program.outputs)) for program in manifest.programs]
+        self._run = [
+            (
+                self._regions[program.steps[0].region].run,
+                len(program.outputs),
+                OutputLayouts(self._torch, manifest, program, self.address),
+            )
+            for program in manifest.programs
+        ]
 
     def locked(self, stream: int | None) -> SharedLock | ExclusiveLock:
         """Waits for nothing where replays share no memory: they run side by side."""
         return self._lock
 
     def run(self, program: int, addresses: Sequence[int], device: int | None = None, stream: None = None) -> RegionOutputs:
-        """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise."""
-        run, outputs = self._run[program]
-        return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs))
+        """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise.  Raises
+        library-refused where they are not."""
+        run, outputs, layouts = self._run[program]
+        return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs), layouts, addresses)
 
     # --- what lasts from call to call -------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from ..errors import MachineError
 from ..format.archive import Archive
 from ..format.safetensors import Mapped
 from ..format.schema import Region, Value, Weight
+from ..format.spans import span
 from ..session.forks import FORKS
 from ..validate.state import STATE
 from .libtorch import LibTorch
@@ -22,6 +23,12 @@ CPU_DEVICE = 0
 
 POINTER_BYTES = ctypes.sizeof(c_void_p)
 
+CONSTANT_BYTES = 64
+"""What AOTInductor rounds the bytes of a constant up to (AOTI_CONST_ALIGNMENT)."""
+
+MODEL_PREFIX = "model."
+"""What the shared object's names of constants begin with, beside the model's own."""
+
 INSTANCES = 4
 """Replays of one region that may run at once; a further one waits.  An instance shares the constants and costs a few KB."""
 
@@ -30,7 +37,7 @@ FUNCTIONS = tuple([
     f"AOTInductorModelContainer{name}"
     for name in (
         "CreateWithDevice", "Delete", "Run", "GetNumInputs", "GetNumOutputs", "GetNumConstants", "GetConstantName",
-        "GetConstantOriginalFQN", "UpdateUserManagedConstantBufferPairs",
+        "GetConstantOriginalFQN", "GetConstantDtype", "GetConstantDataSize", "UpdateUserManagedConstantBufferPairs",
     )
 ])  # fmt: skip
 """What is called of the C interface."""
@@ -65,11 +72,15 @@ def open_region(
     torch: LibTorch,
     state: int = 0,
     instances: int = INSTANCES,
+    *,
+    exact: bool,
 ) -> HostRegion:
     """A host region of a bundle, ready to run.  Its constants are used in place, in the mapped weights (None for a
-    region without constants) or in memory state at `state`; both must stay until it is closed.  Raises library-refused."""
+    region without constants) or in memory state at `state`; both must stay until it is closed.  `exact` as for `check_constants`.
+    Raises library-refused."""
     opened = HostRegion(bundle.data(region.file), torch, region.file, instances)
     try:
+        opened.check_constants([(name, weights[index]) for name, index in region.constants], exact=exact)
         constants = {}
         for name, index in region.constants:
             weight = weights[index]
@@ -123,6 +134,32 @@ class HostRegion:
             )
             found.append(((own.value or b"").decode(), (model.value or b"").decode()))
         return found
+
+    def check_constants(self, bound: Sequence[tuple[str, Weight]], *, exact: bool) -> None:
+        """Raises library-refused unless `bound`, pairs of the code's own name of a constant and a weight, has each constant once.
+
+        The weight must be the one that the code names, of its dtype, and no larger than its storage was.  `exact`: nor smaller,
+        which a weight is that was a part of a larger tensor; the shared object does not say how much of it the code reads.
+        """
+        library, container, rows = self._library, self._container, dict(bound)
+        names = self.constants()
+        if len(rows) != len(bound) or rows.keys() != {own for own, _ in names}:
+            odd = sorted(rows.keys() ^ {own for own, _ in names}) or [own for own, _ in bound]
+            raise self._other_constants(f"{odd[0]!r} is bound and no constant of the code, or one and not bound")
+        dtype, size = c_int32(), c_size_t()
+        for index, (own, model) in enumerate(names):
+            row = rows[own]
+            if row.name != model.removeprefix(MODEL_PREFIX):
+                raise self._other_constants(f"{own!r} is weight {model.removeprefix(MODEL_PREFIX)!r}, the bundle says {row.name!r}")
+            self._check(library.AOTInductorModelContainerGetConstantDtype(container, c_size_t(index), byref(dtype)))
+            self._check(library.AOTInductorModelContainerGetConstantDataSize(container, c_size_t(index), byref(size)))
+            rounded = -(-span(row) // CONSTANT_BYTES) * CONSTANT_BYTES
+            if dtype.value != self._torch.dtype(row.dtype) or rounded > size.value or (exact and rounded < size.value):
+                expected = f"the bundle says {row.dtype} {list(row.shape)}"
+                raise self._other_constants(f"{own!r} has another dtype or size ({size.value} bytes), {expected}")
+
+    def _other_constants(self, text: str) -> MachineError:
+        return MachineError("library-refused", f"{self._where}: constant {text}", "build the bundle again")
 
     def bind(self, constants: Mapping[str, tuple[int, Layout]]) -> None:
         """Gives the region its constants by the shared object's names: (address, layout); the memory, used in place, stays ours."""

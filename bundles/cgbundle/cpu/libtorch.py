@@ -90,6 +90,8 @@ class LibTorch:
         self.delete.argtypes = (c_void_p,)
         self.data_pointer = library.aoti_torch_get_data_ptr
         self.data_pointer.argtypes = (c_void_p, c_void_p)
+        self.strides = library.aoti_torch_get_strides
+        self.strides.argtypes = (c_void_p, c_void_p)
 
     def dtype(self, name: str) -> int:
         """torch's number for a dtype.  Raises library-refused where this torch has none."""
@@ -104,7 +106,7 @@ class LibTorch:
         self._library.aoti_torch_get_dim(c_void_p(handle), byref(rank))
         self._library.aoti_torch_get_dtype(c_void_p(handle), byref(dtype))
         found = []
-        for function in (self._library.aoti_torch_get_sizes, self._library.aoti_torch_get_strides):
+        for function in (self._library.aoti_torch_get_sizes, self.strides):
             numbers = POINTER(c_int64)()
             function(c_void_p(handle), byref(numbers))
             found.append(tuple(numbers[: rank.value]))

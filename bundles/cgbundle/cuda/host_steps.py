@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
-from ..errors import MachineError
+from ..cpu.output_layouts import Found, check_layout
 from ..format.archive import Archive
 from ..format.safetensors import Mapped
 from ..format.schema import Program, Step, Value
 from ..format.spans import span
-from ..tensors.tensor import moving
+from ..validate import host_code
 from .driver import check, cu
 from .memory import Memories
 
@@ -28,7 +28,7 @@ class _Place(NamedTuple):
 
     address: int
     bytes: int
-    layout: tuple[int, tuple[int, ...], tuple[int, ...]]
+    layout: Found
     value: Value
 
 
@@ -85,7 +85,8 @@ class HostSteps:
         region = self._regions.get(index)
         if region is None:
             row = self._manifest.regions[index]
-            region = open_region(self._bundle, row, self._manifest.weights, self._weights, self._torch)
+            exact = self._manifest.format < host_code.SINCE
+            region = open_region(self._bundle, row, self._manifest.weights, self._weights, self._torch, exact=exact)
             self._regions[index] = region
         return region
 
@@ -94,17 +95,8 @@ def _take(torch: libtorch.LibTorch, handle: int, place: _Place, where: str) -> N
     """Copies a tensor of the region's to its place."""
     found = torch.layout(handle)
     if found != place.layout:
-        _check_layout(found, place, where)
+        check_layout(found, place.layout[0], place.value, f"{where}: an output")
     if place.bytes:
         source = ctypes.c_void_p()
         torch.data_pointer(handle, ctypes.byref(source))
         ctypes.memmove(place.address, source.value or 0, place.bytes)
-
-
-def _check_layout(found: tuple[int, tuple[int, ...], tuple[int, ...]], place: _Place, where: str) -> None:
-    (dtype, shape, strides), value = found, place.value
-    same = dtype == place.layout[0]
-    if not same or shape != value.shape or moving(shape, strides) != moving(shape, value.strides):
-        expected = f"{value.dtype} {list(value.shape)} with strides {list(value.strides)}"
-        got = f"{'the same dtype' if same else 'another dtype'}, {list(shape)} with strides {list(strides)}"
-        raise MachineError("library-refused", f"{where}: an output is {got}, the bundle says {expected}", "build the bundle again")

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import BundleError, CgbundleError
-from ..format import archive, limits, safetensors
+from ..format import archive, limits
 from ..format.archive import Archive
-from ..format.schema import DTYPES, KERNEL_CODE, MEMORIES, Manifest
-from ..format.spans import HOST_ONLY, graph_memories
+from ..format.schema import Manifest
+from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
+from . import host_code
 from .exam import check_exam, check_exam_rows
-from .programs import check_programs, checked_span
+from .memories import check_memories, check_weight_rows
+from .programs import check_programs
 from .require import require
 from .signature import check_signature
-from .state import STATE, check_alias_spans, check_aliases, check_state
+from .state import check_alias_spans, check_aliases, check_state
 
 LEVELS = ("load", "full")
 """How much `check_bundle` hashes: everything but the weights' data, or everything."""
@@ -38,7 +40,9 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
     for file in manifest.files:
         bundle.check_hash(file) if level == "full" or file.path != archive.WEIGHTS else bundle.check_size(file)
     check_weights(bundle)
-    if level == "full":
+    check_host_code(bundle)
+    untold = manifest.target.kind == CPU and manifest.format < host_code.SINCE
+    if level == "full" or untold:  # where the code does not say what it reads, these are the shapes that it has run with
         check_exam(bundle)
     if manifest.target.kind == CUDA:
         check_tables(bundle)
@@ -74,6 +78,7 @@ def examine(bundle: Archive) -> list[CgbundleError]:
             holds(check, bundle)
     if not broken:
         holds(check_tables, bundle)
+        holds(check_host_code, bundle)
     return [*found.values(), *archive.unlisted_files(bundle.path, manifest)]
 
 
@@ -81,8 +86,8 @@ def check_manifest(manifest: Manifest) -> None:
     """Raises manifest-invalid unless the manifest is sound in itself, file-damaged when it does not list a file that it needs."""
     check_signature(manifest)
     _check_target(manifest)
-    _check_memories(manifest)
-    _check_weights(manifest)
+    check_memories(manifest)
+    check_weight_rows(manifest)
     _check_regions(manifest)
     check_state(manifest)
     check_aliases(manifest)
@@ -95,7 +100,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def check_weights(bundle: Archive) -> None:
-    """Raises weights-invalid unless weights.safetensors is well formed and holds what the manifest names."""
+    """Raises weights-invalid unless weights.safetensors is well formed and holds what the manifest names, and nothing else."""
     manifest, entries = bundle.manifest, bundle.tensors(archive.WEIGHTS)
     for weight in manifest.weights:
         entry = entries.get(weight.tensor)
@@ -109,6 +114,8 @@ def check_weights(bundle: Archive) -> None:
                 "weights-invalid",
                 f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {found}, expected {weight.dtype} {stored}",
             )
+    for name in sorted(entries.keys() - {weight.tensor for weight in manifest.weights}):
+        raise BundleError("weights-invalid", f"{archive.WEIGHTS}: tensor {name!r} is no weight's")
 
 
 def check_tables(bundle: Archive) -> None:
@@ -136,6 +143,22 @@ def check_tables(bundle: Archive) -> None:
         check_module_states(states, manifest.module_state, memories, images)
 
 
+def check_host_code(bundle: Archive) -> None:
+    """Raises manifest-invalid unless every shared object was built for the manifest's rows.  Those of a format version before
+    `host_code.SINCE` do not say."""
+    manifest = bundle.manifest
+    if manifest.format < host_code.SINCE:
+        return
+    for index, region in enumerate(manifest.regions):
+        if region.file:
+            found, expected = host_code.read(bundle.data(region.file)), host_code.described(manifest, index)
+            where = f"regions[{index}].file"
+            require(found is not None, where, f"{region.file} does not say what it was built for")
+            if found != expected:
+                field = host_code.difference(found or b"", expected)
+                require(False, where, f"{region.file} was built for other {field or 'rows'} than the manifest has")
+
+
 def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
@@ -146,42 +169,6 @@ def _check_target(manifest: Manifest) -> None:
     require(not manifest.target.level or manifest.target.kind == CPU, "target.level", "a bundle for a GPU has none")
     hosted = any(region.kind == "host" for region in manifest.regions)
     require(bool(manifest.target.torch) or not hosted, "target.torch", "empty: host regions run on torch's shared libraries")
-
-
-def _check_memories(manifest: Manifest) -> None:
-    seen = [name for name, _ in manifest.memories]
-    require(len(set(seen)) == len(seen) and set(seen) <= {*MEMORIES, KERNEL_CODE}, "memories", f"unknown or double name in {seen}")
-    for name, size in manifest.memories:
-        require(size >= 0, f"memories.{name}", f"{size} bytes")
-
-
-def _check_weights(manifest: Manifest) -> None:
-    require(len({weight.name for weight in manifest.weights}) == len(manifest.weights), "weights", "a name stands twice")
-    total = dict(manifest.memories).get("weights", 0)
-    used = {weight for region in manifest.regions for _, weight in region.constants if region.kind == "host"}
-    for index, weight in enumerate(manifest.weights):
-        where = f"weights[{index}]"
-        require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
-        size = checked_span(where, weight)
-        require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
-        if weight.memory == STATE:
-            continue  # check_state does
-        require(weight.memory == "weights", f"{where}.memory", f"a weight in memory {weight.memory!r}")
-        if manifest.target.kind == CUDA and weight.offset == HOST_ONLY:
-            require(index in used, f"{where}.offset", "is not on the GPU, and no host region uses it")
-        elif manifest.target.kind == CUDA:
-            require(weight.offset % safetensors.ALIGNMENT == 0, f"{where}.offset", "is not aligned")
-            require(weight.offset >= 0 and weight.offset + size <= total, f"{where}.offset", "outside memory weights")
-
-
-def _is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements lie without gaps or overlaps, in whatever order of the axes."""
-    step = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
-        if stride != step and 0 not in shape:
-            return False
-        step *= size
-    return True
 
 
 def _check_regions(manifest: Manifest) -> None:
@@ -197,6 +184,8 @@ def _check_regions(manifest: Manifest) -> None:
         for place, (_, weight) in enumerate(region.constants):
             require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
         require(len({name for name, _ in region.constants}) == len(region.constants), f"{where}.constants", "a name stands twice")
+    files = [region.file for region in manifest.regions if region.file]
+    require(len(set(files)) == len(files), "regions", "two of them have one shared object")
 
 
 def _check_files(manifest: Manifest) -> None:

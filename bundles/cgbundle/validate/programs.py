@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 from ..errors import BundleError
@@ -51,7 +51,28 @@ def _check_program(manifest: Manifest, program: Program, where: str) -> None:
                 require(ordered, at, f"strides {list(value.strides)} are not those of the signature's order {list(spec.order)}")
     for field, memory, size in (("arena", "arena", program.arena), ("static", "inputs", program.static)):
         require(0 <= size <= memories.get(memory, 0), f"{where}.{field}", f"{size} bytes, memory {memory} has less")
+        for place, value in enumerate(program.values):
+            inside = value.memory != memory or value.offset + span(value) <= size
+            require(inside, f"{where}.values[{place}].offset", f"ends behind the program's {size} bytes of memory {memory}")
+    _check_inputs(manifest.target.kind, program, where)
     check_steps(manifest, program, where)
+
+
+def _check_inputs(target: str, program: Program, where: str) -> None:
+    """Every input of the call is a value of its own.  On a GPU they lie beside each other in memory `inputs`; on a CPU all values
+    are those of the call."""
+    if target == "cpu":
+        whole = sorted((*program.inputs, *program.outputs)) == list(range(len(program.values)))
+        require(whole, f"{where}.values", "of a cpu program each is one input or one output of the call")
+        return
+    places = []
+    for place, index in enumerate(program.inputs):
+        value = program.values[index]
+        require(value.memory == "inputs", f"{where}.inputs[{place}]", f"lies in memory {value.memory}, not in inputs")
+        places.append((value.offset, value.offset + span(value), place))
+    require(len(set(program.inputs)) == len(program.inputs), f"{where}.inputs", "a value stands twice")
+    for (_, end, _), (begin, _, place) in pairwise(sorted(places)):
+        require(end <= begin, f"{where}.inputs[{place}]", "lies over another input of the call")
 
 
 def _shape(spec: TensorSpec, sizes: Mapping[str, int], where: str) -> tuple[int, ...]:
@@ -66,7 +87,8 @@ def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, whe
     require(value.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {value.dtype!r}")
     require(value.memory in MEMORIES, f"{where}.memory", f"unknown memory {value.memory!r}")
     size = checked_span(where, value)
-    if manifest.target.kind == "cpu" and value.memory == "host":
+    if manifest.target.kind == "cpu":
+        require(value.memory == "host", f"{where}.memory", f"a value of the cpu target in memory {value.memory}")
         require(value.offset == 0 or alias, f"{where}.offset", "a value in host memory has none")
     else:
         fits = value.offset >= 0 and value.offset + size <= memories.get(value.memory, 0)

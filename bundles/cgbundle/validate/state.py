@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..format.safetensors import ALIGNMENT
-from ..format.schema import Alias, Manifest, Program, Value
+from ..format.schema import DTYPES, Alias, Manifest, Program, Value
 from ..format.spans import HOST_ONLY, span
 from .require import require, require_whole_calls
 from .steps import PERSISTENT
@@ -76,6 +76,8 @@ def check_alias_spans(manifest: Manifest) -> None:
             if manifest.target.kind == "cuda":
                 require(value.memory == base.memory, where, f"an alias in memory {value.memory}, of something in {base.memory}")
                 begin -= base.offset
+            whole = begin % DTYPES[value.dtype] == 0
+            require(whole, where, f"begins {begin} bytes into what it shares memory with, inside of an element")
             inside = begin >= 0 and begin + span(value) <= span(base)
             require(inside, where, "lies outside of what it shares memory with")
 

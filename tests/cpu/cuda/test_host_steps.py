@@ -110,7 +110,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(folder / archive.EXAM, "wb") as file:
         safetensors.write(file, exam)
     base = support.manifest()
-    support.seal(
+    support.finish(
         folder,
         replace(
             base,
@@ -133,7 +133,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             regions=(Region(name="pick", kind="host", reason="data-dependent-shape", file=FILE, constants=((own, 1),)),),
             programs=tuple(map(program, KEYS)),
             exam=replace(base.exam, bounds=(1e-5, 1e-5), proofs=tuple([support.proof(key) for key in KEYS])),
-            files=archive.describe_files(str(folder)),
         ),
     )
     return folder

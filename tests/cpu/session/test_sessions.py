@@ -108,7 +108,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     examined = (*["float32"] * len(OUTPUTS), "float32", "int64", "int64")
     shapes: list[tuple[Any, ...]] = [("rows", WIDTH), (WIDTH,), (WIDTH, WIDTH), ("rows", 4), ("rows", WIDTH), ("rows", WIDTH - 1)]
-    support.seal(
+    support.finish(
         folder,
         replace(
             base,
@@ -137,7 +137,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             regions=(Region(name="cell", kind="host", reason="the cpu target has no graphs", file=FILE, constants=constants),),
             programs=tuple(map(program, SIZES)),
             exam=replace(base.exam, bounds=support.bounds(*examined), proofs=tuple([support.proof(size) for size in SIZES])),
-            files=archive.describe_files(str(folder)),
         ),
     )
     return folder

@@ -371,7 +371,7 @@ def test_hostile_names_are_shown_as_they_are(tmp_path: Path, options: tuple[str,
     def change(manifest: Manifest) -> Manifest:
         spec = replace(manifest.inputs[0], name=HOSTILE)
         call = {"call": [[HOSTILE, {"tensor": 0}], *manifest.call["call"][1:]]}
-        weights = (replace(manifest.weights[0], name=HOSTILE), *manifest.weights[1:])
+        weights = (replace(manifest.weights[0], name=HOSTILE, tensor=HOSTILE), *manifest.weights[1:])
         regions = (replace(manifest.regions[0], name=HOSTILE),)
         return replace(manifest, name=HOSTILE, inputs=(spec, *manifest.inputs[1:]), call=call, weights=weights, regions=regions)
 
@@ -381,7 +381,7 @@ def test_hostile_names_are_shown_as_they_are(tmp_path: Path, options: tuple[str,
 
 
 def stateful(manifest: Manifest) -> Manifest:
-    cache = Weight(name="cache", tensor="small", dtype="uint8", shape=(3,), strides=(1,), memory="state", offset=0)
+    cache = Weight(name="cache", tensor="cache", dtype="uint8", shape=(3,), strides=(1,), memory="state", offset=0)
     seed = Weight(name="seed", tensor="seed", dtype="int64", shape=(2,), strides=(1,), memory="state", offset=256)
     sizes = dict(manifest.memories) | {"state": 512}
     weights = (cache, *manifest.weights[1:], seed)

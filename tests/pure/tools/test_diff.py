@@ -607,14 +607,15 @@ def test_the_command_shows_the_parts_in_order(tiny: Path, changed: Callable[[sup
     ]
 
 
-def test_the_command_as_json(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
-    result = call(tiny, changed(lambda m: replace(m, memories=(("weights", 64),))), "--json")
+def test_the_command_as_json(gpu: Path) -> None:
+    reseal(gpu, lambda m: replace(m, memories=tuple([(name, size + 32 * (name == "weights")) for name, size in m.memories])))
+    result = call(MLP, gpu, "--json")
     told = json.loads(result.stdout)
-    assert result.exit_code == 1 and told["different"] and told["a"]["path"] == str(tiny) and told["b"]["name"] == "tiny"
+    assert result.exit_code == 1 and told["different"] and told["a"]["path"] == str(MLP) and told["b"]["name"] == "sequential"
     assert told["differences"] == [
         {
-            "part": "memory", "name": "weights", "field": "", "change": "changed", "a": "32", "b": "64 bytes (+32)", "note": "",
-            "facts": {"a": 32, "b": 64},
+            "part": "memory", "name": "weights", "field": "", "change": "changed", "a": "2048", "b": "2080 bytes (+32)",
+            "note": "", "facts": {"a": 2048, "b": 2080},
         }
     ]  # fmt: skip
 

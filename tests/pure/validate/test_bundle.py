@@ -203,6 +203,27 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ("a weight with gaps", put_row("weights", 0, strides=(4, 1)), "weights[0].strides", "leave gaps or overlap"),
     ("a weight that overlaps", put_row("weights", 0, strides=(0, 1)), "weights[0].strides", "leave gaps or overlap"),
     ("a weight that does both", put_row("weights", 0, strides=(5, 0)), "weights[0].strides", "leave gaps or overlap"),
+    ("a weight at a place of its own", put_row("weights", 0, offset=256), "weights[0].offset", "lies where the file has it"),
+    ("more memory than weights", put(memories=(("weights", 33),)), "memories", "the weights make {'weights': 32}"),
+    ("less memory than weights", put(memories=(("weights", 31),)), "memories", "the weights make {'weights': 32}"),
+    ("memory for nothing", put(memories=(("weights", 32), ("arena", 64))), "memories", "the weights make {'weights': 32}"),
+    ("no memory for weights", put(memories=()), "memories", "the weights make {'weights': 32}"),
+    (
+        "a tensor of no weight",
+        put_row("weights", 0, tensor="x"),
+        "weights[0].tensor",
+        "'x' is the name of no weight that lies there",
+    ),
+    ("a tied weight as an owner", put_row("weights", 0, tensor="tied.bias"), "weights[0].tensor", "is the name of no weight"),
+    (
+        "weights with each other's tensors",
+        lambda made: put_row("weights", 0, tensor="first.bias")(put_row("weights", 1, tensor="first.weight")(made)),
+        "weights[0].tensor",
+        "'first.bias' is the name of no weight that lies there",
+    ),
+    ("a tied weight's dtype", put_row("weights", 2, dtype="int32"), "weights[2]", "laid out otherwise than 'first.bias'"),
+    ("a tied weight's shape", put_row("weights", 2, shape=(1,)), "weights[2]", "laid out otherwise than 'first.bias'"),
+    ("a tied weight's strides", put_row("weights", 2, shape=(2, 1), strides=(1, 9)), "weights[2]", "laid out otherwise"),
     # regions
     ("an unknown region", put_row("regions", 0, kind="loop"), "regions[0].kind", "unknown kind 'loop'"),
     ("a host region without a file", put_row("regions", 0, file=""), "regions[0].file", "a host region has a file"),
@@ -219,6 +240,18 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ("a value's rank", put_value(0, strides=(1,)), "programs[1].values[0].strides", "do not match the shape"),
     ("a value below nothing", put_value(0, shape=(-4, 3)), "programs[1].values[0]", "negative size or stride"),
     ("an offset in host memory", put_value(0, offset=4), "programs[1].values[0].offset", "a value in host memory has none"),
+    (
+        "a cpu value elsewhere",
+        put_value(1, memory="weights"),
+        "programs[1].values[1].memory",
+        "of the cpu target in memory weights",
+    ),
+    (
+        "a cpu value that the call does not have",
+        lambda made: put_row("programs", 1, values=(*made.programs[1].values, made.programs[1].values[0]))(made),
+        "programs[1].values",
+        "each is one input or one output of the call",
+    ),
     ("too few inputs", put_row("programs", 1, inputs=()), "programs[1].inputs", "0 values, the signature has 1"),
     ("too many outputs", put_row("programs", 1, outputs=(1, 1)), "programs[1].outputs", "2 values, the signature has 1"),
     ("an input that is no value", put_row("programs", 1, inputs=(2,)), "programs[1].inputs[0]", "no value 2"),
@@ -307,11 +340,58 @@ def test_refused(change: Change, path: str, message: str) -> None:
     reject(change(cpu()), path, message)
 
 
+def two_inputs(offset: int, inputs: tuple[int, int] = (0, 6)) -> Manifest:
+    """The CUDA manifest with a second input at `offset` of memory inputs."""
+    made = cuda()
+    programs = [
+        replace(each, values=(*each.values, replace(each.values[0], offset=offset)), inputs=inputs, static=256)
+        for each in made.programs
+    ]
+    specs = (*made.inputs, replace(made.inputs[0], name="z"))
+    call = {"call": [["x", {"tensor": 0}], ["z", {"tensor": 1}]]}
+    return replace(made, inputs=specs, call=call, programs=tuple(programs))
+
+
+def test_the_inputs_of_a_call_lie_beside_each_other() -> None:
+    check_manifest(two_inputs(48))
+    reject(two_inputs(44), "programs[1].inputs[1]", "lies over another input of the call")
+    reject(two_inputs(0), "programs[0].inputs[1]", "lies over another input of the call")
+    reject(two_inputs(48, inputs=(0, 0)), "programs[0].inputs", "a value stands twice")
+
+
+def test_a_weight_for_the_host_may_be_one_tensor_with_one_on_the_gpu() -> None:
+    made = cuda()
+    tied = replace(made.weights[1], name="tied", offset=HOST_ONLY)
+    host = replace(made.regions[1], constants=(("c0", 2),))
+    check_manifest(replace(made, weights=(*made.weights, tied), regions=(made.regions[0], host, made.regions[2])))
+
+
 BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
     ("a weight off its alignment", put_row("weights", 1, offset=128), "weights[1].offset", "is not aligned"),
     ("a weight outside its memory", put_row("weights", 1, offset=512), "weights[1].offset", "outside memory weights"),
     ("a weight before its memory", put_row("weights", 1, offset=-256), "weights[1].offset", "outside memory weights"),
     ("a weight that nobody uses", put_row("weights", 1, offset=HOST_ONLY), "weights[1].offset", "no host region uses it"),
+    ("a weight in another's place", put_row("weights", 1, offset=0), "weights[0].offset", "overlaps another weight"),
+    (
+        "a tied weight elsewhere",
+        lambda made: replace(made, weights=(*made.weights, replace(made.weights[1], name="tied", offset=0))),
+        "weights[2].offset",
+        "lies elsewhere than 'first.bias'",
+    ),
+    ("regions of one file", lambda made: replace(made, regions=(*made.regions, made.regions[1])), "regions", "one shared object"),
+    (
+        "a value behind its arena",
+        put_row("programs", 1, arena=95),
+        "programs[1].values[5].offset",
+        "the program's 95 bytes of memory arena",
+    ),
+    (
+        "an input behind its memory",
+        put_row("programs", 1, static=47),
+        "programs[1].values[0].offset",
+        "the program's 47 bytes of memory inputs",
+    ),
+    ("an input in the arena", put_value(0, memory="arena"), "programs[1].inputs[0]", "lies in memory arena, not in inputs"),
     ("a value behind the arena", put_value(1, offset=68), "programs[1].values[1].offset", "outside memory arena"),
     ("a value before the arena", put_value(1, offset=-4), "programs[1].values[1].offset", "outside memory arena"),
     ("a value in no memory", put_value(1, memory="state"), "programs[1].values[1].offset", "outside memory state"),
@@ -353,7 +433,12 @@ BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
     ("an output that no step writes", put_step(4, outputs=()), "programs[1].outputs[0]", "value 5, which nothing has written"),
     ("a value written twice", put_step(4, outputs=(1, 5)), "programs[1].steps[4]", "writes value 1, which steps[0] has written"),
     ("a step that writes an input", put_step(4, outputs=(0, 5)), "programs[1].steps[4]", "writes value 0, an input of the call"),
-    ("a copy over an input", put_value(4, memory="inputs"), "programs[1].steps[3]", "copies over value 0, an input of the call"),
+    (
+        "a copy over an input",
+        put_value(4, memory="inputs", offset=0),
+        "programs[1].steps[3]",
+        "copies over value 0, an input of the call",
+    ),
     ("a copy into the weights", put_value(4, memory="weights"), "programs[1].steps[3]", "copies into memory weights"),
     # lifetimes
     (
@@ -410,7 +495,7 @@ def test_a_kernel_image_is_named_by_its_hash() -> None:
 
 def test_a_weight_may_lie_in_any_order_of_its_axes() -> None:
     check_manifest(put_row("weights", 0, strides=(1, 2))(cpu()))
-    check_manifest(put_row("weights", 0, shape=(1, 0, 3), strides=(9, 9, 9))(cpu()))
+    check_manifest(put_row("weights", 0, shape=(1, 0, 3), strides=(9, 9, 9))(replace(cpu(), memories=(("weights", 8),))))
     check_manifest(put_row("weights", 0, shape=(1, 6), strides=(77, 1))(cpu()))
 
 

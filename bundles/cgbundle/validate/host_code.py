@@ -1,0 +1,81 @@
+"""What a shared object says that it was built for: rows of the bundle, behind the ELF object.
+
+AOTInductor's objects tell the names, dtypes and sizes of their constants, and how many inputs and outputs there are.  They tell no
+shape, and read and write as they were compiled: rows that say otherwise would send them past the caller's memory.  So the build
+leaves the rows that it compiled for behind the object, where the dynamic loader does not look, and readers compare.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import Any
+
+from ..format.schema import Manifest, Value, Weight
+
+SINCE = 4
+"""The format version from which on every shared object of a bundle has its rows."""
+
+MAGIC = b"cgb-rows"
+"""The last bytes of the file; before them the length of the rows in 8 bytes, and before that the rows."""
+
+SIGNATURE = ("dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result")
+"""What says how the code of a whole model is called, beside its values: fields of the manifest."""
+
+
+_WEIGHT, _VALUE = [attrgetter(*[field.name for field in fields(record)]) for record in (Weight, Value)]
+
+
+def described(manifest: Manifest, region: int) -> bytes:
+    """The rows that the code of host region number `region` depends on, as canonical JSON."""
+    row = manifest.regions[region]
+    steps = [(program, step) for program in manifest.programs for step in program.steps if step.kind == "host"]
+    plain: dict[str, Any] = {
+        "constants": [(name, _WEIGHT(manifest.weights[weight])) for name, weight in row.constants],
+        "calls": [
+            (program.key, [[_VALUE(program.values[index]) for index in side] for side in (step.inputs, step.outputs)])
+            for program, step in steps
+            if step.region == region
+        ],
+    }
+    if manifest.target.kind == "cpu":
+        plain |= {name: _plain(getattr(manifest, name)) for name in SIGNATURE}
+    return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+
+
+def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Writes the rows behind every shared object of the bundle in `folder`.  Its files must be described anew."""
+    for index, region in enumerate(manifest.regions):
+        if region.file:
+            text = described(manifest, index)
+            with open(os.path.join(folder, region.file), "ab") as file:
+                file.write(text + len(text).to_bytes(8, "little") + MAGIC)
+
+
+def read(data: bytes) -> bytes | None:
+    """The rows behind a shared object, of all its bytes; None where there are none."""
+    end = len(data) - len(MAGIC) - 8
+    length = int.from_bytes(data[-len(MAGIC) - 8 : -len(MAGIC)], "little")
+    if not data.endswith(MAGIC) or end < length:
+        return None
+    return data[end - length : end]
+
+
+def difference(found: bytes, expected: bytes) -> str:
+    """The first field that differs between two texts of `described`; "" where one of them is none."""
+    try:
+        here, there = json.loads(found), json.loads(expected)
+        return str(next(name for name in sorted(there) if here.get(name) != there[name]))
+    except (ValueError, RecursionError, AttributeError, StopIteration):
+        return ""
+
+
+def _plain(value: Any) -> Any:
+    """A record as the list of its fields."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [_plain(getattr(value, field.name)) for field in fields(value)]
+    return value

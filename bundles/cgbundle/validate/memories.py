@@ -1,0 +1,91 @@
+"""Every invariant of a manifest's memories and weights: sizes, places, and which weights are one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ..format.safetensors import ALIGNMENT
+from ..format.schema import DTYPES, KERNEL_CODE, MEMORIES, Manifest, Weight
+from ..format.spans import HOST_ONLY, span
+from .programs import checked_span
+from .require import require
+from .state import STATE
+
+
+def check_memories(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless each memory stands once.  On a CPU they are as large as what lies in them."""
+    seen = [name for name, _ in manifest.memories]
+    require(len(set(seen)) == len(seen) and set(seen) <= {*MEMORIES, KERNEL_CODE}, "memories", f"unknown or double name in {seen}")
+    for name, size in manifest.memories:
+        require(size >= 0, f"memories.{name}", f"{size} bytes")
+
+
+def check_weight_rows(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless every weight has a layout without gaps and a place of its own; tied ones share theirs."""
+    require(len({weight.name for weight in manifest.weights}) == len(manifest.weights), "weights", "a name stands twice")
+    used = {weight for region in manifest.regions for _, weight in region.constants if region.kind == "host"}
+    for index, weight in enumerate(manifest.weights):
+        where = f"weights[{index}]"
+        require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
+        checked_span(where, weight)
+        require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
+        if weight.memory == STATE:
+            continue  # check_state does
+        require(weight.memory == "weights", f"{where}.memory", f"a weight in memory {weight.memory!r}")
+        if manifest.target.kind == "cpu":
+            require(weight.offset == 0, f"{where}.offset", "a weight of the cpu target lies where the file has it")
+        elif weight.offset == HOST_ONLY:
+            require(index in used, f"{where}.offset", "is not on the GPU, and no host region uses it")
+        else:
+            require(weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
+    _check_ties(manifest.weights)
+    _check_places(manifest)
+
+
+def _check_ties(weights: Sequence[Weight]) -> None:
+    """A tensor has the name of one of its weights: no weight can be given another one's contents, but with another layout."""
+    owners = {weight.name: weight for weight in weights}
+    for index, weight in enumerate(weights):
+        owner = owners.get(weight.tensor)
+        if owner is weight:
+            continue
+        where = f"weights[{index}]"
+        known = owner is not None and owner.tensor == weight.tensor
+        require(known, f"{where}.tensor", f"{weight.tensor[:80]!r} is the name of no weight that lies there")
+        assert owner is not None
+        own, other = [(row.dtype, row.shape, row.strides, row.memory) for row in (weight, owner)]
+        require(own == other, where, f"is laid out otherwise than {owner.name!r}, the same tensor")
+        apart = HOST_ONLY in (weight.offset, owner.offset)
+        require(apart or weight.offset == owner.offset, f"{where}.offset", f"lies elsewhere than {owner.name!r}, the same tensor")
+
+
+def _check_places(manifest: Manifest) -> None:
+    """Tensors lie in their memory, and beside each other."""
+    memories = dict(manifest.memories)
+    rows = {row.tensor: (index, row) for index, row in enumerate(manifest.weights) if row.offset != HOST_ONLY}.values()
+    if manifest.target.kind == "cpu":
+        sizes = {"weights": sum(span(row) for _, row in rows if row.memory == "weights")}
+        ends = [row.offset + span(row) for _, row in rows if row.memory == STATE]
+        sizes |= {STATE: max(ends)} if ends else {}
+        require(
+            {name: size for name, size in memories.items() if size or name in sizes} == sizes,
+            "memories",
+            f"{memories}, the weights make {sizes}",
+        )
+        return
+    places = sorted([(row.offset, row.offset + span(row), index) for index, row in rows if row.memory == "weights"])
+    for begin, end, index in places:
+        require(begin >= 0 and end <= memories.get("weights", 0), f"weights[{index}].offset", "outside memory weights")
+    for (_, end, _), (begin, _, index) in pairwise(places):
+        require(end <= begin, f"weights[{index}].offset", "overlaps another weight")
+
+
+def _is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements lie without gaps or overlaps, in whatever order of the axes."""
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != step and 0 not in shape:
+            return False
+        step *= size
+    return True

@@ -1,0 +1,111 @@
+"""The constants of a shared object against the weights that a bundle binds to them; a fake library stands for the object."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cgbundle.cpu.host_region import HostRegion
+from cgbundle.format.schema import Weight
+from tests.helpers.raising import raises
+from tests.helpers.support import manifest
+
+FLOAT32, INT32 = 6, 3
+CONSTANTS = [("model_w", "model.first.weight", FLOAT32, 64), ("rng", "first.bias", FLOAT32, 64)]
+"""(own name, name in the model, dtype, bytes) of what the code wants."""
+
+WEIGHT, BIAS, _ = manifest().weights
+
+
+def region(constants: list[tuple[str, str, int, int]]) -> HostRegion:
+    """A host region over a library that tells of `constants`."""
+
+    def tell(place: int) -> Any:
+        def function(container: object, index: Any, found: Any) -> int:
+            found._obj.value = constants[index.value][place]
+            return 0
+
+        return function
+
+    made = object.__new__(HostRegion)
+    made._library = SimpleNamespace(  # type: ignore[assignment]
+        AOTInductorModelContainerGetConstantDtype=tell(2), AOTInductorModelContainerGetConstantDataSize=tell(3)
+    )
+    made._torch = SimpleNamespace(dtype={"float32": FLOAT32, "int32": INT32}.__getitem__)  # type: ignore[assignment]
+    made._where, made._container = "host/model.so", None  # type: ignore[assignment]
+    made.constants = lambda: [(own, model) for own, model, *_ in constants]  # type: ignore[method-assign]
+    return made
+
+
+def check(*bound: tuple[str, Weight], exact: bool = True, constants: list[tuple[str, str, int, int]] = CONSTANTS) -> None:
+    region(constants).check_constants(bound, exact=exact)
+
+
+SOUND = (("model_w", WEIGHT), ("rng", BIAS))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_each_constant_once_in_any_order(exact: bool) -> None:
+    check(*SOUND, exact=exact)
+    check(*SOUND[::-1], exact=exact)
+    check(constants=[])
+
+
+def test_the_name_in_the_model_may_have_the_prefix_or_not() -> None:
+    named = replace(WEIGHT, name="model.first.weight")
+    check(("a", named), constants=[("a", "model.model.first.weight", FLOAT32, 64)])
+    with raises("library-refused", match=r"'a' is weight 'first\.weight', the bundle says 'model\.first\.weight'"):
+        check(("a", named), constants=[("a", "model.first.weight", FLOAT32, 64)])
+
+
+@pytest.mark.parametrize(
+    ("bound", "named"),
+    [
+        ((), "model_w"),
+        (SOUND[:1], "rng"),
+        ((*SOUND, ("more", BIAS)), "more"),
+        ((SOUND[0], ("gnr", BIAS)), "gnr"),
+        ((*SOUND, SOUND[0]), "model_w"),
+    ],
+)
+def test_a_constant_too_many_or_too_few(bound: Any, named: str) -> None:
+    with raises(
+        "library-refused", match=f"^host/model.so: constant '{named}' is bound and no constant of the code, or one and not bound"
+    ):
+        check(*bound)
+
+
+def test_weights_are_not_exchanged() -> None:
+    with raises("library-refused", match=r"constant 'model_w' is weight 'first\.weight', the bundle says 'first\.bias'"):
+        check(("model_w", BIAS), ("rng", WEIGHT))
+
+
+@pytest.mark.parametrize(
+    ("floats", "sizes", "fits"), [(16, 64, True), (17, 64, False), (17, 128, True), (16, 128, False), (0, 0, True), (1, 0, False)]
+)
+def test_sizes_are_rounded_up_to_64_bytes(floats: int, sizes: int, fits: bool) -> None:
+    row = replace(BIAS, shape=(floats,))
+    constants = [("rng", "first.bias", FLOAT32, sizes)]
+    if fits:
+        check(("rng", row), constants=constants)
+        return
+    with raises(
+        "library-refused", match=rf"'rng' has another dtype or size \({sizes} bytes\), the bundle says float32 \[{floats}\]"
+    ):
+        check(("rng", row), constants=constants)
+
+
+def test_a_part_of_a_larger_storage() -> None:
+    """Is smaller than the bytes that the code tells; never larger."""
+    check(("rng", BIAS), exact=False, constants=[("rng", "first.bias", FLOAT32, 4096)])
+    with raises("library-refused", match="another dtype or size"):
+        check(("rng", replace(BIAS, shape=(1025,))), exact=False, constants=[("rng", "first.bias", FLOAT32, 4096)])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_another_dtype(exact: bool) -> None:
+    with raises("library-refused", match="'rng' has another dtype"):
+        check(SOUND[0], ("rng", replace(BIAS, dtype="int32")), exact=exact)

@@ -1,0 +1,152 @@
+"""Outputs of a shared object against the rows: a library that hands out what the test says stands for torch's."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_void_p
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cgbundle.cpu.output_layouts import OutputLayouts, check_layout
+from cgbundle.format.schema import Alias, Manifest, Value
+from tests.helpers.raising import raises
+from tests.helpers.support import manifest
+
+FLOAT32, INT32 = 6, 3
+
+
+class FakeTorch:
+    """Tensors by handle, counted from 1: (dtype's number, shape, strides, numbers)."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[int, tuple[int, ...], tuple[int, ...], Any]] = []
+        self.seen: list[Any] = []
+        self.asked = 0
+
+    def dtype(self, name: str) -> int:
+        return {"float32": FLOAT32, "int32": INT32}[name]
+
+    def layout(self, handle: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        self.asked += 1
+        return self.tensors[handle - 1][:3]
+
+    def data_pointer(self, handle: int, place: int) -> None:
+        c_void_p.from_address(place).value = ctypes.addressof(self.tensors[handle - 1][3])
+
+    def strides(self, handle: int, place: int) -> None:
+        strides = self.tensors[handle - 1][2]
+        self.seen.append((ctypes.c_int64 * len(strides))(*strides))
+        c_void_p.from_address(place).value = ctypes.addressof(self.seen[-1])
+
+
+def numbers(*values: float) -> Any:
+    return (ctypes.c_float * len(values))(*values)
+
+
+def two_outputs(*aliases: Alias, version: int = 3, **changes: Any) -> Manifest:
+    """Per key x[key, 3] gives y[key, 2] and z[2], whose row has `changes`."""
+    made = manifest()
+    second = Value(dtype="float32", shape=(2,), strides=(1,), memory="host", offset=0)
+    programs = [
+        replace(
+            each,
+            values=(*each.values, replace(second, **changes)),
+            outputs=(1, 2),
+            steps=(replace(each.steps[0], outputs=(1, 2)),),
+        )
+        for each in made.programs
+    ]
+    outputs = (*made.outputs, replace(made.outputs[0], name="z", shape=(2,), order=(0,)))
+    return replace(made, format=version, outputs=outputs, programs=tuple(programs), aliases=aliases)
+
+
+def layouts_of(torch: FakeTorch, made: Manifest, bases: Sequence[int] = ()) -> OutputLayouts:
+    return OutputLayouts(torch, made, made.programs[1], lambda weight: bases[weight])  # type: ignore[arg-type]
+
+
+HANDLES = (c_void_p * 2)(1, 2)
+Y = numbers(*range(8))
+
+
+def test_strides_are_compared_at_every_replay_and_the_rest_at_the_first() -> None:
+    torch, z = FakeTorch(), numbers(8, 9)
+    layouts = layouts_of(torch, two_outputs())
+    torch.tensors = [(FLOAT32, (4, 2), (2, 1), Y), (FLOAT32, (2,), (1,), z)]
+    for _ in range(3):
+        assert layouts.addresses(HANDLES, [0]) == [ctypes.addressof(Y), ctypes.addressof(z)]
+    assert torch.asked == 2
+    torch.tensors[0] = (FLOAT32, (4, 2), (3, 1), Y)
+    with raises(
+        "library-refused", match=r"^host/model\.so: output 'y' is the same dtype, \[4, 2\] with strides \[3, 1\], the bundle says"
+    ):
+        layouts.addresses(HANDLES, [0])
+    torch.tensors[0] = (FLOAT32, (4, 2), (2, 1), Y)
+    assert layouts.addresses(HANDLES, [0])[0] == ctypes.addressof(Y)
+    torch.tensors[1] = (FLOAT32, (2,), (4,), z)
+    with raises("library-refused", match=r"output 'z' is the same dtype, \[2\] with strides \[4\]"):
+        layouts.addresses(HANDLES, [0])
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ((INT32, (4, 2), (2, 1)), "another dtype"),
+        ((FLOAT32, (2, 4), (2, 1)), r"\[2, 4\]"),
+        ((FLOAT32, (4, 2, 1), (2, 1, 1)), r"\[4, 2, 1\]"),
+        ((FLOAT32, (4, 2), (1, 4)), r"strides \[1, 4\]"),
+        ((FLOAT32, (4, 2), (2, 2)), r"strides \[2, 2\]"),
+    ],
+)
+def test_the_first_replay_compares_all(found: Any, told: str) -> None:
+    torch = FakeTorch()
+    torch.tensors = [(*found, Y), (FLOAT32, (2,), (1,), Y)]
+    layouts = layouts_of(torch, two_outputs())
+    for _ in range(2):
+        with raises("library-refused", match=f"output 'y' is .*{told}.*the bundle says float32"):
+            layouts.addresses(HANDLES, [0])
+
+
+def test_strides_of_one_element_may_change() -> None:
+    row = Value(dtype="float32", shape=(1, 2), strides=(2, 1), memory="host", offset=0)
+    check_layout((FLOAT32, (1, 2), (77, 1)), FLOAT32, row, "x")
+    check_layout((FLOAT32, (0, 2), (9, 9)), FLOAT32, replace(row, shape=(0, 2)), "x")
+    with raises("library-refused"):
+        check_layout((FLOAT32, (1, 2), (2, 2)), FLOAT32, row, "x")
+
+
+X = numbers(*range(20, 32))
+
+
+@pytest.mark.parametrize(
+    ("alias", "offset", "held"),
+    [
+        (Alias(output=1, memory="inputs", index=0), 8, (22, 23)),
+        (Alias(output=1, memory="outputs", index=0), 4, (1, 2)),
+        (Alias(output=1, memory="weights", index=1), 16, (24, 25)),
+        (Alias(output=1, memory="state", index=1), 0, (20, 21)),
+    ],
+)
+def test_what_an_output_shares_is_what_the_code_gives(alias: Alias, offset: int, held: tuple[int, int]) -> None:
+    """Of a bundle that does not say what it was built for, at the first replay."""
+    given, bases = ctypes.addressof(X) if alias.memory == "inputs" else 0, (0, ctypes.addressof(X))
+    torch, copy = FakeTorch(), numbers(held[0], -1, held[1])
+    torch.tensors = [(FLOAT32, (4, 2), (2, 1), Y), (FLOAT32, (2,), (2,), copy)]
+    layouts = layouts_of(torch, two_outputs(alias, offset=offset), bases)
+    for _ in range(2):
+        assert layouts.addresses(HANDLES, [given])[0] == ctypes.addressof(Y)
+        copy[2] = 99.0  # later replays do not look
+    other = layouts_of(torch, two_outputs(alias, offset=offset), bases)
+    with raises("library-refused", match="output number 1 is not what the bundle says that it shares"):
+        other.addresses(HANDLES, [given])
+    layouts_of(torch, two_outputs(alias, offset=offset, version=4), bases).addresses(HANDLES, [given])
+
+
+def test_a_shared_output_of_another_shape() -> None:
+    torch = FakeTorch()
+    torch.tensors = [(FLOAT32, (4, 2), (2, 1), Y), (FLOAT32, (3,), (1,), Y)]
+    alias = Alias(output=1, memory="outputs", index=0)
+    with raises("library-refused", match=r"output number 1 is the same dtype, \[3\]"):
+        layouts_of(torch, two_outputs(alias)).addresses(HANDLES, [0])

@@ -1,0 +1,129 @@
+"""The rows behind a shared object, and what is said where a manifest has others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgbundle.format import archive
+from cgbundle.format.archive import Archive
+from cgbundle.format.schema import Manifest
+from cgbundle.validate import bundle as validate
+from cgbundle.validate import host_code
+from tests.helpers import support
+from tests.helpers.archives import ArchiveOf
+from tests.helpers.raising import raises
+
+Change = Callable[[Manifest], Manifest]
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return support.write_bundle(tmp_path / "tiny.cgb")
+
+
+def put_value(index: int, **changes: Any) -> Change:
+    def change(made: Manifest) -> Manifest:
+        last = made.programs[-1]
+        values = list(last.values)
+        values[index] = replace(values[index], **changes)
+        return replace(made, programs=(*made.programs[:-1], replace(last, values=tuple(values))))
+
+    return change
+
+
+def test_what_is_attached_is_read_again(bundle: Path) -> None:
+    made = archive.read_manifest(str(bundle))
+    data = (bundle / support.HOST_FILE).read_bytes()
+    assert host_code.read(data) == host_code.described(made, 0) and data.startswith(b"\x7fELF")
+    validate.check_bundle(Archive(str(bundle)), "full")
+    assert validate.examine(Archive(str(bundle))) == []
+
+
+TEXT = b'{"calls":[]}'
+WHOLE = b"object" + TEXT + len(TEXT).to_bytes(8, "little") + host_code.MAGIC
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (WHOLE, TEXT),
+        (WHOLE[6:], TEXT),
+        (WHOLE[7:], None),
+        (WHOLE[:-1], None),
+        (WHOLE + b"\0", None),
+        (b"", None),
+        (host_code.MAGIC, None),
+        (bytes(8) + host_code.MAGIC, b""),
+        (b"\xff" * 8 + host_code.MAGIC, None),
+    ],
+)
+def test_read(data: bytes, found: bytes | None) -> None:
+    assert host_code.read(data) == found
+
+
+CHANGES: list[tuple[str, Change]] = [
+    ("calls", put_value(0, shape=(4, 2))),
+    ("calls", put_value(0, strides=(1, 4))),
+    ("calls", put_value(1, dtype="int32")),
+    ("calls", put_value(1, offset=4)),
+    ("calls", lambda made: replace(made, programs=made.programs[::-1])),
+    ("constants", lambda made: replace(made, weights=(replace(made.weights[0], shape=(1, 6)), *made.weights[1:]))),
+    ("constants", lambda made: replace(made, weights=(replace(made.weights[0], tensor="first.bias"), *made.weights[1:]))),
+    ("constants", lambda made: replace(made, regions=(replace(made.regions[0], constants=(("c0", 1), ("c1", 0))),))),
+    ("constants", lambda made: replace(made, regions=(replace(made.regions[0], constants=(("c0", 0),)),))),
+    ("dimensions", lambda made: replace(made, dimensions=(replace(made.dimensions[0], chunk=False),))),
+    ("inputs", lambda made: replace(made, inputs=(replace(made.inputs[0], order=(1, 0)),))),
+    ("outputs", lambda made: replace(made, outputs=(replace(made.outputs[0], dtype="int32"),))),
+    ("written", lambda made: replace(made, written=(0,))),
+    ("random", lambda made: replace(made, random=0)),
+    ("result", lambda made: replace(made, result={"tuple": [{"tensor": 0}]})),
+    ("call", lambda made: replace(made, call={"call": [["y", {"tensor": 0}]]})),
+]
+
+
+@pytest.mark.parametrize(("field", "change"), CHANGES, ids=[f"{number}-{row[0]}" for number, row in enumerate(CHANGES)])
+def test_other_rows_are_refused_by_name(bundle: Path, field: str, change: Change) -> None:
+    made = archive.read_manifest(str(bundle))
+    with raises(
+        "manifest-invalid", match=rf"^regions\[0\]\.file: host/model\.so was built for other {field} than the manifest has$"
+    ):
+        validate.check_host_code(ArchiveOf(bundle, change(made)))
+
+
+def test_rows_of_a_gpus_host_region_are_those_of_its_steps(bundle: Path) -> None:
+    made = archive.read_manifest(str(bundle))
+    cuda = replace(made, target=replace(made.target, kind="cuda"))
+    text = host_code.described(cuda, 0)
+    assert b'"dimensions"' not in text and text.count(b'"float32"') == 2 * 2 + 2
+    assert host_code.described(replace(cuda, written=(0,)), 0) == text
+    assert host_code.described(put_value(0, shape=(4, 2))(cuda), 0) != text
+
+
+def test_a_shared_object_without_rows_is_refused(bundle: Path) -> None:
+    made = archive.read_manifest(str(bundle))
+    (bundle / support.HOST_FILE).write_bytes(b"\x7fELF")
+    with raises("manifest-invalid", match=r"host/model\.so does not say what it was built for"):
+        validate.check_host_code(ArchiveOf(bundle, made))
+    validate.check_host_code(ArchiveOf(bundle, replace(made, format=host_code.SINCE - 1)))
+
+
+@pytest.mark.parametrize("text", [b"", b"x", b"[]", b"{", b"[" * 100_000, b'"\xff"'])
+def test_rows_that_are_none(bundle: Path, text: bytes) -> None:
+    made = archive.read_manifest(str(bundle))
+    (bundle / support.HOST_FILE).write_bytes(text + len(text).to_bytes(8, "little") + host_code.MAGIC)
+    with raises("manifest-invalid", match="was built for other rows than the manifest has"):
+        validate.check_host_code(ArchiveOf(bundle, made))
+
+
+def test_load_and_verify_compare(bundle: Path) -> None:
+    made = archive.read_manifest(str(bundle))
+    other = replace(made, dimensions=(replace(made.dimensions[0], pad="no", chunk=False),))
+    for level in validate.LEVELS:
+        with raises("manifest-invalid", match="built for other dimensions"):
+            validate.check_bundle(ArchiveOf(bundle, other), level)
+    assert [error.code for error in validate.examine(ArchiveOf(bundle, other))] == ["manifest-invalid"]
