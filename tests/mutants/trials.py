@@ -18,18 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = (
-    "bundles",
-    "cgcompile",
-    "cli",
-    "examples",
-    "tests",
-    ".ci",
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "Makefile",
-    "TRUST.md",
-)
+    "bundles", "cgcompile", "cli", "examples", "tests", ".ci", "pyproject.toml", "README.md", "LICENSE", "Makefile",
+)  # fmt: skip
 """What the tests of tests/pure read."""
 
 OURS = ("tests", "cgbundle", "cgcompile", "cgcompile_cli")

@@ -275,3 +275,10 @@ def test_order_puts_every_edge_forward(names: list[int], arcs: set[tuple[int, in
     found = launch_order(table)
     assert sorted(found) == list(range(6))
     assert all(found.index(item.source) < found.index(item.target) for item in edges)
+
+
+def test_three_rows_of_every_kind_survive() -> None:
+    fill, copy = RECORDING_8.nodes[0], RECORDING_8.nodes[2]
+    nodes = (*RECORDING_8.nodes, *[replace(node, width=width) for width in (1, 2) for node in (fill, copy)], KERNEL)  # type: ignore[type-var]
+    made = replace(RECORDING_8, nodes=nodes)
+    assert tables.decode(tables.encode(made)) == made

@@ -325,3 +325,10 @@ def test_weights_are_those_of_the_file(tmp_path: Path, changes: dict[str, Any], 
         return check_weights(bundle)
     with raises("weights-invalid", match="first.weight|other"):
         check_weights(bundle)
+
+
+def test_weights_behind_a_row_of_state_are_checked() -> None:
+    made = cuda()
+    state = replace(made.weights[0], name="kept", tensor="kept", memory="state", offset=0)
+    made = replace(made, weights=(*made.weights, state, replace(made.weights[1], name="last", offset=128)))
+    reject(replace(made, memories=(*made.memories, ("state", 256))), "weights[3].offset", "is not aligned")
