@@ -11,6 +11,7 @@ import random
 import re
 import struct
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 from cgbundle.errors import CgbundleError
@@ -63,9 +64,9 @@ def swapped(plain: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         others = [(one, other) for one, other in places if type(one[other]) is kind and (not same_key or other == key)]
         other, place = draw.choice(others)
         if draw.random() < 0.5:
-            tree[key], other[place] = other[place], tree[key]
+            tree[key], other[place] = deepcopy(other[place]), deepcopy(tree[key])  # one may lie in the other
         else:
-            tree[key] = json.loads(json.dumps(other[place]))
+            tree[key] = deepcopy(other[place])
     return changed
 
 
@@ -83,7 +84,7 @@ def _change(tree: Any, draw: random.Random) -> None:
         keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
         if not keys:
             if isinstance(tree, list):
-                tree.append(draw.choice(OTHERS))
+                tree.append(_other(draw))
             return
         key = draw.choice(keys)
         inner = tree[key]
@@ -99,7 +100,7 @@ def _replace(tree: Any, key: Any, draw: random.Random) -> None:
     if how < 0.06:
         del tree[key]
     elif how < 0.12 and isinstance(tree, list):
-        tree[key:key] = [old] * draw.choice((1, 1, 2, 100))
+        tree[key:key] = [deepcopy(old) for _ in range(draw.choice((1, 1, 2, 100)))]
     elif how < 0.18 and isinstance(tree, list):
         draw.shuffle(tree)
     elif how < 0.22 and isinstance(tree, dict):
@@ -107,7 +108,7 @@ def _replace(tree: Any, key: Any, draw: random.Random) -> None:
     elif how < 0.25:
         tree[key] = _nested(old, draw.choice((2, 60, 500)))
     elif how < 0.32:
-        tree[key] = draw.choice(OTHERS)
+        tree[key] = _other(draw)
     elif isinstance(old, bool):
         tree[key] = not old
     elif isinstance(old, int):
@@ -119,7 +120,12 @@ def _replace(tree: Any, key: Any, draw: random.Random) -> None:
         inserted = old[:at] + draw.choice(TEXTS)[:8] + old[at:]
         tree[key] = draw.choice((old + "x", old[:-1], old.upper(), old[::-1], inserted, draw.choice(TEXTS)))
     else:
-        tree[key] = draw.choice((*INTEGERS, *TEXTS, *OTHERS))
+        tree[key] = deepcopy(draw.choice((*INTEGERS, *TEXTS, *OTHERS)))
+
+
+def _other(draw: random.Random) -> Any:
+    """A copy: later changes of the case may fill it."""
+    return deepcopy(draw.choice(OTHERS))
 
 
 def _nested(value: Any, depth: int) -> Any:

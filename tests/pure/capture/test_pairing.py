@@ -71,7 +71,8 @@ def take(
 ) -> Take:  # fmt: skip
     graph = RawGraph(key=key, nodes=nodes, edges=edges, inputs=inputs, outputs=outputs)
     return Take(
-        ranges=ranges, graphs=(replace(graph, region=region),), states=states, exams=(RawExam(key=key, outputs=(), error=0.0),),
+        ranges=ranges, graphs=(replace(graph, region=region),), states=states,
+        exams=(RawExam(key=key, outputs=(), differences=()),),
         images={}, mutated=(), arch="sm_90", driver=13000,
     )  # fmt: skip
 

@@ -71,7 +71,7 @@ def many_states(plain: dict[str, Any]) -> None:
     """20,000 buffers that calls change, of one element each, and at the end something that is wrong."""
     row = {**plain["weights"][0], "shape": [1], "strides": [1], "memory": "state"}
     plain["weights"] += [{**row, "name": f"s{i}", "tensor": f"s{i}", "offset": 256 * i} for i in range(20_000)]
-    plain["memories"] = [["weights", 32], ["state", 256 * 20_000]]
+    plain["memories"] = [["weights", 32], ["state", 256 * 20_000 - 252]]
     plain["dimensions"][0].update(pad="no", chunk=False)
     plain["files"][0]["bytes"] = -1
 

@@ -349,7 +349,7 @@ def two_inputs(offset: int, inputs: tuple[int, int] = (0, 6)) -> Manifest:
     ]
     specs = (*made.inputs, replace(made.inputs[0], name="z"))
     call = {"call": [["x", {"tensor": 0}], ["z", {"tensor": 1}]]}
-    return replace(made, inputs=specs, call=call, programs=tuple(programs))
+    return replace(made, inputs=specs, call=call, parameters=made.parameters * 2, programs=tuple(programs))
 
 
 def test_the_inputs_of_a_call_lie_beside_each_other() -> None:

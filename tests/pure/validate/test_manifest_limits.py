@@ -186,7 +186,8 @@ def test_only_the_dimension_that_is_cut_has_to_be_told_apart() -> None:
 def written(*places: int, pad: str = "no", chunk: bool = False) -> Manifest:
     names = ("x", "cache", "place")
     made = signature([dimension("n", 2, pad=pad, chunk=chunk)], [spec(name, "n") for name in names], [spec("y", "n")])
-    return replace(made, files=FILES, written=places)
+    bounds = (*made.exam.bounds, *[made.exam.bounds[0] for _ in places])
+    return replace(made, files=FILES, written=places, exam=replace(made.exam, bounds=bounds))
 
 
 def test_inputs_that_a_call_changes() -> None:
@@ -204,7 +205,9 @@ def test_inputs_that_a_call_changes() -> None:
 
 def test_an_order_of_the_axes_is_one_of_them_all() -> None:
     for order in ((1, 0, 2), (2, 1, 0)):
-        made = signature([], [spec("x", 2, 3, 4, order=order)], [TensorSpec(name="y", dtype="float32", shape=(), order=())])
+        made = signature(
+            [], [spec("x", 2, 3, 4, order=order)], [TensorSpec(name="y", dtype="float32", shape=(), order=(), range=())]
+        )
         check_manifest(replace(made, files=FILES))
         reject(put_row("inputs", 0, order=(*order[:2], 3))(replace(made, files=FILES)), "inputs[0].order")
         reject(put_row("inputs", 0, order=(*order[:2], order[0]))(replace(made, files=FILES)), "inputs[0].order")
@@ -252,7 +255,9 @@ def test_what_an_alias_lies_in_is_written() -> None:
     for program in made.programs:
         values = (*program.values, program.values[5])
         grown.append(replace(program, values=values, outputs=(5, 6)))
-    base = replace(made, outputs=outputs, result=result, programs=tuple(grown))
+    proofs = tuple([replace(proof, errors=proof.errors * 2) for proof in made.exam.proofs])
+    exam = replace(made.exam, bounds=made.exam.bounds * 2, proofs=proofs)
+    base = replace(made, outputs=outputs, result=result, programs=tuple(grown), exam=exam)
     reject(base, "programs[0].outputs[1]", "value 6, which nothing has written")
     check_manifest(replace(base, aliases=(Alias(output=1, memory="outputs", index=0),)))
     short = replace(grown[0], outputs=(5,))
