@@ -160,9 +160,11 @@ class CpuBackend:
 
     def close(self) -> None:
         """Waits for running replays, then frees what the backend holds; weights and state, when nothing looks at them any more.
-        In a forked process there is nothing to wait for, and code that a call was in the middle of is left alone."""
+        Of several threads one frees.  In a forked process there is nothing to wait for, and code that a call was in the middle of
+        is left alone."""
         if not self._lock.inherited:
-            self._lock.close()
+            if not self._lock.close():
+                return
             for region in self._regions:
                 region.close()
         self._regions.clear()

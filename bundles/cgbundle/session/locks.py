@@ -44,11 +44,12 @@ class SharedLock:
             if self._closed:
                 self._gate.notify_all()
 
-    def close(self) -> None:
-        """No one enters any more; returns when the last has left."""
+    def close(self) -> bool:
+        """No one enters any more; returns when the last has left.  True for who comes first, and has to free what it guards."""
         with self._gate:
-            self._closed = True
+            first, self._closed = not self._closed, True
             self._gate.wait_for(lambda: not self._held)
+            return first
 
 
 class AnyLock(Protocol):
@@ -123,8 +124,9 @@ class ExclusiveLock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._lock.release()
 
-    def close(self) -> None:
-        """No one enters any more; returns when the last has left."""
+    def close(self) -> bool:
+        """As `SharedLock.close`."""
         self._session.ending = True
         with self._gate:
-            self._closed = True
+            first, self._closed = not self._closed, True
+            return first

@@ -68,6 +68,8 @@ def _check_inputs(target: str, program: Program, where: str) -> None:
     places = []
     for place, index in enumerate(program.inputs):
         value = program.values[index]
+        if not span(value):
+            continue  # an input without elements lies nowhere
         require(value.memory == "inputs", f"{where}.inputs[{place}]", f"lies in memory {value.memory}, not in inputs")
         places.append((value.offset, value.offset + span(value), place))
     require(len(set(program.inputs)) == len(program.inputs), f"{where}.inputs", "a value stands twice")

@@ -7,13 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...errors import BuildError
-from ...targets.cuda.elf import WRITABLE, Cubin
+from ...targets.cuda.elf import WRITABLE, Cubin, Symbol
 from ..take import RawModuleState
 from .address_map import AddressMap
 from .driver import allocation, driver, read_device, succeeded
 
 SECTIONS = (".nv.global", ".nv.constant")
 """Sections of module variables; symbols elsewhere (shared memory) hold nothing between launches."""
+
+LIBRARIES = ("4cuda3std", "6thrust")
+"""Namespaces of libcu++ and Thrust, as names of symbols spell them.  PyTorch's own kernels carry dozens of their tags and function
+objects (`cuda::std::ranges::swap`), which are of empty classes: one byte that nobody reads or writes."""
 
 
 def kept_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap) -> tuple[RawModuleState, ...]:
@@ -28,7 +32,7 @@ def kept_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addr
         handles: dict[str, int] = {}
         starts: dict[str, tuple[int, int, int]] = {}
         lost: list[str] = []
-        variables = [s for s in cubins[image].data if s.section.startswith(SECTIONS)]
+        variables = [s for s in cubins[image].data if s.section.startswith(SECTIONS) and not _is_empty_object(s)]
         for symbol in variables:
             result = driver.cuModuleGetGlobal(driver.CUmodule(module), symbol.name.encode())
             if succeeded(result):
@@ -60,3 +64,7 @@ def kept_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addr
                 f"image {image[:12]}: {len(lost)} variables that kernels can write have no handle: {', '.join(lost[:3])}",
             )
     return tuple(sorted(found, key=lambda s: (s.image, s.symbol)))
+
+
+def _is_empty_object(symbol: Symbol) -> bool:
+    return symbol.initial == b"\0" and any(name in symbol.name for name in LIBRARIES)

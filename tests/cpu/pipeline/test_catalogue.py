@@ -267,7 +267,8 @@ def test_a_variable_that_kernels_write_is_kept_though_it_looks_unchanged(
     monkeypatch.setattr(record.module_state, "read_device", lambda at, size: bytes(4) if at == 0x1000 else b"text")
     counter = Symbol(name="counter", section=".nv.global", value=0, local=False, initial=bytes(4))
     text = Symbol(name="text", section=".nv.global.init", value=0, local=False, initial=b"text")
-    cubins = {"ab" * 32: Cubin(data=(counter, text), functions=frozenset())}
+    empty = Symbol(name="_ZN3abc4cuda3std6ranges5__cpo4swapE", section=".nv.global", value=8, local=False, initial=bytes(1))
+    cubins = {"ab" * 32: Cubin(data=(counter, text, empty), functions=frozenset())}
     (kept,) = record.module_state.kept_variables({"ab" * 32: 9}, cubins, addresses())
     assert kept.symbol == "counter"
 

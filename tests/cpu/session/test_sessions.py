@@ -277,6 +277,25 @@ def test_a_closed_program_closes_its_sessions_and_forgotten_ones_are_freed(bundl
     assert mapped() <= before
 
 
+def test_threads_that_close_one_session_at_once_free_it_once(bundle: Path) -> None:
+    """The one who closes the program closes its sessions, too, while another closes one of them."""
+    for _ in range(30):
+        program = cgbundle.load(bundle)
+        sessions = [program.session() for _ in range(4)]
+        start = threading.Barrier(6)
+
+        def end(each: cgbundle.Program, start: threading.Barrier = start) -> None:
+            start.wait(10)
+            each.close()
+
+        threads = [threading.Thread(target=end, args=(each,)) for each in (*sessions, program, program)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 def test_the_memory_of_a_session_is_its_state(cell: cgbundle.Program) -> None:
     assert cell.session_memory == {"state": 528} == cell.session().session_memory
 

@@ -359,6 +359,16 @@ def test_the_inputs_of_a_call_lie_beside_each_other() -> None:
     reject(two_inputs(48, inputs=(0, 0)), "programs[0].inputs", "a value stands twice")
 
 
+def test_an_input_without_elements_may_lie_anywhere() -> None:
+    made = cuda()
+    first = made.programs[0].values[0]
+    empty = replace(first, shape=(0, *first.shape[1:]), memory="arena")
+    programs = (replace(made.programs[0], values=(empty, *made.programs[0].values[1:])), *made.programs[1:])
+    with raises("manifest-invalid") as caught:  # of other things than where it lies
+        check_manifest(replace(made, programs=programs))
+    assert "memory" not in str(caught.value)
+
+
 def test_a_weight_for_the_host_may_be_one_tensor_with_one_on_the_gpu() -> None:
     made = cuda()
     tied = replace(made.weights[1], name="tied", offset=HOST_ONLY)
