@@ -411,3 +411,17 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
         except BundleError:
             return
     assert entries == {} or sum(found.end - found.begin for found in entries.values()) < len(data)
+
+
+def test_the_limits_themselves_are_allowed(tmp_path: Path) -> None:
+    shape = (1,) * limits.AXES
+    path = write(tmp_path / "w", {"deep": ("uint8", shape, b"x")})
+    mapped = Mapped(str(path), "w")
+    assert mapped.entries["deep"].shape == shape and mapped.data("deep").readonly
+    mapped.close()
+    with open(tmp_path / "w", "wb") as file:
+        file.write(struct.pack("<Q", limits.JSON_BYTES))
+        file.truncate(limits.JSON_BYTES + 8)
+    with raises("weights-invalid") as caught, open(tmp_path / "w", "rb") as file:
+        read_header(file, "w")
+    assert "limit" not in str(caught.value)

@@ -337,3 +337,23 @@ def test_weights_behind_a_row_of_state_are_checked() -> None:
     state = replace(made.weights[0], name="kept", tensor="kept", memory="state", offset=0)
     made = replace(made, weights=(*made.weights, state, replace(made.weights[1], name="last", offset=128)))
     reject(replace(made, memories=(*made.memories, ("state", 256))), "weights[3].offset", "is not aligned")
+
+
+# --- what stands in a signature --------------------------------------------------------------------------------------
+
+
+def test_a_range_is_of_whole_numbers_alone() -> None:
+    def ranged(dtype: str, *bounds: int) -> Manifest:
+        made = signature([dimension("n", 2)], [spec("ids", "n", dtype=dtype)], [spec("y", "n")])
+        return put_row("inputs", 0, range=bounds)(replace(made, files=FILES))
+
+    check_manifest(ranged("int64", 0, 100))
+    check_manifest(ranged("float32"))
+    reject(ranged("float32", 0, 100), "inputs[0].range", "is no range of indices")
+
+
+def test_the_rows_of_state_are_looked_at() -> None:
+    made = cpu()
+    twice = replace(made.weights[0], name="other", tensor="other", memory="state", offset=1)
+    with raises("manifest-invalid", match=r"weights\[\d\]|memories"):
+        check_manifest(replace(made, weights=(*made.weights, twice), memories=(*made.memories, ("state", 256))))

@@ -407,3 +407,9 @@ def test_module_states_point_inside_of_memories(memory: int, size: int) -> None:
     pointing(max(size - 1, 0))
     with raises("table-invalid", match=r"states\[1\].relocations: the word at 8 points at byte"):
         pointing(max(size, 1))
+
+
+def test_every_block_may_be_too_large() -> None:
+    """The check of all rows at once must not take them for sound because they are alike."""
+    made = with_kernel(threads=(1024, 2, 1))
+    fails(replace(made, nodes=tuple([node for node in made.nodes if isinstance(node, KernelNode)]), edges=()), "are more than 1024")
