@@ -353,7 +353,15 @@ def test_a_range_is_of_whole_numbers_alone() -> None:
 
 
 def test_the_rows_of_state_are_looked_at() -> None:
-    made = cpu()
-    twice = replace(made.weights[0], name="other", tensor="other", memory="state", offset=1)
-    with raises("manifest-invalid", match=r"weights\[\d\]|memories"):
-        check_manifest(replace(made, weights=(*made.weights, twice), memories=(*made.memories, ("state", 256))))
+    made = cuda()
+    row = replace(made.weights[0], name="cache", tensor="cache", memory="state", offset=256)
+    memories = (*made.memories, ("state", 256 + 4096))
+    reject(replace(made, weights=(*made.weights, replace(row, offset=128)), memories=memories), "weights[2].offset")
+
+
+def test_parameters_by_name_come_last() -> None:
+    made = signature([], [spec("x", 2), spec("y", 2)], [spec("z", 2)])
+    first, last = made.parameters[0], replace(made.parameters[0], keyword=True)
+    check_manifest(replace(made, files=FILES, parameters=(first, last)))
+    check_manifest(replace(made, files=FILES, parameters=(last, last)))
+    reject(replace(made, files=FILES, parameters=(last, first)), "parameters[1].keyword", "follows one by name")

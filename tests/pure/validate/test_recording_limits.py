@@ -411,5 +411,5 @@ def test_module_states_point_inside_of_memories(memory: int, size: int) -> None:
 
 def test_every_block_may_be_too_large() -> None:
     """The check of all rows at once must not take them for sound because they are alike."""
-    made = with_kernel(threads=(1024, 2, 1))
-    fails(replace(made, nodes=tuple([node for node in made.nodes if isinstance(node, KernelNode)]), edges=()), "are more than 1024")
+    kernels = tuple([replace(node, threads=(1024, 2, 1)) for node in MANY.nodes if isinstance(node, KernelNode)])
+    fails(replace(MANY, nodes=kernels), "are more than 1024")
