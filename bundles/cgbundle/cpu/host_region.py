@@ -15,11 +15,15 @@ from ..format.schema import Region, Value, Weight
 from ..format.spans import span
 from ..session.forks import FORKS
 from ..validate.state import STATE
-from .libtorch import LibTorch
+from .libtorch import LibTorch, numbers
 from .shared_object import load_shared_object
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
+
+FORGETFUL = ((2, 13),)
+"""Versions of torch whose containers make a handle of each constant that they are given, and never free it: 370 bytes each
+(MaybeOwningAtenTensorHandle, torch/csrc/inductor/aoti_runtime/utils.h).  A version that frees them must not stand here."""
 
 POINTER_BYTES = ctypes.sizeof(c_void_p)
 
@@ -78,7 +82,7 @@ def open_region(
     """A host region of a bundle, ready to run.  Its constants are used in place, in the mapped weights (None for a
     region without constants) or in memory state at `state`; both must stay until it is closed.  `exact` as for `check_constants`.
     Raises library-refused."""
-    opened = HostRegion(bundle.data(region.file), torch, region.file, instances)
+    opened = HostRegion(bundle.data(region.file), torch, region.file, instances, bundle.manifest.target.torch)
     try:
         opened.check_constants([(name, weights[index]) for name, index in region.constants], exact=exact)
         constants = {}
@@ -108,11 +112,12 @@ class HostRegion:
     Thread-safe: up to `instances` runs at a time, the rest wait.  Several of equal bytes share the code alone.
 
     Raises image-invalid for a file that is cut off, library-refused, with the library's own message, when it cannot be loaded or
-    a run fails.
+    a run fails.  `built_with`: the version of torch that made it, "" where it is not known.
     """
 
-    def __init__(self, data: bytes, torch: LibTorch, where: str, instances: int = INSTANCES) -> None:
+    def __init__(self, data: bytes, torch: LibTorch, where: str, instances: int = INSTANCES, built_with: str = "") -> None:
         self._torch, self._where = torch, where
+        self._forgets = numbers(built_with) in FORGETFUL
         self._library = load_shared_object(data, where, FUNCTIONS)
         self._run = self._library.AOTInductorModelContainerRun
         self._run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
@@ -174,6 +179,15 @@ class HostRegion:
             pair.name, pair.handle = name.encode(), handle.value
         update = self._library.AOTInductorModelContainerUpdateUserManagedConstantBufferPairs
         self._check(update(self._container, pairs, c_size_t(len(constants)), c_bool(False), c_bool(True)))
+        if self._forgets:
+            self._handles += self._own_handles()
+
+    def _own_handles(self) -> list[c_void_p]:
+        """The handles that the container made of ours."""
+        entries, count = POINTER(_Pair)(), c_size_t()
+        extract = self._library.AOTInductorModelContainerExtractConstantsMapEntries
+        self._check(extract(self._container, byref(entries), byref(count), c_bool(False)))
+        return [c_void_p(entries[index].handle) for index in range(count.value)]
 
     def check_counts(self, inputs: int, outputs: int) -> None:
         """Raises library-refused unless the region takes and gives so many tensors: `run` with another number ends the process."""
