@@ -185,7 +185,11 @@ class HostRegion:
     def _own_handles(self) -> list[c_void_p]:
         """The handles that the container made of ours."""
         entries, count = POINTER(_Pair)(), c_size_t()
-        extract = self._library.AOTInductorModelContainerExtractConstantsMapEntries
+        extract = getattr(self._library, "AOTInductorModelContainerExtractConstantsMapEntries", None)
+        if extract is None:  # code of another version than the bundle says
+            raise MachineError(
+                "library-refused", f"{self._where}: is not of the torch that the bundle names", "build the bundle again"
+            )
         self._check(extract(self._container, byref(entries), byref(count), c_bool(False)))
         return [c_void_p(entries[index].handle) for index in range(count.value)]
 

@@ -91,7 +91,7 @@ class Archive:
 
     def check_size(self, file: File) -> None:
         """Raises file-damaged unless the file is there, a plain one, and has its length."""
-        found = os.fstat(self._descriptor(file.path)).st_size
+        found = os.fstat(self.descriptor(file.path)).st_size
         self._drop(file.path)
         if found != file.bytes:
             raise BundleError("file-damaged", f"{file.path}: {found} bytes, expected {file.bytes}")
@@ -102,7 +102,7 @@ class Archive:
             self._held[file.path] = self.contents(file)
         else:
             digest = hashlib.sha256()
-            for piece in pieces(self._descriptor(file.path), file.path, file.bytes):
+            for piece in pieces(self.descriptor(file.path), file.path, file.bytes):
                 digest.update(piece)
             self._drop(file.path)
             _check_digest(file, digest.hexdigest())
@@ -118,24 +118,34 @@ class Archive:
         """The contents of a file, read now, its hash checked.  Raises file-damaged."""
         if file.bytes > limits.HELD_BYTES:
             raise BundleError("file-damaged", f"{file.path}: {file.bytes} bytes, more than the limit of {limits.HELD_BYTES}")
-        found = b"".join(pieces(self._descriptor(file.path), file.path, file.bytes))
+        found = b"".join(pieces(self.descriptor(file.path), file.path, file.bytes))
         self._drop(file.path)
         _check_digest(file, hashlib.sha256(found).hexdigest())
         return found
 
     def tensors(self, name: str) -> dict[str, Entry]:
         """The header of a safetensors file.  Raises file-damaged, weights-invalid."""
-        with open(self._descriptor(name), "rb", closefd=False) as file:
+        with open(self.descriptor(name), "rb", closefd=False) as file:
             file.seek(0)
             return read_header(file, name)
 
     def mapped(self, name: str, *, writable: bool = False) -> Mapped:
         """A safetensors file, mapped; the mapping outlives this object.  Raises file-damaged, weights-invalid."""
-        return Mapped(self._descriptor(name), name, writable=writable)
+        return Mapped(self.descriptor(name), name, writable=writable)
 
     def descriptor(self, name: str) -> int:
-        """The open file, for reads at offsets, until `close`.  Raises file-damaged."""
-        return self._descriptor(name)
+        """The open file, opened at its first use, for reads at offsets; it is closed by `close`.  Raises file-damaged."""
+        found = self._files.get(name)
+        if found is None:
+            folder, _, last = name.rpartition("/")
+            try:
+                found = open_file(last, self._folder(folder))
+            except BundleError as error:
+                raise BundleError("file-damaged", f"{name}: {error}") from None
+            if name == WEIGHTS and self._copy_weights:
+                found = copied(found)
+            self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
+        return found
 
     def check_unchanged(self) -> None:
         """Raises file-damaged where an open file was written to since it was opened."""
@@ -173,19 +183,6 @@ class Archive:
         if row is None:
             raise BundleError("file-damaged", f"{name}: the manifest does not list it")
         return row
-
-    def _descriptor(self, name: str) -> int:
-        found = self._files.get(name)
-        if found is None:
-            folder, _, last = name.rpartition("/")
-            try:
-                found = open_file(last, self._folder(folder))
-            except BundleError as error:
-                raise BundleError("file-damaged", f"{name}: {error}") from None
-            if name == WEIGHTS and self._copy_weights:
-                found = copied(found)
-            self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
-        return found
 
     def _drop(self, name: str) -> None:
         """Closes what is not read again: a bundle may have more files than a process may open."""
