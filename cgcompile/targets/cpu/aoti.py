@@ -23,6 +23,8 @@ from ...errors import BuildError
 from ...model.user_code import first_line
 from ..instruction_sets import Level, needed
 from .compiler import compiler, wrap
+from .complex_numbers import complex_decompositions
+from .dispatch import dispatched
 
 TESTED = "2.13"
 
@@ -87,7 +89,7 @@ def compile_cpu(
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    with _private_cache(work / "cache"), _watched(work, tell), torch.no_grad():
+    with _private_cache(work / "cache"), _watched(work, tell), dispatched(), complex_decompositions(), torch.no_grad():
         try:
             made = torch._inductor.aot_compile(
                 _apart(program.module(), shared),
