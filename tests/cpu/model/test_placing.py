@@ -27,7 +27,7 @@ class Tied(torch.nn.Module):
         self.register_buffer("across", torch.zeros(3, 5).t())
         self.tables = {"first": [torch.ones(2)]}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
         return self.two(self.one(x)) + self.low + self.high
 
 
