@@ -90,12 +90,12 @@ def record(
     """Record the programs at every key of `calls` (example tensors on any device; other leaves are constants of the call).
 
     `exam`: other inputs of the same shapes, which are replayed `exam_calls` times from the first state on.  `code`: as in
-    `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph, `uploads` what
-    the host makes by key, and `host_only` weights that no graph reads.  Host regions are not recorded.  `written`: positions of the inputs, among the call's tensors,
-    that the program writes to; `state`: buffers that it does, by name.  `folder` takes working files and the processes' logs,
-    `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).  `workers` processes lower at a
-    time (default: half the processors; 1 for max-autotune, whose benchmarks would disturb each other).  Without `parallel` the
-    two recorders run one after the other.
+    `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph; `uploads` is what
+    the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.  `written`: positions of
+    the inputs, among the call's tensors, that a program writes to; `state`: buffers that one does, by name.  `folder` takes working
+    files and the processes' logs, `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).
+    `workers` processes lower at a time (default: half the processors; 1 for max-autotune, whose benchmarks would disturb each
+    other).  Without `parallel` the two recorders run one after the other.
 
     Raises sizes-differ, shared-storage, weight-mutated, recorder-failed, and what `assemble` and a recorder process raise.
     """

@@ -43,7 +43,8 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     program = export(load_source(network, inputs), {"batch": (1, 4)}).programs.first
     asked = Request(
         role="record", programs={KEY: tmp_path}, calls=tmp_path, result=tmp_path, keys=(KEY,), level="eager", specialize="size",
-        code="", placements={}, uploads={}, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={}, shift=False, written=written,
+        code="", placements={}, uploads={}, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={},
+        shift=False, written=written,
     )  # fmt: skip
     nothing = torch.empty(0)
     calls = {KEY: ((draw(inputs, 4, 0), {}), (draw(inputs, 4, 1), {}))}
