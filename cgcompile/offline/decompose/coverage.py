@@ -1,0 +1,150 @@
+"""Which operations of a program have no Triton kernel, found without lowering it: every operation is decomposed for itself, as
+`retrace` does with the whole program, and Inductor is asked for each of the results whether it makes a kernel of it.
+
+A few of Inductor's lowerings give up for some arguments only; those the build finds.  Private interfaces (torch 2.11, 2.13):
+`FakeTensorMode`, `make_fx`, the table `torch._inductor.lowering.lowerings`, and `_is_fallback_handler` at a function of it.
+"""
+
+from __future__ import annotations
+
+import operator as python_operators
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._inductor.lowering import lowerings
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._pytree import tree_leaves
+
+from cgbundle.format.schema import Finding
+
+from ...checks.context import REFUSE, computes, finding, operator
+from ...checks.operators import WITHOUT_KERNEL
+from ...errors import BuildError
+from ...targets.architectures import Arch
+from ..lower.fake_device import fake_device
+from .decompositions import REPLACED, decompositions
+from .retrace import ASSERTIONS, DEVICE, host_hint
+
+FREE = frozenset({torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default, torch.ops.aten.copy_.default})
+"""What retracing takes out, or makes a launch of without a lowering of its own."""
+
+
+def operators_without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch) -> tuple[Finding, ...]:
+    """An operation that no Triton kernel computes, in a program for a GPU that is not here.
+
+    What it looks for: operations outside `on_host` that decompose into something which Inductor has no lowering for, or a fallback
+    to torch's own operators; and complex numbers, for which it has fallbacks alone.
+    Why: without the GPU no library can be asked for its kernels.
+    Effect: no bundle can be built for it without the GPU.
+    Fix: the host can compute it (--host-op), the GPU's libraries can where that GPU is, or another operation does the same.
+    Source: `make_fallback` in torch/_inductor/lowering.py.
+    """
+    found: dict[Node, str] = {}
+    with fake_device(arch):
+        asked: dict[Any, str] = {}
+        for node in program.graph.nodes:
+            if node.name not in on_host and computes(node) and node.target not in ASSERTIONS:
+                like = _like(node)
+                if like not in asked:
+                    asked[like] = _missing(node)
+                if asked[like]:
+                    found[node] = asked[like]
+    hint = host_hint([str(node.target).removesuffix(".default") for node in found])
+    return tuple([_finding(node, missing, hint) for node, missing in found.items()])
+
+
+def _finding(node: Node, missing: str, hint: str) -> Finding:
+    name = operator(node)
+    inside = f" ({missing})" if missing not in (name, f"aten.{name}") else ""
+    made = finding(WITHOUT_KERNEL, REFUSE, f"{name} has no Triton kernel{inside}", node, "without the GPU all is compiled by Triton", "")
+    return replace(made, fix=hint)
+
+
+def _missing(node: Node) -> str:
+    """The operator without a kernel that an operation comes down to, or ""."""
+    values = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
+    if any(None in ([*map(_number, leaf.shape)] if isinstance(leaf, torch.Tensor) else [_number(leaf)]) for leaf in values if leaf is not None):
+        return ""  # of sizes that only data decides: on the host, or refused
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors: list[torch.Tensor] = []
+    places: dict[Node, list[tuple[bool, Any]]] = {}
+    with mode:
+        for source in node.all_input_nodes:
+            values, _ = torch.utils._pytree.tree_flatten(source.meta.get("val"))
+            places[source] = [_place(value, tensors) for value in values]
+    target = REPLACED.get(node.target, node.target)
+
+    def run(*given: torch.Tensor) -> Any:
+        def value(source: Node) -> Any:
+            _, spec = torch.utils._pytree.tree_flatten(source.meta.get("val"))
+            leaves = [given[what] if tensor else what for tensor, what in places[source]]
+            return torch.utils._pytree.tree_unflatten(leaves, spec)
+
+        args = map_aggregate(map_arg(node.args, value), _on_device)
+        kwargs = map_aggregate(map_arg(node.kwargs, value), _on_device)
+        return target(*args, **kwargs)
+
+    try:
+        with mode, torch.no_grad():
+            traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*tensors)
+    except BuildError as error:
+        return str(error) if error.code == "operation-needs-gpu" else ""
+    except (RuntimeError, TypeError, ValueError):
+        return ""  # what cannot be traced alone is told by the build, which traces it with what is around it
+    return next(_without_lowering(traced.graph), "")
+
+
+def _place(value: Any, tensors: list[torch.Tensor]) -> tuple[bool, Any]:
+    """(True, a position among `tensors`, which gets the fake tensor) or (False, the number itself)."""
+    if not isinstance(value, torch.Tensor):
+        return False, _number(value)
+    shape, strides = [_number(size) for size in value.shape], [_number(stride) for stride in value.stride()]
+    tensors.append(torch.empty_strided(shape, strides, dtype=value.dtype, device=DEVICE))
+    return True, len(tensors) - 1
+
+
+def _number(value: Any) -> Any:
+    """A size as the example inputs have it."""
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+def _on_device(value: Any) -> Any:
+    return DEVICE if isinstance(value, torch.device) else value
+
+
+def _without_lowering(graph: Graph) -> Iterator[str]:
+    """Operators of a decomposed graph that Inductor makes no kernel of."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is python_operators.getitem or not computes(node) or node.target in FREE:
+            continue
+        values = [leaf for leaf in tree_leaves([node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]])]
+        is_complex = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
+        if isinstance(node.target, torch._ops.OpOverload) and (is_complex or _falls_back(node.target)):
+            yield str(node.target).removesuffix(".default")
+
+
+def _falls_back(op: torch._ops.OpOverload) -> bool:
+    """Whether Inductor calls torch's own operator instead of a kernel, whatever the arguments."""
+    lowered = lowerings.get(op)
+    return lowered is None or getattr(lowered, "_is_fallback_handler", False)
+
+
+def _like(node: Node) -> Any:
+    """What two operations have in common that are asked for once."""
+
+    def told(source: Node) -> tuple[Any, ...]:
+        return tuple(
+            [
+                (leaf.dtype, *map(_number, leaf.shape), *map(_number, leaf.stride())) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in tree_leaves(source.meta.get("val"))
+            ]
+        )
+
+    return node.target, repr(map_arg((node.args, node.kwargs), told))
+
