@@ -21,7 +21,7 @@ CACHES = "transformers.cache_utils"
 """The module whose classes are caches and layers of caches, and so are the classes that derive from them."""
 
 DERIVED = frozenset({"batch_size", "max_batch_size", "dtype", "device"})
-"""Attributes of a cache's layer that repeat what its tensors are: no code reads them once there are tensors."""
+"""Attributes of a cache's layer that repeat what its tensors are: none but `device` is read once there are tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,10 +87,17 @@ def _cache(value: Any) -> Fields:
     names = tuple([name for name, item in held.items() if name == "layers" or _holds_tensor(item)])
     counts = any(name.startswith("cumulative_length") and type(item) is int for name, item in held.items())
     obstacle = f"{type(value).__name__} counts its tokens in a number of Python, which a graph cannot change" if counts else ""
+
+    def remake(values: Sequence[Any]) -> Any:
+        made = _with_attributes(value, names, values)
+        if "device" in held and values and isinstance(values[0], torch.Tensor):
+            made.device = values[0].device  # the build may have moved them
+        return made
+
     context = {name: item for name, item in held.items() if name not in DERIVED and isinstance(item, bool | int | float | str)}
     return Fields(
-        name=type(value).__name__, kind="object", names=names, values=tuple([held[name] for name in names]),
-        remake=lambda values: _with_attributes(value, names, values), context=tuple(context.items()), obstacle=obstacle,
+        name=type(value).__name__, kind="object", names=names, values=tuple([held[name] for name in names]), remake=remake,
+        context=tuple(context.items()), obstacle=obstacle,
     )  # fmt: skip
 
 

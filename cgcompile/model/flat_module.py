@@ -13,7 +13,7 @@ from cgbundle.format.schema import Tree
 
 from ..errors import ModelError
 from ..util.raw_bytes import raw
-from .device_tracking import track_devices
+from .devices.tracking import track_devices
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import SideEffects
 from .source import Sample

@@ -13,6 +13,7 @@ import torch
 from cgbundle.format.schema import Parameter, Tree
 
 from ..errors import ModelError
+from ..util.raw_bytes import moved
 from .class_fields import fields_of
 from .pytree import NamedTensor, constant, contexts, describe, located
 from .user_code import call_user, definition
@@ -20,13 +21,15 @@ from .user_code import call_user, definition
 SEED = 0
 """Inputs are drawn after seeding torch with this, so that two builds of one model have the same exam."""
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed.
 
     `code` is the file or module that defines the model, "" where no other process can import it.  `dimensions` are the parameters
-    of `inputs`.
+    of `inputs`.  `owned`: the model was made for this build, which may do with it what it likes.  `device`: where it lives.
     """
 
     name: str
@@ -35,12 +38,15 @@ class Source:
     model: torch.nn.Module
     inputs: Callable[..., Any]
     dimensions: tuple[str, ...]
+    owned: bool = False
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """The inputs at one size: the call's arguments, its structure, its parameters, and its tensors with their paths.
 
+    The tensors of `leaves` are on the source's device, those in `args` and `kwargs` where inputs() made them.
     `contexts` are what instances among the arguments hold besides (see `pytree.contexts`).
     """
 
@@ -57,7 +63,7 @@ class Sample:
 
 
 def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample:
-    """The inputs at `sizes`, drawn after seeding torch with `seed`.
+    """The inputs at `sizes`, drawn after seeding torch with `seed`, then moved.
 
     Raises source-invalid when inputs() fails or gives none, structure-unsupported and dtype-unsupported for what no bundle takes.
     """
@@ -72,8 +78,10 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
     with located(f"{definition(source.inputs) or source.label}: inputs() gives "):
         call = {"call": [[name, describe(value, name, leaves)] for name, value, _ in bound]}
         kept = [each for name, value, _ in bound for each in contexts(value, name)]
-    parameters = tuple([each for _, _, each in bound])
-    return Sample(args=args, kwargs=kwargs, call=call, parameters=parameters, leaves=tuple(leaves), contexts=tuple(kept))
+    return Sample(
+        args=args, kwargs=kwargs, call=call, parameters=tuple([each for _, _, each in bound]),
+        leaves=tuple([(path, moved(tensor, source.device)) for path, tensor in leaves]), contexts=tuple(kept),
+    )  # fmt: skip
 
 
 def _arguments(source: Source, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -13,7 +13,7 @@ from cgbundle.format.schema import Finding
 from cgcompile.checks import check
 from cgcompile.errors import BuildError
 from cgcompile.export.export import export
-from cgcompile.model.device_markers import TO_DEVICE
+from cgcompile.model.devices.markers import TO_DEVICE
 from cgcompile.model.load import load_source
 from cgcompile.model.user_code import place
 

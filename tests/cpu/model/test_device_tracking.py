@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
 from cgcompile.model import flat_module as flat
-from cgcompile.model.device_markers import TO_DEVICE, TO_HOST
+from cgcompile.model.devices.markers import TO_DEVICE, TO_HOST
 from cgcompile.model.flat_module import run_eager
 from cgcompile.model.load import load_source
 from cgcompile.model.side_effects import SideEffects
