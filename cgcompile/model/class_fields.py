@@ -1,7 +1,7 @@
 """Instances of classes that hold tensors -> their fields, and back: dataclasses, outputs of Hugging Face's models, caches of
 transformers, and what is registered with torch's pytrees.
 
-Private interface: the classes of `transformers.cache_utils` have their layers in `layers` and tensors as attributes (transformers 5.17
+Private interface: classes of `transformers.cache_utils` have their layers in `layers`, tensors as attributes (transformers 5.17 and
 and 5.23).  Nothing is imported for it.
 """
 

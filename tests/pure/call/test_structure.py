@@ -1,7 +1,8 @@
-"""Nested inputs and outputs as data: taken apart, built, and refused where a tree is hostile."""
+"""Nested inputs and outputs as data: taken apart and built."""
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict, namedtuple
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cgbundle.call.records import record_class
 from cgbundle.call.structure import builder, flattener
-from cgbundle.format.pytree import check_call
+from cgbundle.format.pytree import RECORDS, check_call
 from cgbundle.format.schema import Parameter
 from tests.helpers.raising import raises
 
@@ -30,6 +32,8 @@ shapes = st.recursive(
         | st.lists(inner, max_size=3).map(lambda items: ("tuple", items))
         | st.dictionaries(names | st.integers(-5, 5), inner, max_size=3).map(lambda items: ("dict", items))
         | st.tuples(inner, inner).map(lambda items: ("namedtuple", items))
+        | st.tuples(inner, inner).map(lambda items: ("object", items))
+        | st.tuples(inner, inner).map(lambda items: ("mapping", items))
     ),
     max_leaves=8,
 )
@@ -54,6 +58,8 @@ def grow(shape: Any, leaves: list[Leaf]) -> tuple[dict[str, Any], Any]:
     trees, values = [tree for tree, _ in pairs], [value for _, value in pairs]
     if kind == "namedtuple":
         return {"namedtuple": ["Point", ["x", "y"], trees]}, Point(*values)
+    if kind in RECORDS:
+        return {"record": ["Point", kind, ["x", "y"], trees]}, record_class("Point", kind, ("x", "y")).of(values)
     return {kind: trees}, values if kind == "list" else tuple(values)
 
 
@@ -63,6 +69,7 @@ def test_what_is_built_is_taken_apart_again(given_shapes: list[Any]) -> None:
     pairs = [grow(shape, leaves) for shape in given_shapes]
     call = {"call": [[f"input_{index}", tree] for index, (tree, _) in enumerate(pairs)]}
     check_call(call, len(leaves))
+    call = json.loads(json.dumps(call))  # as the manifest holds it
     flatten = flattener(call, ())
     values = [value for _, value in pairs]
     assert list(flatten(tuple(values), {})) == leaves
@@ -250,6 +257,52 @@ def test_a_named_tuple_is_given_as_any_tuple_of_its_length() -> None:
     assert list(flatten(((1, 2),), {})) == [1, 2]
     with raises("input-structure", match="input 'point': expected a namedtuple of 2, got a list of 2"):
         flatten(([1, 2],), {})
+
+
+class Anything:
+    """An instance of whatever class, with these attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+LAYER = {"record": ["DynamicLayer", "object", ["keys", "values"], [{"tensor": 0}, {"tensor": 1}]]}
+OUTPUT = {"record": ["Output", "mapping", ["logits", "cache", "loss"], [{"tensor": 0}, {"tensor": 1}, {"value": None}]]}
+
+
+LAYERS = flattener({"call": [["layer", LAYER]]}, ())
+
+
+@pytest.mark.parametrize("layer", [Anything(keys=1, values=2, dtype="float"), {"keys": 1, "values": 2}, builder(LAYER)([1, 2])])
+def test_a_record_is_given_as_a_record_a_dict_or_whatever_has_its_attributes(layer: Any) -> None:
+    assert list(LAYERS((layer,), {})) == [1, 2]
+
+
+@pytest.mark.parametrize("layer", [[1, 2], None, 7, "text", {"keys": 1}, {"keys": 1, "values": 2, "more": 3}, Anything(keys=1)])
+def test_what_lacks_a_field_of_a_record_is_refused_with_all_of_them(layer: Any) -> None:
+    expected = r"input 'layer': expected a DynamicLayer with the fields \['keys', 'values'\], as attributes or as a dict, got "
+    with raises("input-structure", match=expected):
+        LAYERS((layer,), {})
+
+
+def test_fields_that_were_none_may_be_absent_of_a_dict_and_are_none_otherwise() -> None:
+    flatten = flattener({"call": [["output", OUTPUT]]}, ())
+    for fits in ({"logits": 1, "cache": 2}, {"logits": 1, "cache": 2, "loss": None}, Anything(logits=1, cache=2, loss=None)):
+        assert list(flatten((fits,), {})) == [1, 2]
+    assert list(flatten((builder(OUTPUT)([1, 2]),), {})) == [1, 2]
+    with raises("input-structure", match=r"input 'output.loss': the bundle was built for the constant None, got 3"):
+        flatten(({"logits": 1, "cache": 2, "loss": 3},), {})
+    with raises("input-structure", match=r"expected a Output with the fields"):
+        flatten(({"logits": 1},), {})
+
+
+def test_a_record_of_constants_may_be_left_out_where_it_is_the_default() -> None:
+    config = {"record": ["Config", "object", ["scale", "modes"], [{"value": 2.0}, {"tuple": [{"value": "a"}]}]]}
+    call, known = parameters(("x", {"tensor": 0}, False, ...), ("config", config, False, config))
+    flatten = flattener(call, known)
+    assert list(flatten((7,), {})) == list(flatten((7,), {"config": {"scale": 2.0, "modes": ("a",)}})) == [7]
+    with raises("input-structure", match=r"input 'config.scale': the bundle was built for the constant 2.0, got 1.0"):
+        flatten((7,), {"config": Anything(scale=1.0, modes=("a",))})
 
 
 def test_a_long_constant_does_not_flood_the_message() -> None:

@@ -11,6 +11,7 @@ from tests.helpers.raising import raises
 
 
 def test_every_kind_of_tree_is_accepted() -> None:
+    check({"record": ["Output", "mapping", ["logits", "class"], [{"tensor": 0}, {"record": ["A", "object", [], []]}]]}, "result", 1)
     check(
         {"namedtuple": ["_Output", ["a", "b"], [{"tensor": 0}, {"dict": [["k", {"tuple": []}], [1, {"value": 2.5}]]}]]}, "result", 1
     )
@@ -46,6 +47,19 @@ def test_every_kind_of_tree_is_accepted() -> None:
         ({"namedtuple": ["import os", ["x"], [{"tensor": 0}]]}, "result"),
         ({"namedtuple": ["A", ["x=__import__('os')"], [{"tensor": 0}]]}, "result"),
         ({"namedtuple": ["A", ["fi", "\ufb01"], [{"tensor": 0}, {"value": 1}]]}, "result"),
+        ({"record": ["A", "object", ["x"]]}, "result"),
+        ({"record": ["A", "class", ["x"], [{"tensor": 0}]]}, "result"),
+        ({"record": ["A", ["object"], ["x"], [{"tensor": 0}]]}, "result"),
+        ({"record": ["A", "object", ["x"], []]}, "result"),
+        ({"record": ["A", "object", "x", [{"tensor": 0}]]}, "result"),
+        ({"record": ["A", "object", ["x", "x"], [{"tensor": 0}, {"value": 1}]]}, "result"),
+        ({"record": ["A", "object", ["__class__"], [{"tensor": 0}]]}, "result"),
+        ({"record": ["A", "object", [""], [{"tensor": 0}]]}, "result"),
+        ({"record": ["A", "object", ["two\nlines"], [{"tensor": 0}]]}, "result"),
+        ({"record": ["A", "object", [7], [{"tensor": 0}]]}, "result"),
+        ({"record": ["a b", "object", ["x"], [{"tensor": 0}]]}, "result"),
+        ({"record": [7, "object", ["x"], [{"tensor": 0}]]}, "result"),
+        ({"record": ["A", "mapping", ["x"], [{"tuple": [{"bad": 0}]}]]}, r"result\.x\[0\]"),
         ({"tuple": [{"call": [["x", {"tensor": 0}]]}]}, r"result\[0\]"),
         ({"call": [["x", {"tensor": 0}]]}, "result"),
     ],
