@@ -64,7 +64,7 @@ def _tuple_names(value: Any) -> tuple[str, ...]:
     """The fields of a named tuple, or of what torch.topk and its like give; () for anything else."""
     if not isinstance(value, tuple):
         return ()
-    return tuple(getattr(value, "_fields", None) or (type(value).__match_args__ if hasattr(value, "n_fields") else ()))
+    return tuple(getattr(value, "_fields", ()) or (getattr(value, "__match_args__", ()) if hasattr(value, "n_fields") else ()))
 
 
 def constant(value: Any) -> tuple[Tree, ...]:

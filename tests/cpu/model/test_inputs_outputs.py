@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -123,7 +123,13 @@ def test_a_result_without_its_class_is_read_in_the_same_way() -> None:
     leaves: list[NamedTensor] = []
     tree = describe(slotted(Frozen(ones(1), more=(1, "two")), ["a"]), "", leaves)
     made = builder(tree)(["tensor"])
-    assert (made.inner.x, made.inner.scale, made.inner.more, made.inner.total, made.names) == ("tensor", 2.0, (1, "two"), None, ["a"])
+    assert (made.inner.x, made.inner.scale, made.inner.more, made.inner.total, made.names) == (
+        "tensor",
+        2.0,
+        (1, "two"),
+        None,
+        ["a"],
+    )
     assert repr(made).startswith("Slotted(inner=Frozen(x='tensor', scale=2.0, ")
     topk = builder(describe(torch.topk(ones(3), 2), "", []))(["v", "i"])
     assert (topk.values, topk.indices, tuple(topk)) == ("v", "i", ("v", "i"))
