@@ -12,7 +12,7 @@ import torch
 
 from cgbundle.format.schema import DTYPES, Tree
 
-from ..errors import ModelError
+from ..errors import ModelError, named
 from .class_fields import Fields, fields_of
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -132,7 +132,7 @@ def located(place: str) -> Iterator[None]:
     except ModelError as error:
         if error.code not in CODES:
             raise
-        raise ModelError(error.code, f"{place}{error}", error.hint) from None
+        raise named(error.code, f"{place}{error}", error.hint) from None
 
 
 def _unsupported(path: str, message: str, hint: str = "") -> ModelError:
