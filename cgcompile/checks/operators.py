@@ -206,7 +206,7 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
     if not foreign:
         return
     module = program.graph_module
-    assert isinstance(module, GraphModule)
+    assert isinstance(module, torch.fx.GraphModule)
     seen = set()
     for node, top in all_calls(module):
         if node.target not in foreign or node.target in seen or (on_host is not None and top not in on_host):

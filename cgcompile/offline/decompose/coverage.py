@@ -7,8 +7,10 @@ A few of Inductor's lowerings give up for some arguments only; those the build f
 
 from __future__ import annotations
 
+import logging
 import operator as python_operators
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +28,8 @@ from cgbundle.format.schema import Finding
 from ...checks.context import REFUSE, computes, finding, operator
 from ...checks.operators import WITHOUT_KERNEL
 from ...errors import BuildError
+from ...export.functionalization import functional
+from ...export.weights import weight_placeholders
 from ...targets.architectures import Arch
 from ..lower.fake_device import fake_device
 from .decompositions import REPLACED, decompositions
@@ -46,10 +50,11 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
     Source: `make_fallback` in torch/_inductor/lowering.py.
     """
     found: dict[Node, str] = {}
-    with fake_device(arch):
+    folded = _folded(program)
+    with fake_device(arch), _quiet():
         asked: dict[Any, str] = {}
         for node in program.graph.nodes:
-            if node.name not in on_host and computes(node) and node.target not in ASSERTIONS:
+            if node.name not in on_host and node not in folded and computes(node) and node.target not in ASSERTIONS:
                 like = _like(node)
                 if like not in asked:
                     asked[like] = _missing(node)
@@ -59,17 +64,45 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
     return tuple([_finding(node, missing, hint) for node, missing in found.items()])
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs of operations that cannot be traced alone."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _folded(program: ExportedProgram) -> set[Node]:
+    """What depends on weights alone, which no kernel computes (constant_folding.py)."""
+    weights = weight_placeholders(program)
+    written = set(functional(program).buffers_to_mutate.values())
+    found = {node for node in program.graph.nodes if node.name in weights and weights[node.name] not in written}
+    for node in program.graph.nodes:
+        if computes(node) and isinstance(node.meta.get("val"), torch.Tensor) and node.all_input_nodes:
+            found |= {node} if found.issuperset(node.all_input_nodes) else set()
+    return found
+
+
 def _finding(node: Node, missing: str, hint: str) -> Finding:
     name = operator(node)
     inside = f" ({missing})" if missing not in (name, f"aten.{name}") else ""
-    made = finding(WITHOUT_KERNEL, REFUSE, f"{name} has no Triton kernel{inside}", node, "without the GPU all is compiled by Triton", "")
+    made = finding(
+        WITHOUT_KERNEL, REFUSE, f"{name} has no Triton kernel{inside}", node, "without the GPU all is compiled by Triton", ""
+    )
     return replace(made, fix=hint)
 
 
 def _missing(node: Node) -> str:
     """The operator without a kernel that an operation comes down to, or ""."""
     values = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
-    if any(None in ([*map(_number, leaf.shape)] if isinstance(leaf, torch.Tensor) else [_number(leaf)]) for leaf in values if leaf is not None):
+    if any(
+        None in ([*map(_number, leaf.shape)] if isinstance(leaf, torch.Tensor) else [_number(leaf)])
+        for leaf in values
+        if leaf is not None
+    ):
         return ""  # of sizes that only data decides: on the host, or refused
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors: list[torch.Tensor] = []
@@ -147,4 +180,3 @@ def _like(node: Node) -> Any:
         )
 
     return node.target, repr(map_arg((node.args, node.kwargs), told))
-

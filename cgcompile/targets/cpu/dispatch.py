@@ -1,8 +1,8 @@
 """Operators that AOTInductor has no C function for are called by name, through torch's dispatcher.
 
-AOTInductor would leave them to a *proxy executor*, an object of the serving process that needs torch's C++ classes.  The generated code
-calls `torch_call_dispatcher` instead, a function of torch's stable C interface (torch/csrc/stable/c/shim.h, since 2.10): it takes
-tensors, numbers, text, devices, lists and optional ones, but no `Scalar`, which may be of any kind of number.
+AOTInductor would leave them to a *proxy executor*, an object of the serving process that needs torch's C++ classes.  The
+generated code calls `torch_call_dispatcher` instead, a function of torch's stable C interface (torch/csrc/stable/c/shim.h, since
+2.10).  It takes tensors, numbers, text, devices, lists and optional ones, but no `Scalar`, which may be of any kind of number.
 
 Private interfaces (torch 2.11, 2.13): `CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot`,
 `FallbackKernel.export_extern_kernel_node`, `cexpr`, and torch/csrc/stable/stableivalue_conversions.h in the generated code.
@@ -10,12 +10,12 @@ Private interfaces (torch 2.11, 2.13): `CppWrapperCpu.generate_fallback_kernel_w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.codegen.cpp_utils import cexpr
@@ -56,8 +56,22 @@ def dispatched() -> Iterator[None]:
         _refuse_unboxed(kernel, given)
         return given
 
-    with patch.object(*METHODS[0], _call), patch.object(*METHODS[1], arguments):
+    with patch.object(*METHODS[0], _call), patch.object(*METHODS[1], arguments), _quiet():
         yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Inductor's warnings that it falls back to a proxy executor."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return "missing a c-shim implementation" not in str(record.msg)
+
+    ir.log.addFilter(other)
+    try:
+        yield
+    finally:
+        ir.log.removeFilter(other)
 
 
 def _refuse_unboxed(kernel: Any, given: Sequence[Any]) -> None:
@@ -91,13 +105,11 @@ _ENUMERATIONS = {"ScalarType": "dtype", "Layout": "layout", "MemoryFormat": "mem
 """Types of arguments, and how the C function of each value begins: `aoti_torch_dtype_float32`."""
 
 
-def _call(
-    wrapper: Any, op: torch._ops.OpOverload, given: Sequence[Any], names: Sequence[Any], outputs: Sequence[Any]
-) -> None:
+def _call(wrapper: Any, op: torch._ops.OpOverload, given: Sequence[Any], names: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Writes the call of `op` with the arguments `given`, which are buffers, expressions and plain values.
 
-    `names` are those of its results, lists of them for lists, None for those that nobody reads.  `outputs` are the buffers: those of
-    mutations exist already.
+    `names` are those of its results, lists of them for lists, None for those that nobody reads.  `outputs` are the buffers: those
+    of mutations exist already.
     """
     wrapper.include_extra_header(HEADER)
     schema = op._schema
@@ -109,7 +121,9 @@ def _call(
     count = max(len(schema.arguments), len(schema.returns), 1)
     taken: list[str] = []
     made: list[str] = []
-    fresh = [name if not isinstance(output, int | ir.MutationOutput) else None for name, output in zip(names, outputs, strict=False)]
+    fresh = [
+        name if not isinstance(output, int | ir.MutationOutput) else None for name, output in zip(names, outputs, strict=False)
+    ]
     for index, each in enumerate(schema.returns):
         name = fresh[index] if index < len(fresh) else None
         _take(f"{stack}[{index}]", each.real_type, name, f"{stack}_{index}", made, taken)
@@ -165,7 +179,7 @@ def _expression(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, float):
         return "std::numeric_limits<double>::quiet_NaN()" if value != value else _finite(value)
-    return str(cexpr(sympy.sympify(getattr(getattr(value, "node", None), "expr", value))))
+    return str(cexpr(getattr(getattr(value, "node", None), "expr", value)))
 
 
 def _finite(value: float) -> str:
