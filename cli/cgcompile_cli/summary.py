@@ -12,7 +12,7 @@ from cgbundle.errors import BundleError
 from cgbundle.format import archive, manifest_json
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, Weight
-from cgbundle.format.size_expressions import text
+from cgbundle.format.size_expressions import standing, text
 from cgbundle.tensors.exam_tensors import exam_tensors
 from cgbundle.trust import manifest_signature
 
@@ -144,6 +144,12 @@ def sizes(manifest: Manifest) -> str:
     """`batch 1, 8 x seq 32, 128: 4 int_keys`."""
     axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in manifest.dimensions])
     return f"{axes or 'no dimensions'}: {count(len(manifest.programs), 'int_key')}"
+
+
+def axes(manifest: Manifest) -> list[str]:
+    """`batch: axis 0 of ids, mask` of every dimension."""
+    shapes = [(spec.name, spec.shape) for spec in manifest.inputs]
+    return [f"{each.name}: {cut(standing(each.name, shapes))}" for each in manifest.dimensions]
 
 
 def memory(manifest: Manifest) -> str:

@@ -16,6 +16,7 @@ Row = tuple[str, dict[str, Any], bool, Any]
 """A parameter: name, tree, whether it is by name only, default (... is none)."""
 
 TENSOR = {"tensor": 0}
+POINT = {"namedtuple": ["Point", ["x", "y"], [{"value": 1}, {"value": 2}]]}
 
 
 def bundle(*rows: Row) -> Manifest:
@@ -39,6 +40,13 @@ CALLS: list[tuple[str, list[Row]]] = [
     ("ids, flag=True", [("ids", TENSOR, False, ...), ("flag", constant(True), False, ...)]),
     ("ids, how=(1, [2.5])",
      [("ids", TENSOR, False, ...), ("how", {"tuple": [constant(1), {"list": [constant(2.5)]}]}, False, ...)]),
+    ("ids, config={'scale': 2.0, 'point': (1, 2)}",
+     [("ids", TENSOR, False, ...),
+      ("config", {"record": ["Config", "object", ["scale", "point"], [constant(2.0), POINT]]}, False, ...)]),
+    ("ids, rest_0=7", [("ids", TENSOR, False, ...), ("rest_0", constant(7), False, ...)]),
+    ("mode='b', **{'class': class_}", [("mode", constant("b"), False, "a"), ("class", TENSOR, True, ...)]),
+    ("**{'a b': a_b}", [("a b", TENSOR, True, ...)]),
+    ("**{'0': _0}", [("0", TENSOR, True, ...)]),
 ]  # fmt: skip
 
 
@@ -48,7 +56,7 @@ def test_what_is_spelled_is_a_call_that_the_guard_takes(text: str, rows: list[Ro
     assert spelled(made) == text
     flatten = flattener(made.call, made.parameters)
     ids = object()
-    assert list(eval(f"(lambda *args, **kwargs: flatten(args, kwargs))({text})", {"ids": ids, "flatten": flatten})) == [ids]
+    assert list(eval(f"(lambda *args, **kwargs: flatten(args, kwargs))({text})", {**dict.fromkeys(("ids", "class_", "a_b", "_0"), ids), "flatten": flatten})) == [ids]
     args, kwargs = arranged(made, [ids])
     assert list(flatten(tuple(args), kwargs)) == [ids]
 
