@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.call.arguments import Constant, constants, spelled
+from cgbundle.call.arguments import Constant, constants, nested, spelled
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, manifest_json
 from cgbundle.format.safetensors import nbytes
@@ -264,4 +264,4 @@ def files(manifest: Manifest) -> Table:
 
 def load_lines(path: str, manifest: Manifest) -> list[str]:
     """Python that loads the bundle and calls it."""
-    return ["import cgbundle", f"program = cgbundle.load({path!r})", f"result = program({spelled(manifest)})"]
+    return ["import cgbundle", f"program = cgbundle.load({path!r})", *nested(manifest), f"result = program({spelled(manifest)})"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.call.arguments import arranged, constants, spelled
+from cgbundle.call.arguments import arranged, constants, nested, spelled
 from cgbundle.call.structure import flattener
 from cgbundle.format.schema import Manifest, Parameter
 from tests.helpers.support import before_4, manifest
@@ -56,9 +56,27 @@ def test_what_is_spelled_is_a_call_that_the_guard_takes(text: str, rows: list[Ro
     assert spelled(made) == text
     flatten = flattener(made.call, made.parameters)
     ids = object()
-    assert list(eval(f"(lambda *args, **kwargs: flatten(args, kwargs))({text})", {**dict.fromkeys(("ids", "class_", "a_b", "_0"), ids), "flatten": flatten})) == [ids]
+    assert list(
+        eval(
+            f"(lambda *args, **kwargs: flatten(args, kwargs))({text})",
+            {**dict.fromkeys(("ids", "class_", "a_b", "_0"), ids), "flatten": flatten},
+        )
+    ) == [ids]
     args, kwargs = arranged(made, [ids])
     assert list(flatten(tuple(args), kwargs)) == [ids]
+
+
+def test_an_argument_of_several_parts_is_spelled_with_them() -> None:
+    """What is printed runs as it stands, with the tensors under the names of the signature."""
+    layer = {"record": ["Layer", "object", ["keys", "size"], [{"tensor": 1}, {"value": None}]]}
+    tree = {"dict": [["x", TENSOR], [7, {"tuple": [layer]}], ["more", {"list": [constant("a"), {"tuple": []}]}]]}
+    made = bundle(("batch", tree, False, ...), ("long", {"list": [{"tensor": 2}, *[constant("x" * 200)]]}, False, ...))
+    specs = [replace(made.inputs[0], name=name) for name in ("batch.x", "batch.7.0.keys", "long.0")]
+    made = replace(made, inputs=tuple(specs))
+    assert nested(made) == ["batch = {'x': batch_x, 7: ({'keys': batch_7_0_keys, 'size': None},), 'more': ['a', ()]}"]
+    held: dict[str, Any] = {"batch_x": "x", "batch_7_0_keys": "k"}
+    exec("\n".join(nested(made)), held)
+    assert list(flattener({"call": made.call["call"][:1]}, made.parameters[:1])((held["batch"],), {})) == ["x", "k"]
 
 
 def test_an_older_bundle_leaves_its_constants_out() -> None:
