@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="may be repeated; all for one case after the other")
     parser.add_argument("--only", default="", metavar="REGEX", help="of the names of the cases")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=0, help="to share out among the processes")
     parser.add_argument("--minutes", type=float, default=0.0, help="after which no case is begun")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of a case")
     parser.add_argument("--prove", choices=("none", "interpret"), default="none", help="of bundles for a GPU that is not here")

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.helpers.places import ROOT
 
 from .case import Case
-from .judge import CRASHED, GOOD, MISSING, TIMEOUT, Row
+from .judge import BUILT, CRASHED, GOOD, MISSING, TIMEOUT, Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,8 @@ class Plan:
     """How a run is done.  `limit`: seconds of a case; `until`: when no more cases are begun (`time.time`), 0 for never.
 
     `keep`: a folder that bundles are left in, or None; `replay`: they are there, and are compared alone.
-    `gpus`: how many there are.
+    `gpus`: how many there are to share out, 0 for what the processes find.  Where there are some, they also run what was built
+    as if there were none (`sm_90`).
     """
 
     jobs: int
@@ -82,39 +83,48 @@ def _share(number: int, jobs: int) -> set[int]:
 
 def _run(plan: Plan, job: Job, number: int) -> Row:
     missing = job.case.missing()
-    nothing = Row(name=job.case.name, target=job.target, verdict=MISSING, message=", ".join(missing))
     if missing:
-        return nothing
-    begun = time.perf_counter()
+        return Row(name=job.case.name, target=job.target, verdict=MISSING, message=", ".join(missing))
+    gpu = str(number % plan.gpus) if plan.gpus else None
     with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
         bundle = place_of(plan.keep or Path(scratch), job)
-        if plan.replay and not bundle.is_dir():
-            return replace(nothing, message="no bundle")
-        if bundle.exists() and not plan.replay:
+        if plan.replay:
+            if not bundle.is_dir():
+                return Row(name=job.case.name, target=job.target, verdict=MISSING, message="no bundle")
+            return _process(plan, job, number, bundle, Path(scratch), gpu, "replay")
+        if bundle.exists():
             shutil.rmtree(bundle)
-        command = [sys.executable, "-m", "tests.corpus.worker", job.case.name, job.target, str(bundle), plan.prove]
-        gpu = str(number % plan.gpus) if plan.gpus and (job.target == "cuda" or plan.replay) else ""
-        # one thread each: there are as many processes as processors
-        environment = {
-            **os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "TMPDIR": scratch, "TOKENIZERS_PARALLELISM": "false",
-        }  # fmt: skip
-        with open(Path(scratch) / "log", "w+b") as log:
-            process = subprocess.Popen(
-                [*command, *(["replay"] if plan.replay else [])], stdout=log, stderr=log, cwd=ROOT, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-            os.sched_setaffinity(process.pid, _share(number, plan.jobs))
-            try:
-                process.wait(plan.limit)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                return replace(nothing, verdict=TIMEOUT, message=f"over {plan.limit:.0f} s", seconds=time.perf_counter() - begun)
-            log.seek(0)
-            lines = log.read().decode(errors="replace").strip().splitlines()
+        row = _process(plan, job, number, bundle, Path(scratch), gpu if job.target == "cuda" else "")
+        if row.verdict != BUILT or gpu is None or not bundle.is_dir():
+            return row
+        after = _process(plan, job, number, bundle, Path(scratch), gpu, "replay")
+    return replace(after, seconds=row.seconds + after.seconds, stages={**(row.stages or {}), **(after.stages or {})})
+
+
+def _process(plan: Plan, job: Job, number: int, bundle: Path, scratch: Path, gpu: str | None, *more: str) -> Row:
+    """What a process of the case says, or how it ended.  `gpu`: its number, "" for none, None for what the machine has."""
+    begun = time.perf_counter()
+    nothing = Row(name=job.case.name, target=job.target, verdict=CRASHED)
+    command = [sys.executable, "-m", "tests.corpus.worker", job.case.name, job.target, str(bundle), plan.prove, *more]
+    # one thread each: there are as many processes as processors
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TMPDIR": str(scratch),
+        **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
+    }  # fmt: skip
+    with open(scratch / "log", "w+b") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True)
+        os.sched_setaffinity(process.pid, _share(number, plan.jobs))
+        try:
+            process.wait(plan.limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            late = f"over {plan.limit:.0f} s"
+            return replace(nothing, verdict=TIMEOUT, message=late, seconds=time.perf_counter() - begun)
+        log.seek(0)
+        lines = log.read().decode(errors="replace").strip().splitlines()
     taken = time.perf_counter() - begun
     if process.returncode == 0 and lines and lines[-1].startswith('{"name"'):
         return replace(Row(**json.loads(lines[-1])), seconds=taken)
     said = lines[-1] if lines else "nothing"
-    return replace(nothing, verdict=CRASHED, message=f"exit status {process.returncode}: {said}", seconds=taken)
+    return replace(nothing, message=f"exit status {process.returncode}: {said}", seconds=taken)

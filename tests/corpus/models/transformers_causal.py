@@ -25,6 +25,10 @@ def causal(name: str, base: str, config: dict[str, Any], **more: Any) -> Case:
     return transformer(f"causal/{name}", model, f"{short}Config", only_ids(), **{**config, **more})
 
 
+STATE = ("keys", "values", "cumulative_length")
+"""What a layer of a static cache holds."""
+
+
 class Decoder(torch.nn.Module):
     """One token after another into a static cache, which the module holds: the way to serve a causal model."""
 
@@ -39,13 +43,16 @@ class Decoder(torch.nn.Module):
         cache.early_initialization(batch, heads, width, torch.float32, torch.device("cpu"))
         self.cache = cache
         for index, layer in enumerate(cache.layers):
-            self.register_buffer(f"keys_{index}", layer.keys)
-            self.register_buffer(f"values_{index}", layer.values)
+            for name in STATE:
+                if isinstance(getattr(layer, name, None), torch.Tensor):  # the length is one
+                    self.register_buffer(f"{name}_{index}", getattr(layer, name))
 
     def forward(self, input_ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Logits of the next token; `position`: int64 [1], where `input_ids` [batch, 1] stands."""
         for index, layer in enumerate(self.cache.layers):
-            layer.keys, layer.values = getattr(self, f"keys_{index}"), getattr(self, f"values_{index}")
+            for name in STATE:
+                if hasattr(self, f"{name}_{index}"):  # where the module was moved, its buffers are other tensors
+                    setattr(layer, name, getattr(self, f"{name}_{index}"))
         return self.network(
             input_ids=input_ids, position_ids=position[None], cache_position=position, past_key_values=self.cache, use_cache=True
         ).logits
