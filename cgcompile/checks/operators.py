@@ -51,7 +51,7 @@ INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._unsafe_inde
 
 WITHOUT_CODE, WITHOUT_KERNEL = "operator-without-code", "operator-without-kernel"
 """Rules about what an operator runs as: on the host (`operators_without_code`), and on a GPU that is not here
-(offline/decompose/coverage.py)."""
+(offline/lower/coverage.py)."""
 
 PYTORCH = frozenset({"aten", "prim", "prims", "higher_order", "cgcompile", "inductor", "quantized_decomposed"})
 """Namespaces whose operators are PyTorch's or ours."""

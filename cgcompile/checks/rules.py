@@ -45,7 +45,7 @@ RULES: tuple[Rule, ...] = (
 """Refusals first: the first finding is the one that a build names."""
 
 ELSEWHERE = (FOLLOWER, WITHOUT_CODE, WITHOUT_KERNEL, "too-many-keys", "small-region", WAIVER)
-"""Rules that are no function of a RuleContext: host_placement.py and operators.py have one each, offline/decompose/coverage.py the
+"""Rules that are no function of a RuleContext: host_placement.py and operators.py have one each, offline/lower/coverage.py the
 third, `cgcompile check` finds two more, a build's proof the last."""
 
 

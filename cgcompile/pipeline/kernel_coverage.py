@@ -22,7 +22,7 @@ def operators_without_kernel(
     """
     if torch.cuda.device_count():
         return ()
-    from ..offline.decompose import coverage  # late: Inductor's tables take seconds to import, and only this recorder needs them
+    from ..offline.lower import coverage  # late: Inductor's tables take seconds to import, and only this recorder needs them
 
     found = {
         key: coverage.operators_without_kernel(program, placements.get(key, {}), arch(target))

@@ -67,6 +67,10 @@ def full(size: Sequence[int], value: Number, *, dtype: torch.dtype | None = None
     return torch.complex(*parts)
 
 
+def scalar(value: Number, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    return full((), value, dtype=dtype)
+
+
 def sub(x: Tensor, y: Tensor, *, alpha: Number = 1) -> Tensor:
     return x + _scaled(-y if isinstance(y, Tensor | complex | float | int) else y, alpha)
 
@@ -126,6 +130,7 @@ def _tensor(value: Number, like: Tensor) -> Tensor:
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.full.default: full,
+    aten.scalar_tensor.default: scalar,
     aten.sub.Tensor: sub,
     aten.rsub.Tensor: rsub,
     aten.addmm.default: addmm,

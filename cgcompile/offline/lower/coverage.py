@@ -1,8 +1,9 @@
-"""Which operations of a program have no Triton kernel, found without lowering it: every operation is decomposed for itself, as
-`retrace` does with the whole program, and Inductor is asked for each of the results whether it makes a kernel of it.
+"""Which operations of a program have no Triton kernel, found without lowering all of it: every operation is decomposed for itself,
+as `retrace` does with the whole program, and Inductor is asked for each of the results whether it makes a kernel of it.
 
-A few of Inductor's lowerings give up for some arguments only; those the build finds.  Private interfaces (torch 2.11, 2.13):
-`FakeTensorMode`, `make_fx`, the table `torch._inductor.lowering.lowerings`, and `_is_fallback_handler` at a function of it.
+Some of Inductor's lowerings make kernels for some arguments and GPUs only: those operations are lowered, each alone.  Private
+interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, the tables `lowerings` and `fallbacks` of `torch._inductor.lowering`,
+and `_is_fallback_handler` at a function of the first.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import operator as python_operators
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
-from torch._inductor.lowering import lowerings
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._inductor.lowering import fallbacks, lowerings
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate, map_arg
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cgbundle.format.schema import Finding
 
@@ -31,9 +33,12 @@ from ...errors import BuildError
 from ...export.functionalization import functional
 from ...export.weights import weight_placeholders
 from ...targets.architectures import Arch
-from ..lower.fake_device import fake_device
-from .decompositions import REPLACED, decompositions
-from .retrace import ASSERTIONS, DEVICE, host_hint
+from ..decompose.decompositions import REPLACED, decompositions
+from ..decompose.retrace import ASSERTIONS, DEVICE, Retraced, host_hint
+from ..lowered import INPUT
+from ..tuning.cost_model import choose
+from .fake_device import fake_device
+from .inductor import lower_graph
 
 FREE = frozenset({torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default, torch.ops.aten.copy_.default})
 """What retracing takes out, or makes a launch of without a lowering of its own."""
@@ -54,10 +59,10 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
     with fake_device(arch), _quiet():
         asked: dict[Any, str] = {}
         for node in program.graph.nodes:
-            if node.name not in on_host and node not in folded and computes(node) and node.target not in ASSERTIONS:
+            if node.name not in on_host and node not in folded and _is_asked(node):
                 like = _like(node)
                 if like not in asked:
-                    asked[like] = _missing(node)
+                    asked[like] = _missing(node, arch)
                 if asked[like]:
                     found[node] = asked[like]
     hint = host_hint([str(node.target).removesuffix(".default") for node in found])
@@ -88,14 +93,14 @@ def _folded(program: ExportedProgram) -> set[Node]:
 
 def _finding(node: Node, missing: str, hint: str) -> Finding:
     name = operator(node)
-    inside = f" ({missing})" if missing not in (name, f"aten.{name}") else ""
+    inside = "" if missing.removeprefix("aten.").partition(".")[0] == name else f" ({missing})"
     made = finding(
         WITHOUT_KERNEL, REFUSE, f"{name} has no Triton kernel{inside}", node, "without the GPU all is compiled by Triton", ""
     )
     return replace(made, fix=hint)
 
 
-def _missing(node: Node) -> str:
+def _missing(node: Node, arch: Arch) -> str:
     """The operator without a kernel that an operation comes down to, or ""."""
     values = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
     if any(
@@ -109,28 +114,36 @@ def _missing(node: Node) -> str:
     places: dict[Node, list[tuple[bool, Any]]] = {}
     with mode:
         for source in node.all_input_nodes:
-            values, _ = torch.utils._pytree.tree_flatten(source.meta.get("val"))
+            values, _ = tree_flatten(source.meta.get("val"))
             places[source] = [_place(value, tensors) for value in values]
     target = REPLACED.get(node.target, node.target)
 
     def run(*given: torch.Tensor) -> Any:
         def value(source: Node) -> Any:
-            _, spec = torch.utils._pytree.tree_flatten(source.meta.get("val"))
+            _, spec = tree_flatten(source.meta.get("val"))
             leaves = [given[what] if tensor else what for tensor, what in places[source]]
-            return torch.utils._pytree.tree_unflatten(leaves, spec)
+            return tree_unflatten(leaves, spec)
 
         args = map_aggregate(map_arg(node.args, value), _on_device)
         kwargs = map_aggregate(map_arg(node.kwargs, value), _on_device)
-        return target(*args, **kwargs)
+        return tuple([leaf for leaf in tree_leaves(target(*args, **kwargs)) if isinstance(leaf, torch.Tensor)])
 
     try:
         with mode, torch.no_grad():
             traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*tensors)
+        found = next(_without_lowering(traced.graph), "")
+        if found or not any(_may_fall_back(each) for each in traced.graph.nodes):
+            return found
+        names = tuple([(INPUT, str(index)) for index in range(len(tensors))])
+        retraced = Retraced(graph=traced, tensors=tuple(tensors), names=names, mode=mode)
+        _, unknown = lower_graph(retraced, (), arch, (), choose)
+        return next(iter(unknown), "").removeprefix("torch.ops.").removesuffix(".default")
+    except (DynamicOutputShapeException, DataDependentOutputException):
+        return ""  # other rules know what depends on data
     except BuildError as error:
-        return str(error) if error.code == "operation-needs-gpu" else ""
-    except (RuntimeError, TypeError, ValueError):
-        return ""  # what cannot be traced alone is told by the build, which traces it with what is around it
-    return next(_without_lowering(traced.graph), "")
+        return str(error)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"it cannot be traced for a GPU: {type(error).__name__}"
 
 
 def _place(value: Any, tensors: list[torch.Tensor]) -> tuple[bool, Any]:
@@ -160,6 +173,24 @@ def _without_lowering(graph: Graph) -> Iterator[str]:
         is_complex = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
         if isinstance(node.target, torch._ops.OpOverload) and (is_complex or _falls_back(node.target)):
             yield str(node.target).removesuffix(".default")
+
+
+def _is_asked(node: Node) -> bool:
+    """Whether an operation stands for itself: no assertion, and no control flow, whose branches other rules look at."""
+    alone = all(source.op != "get_attr" for source in node.all_input_nodes)
+    return computes(node) and isinstance(node.target, torch._ops.OpOverload) and node.target not in ASSERTIONS and alone
+
+
+def _may_fall_back(node: Node) -> bool:
+    """Whether Inductor makes a kernel of it for some arguments and GPUs, and calls torch's own operator for others."""
+    name = str(node.target).partition(".")[2].partition(".")[0].rstrip("_")
+    return node.op == "call_function" and name in _names_of_fallbacks()
+
+
+@cache
+def _names_of_fallbacks() -> frozenset[str]:
+    """Their names without overloads, in place or not: the lowering of one may be that of another."""
+    return frozenset([str(each).removeprefix("aten.").partition(".")[0].rstrip("_") for each in fallbacks])
 
 
 def _falls_back(op: torch._ops.OpOverload) -> bool:
