@@ -1,0 +1,98 @@
+"""Lowering for a capture, with the CPU as the device: an exported program goes to Inductor as the graph it is.  Kernels are compiled
+once: one module holds what each test asks about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cgcompile.errors import ModelError
+from cgcompile.targets.cuda.inductor import lifted
+from cgcompile.targets.cuda.lowering import lower, repair
+from tests.helpers.raising import raises
+
+ROWS = torch.export.Dim("rows", min=2, max=64)
+
+
+class Everything(nn.Module):
+    """Weights that are tied, state, a written input, outputs that are views of each other, of an input, and an input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = nn.EmbeddingBag(10, 8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, index: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.calls += 1
+        scale.mul_(2)
+        made = self.second(torch.relu(self.first(self.bag(index)))) * scale
+        return made, made.t(), scale, index[:1], index, self.calls * 3
+
+
+def program(module: nn.Module, *inputs: torch.Tensor, dynamic: Any = None) -> torch.fx.GraphModule:
+    with torch.no_grad():
+        exported = torch.export.export(module.eval(), inputs, dynamic_shapes=dynamic, strict=False)
+    return repair(exported.module(check_guards=False))
+
+
+@pytest.fixture(autouse=True)
+def no_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inductor's graph runs as it is: what AOTAutograd made of it and how it is called are the same, and no C++ is compiled."""
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import compile_fx as module
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any, **_: object) -> Callable[..., Any]:
+        return make_boxed_func(graph.forward)
+
+    real = module.compile_fx
+    monkeypatch.setattr(module, "compile_fx", lambda graph, inputs, **options: real(graph, inputs, **{**options, "inner_compile": keep}))
+    with torch._inductor.config.patch("fx_graph_cache", False):
+        yield
+
+
+@pytest.fixture
+def no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks Dynamo to trace, fails."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("Dynamo was asked")
+
+    import torch._dynamo
+
+    monkeypatch.setattr(torch._dynamo, "optimize", refuse)
+    monkeypatch.setattr(torch, "compile", refuse)
+
+
+def calls(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 10, (rows, 5)), torch.randn(8)
+
+
+@pytest.mark.usefixtures("no_dynamo")
+@pytest.mark.parametrize("specialize", ["size", "shared"])
+def test_a_program_is_lowered_as_it_is(specialize: str) -> None:
+    model = Everything()
+    dynamic = ({0: ROWS}, None)
+    for rows in (4, 6):
+        module, plain = [program(Everything(), *calls(4), dynamic=dynamic) for _ in range(2)]
+        call = lower(module, "inductor", specialize)
+        place = module.calls.data_ptr()
+        index, scale = calls(rows)
+        for turn in (1, 2):  # the first call compiles
+            mine, its = scale.clone(), scale.clone()
+            with torch.no_grad():
+                made, wanted = call(index, mine), plain(index, its)
+            for got, want in zip(made, wanted, strict=True):
+                torch.testing.assert_close(got, want)
+                assert got.stride() == want.stride()
+            assert torch.equal(mine, its) and torch.equal(mine, scale * 2)
+            assert float(module.calls) == float(plain.calls) == turn and module.calls.data_ptr() == place
+            assert made[0].data_ptr() == made[1].data_ptr() and made[2].data_ptr() == mine.data_ptr()
+            assert made[3].data_ptr() == made[4].data_ptr() == index.data_ptr()
+    del model
