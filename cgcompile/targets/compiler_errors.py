@@ -36,7 +36,9 @@ CAUSES: tuple[tuple[str, str], ...] = (
 )
 """What errors of torch and Triton mean, by the name of their class: several are private, or exist in some versions only."""
 
-CODE = re.compile(r"[{};]|^\s*(def|class|import|from|return|#include|tl\.|auto|at::)\b|<[a-z_]+>::|/[\w.]+/[\w./]+\.(?:py|cpp|so)\b")
+CODE = re.compile(
+    r"[{};]|^\s*(def|class|import|from|return|#include|tl\.|auto|at::)\b|<[a-z_]+>::|/[\w.]+/[\w./]+\.(?:py|cpp|so)\b"
+)
 """What looks like generated code, or like a path of torch's: of no use to anybody who wrote a model."""
 
 
@@ -67,9 +69,7 @@ def explain(error: BaseException, *modules: GraphModule) -> Failure:
     if node is None:
         node = next((found for each in chain if (found := _named_node(str(each), modules)) is not None), None)
     text = next((line for each in chain if (line := _user_line(str(each)))), "")
-    return Failure(
-        operator=operator_name(node) if node is not None else "", where=place(node)[0] or text, cause=_cause(chain)
-    )
+    return Failure(operator=operator_name(node) if node is not None else "", where=place(node)[0] or text, cause=_cause(chain))
 
 
 def operator_name(node: Node) -> str:

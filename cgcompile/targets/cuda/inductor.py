@@ -1,5 +1,5 @@
-"""A graph handed to Inductor as it is: functionalized by AOTAutograd, without Dynamo, which would trace an exported program again and
-refuses some (operators with results that are no tensors, kernels without an implementation for fake tensors).
+"""A graph handed to Inductor as it is: functionalized by AOTAutograd, without Dynamo, which would trace an exported program again
+and refuses some (operators whose results are no tensors, kernels without an implementation for fake tensors).
 
 Private interfaces of torch (2.11, 2.13): `torch._inductor.compile_fx.compile_fx`, `torch._guards.TracingContext` and `tracing`,
 `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`, `ConstantSource`.  torch itself puts them together so in
@@ -49,7 +49,9 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         return mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
 
     fakes = [fake(f"weight_{i}", tensor.detach(), [False] * tensor.dim()) for i, tensor in enumerate(weights)]
-    fakes += [fake(f"input_{i}", leaves[i], _varying(node, leaves[i]) if dynamic else [False] * leaves[i].dim()) for i, node in taken]
+    fakes += [
+        fake(f"input_{i}", leaves[i], _varying(node, leaves[i]) if dynamic else [False] * leaves[i].dim()) for i, node in taken
+    ]
     try:
         with tracing(TracingContext(mode)), torch.no_grad():
             compiled = compile_fx(graph, fakes, config_patches=dict(options))

@@ -1,5 +1,4 @@
-"""Lowering for a capture, with the CPU as the device: an exported program goes to Inductor as the graph it is.  Kernels are compiled
-once: one module holds what each test asks about."""
+"""Lowering for a capture, with the CPU as the device: an exported program goes to AOTAutograd and Inductor as the graph it is."""
 
 from __future__ import annotations
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from cgcompile.errors import ModelError
-from cgcompile.targets.cuda.inductor import lifted
 from cgcompile.targets.cuda.lowering import lower, repair
 from tests.helpers.raising import raises
 
@@ -49,12 +46,26 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torch._inductor import compile_fx as module
 
     def keep(graph: torch.fx.GraphModule, inputs: Any, **_: object) -> Callable[..., Any]:
+        Inductor(graph).run(*inputs)
         return make_boxed_func(graph.forward)
 
     real = module.compile_fx
-    monkeypatch.setattr(module, "compile_fx", lambda graph, inputs, **options: real(graph, inputs, **{**options, "inner_compile": keep}))
+
+    def compile_fx(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        return real(graph, inputs, **{**options, "inner_compile": keep})
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
     with torch._inductor.config.patch("fx_graph_cache", False):
         yield
+
+
+class Inductor(torch.fx.Interpreter):
+    """Goes through a graph as Inductor's lowering does, and knows no cosine."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.target is torch.ops.aten.cos.default:
+            raise NotImplementedError("could not find kernel; auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0);")
+        return super().run_node(n)
 
 
 @pytest.fixture
@@ -96,3 +107,21 @@ def test_a_program_is_lowered_as_it_is(specialize: str) -> None:
             assert made[0].data_ptr() == made[1].data_ptr() and made[2].data_ptr() == mine.data_ptr()
             assert made[3].data_ptr() == made[4].data_ptr() == index.data_ptr()
     del model
+
+
+class Failing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cos(x + 1) * 2
+
+
+def test_a_compilers_failure_names_the_operator_its_line_and_what_to_do() -> None:
+    call = lower(program(Failing(), torch.randn(4)), "inductor", "size")
+    line = Failing.forward.__code__.co_firstlineno + 1
+    with raises("lowering-failed", match=rf"operator aten.cos at \S*test_lowering.py:{line} cannot be lowered: ") as caught:
+        call(torch.randn(4))
+    assert "Vectorized" not in str(caught.value) and "--lower eager, or --host-op aten.cos" in caught.value.hint
+
+
+def test_the_level_eager_lowers_nothing() -> None:
+    module = program(Failing(), torch.randn(4))
+    assert lower(module, "eager", "size") is module
