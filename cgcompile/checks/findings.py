@@ -74,7 +74,8 @@ def refuse(checked: Checked, strict: bool, waive: Sequence[str], recorder: str, 
     waived; writes that `recorder` cannot keep; operations on the host beside specialize="shared".
     """
     _refuse_findings(checked.findings, strict, waive)
-    _refuse_writes(checked, recorder)
+    if checked.placements:
+        _refuse_writes(checked, recorder)
     count = len(checked.placements)
     if count and specialize == "shared":
         raise ModelError(

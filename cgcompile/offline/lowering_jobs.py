@@ -18,9 +18,14 @@ from ..targets.rows import WHOLE
 from .lower.jobs import LoweringJob, RegionKey
 
 
-def whole_jobs(program: ExportedProgram, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> dict[RegionKey, LoweringJob]:
-    """A program that is one graph, at every key."""
-    return {(WHOLE, key): LoweringJob(program=program, tensors=tuple(tensors), layouts=()) for key, tensors in calls.items()}
+def whole_jobs(
+    program: ExportedProgram, calls: Mapping[IntKey, Sequence[torch.Tensor]], writes: bool
+) -> dict[RegionKey, LoweringJob]:
+    """A program that is one graph, at every key.  `writes`: it writes to buffers or to inputs."""
+    return {
+        (WHOLE, key): LoweringJob(program=program, tensors=tuple(tensors), layouts=(), writes=writes)
+        for key, tensors in calls.items()
+    }
 
 
 def region_jobs(split: SplitProgram) -> dict[RegionKey, LoweringJob]:
@@ -35,7 +40,7 @@ def region_jobs(split: SplitProgram) -> dict[RegionKey, LoweringJob]:
             if planned.kind == "graph":
                 given = tuple([values[name] for name in planned.inputs])
                 layouts = tuple([values[name].stride() if name in read else None for name in planned.outputs])
-                jobs[planned.name, key] = LoweringJob(program=_exported(region, key, given), tensors=given, layouts=layouts)
+                jobs[planned.name, key] = LoweringJob(program=_exported(region, key, given), tensors=given, layouts=layouts, writes=False)
     return jobs
 
 
