@@ -13,11 +13,14 @@ import torch
 from cgbundle.format.schema import Parameter, Tree
 
 from ..errors import ModelError
+from ..util.raw_bytes import moved
 from .pytree import NamedTensor, constant, describe
 from .user_code import call_user
 
 SEED = 0
 """Inputs are drawn after seeding torch with this, so that two builds of one model have the same exam."""
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +28,7 @@ class Source:
     """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed.
 
     `code` is the file or module that defines the model, "" where no other process can import it.  `dimensions` are the parameters
-    of `inputs`.
+    of `inputs`.  `owned`: the model was made for this build, which may do with it what it likes.  `device`: where it lives.
     """
 
     name: str
@@ -34,11 +37,16 @@ class Source:
     model: torch.nn.Module
     inputs: Callable[..., Any]
     dimensions: tuple[str, ...]
+    owned: bool = False
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The inputs at one size: the call's arguments, its structure, its parameters, and its tensors with their paths."""
+    """The inputs at one size: the call's arguments, its structure, its parameters, and its tensors with their paths.
+
+    The tensors of `leaves` are on the source's device, those in `args` and `kwargs` where inputs() made them.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -52,7 +60,8 @@ class Sample:
 
 
 def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample:
-    """The inputs at `sizes`, drawn after seeding torch with `seed`.  Raises source-invalid when inputs() fails or gives none."""
+    """The inputs at `sizes`, drawn after seeding torch with `seed`, then moved.  Raises source-invalid when inputs() fails or gives
+    none."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         given = call_user(
@@ -74,7 +83,8 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
     leaves: list[NamedTensor] = []
     bound = _bind(source, args, kwargs)
     call = {"call": [[name, describe(value, name, leaves)] for name, value, _ in bound]}
-    return Sample(args=args, kwargs=kwargs, call=call, parameters=tuple([each for _, _, each in bound]), leaves=tuple(leaves))
+    placed = tuple([(path, moved(tensor, source.device)) for path, tensor in leaves])
+    return Sample(args=args, kwargs=kwargs, call=call, parameters=tuple([each for _, _, each in bound]), leaves=placed)
 
 
 def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any, Parameter]]:

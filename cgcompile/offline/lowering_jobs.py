@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import IntKey
 
 from ..errors import BuildError
+from ..export.programs import Programs
 from ..model.user_code import first_line
 from ..partition.isolated import RegionModule
 from ..targets.cuda.host_regions import SplitProgram
@@ -18,12 +19,10 @@ from ..targets.rows import WHOLE
 from .lower.jobs import LoweringJob, RegionKey
 
 
-def whole_jobs(
-    program: ExportedProgram, calls: Mapping[IntKey, Sequence[torch.Tensor]], writes: bool
-) -> dict[RegionKey, LoweringJob]:
-    """A program that is one graph, at every key.  `writes`: it writes to buffers or to inputs."""
+def whole_jobs(programs: Programs, calls: Mapping[IntKey, Sequence[torch.Tensor]], writes: bool) -> dict[RegionKey, LoweringJob]:
+    """Programs that are one graph, at every key.  `writes`: they write to buffers or to inputs."""
     return {
-        (WHOLE, key): LoweringJob(program=program, tensors=tuple(tensors), layouts=(), writes=writes)
+        (WHOLE, key): LoweringJob(program=programs.at(key), tensors=tuple(tensors), layouts=(), writes=writes)
         for key, tensors in calls.items()
     }
 
@@ -31,9 +30,9 @@ def whole_jobs(
 def region_jobs(split: SplitProgram) -> dict[RegionKey, LoweringJob]:
     """Every graph region at every key.  What another region reads has the strides that eager PyTorch gives it, dense ones where
     these leave gaps: the regions are lowered apart and must agree.  Raises lowering-broken."""
-    read = {name for region in split.partition.regions for name in region.inputs}
     jobs = {}
     for key, regions in split.regions.items():
+        read = {name for region in regions for name in region.planned.inputs}
         values = {name: _laid_out(value) for name, value in split.values[key].items()}
         for region in regions:
             planned = region.planned
