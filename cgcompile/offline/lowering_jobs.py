@@ -39,7 +39,8 @@ def region_jobs(split: SplitProgram) -> dict[RegionKey, LoweringJob]:
             if planned.kind == "graph":
                 given = tuple([values[name] for name in planned.inputs])
                 layouts = tuple([values[name].stride() if name in read else None for name in planned.outputs])
-                jobs[planned.name, key] = LoweringJob(program=_exported(region, key, given), tensors=given, layouts=layouts, writes=False)
+                program = _exported(region, key, given)
+                jobs[planned.name, key] = LoweringJob(program=program, tensors=given, layouts=layouts, writes=bool(planned.written))
     return jobs
 
 

@@ -17,6 +17,7 @@ from cgbundle.tables.recording import Recording
 from ..bundle.exam import KeyExam, state_after
 from ..bundle.proof import REPORT, accepted, measured
 from ..errors import BuildError
+from ..model.flat_module import PREFIX
 from ..partition.isolated import eager_values
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.weights import row_major
@@ -54,7 +55,7 @@ def make_trial(
     the file of the step; `split` None for one graph alone."""
     growing = _Stages()
     crossing = []
-    for contents in _contents(program, exam, prepared.exam_calls, split):
+    for contents in _contents(program, exam, prepared, weights, split):
         growing.give([(program.values[index], contents[index]) for index in program.inputs])
         for step in program.steps:
             if step.kind == "graph":
@@ -77,22 +78,30 @@ def make_trial(
     return Trial(key=program.key, stages=tuple(growing.stages), crossing=tuple(crossing), left=left)
 
 
-def _contents(program: Program, exam: KeyExam, calls: int, split: SplitProgram | None) -> Iterator[dict[int, torch.Tensor]]:
-    """Call by call: position of a value -> what eager PyTorch says it holds, on the CPU."""
+def _contents(
+    program: Program, exam: KeyExam, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None
+) -> Iterator[dict[int, torch.Tensor]]:
+    """Call by call: position of a value -> what eager PyTorch says it holds, on the CPU.  Of inputs and state that is what they
+    hold when the call begins."""
+    given = dict(zip(program.inputs, exam.inputs, strict=True))
     if split is None:
-        for _ in range(calls):
-            yield dict(zip(program.inputs, exam.inputs, strict=True))
+        yield from [given] * prepared.exam_calls
         return
-    found = dict(zip(program.inputs, exam.inputs, strict=True))
-    planned = split.partitions[exam.key]
-    values = eager_values(split.regions[exam.key], planned, exam.inputs)
-    regions = iter([region for region in planned.regions if region.kind == "graph" or region.operations])
-    for step in program.steps:
-        if step.kind == "copy":
-            found[step.outputs[0]] = found[step.inputs[0]]
-        else:
-            found.update(zip(step.outputs, [values[name] for name in next(regions).outputs], strict=True))
-    yield found
+    planned, own = split.partitions[exam.key], prepared.programs.at(exam.key)
+    rows = {(row.memory, row.offset): row.name for row in weights}
+    names = {name.removeprefix(PREFIX): placeholder for placeholder, name in split.state[exam.key].items()}
+    for values in eager_values(own, split.regions[exam.key], planned, exam.inputs, prepared.exam_calls):
+        found = dict(given)
+        for index, value in enumerate(program.values):
+            if value.memory == "state" and (name := names.get(rows.get((value.memory, value.offset), ""))):
+                found[index] = values[name]
+        regions = iter([region for region in planned.regions if region.kind == "graph" or region.operations])
+        for step in program.steps:
+            if step.kind == "copy":
+                found[step.outputs[0]] = found[step.inputs[0]]
+            else:
+                found.update(zip(step.outputs, [values[name] for name in next(regions).made], strict=True))
+        yield found
 
 
 def kernel_sources(compiled: Mapping[KernelVariant, CompiledKernel]) -> Sources:

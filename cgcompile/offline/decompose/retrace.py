@@ -98,9 +98,7 @@ def retrace(
     given = [rows[place] for place in places]
     _check_apart([given[index] for index in written], given)
     _copy_back(traced, written)
-    return Retraced(
-        graph=traced, tensors=fakes, names=tuple([(kind, name) for kind, name, _ in given]), written=written, mode=mode
-    )
+    return Retraced(graph=traced, tensors=fakes, names=tuple([(kind, name) for kind, name, _ in given]), written=written, mode=mode)
 
 
 def source_line(node: torch.fx.Node) -> str:

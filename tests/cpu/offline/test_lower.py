@@ -79,7 +79,7 @@ def exported(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]]
     def given(batch: int) -> tuple[torch.Tensor, ...]:
         return inputs(batch)
 
-    source = load_source(model.eval(), given)
+    source = load_source(model, given)
     return export(source, {"batch": tuple(sorted({2, batch}))}).programs.first, sample(source, {"batch": batch}).tensors
 
 
@@ -295,9 +295,21 @@ def test_randomness(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         of(lambda m, x: x + function(x))
 
 
-def test_changed_input() -> None:
-    with raises("input-changed", match="input 0"):
-        of(lambda m, x: x.mul_(2) + 1)
+def test_what_is_written_to_is_named_and_nothing_else() -> None:
+    for function, names in (
+        (lambda m, x: x.mul_(2) + 1, [(INPUT, "0")]),
+        (lambda m, x: x.mul(2) + m.calls, []),
+        (lambda m, x: (m.calls.add_(1), x[0].add_(m.calls[0]), x * 2)[-1], [(WEIGHT, "model.calls"), (INPUT, "0")]),
+    ):
+        traced = of(function, writes=True)
+        assert [(traced.buffers[index].kind, traced.buffers[index].name) for index in traced.written] == names
+
+
+def test_running_statistics_are_written_though_no_schema_says_so() -> None:
+    traced = lowered(nn.BatchNorm1d(8).train(), floats(8), writes=True)
+    assert {traced.buffers[index].name.rpartition(".")[2] for index in traced.written} == {
+        "running_mean", "running_var", "num_batches_tracked",
+    }  # fmt: skip
 
 
 def test_changed_buffer_in_shared_memory() -> None:
