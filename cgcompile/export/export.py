@@ -124,7 +124,7 @@ def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, 
         try:
             outputs = run_eager(flat, sample(source, chosen).tensors).outputs
         except Exception as error:
-            if isinstance(error, ModelError) and error.code in ("structure-unsupported", "state-changed"):
+            if isinstance(error, ModelError):
                 raise
             place = user_line(error, source.label) or source.label
             raise ModelError(
