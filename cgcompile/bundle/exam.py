@@ -95,7 +95,7 @@ def replayed_exam(
 
 
 def state_after(exam: KeyExam, prepared: Prepared, weights: Sequence[Weight]) -> list[tuple[Weight, torch.Tensor]]:
-    """What the exam says of state after its calls: the rows of memory state, each with all of its elements, flat, in memory order."""
+    """What the exam says of state after its calls: the rows of memory state, each with all elements, flat, in memory order."""
     first = _first_state(prepared)
     found = []
     for index, runs, changed in exam.state:

@@ -20,8 +20,9 @@ from .writes import WriteConstraints, write_constraints
 class Dependencies:
     """`nodes`: the operations that run in one region, in the program's order.  `edges`: pairs (earlier, later) of them.
 
-    `together`: sets that must be in one region.  `needs`: the recomputed nodes that each needs, in the program's order.
-    `writes`: the constraints that they follow.  `assertions` go wherever the values are that they look at, each with those values and all nodes it needs.
+    `together`: sets that must be in one region.  `needs`: the recomputed nodes that each needs, in the program's order.  `writes`:
+    the constraints that they follow.  `assertions` go wherever the values are that they look at, each with those values and all
+    nodes it needs.
     """
 
     nodes: tuple[Node, ...]

@@ -135,7 +135,8 @@ def looks() -> Looks:
 
 
 class Between(nn.Module):
-    """State and written inputs on both sides of an operation of the host: it counts what it reads, graphs keep a mean and a cache."""
+    """State and written inputs on both sides of an operation of the host: it counts, graphs keep a mean and a
+    cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,19 +161,22 @@ class Between(nn.Module):
 
 
 class HostDraws(nn.Module):
-    """Random numbers before, on and behind the host, and a counter there."""
+    """Numbers of four distributions around an operation of the host, which keeps the counter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(batch, WIDTH): three of the same shape, uniform, normal and dropped out, and the counter."""
+        """(batch, WIDTH): as `Draws`."""
         uniform = torch.rand_like(x)
         one = (uniform < 2).all().sum().item()
         self.calls.add_(one)
-        normal = torch.randn_like(x) * one
-        return uniform, normal, nn.functional.dropout(torch.ones_like(x) * one, 0.25, training=True), self.calls + 0
+        ones = torch.ones_like(x) * one
+        return (
+            uniform, torch.randn_like(x) * one, nn.functional.dropout(ones, 0.25, training=True), torch.bernoulli(0.3 * ones),
+            self.calls + 0,
+        )  # fmt: skip
 
 
 def between(batch: int) -> tuple[Tensor, ...]:

@@ -70,7 +70,8 @@ def retrace(
     writes: bool = False,
 ) -> Retraced:
     """The program at the sizes of `tensors`, inside `fake_device`.  `layouts`: of each output the strides that it must have, None
-    for any; () for any of all.  `writes`: it writes to buffers or inputs.  Raises sizes-unlike, state-shared, constant-unknown, randomness-refused, operation-needs-gpu."""
+    for any; () for any of all.  `writes`: it writes to buffers or inputs.  Raises sizes-unlike, state-shared, constant-unknown,
+    randomness-refused, operation-needs-gpu."""
     if writes or any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
         # new values of what it writes to become outputs, and vmap's batch axes go; most other operations stay as they are
         program = program.run_decompositions({})

@@ -20,11 +20,7 @@ import cgcompile
 from cgbundle import exam
 from cgbundle.format import archive
 from cgbundle.tensors.tensor import from_bytes
-from cgcompile.checks import check, refuse
 from cgcompile.errors import BuildError
-from cgcompile.export.export import export
-from cgcompile.export.functionalization import written_inputs
-from cgcompile.model.load import load_source
 from cgcompile_cli import main
 from cgcompile_cli.commands.run import _named
 from tests.helpers.fabricate import signature, spec
