@@ -1,6 +1,7 @@
 """Regions isolated from each other, for one int_key: what a graph recorder and the host's compiler start from.
 
-What crosses is copied as bytes, so its maker makes it contiguous.  A region hands out no view of what it was given.
+What crosses is copied as bytes, so its maker makes it contiguous.  A region hands out no view of what it was given.  State and
+inputs of the call that a region writes to belong to it alone: a graph writes in place, the host gives back new values.
 """
 
 from __future__ import annotations
