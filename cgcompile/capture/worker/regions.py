@@ -180,5 +180,6 @@ def _lowered(
         for tensor, value in zip(written, before, strict=True):
             tensor.copy_(value)
 
-    run_warm(call, f"int_key {key}, {region.planned.name}, {loaded.request.level}", restore)
+    level = loaded.request.level
+    run_warm(call, f"int_key {key}, {region.planned.name}, {level}", level, restore)
     return call

@@ -88,7 +88,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     def tensor_of(loaded: regions.LoadedProgram, row: Weight) -> torch.Tensor:
         return state.setdefault(row.name, weight_tensors(loaded.sides[KEYS[0]][0])[row.name])
 
-    def warmed(call: Callable[[], Any], where: str, restore: Callable[[], None]) -> None:
+    def warmed(call: Callable[[], Any], where: str, level: str, restore: Callable[[], None]) -> None:
         call(), restore()
 
     def placed(at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
