@@ -43,6 +43,9 @@ from .inductor import lower_graph
 FREE = frozenset({torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default, torch.ops.aten.copy_.default})
 """What retracing takes out, or makes a launch of without a lowering of its own."""
 
+CHOOSING = frozenset({"median", "nanmedian", "mode", "kthvalue", "scatter", "scatter_add", "scatter_reduce", "index_put"})
+"""Operators whose lowering chooses, beside those of the table `fallbacks` (torch/_inductor/lowering.py, 2.13)."""
+
 
 def operators_without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch) -> tuple[Finding, ...]:
     """An operation that no Triton kernel computes, in a program for a GPU that is not here.
@@ -135,7 +138,7 @@ def _missing(node: Node, arch: Arch) -> str:
         if found or not any(_may_fall_back(each) for each in traced.graph.nodes):
             return found
         names = tuple([(INPUT, str(index)) for index in range(len(tensors))])
-        retraced = Retraced(graph=traced, tensors=tuple(tensors), names=names, mode=mode)
+        retraced = Retraced(graph=traced, tensors=tuple(tensors), names=names, mode=mode, written=())
         _, unknown = lower_graph(retraced, (), arch, (), choose)
         return next(iter(unknown), "").removeprefix("torch.ops.").removesuffix(".default")
     except (DynamicOutputShapeException, DataDependentOutputException):
@@ -184,7 +187,7 @@ def _is_asked(node: Node) -> bool:
 def _may_fall_back(node: Node) -> bool:
     """Whether Inductor makes a kernel of it for some arguments and GPUs, and calls torch's own operator for others."""
     name = str(node.target).partition(".")[2].partition(".")[0].rstrip("_")
-    return node.op == "call_function" and name in _names_of_fallbacks()
+    return node.op == "call_function" and (name in CHOOSING or name in _names_of_fallbacks())
 
 
 @cache
