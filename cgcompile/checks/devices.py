@@ -1,4 +1,4 @@
-"""Rules about where the user's code puts its tensors; model/device_tracking.py leaves markers in the program for the moves."""
+"""Rules about where the user's code puts its tensors; model/devices/tracking.py leaves markers in the program for the moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from cgbundle.format.schema import Finding
 
-from ..model.device_markers import TO_HOST
+from ..model.devices.markers import TO_HOST
 from ..model.user_code import place
 from .context import HOST, NOTE, REFUSE, RuleContext, computes, finding, operator
 from .host_placement import CPU_OPERATION, DEVICE_COPY

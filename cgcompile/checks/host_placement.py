@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Finding
 
-from ..model.device_markers import TO_DEVICE, TO_HOST
+from ..model.devices.markers import TO_DEVICE, TO_HOST
 
 DEVICE_COPY, CPU_OPERATION = "device-copy", "cpu-operation"
 

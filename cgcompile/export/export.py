@@ -26,9 +26,13 @@ from ..model import dynamic_axes as axes
 from ..model.flat_module import FlatModule, run_eager, unwatched
 from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
-from ..model.source import Source, sample
+from ..model.source import Source, all_keys, sample
 from ..model.user_code import first_line, user_line, user_place
 from .exported import EagerShapes, Exported, memory_order
+from .programs import Programs
+
+PYTORCH = frozenset({"aten", "prim", "prims", "cgcompile"})
+"""Namespaces of operators that compilers know."""
 
 STOPPED = ("export-failed", "branch-on-data", "size-excluded")
 """Causes by which torch.export stops."""
@@ -60,7 +64,8 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
         raise
     flat.watch = unwatched
     return Exported(
-        source=source, sizes=sizes, program=program, flat=flat, shapes=tuple(shapes), eager_shapes=tuple(seen),
+        source=source, sizes=sizes, programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), flat=flat,
+        shapes=tuple(shapes), eager_shapes=tuple(seen),
         obstacles=(*left, *obstacles),
     )  # fmt: skip
 
@@ -122,7 +127,7 @@ def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, 
         try:
             outputs = run_eager(flat, sample(source, chosen).tensors).outputs
         except Exception as error:
-            if isinstance(error, ModelError) and error.code in ("structure-unsupported", "state-changed"):
+            if isinstance(error, ModelError):
                 raise
             place = user_line(error, source.label) or source.label
             raise ModelError(
@@ -180,7 +185,15 @@ def _torch_export(flat: FlatModule, shapes: Sequence[tuple[Size, ...]], roots: M
     with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
         program = torch.export.export(flat, _separate(flat.like.tensors), dynamic_shapes=(dynamic,), strict=False)
     sys.stderr.write(said.getvalue())
-    return program
+    return _spelled(program)
+
+
+def _spelled(program: ExportedProgram) -> ExportedProgram:
+    """The program with other libraries' operators that are made of PyTorch's own spelled out: export keeps them as they are called,
+    and so does torchao with its quantization, which a process without torchao could not load."""
+    calls = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    made = {op: op.decompose for op in calls if op.namespace not in PYTORCH and op._can_decompose()}
+    return program.run_decompositions(made) if made else program
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

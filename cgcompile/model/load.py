@@ -59,19 +59,21 @@ def load_code(code: str) -> None:
         _import(code, code)
 
 
-def _source(name: str, label: str, code: str, model: Any, inputs: Callable[..., Any]) -> Source:
+def _source(name: str, label: str, code: str, model: Any, inputs: Callable[..., Any], owned: bool = False) -> Source:
     if not isinstance(model, torch.nn.Module):
         raise ModelError("source-invalid", f"{label}: the model is a {type(model).__name__}, expected a torch.nn.Module")
     return Source(
-        name=name, label=label, code=code, model=plain_model(model, label), inputs=inputs, dimensions=_dimensions(inputs, label)
-    )
+        name=name, label=label, code=code, model=plain_model(model, label), inputs=inputs, dimensions=_dimensions(inputs, label),
+        owned=owned,
+    )  # fmt: skip
 
 
 def _from_module(name: str, label: str, code: str, where: str, maker: Any, inputs: Any) -> Source:
-    made = maker if isinstance(maker, torch.nn.Module) else call_user(maker, "model()", label)
+    there = isinstance(maker, torch.nn.Module)
+    made = maker if there else call_user(maker, "model()", label)
     if not callable(inputs):
         raise ModelError("source-invalid", f"{where}: inputs is a {type(inputs).__name__}, expected a function")
-    return _source(name, label, code, made, inputs)
+    return _source(name, label, code, made, inputs, owned=not there)
 
 
 def _dimensions(inputs: Callable[..., Any], label: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from ..errors import BuildError, ModelError
-from . import device_markers  # noqa: F401 (a program may hold these operators)
+from .devices import markers  # noqa: F401 (a program may hold these operators)
 from .source import Source
 from .user_code import first_line
 
@@ -46,7 +46,9 @@ def load_saved(label: str) -> Source:
                         symbols.append(symbol)
     names = ["batch"] if len(symbols) == 1 else [f"dim{index}" for index in range(len(symbols))]
     inputs = _random_inputs(program, values, dict(zip(symbols, names, strict=True)), names)
-    return Source(name=Path(label).stem, label=label, code="", model=program.module(), inputs=inputs, dimensions=tuple(names))
+    return Source(
+        name=Path(label).stem, label=label, code="", model=program.module(), inputs=inputs, dimensions=tuple(names), owned=True
+    )  # fmt: skip
 
 
 def _free(size: Any) -> set[Any]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import ModelError
 from ..export.weights import WEIGHT_KINDS
-from ..model.device_markers import marker
+from ..model.devices.markers import marker
 from ..model.user_code import is_user_file
 
 aten = torch.ops.aten

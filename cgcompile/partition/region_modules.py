@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
 from ..export.weights import weight_placeholders
-from ..model.device_markers import marker
+from ..model.devices.markers import marker
 from .node_kinds import TENSOR_CHECKS, NodeKind, NodeKinds, higher_order, node_kinds, unbacked
 from .split import Partition, PlannedRegion, value_of
 from .symbolic_sizes import Bindings, bindings, number

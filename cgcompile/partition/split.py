@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..errors import BuildError
-from ..model.device_markers import marker
+from ..model.devices.markers import marker
 from .components import components
 from .cuts import Kind, Layer, cut
 from .dependencies import Dependencies, find_dependencies

@@ -31,6 +31,11 @@ class Chosen:
     recorder: str
     runs_here: bool
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is exported, checked and compared: the GPU that is captured, else the CPU."""
+        return torch.device("cuda", 0) if self.recorder == "capture" else torch.device("cpu")
+
 
 def choose(target: str, lower: str, specialize: str = "size", recorder: str = "auto", prove: str = "interpret") -> Chosen:
     """What is built, and how.  A GPU that is here is captured; for every other architecture, or with recorder="trace", launches are

@@ -6,7 +6,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from ..export.torch_program import copied_graph, with_graph
-from ..model.device_markers import marker
+from ..model.devices.markers import marker
 
 
 def without_markers(program: ExportedProgram) -> ExportedProgram:

@@ -129,9 +129,21 @@ def _other(draw: random.Random) -> Any:
 
 
 def _nested(value: Any, depth: int) -> Any:
+    """The value in so many lists; as it is where it is nested already: Python's json writes 990 levels at most."""
+    if _depth(value) > 100:
+        return value
     for _ in range(depth):
         value = [value]
     return value
+
+
+def _depth(value: Any) -> int:
+    level, depth = [value], 0
+    while level := [
+        child for each in level if isinstance(each, dict | list) for child in (each.values() if isinstance(each, dict) else each)
+    ]:
+        depth += 1
+    return depth
 
 
 def text(data: bytes, draw: random.Random) -> bytes:

@@ -13,7 +13,7 @@ from cgbundle.format.schema import Finding
 from cgcompile.checks import check
 from cgcompile.errors import BuildError
 from cgcompile.export.export import export
-from cgcompile.model.device_markers import TO_DEVICE
+from cgcompile.model.devices.markers import TO_DEVICE
 from cgcompile.model.load import load_source
 from cgcompile.model.user_code import place
 
@@ -45,8 +45,8 @@ def cgcompile_says(case: Case) -> Verdict:
         except BuildError as error:
             return _refused(error)
         checked = check(exported, target="cuda", host_ops=case.host_ops)
-        findings, moved = checked.findings, checked.placements
-        nodes = [node for node in exported.program.graph.nodes if node.name in moved or (moved and node.target is TO_DEVICE)]
+        findings, moved = checked.findings, next(iter(checked.placements.values()))
+        nodes = [node for node in exported.programs.first.graph.nodes if node.name in moved or (moved and node.target is TO_DEVICE)]
     told = [finding for finding in findings if finding.severity != "note"]
     return Verdict(
         rules=frozenset([*[finding.rule for finding in findings], *moved.values()]),

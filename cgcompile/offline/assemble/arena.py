@@ -135,7 +135,7 @@ def _pack(lives: Sequence[Lifetime], bound: int) -> tuple[list[int], int]:
     left = max(WORK // max(cost, 1), 1)
     best: tuple[int, list[int], Order, Gap] | None = None
     for order in _orders(lives):
-        for gap in (_lowest_gap, _tightest_gap):
+        for gap in (lowest_gap, tightest_gap):
             if left <= 0:
                 break
             left -= 1
@@ -227,7 +227,8 @@ def _place(lives: Sequence[Lifetime], meets: Sequence[Sequence[int]], order: Ord
     return offsets, height
 
 
-def _lowest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+def lowest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+    """The lowest offset at which `size` bytes overlap none of the ranges (begin, end), which are sorted."""
     free = 0
     for start, end in taken:
         if start - free >= size:
@@ -236,7 +237,8 @@ def _lowest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
     return free
 
 
-def _tightest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+def tightest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+    """The beginning of the smallest gap that holds `size` bytes, the lowest of equal ones; the end of all ranges without one."""
     free, best, size_of_best = 0, -1, 0
     for start, end in taken:
         if start - free >= size and (best < 0 or start - free < size_of_best):

@@ -41,7 +41,7 @@ KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 def load(path: str, target: str) -> ExportedProgram:
     """The program at `path` for the device `target`, without markers of moves between devices.  Raises peer-unwritable."""
-    from ...model import device_tracking as placing  # noqa: F401 (a program may hold the operators that mark moves)
+    from ...model.devices import tracking  # noqa: F401 (a program may hold the operators that mark moves)
 
     try:
         program = without_markers(torch.export.load(path))

@@ -242,6 +242,13 @@ def test_other_places_of_the_pool(
         assert text == " or ".join(wanted)
 
 
+def test_each_process_has_a_pool_of_its_own() -> None:
+    paired = replace(PAIRED, pairing={}, pools=(frozenset({3}), frozenset({5})))
+    assert meaning(word((3, 8)), word((5, 16)), paired) == Reading(range=3, offset=8)
+    for mine, theirs in (((5, 8), (5, 16)), ((3, 8), (3, 16)), ((5, 8), (3, 16))):
+        assert meaning(word(mine), word(theirs), paired) is None
+
+
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 

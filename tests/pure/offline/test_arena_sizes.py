@@ -5,9 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cgcompile.offline.assemble import arena
-from cgcompile.offline.assemble.arena import Lifetime, lifetimes, plan
+from cgcompile.offline.assemble.arena import Lifetime, lifetimes, lowest_gap, plan, tightest_gap
 from cgcompile.offline.assemble.plan_check import check_plan
 from cgcompile.offline.lowered import Allocate, Copy, Event, Fill, HostRead
 from cgcompile.targets.memory_layout import PAD
@@ -53,6 +55,20 @@ def excess(seed: int) -> int:
 @pytest.mark.parametrize("seeds", [list(EXCESS)[begin::4] for begin in range(4)], ids=range(4))
 def test_no_arena_is_larger_than_it_was(seeds: list[int]) -> None:
     assert {seed: found for seed in seeds if (found := excess(seed)) > EXCESS[seed]} == {}
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=6), st.integers(1, 5))
+def test_gaps_are_those_that_a_look_at_every_offset_finds(ranges: list[tuple[int, int]], size: int) -> None:
+    taken = sorted([(begin, begin + length) for begin, length in ranges])
+    end = max([end for _, end in taken], default=0)
+    used = {place for begin, stop in taken for place in range(begin, stop)}
+    gaps = []  # (length, beginning) of the gaps between ranges
+    for begin in range(end):
+        if begin not in used and (begin == 0 or begin - 1 in used):
+            gaps.append((min(place for place in used if place > begin) - begin, begin))
+    fitting = [(length, begin) for length, begin in gaps if length >= size]
+    assert lowest_gap(taken, size) == min([begin for _, begin in fitting], default=end)
+    assert tightest_gap(taken, size) == min(fitting, default=(0, end))[1]
 
 
 def test_where_there_is_no_time_to_look_further_the_first_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 cgcompile exports on the CPU, with or without a GPU, so an explicit move (`.cpu()`, `.cuda()`, `.to(device)`, `device=`) would
 vanish from the graph.  `DeviceTracking` answers `tensor.device` as if everything were on a GPU and follows the moves.  It leaves
-a marker operator in the graph for each (device_markers.py).  A model that never names a device gets no marker.
+a marker operator in the graph for each (markers.py).  A model that never names a device gets no marker.
 
 Places.  An input of the model is on the device; what an operation makes is where its tensors are.  A tensor that no operation made
 (a parameter, a buffer, a constant) is free: it goes with the others, and is on the device by itself.  A tensor of no dimensions on
@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .device_markers import TO_DEVICE, TO_HOST
-from .side_effects import BRANCH, UNFINISHED, Obstacle, SideEffects
-from .user_code import here, user_frame
+from ..side_effects import BRANCH, UNFINISHED, Obstacle, SideEffects
+from ..user_code import here, user_frame
+from .markers import TO_DEVICE, TO_HOST
 
 HOST, DEVICE, FREE = "host", "device", "free"
 """Places of a tensor."""

@@ -1,0 +1,104 @@
+"""The model on the device where it will run: its tensors move there one storage at a time, and what shared memory still does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...util.raw_bytes import moved, seen_as, storage_bytes
+from ..source import CPU, Source
+
+_Replaced = tuple[dict[str, Any], str, Any]
+"""Parameters or buffers of a module, a name in it, and what stood there."""
+
+DEEP = 3
+"""How far down lists, tuples and dicts among a module's attributes are looked into for tensors."""
+
+
+@contextmanager
+def placed(source: Source, device: torch.device) -> Iterator[Source]:
+    """`source` with its model on `device`, one of its tensors after the other: the host never holds a second copy of the weights.
+
+    A model that was made for this build leaves the host.  One that the caller made is at the end what it was: its tensors are the
+    caller's, and its modules have the attributes that they had.
+    """
+    own: list[tuple[torch.Tensor, torch.Tensor]] = []
+    before = [] if source.owned else [(vars(module), dict(vars(module))) for module in source.model.modules()]
+    replaced: list[_Replaced] = []
+    try:
+        if device != CPU:
+            with torch.no_grad():
+                _replace_others(source.model, device, replaced)
+                for tensors in _by_storage(source.model, device):
+                    own += [] if source.owned else [(tensor, tensor.data) for tensor in tensors]
+                    _move(tensors, device)
+        yield replace(source, device=device)
+    finally:
+        for tensor, data in own:
+            tensor.data = data
+        for owner, name, value in () if source.owned else replaced:
+            owner[name] = value
+        for attributes, were in before if device != CPU else ():
+            attributes.clear()
+            attributes.update(were)
+
+
+def _by_storage(model: torch.nn.Module, device: torch.device) -> Iterator[list[torch.Tensor]]:
+    """The plain tensors that are elsewhere, those of one storage together.  None is held here once the next are asked for."""
+    groups: dict[int, dict[int, torch.Tensor]] = {}
+    for tensor in _tensors(model):
+        if _plain(tensor) and tensor.device != device:
+            group = groups.setdefault(tensor.untyped_storage()._cdata, {})
+            group[id(tensor)] = tensor
+            if tensor._base is not None:  # what a view was made of keeps the memory, too
+                group[id(tensor._base)] = tensor._base
+    for key in list(groups):
+        yield list(groups.pop(key).values())
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and what other attributes of the modules hold."""
+    for module in model.modules():
+        yield from _within(list(vars(module).values()), DEEP)
+
+
+def _within(value: Any, deep: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif deep and isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _within(each, deep - 1)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
+
+
+def _move(tensors: list[torch.Tensor], device: torch.device) -> None:
+    """Moves tensors of one storage.  The memory on the other side goes with the last of them."""
+    if len(tensors) == 1:
+        tensors[0].data = moved(tensors[0].data, device)
+        return
+    there = storage_bytes(tensors[0]).to(device)
+    for tensor in tensors:
+        tensor.data = seen_as(there, tensor)
+
+
+def _replace_others(model: torch.nn.Module, device: torch.device, replaced: list[_Replaced]) -> None:
+    """Tensors of other classes (quantized ones, say) know themselves how they move: they are replaced in their modules."""
+    others: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in list(owner.items()):
+                if tensor is None or _plain(tensor) or tensor.device == device:
+                    continue
+                if id(tensor) not in others:
+                    there = tensor.to(device)
+                    own = isinstance(tensor, torch.nn.Parameter)
+                    others[id(tensor)] = torch.nn.Parameter(there, tensor.requires_grad) if own else there
+                replaced.append((owner, name, tensor))
+                owner[name] = others[id(tensor)]

@@ -1,0 +1,82 @@
+"""The model where it will run.  `cpu:0` stands for the GPU: torch copies what goes there, though it is the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cgcompile.model.devices.placing import placed
+from cgcompile.model.load import load_source
+from cgcompile.model.source import Source, sample
+
+OTHER = torch.device("cpu", 0)
+
+
+class Tied(torch.nn.Module):
+    """Two names of one parameter, two views of one storage, a transposed one, and a tensor that no one registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(4, 4)
+        self.two = torch.nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+        both = torch.arange(8.0)
+        self.register_buffer("low", both[:4])
+        self.register_buffer("high", both[4:])
+        self.register_buffer("across", torch.zeros(3, 5).t())
+        self.tables = {"first": [torch.ones(2)]}
+
+    def forward(self, x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+        return self.two(self.one(x)) + self.low + self.high
+
+
+def source(model: torch.nn.Module, owned: bool) -> Source:
+    made = load_source(model, lambda batch: (torch.zeros(batch, 4), torch.zeros(1, 4).expand(batch, 4)))
+    return Source(name="x", label="x", code="", model=model, inputs=made.inputs, dimensions=("batch",), owned=owned)
+
+
+def test_all_that_a_model_holds_moves_and_what_is_shared_still_is() -> None:
+    model = Tied()
+    tensors = [*model.parameters(), *model.buffers(), model.tables["first"][0]]
+    before = {tensor.data_ptr() for tensor in tensors}
+    with placed(source(model, owned=True), OTHER) as there:
+        assert there.device == OTHER
+        assert not before & {tensor.data_ptr() for tensor in tensors}
+        assert model.one.weight is model.two.weight
+        assert model.high.tolist() == [4, 5, 6, 7]
+        low, high = model.low.untyped_storage(), model.high.untyped_storage()
+        assert low._cdata == high._cdata and model.high.storage_offset() == 4
+        assert model.across.stride() == (1, 5)
+
+
+def test_the_memory_of_an_owned_model_goes_while_it_is_moved() -> None:
+    model = Tied()
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (model.one.weight, model.low)]
+    with placed(source(model, owned=True), OTHER):
+        assert all(each.expired() for each in storages)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_of_the_callers_is_at_the_end_what_it_was(fails: bool) -> None:
+    model = Tied()
+    model.one.kept = None
+    before = {name: (id(tensor), tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    try:
+        with placed(source(model, owned=False), OTHER):
+            model.one.kept = torch.zeros(1, device=OTHER)  # forward() fills a cache
+            model.one.more = torch.zeros(1, device=OTHER)
+            if fails:
+                raise ValueError
+    except ValueError:
+        pass
+    assert {name: (id(tensor), tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()} == before
+    assert model.tables["first"][0].tolist() == [1, 1] and model.one.kept is None and not hasattr(model.one, "more")
+    assert model(torch.zeros(2, 4)).shape == (2, 4)
+
+
+def test_inputs_are_drawn_here_and_go_where_the_model_is() -> None:
+    with placed(source(Tied(), owned=True), OTHER) as there:
+        made = sample(there, {"batch": 3})
+        assert made.tensors[0].data_ptr() != made.args[0].data_ptr()
+        assert made.tensors[1].stride() == (0, 1)  # as the user made it
