@@ -192,7 +192,9 @@ def _spelled(program: ExportedProgram) -> ExportedProgram:
     """The program with other libraries' operators that are made of PyTorch's own spelled out: export keeps them as they are called,
     and so does torchao with its quantization, which a process without torchao could not load."""
     calls = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    made = {op: op.decompose for op in calls if op.namespace not in PYTORCH and op._can_decompose()}
+    others = [op for op in calls if op.namespace not in PYTORCH]
+    table = torch.export.default_decompositions() if others else {}
+    made = {op: table[op] for op in others if op in table}
     return program.run_decompositions(made) if made else program
 
 
