@@ -28,11 +28,10 @@ from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, 
 from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
 from ..model.user_code import first_line, user_line, user_place
+from .composite_operators import without_composites
 from .exported import EagerShapes, Exported, memory_order
+from .higher_order import expanded
 from .programs import Programs
-
-PYTORCH = frozenset({"aten", "prim", "prims", "cgcompile"})
-"""Namespaces of operators that compilers know."""
 
 STOPPED = ("export-failed", "branch-on-data", "size-excluded")
 """Causes by which torch.export stops."""
@@ -185,17 +184,7 @@ def _torch_export(flat: FlatModule, shapes: Sequence[tuple[Size, ...]], roots: M
     with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
         program = torch.export.export(flat, _separate(flat.like.tensors), dynamic_shapes=(dynamic,), strict=False)
     sys.stderr.write(said.getvalue())
-    return _spelled(program)
-
-
-def _spelled(program: ExportedProgram) -> ExportedProgram:
-    """The program with other libraries' operators that are made of PyTorch's own spelled out: export keeps them as they are called,
-    and so does torchao with its quantization, which a process without torchao could not load."""
-    calls = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    others = [op for op in calls if op.namespace not in PYTORCH]
-    table = torch.export.default_decompositions() if others else {}
-    made = {op: table[op] for op in others if op in table}
-    return program.run_decompositions(made) if made else program
+    return without_composites(expanded(program))
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
