@@ -270,7 +270,12 @@ class _Choices(InductorChoices):
 def _like(choice: Any, candidate: Candidate, k: int) -> Any:
     """A template's choice with another configuration; k is the length of the inner axis."""
     given = choice.params.to_kwargs()
-    other = {**_blocks(candidate), "num_stages": candidate.stages, "num_warps": candidate.warps, "EVEN_K": k % candidate.block_k == 0}
+    other = {
+        **_blocks(candidate),
+        "num_stages": candidate.stages,
+        "num_warps": candidate.warps,
+        "EVEN_K": k % candidate.block_k == 0,
+    }
     settings = {**given, **{name: value for name, value in other.items() if name in given}, "GROUP_M": candidate.group}
     return type(choice)(
         template=choice.template, params=type(choice.params)(settings), extra_kwargs=choice.extra_kwargs,

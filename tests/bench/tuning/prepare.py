@@ -1,5 +1,6 @@
 """Compile the candidates of every product and convolution of some models for a target, without a GPU: `prepare.py ARCH OUT
-[--part I/N] [--seconds S] [MODEL ...]`.  Part one of three of `make tune`: measure.py times them on the GPU, table.py makes the table.
+[--part I/N] [--seconds S] [MODEL ...]`.  Part one of three of `make tune`: measure.py times them on the GPU, table.py makes the
+table.
 
 A piece is one operation as a model's graph holds it (shapes, strides, dtypes) with the pointwise operations behind it, in one
 configuration: its kernel image and how it is launched.  OUT is a pickle that only these programs read.  MODEL: of tuned_models.py,
@@ -50,7 +51,10 @@ MOST = 16
 WIDE = [
     Candidate(block_m=m, block_n=n, block_k=k, stages=stages, warps=warps, group=8)
     for (m, n), k, stages, warps in itertools.product(
-        ((64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64), (128, 256), (256, 128)), (32, 64, 128), (2, 3, 4, 5), (4, 8)
+        ((64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64), (128, 256), (256, 128)),
+        (32, 64, 128),
+        (2, 3, 4, 5),
+        (4, 8),
     )
 ]
 """What is tried beside Inductor's configurations."""
@@ -92,7 +96,9 @@ def main(name: str, out: str, part: str, seconds: float, models: Sequence[str]) 
     for at in range(0, len(variants), CHUNK):
         if time.monotonic() - start < seconds:
             made |= compile_all(variants[at : at + CHUNK], target, 1 if step > 1 else None)
-    pieces = [piece(problem, candidate, each, made) for _, problem, candidate, each in traced if all(v in made for v in each.variants)]
+    pieces = [
+        piece(problem, candidate, each, made) for _, problem, candidate, each in traced if all(v in made for v in each.variants)
+    ]
     Path(out).write_bytes(pickle.dumps([(p.problem, p.candidate, p.launches, p.nbytes) for p in pieces]))
     print(f"{out}: {len(pieces)} pieces, {Path(out).stat().st_size / 1e6:.1f} MB, {time.monotonic() - start:.0f} s", flush=True)
 
@@ -191,7 +197,9 @@ def candidates(graph: Retraced, target: Arch) -> list[tuple[int, Problem, Candid
     found = []
     for problem, given in offered.items():
         more = [replace(each, group=0) if problem.kind == "conv" else each for each in WIDE]
-        offers = dict.fromkeys([*given, *(each for each in more if each.block_m <= 2 * problem.m and each.block_n <= 2 * problem.n)])
+        offers = dict.fromkeys(
+            [*given, *(each for each in more if each.block_m <= 2 * problem.m and each.block_n <= 2 * problem.n)]
+        )
         fitting = [each for each in offers if cost_model.fits(problem, each, target)]
         fitting.sort(key=lambda each: cost_model.cost(problem, each, target))
         likely = [each for each in fitting[MOST:] if (each.block_m, each.block_n, each.block_k, each.stages, each.warps) in LIKELY]

@@ -112,11 +112,17 @@ class Scaled(torch.Tensor):
         return cls(inner["data8"], inner["scale"])
 
     @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            x, weight, bias = args
+            return function(x, weight.data8.to(weight.scale.dtype) * weight.scale, bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].data8, args[0].scale)
-        plain = [each.data8.to(each.scale.dtype) * each.scale if isinstance(each, cls) else each for each in args]
-        return function(*plain, **(kwargs or {}))
+        assert function is torch.ops.aten.detach.default, function
+        return cls(args[0].data8, args[0].scale)
 
 
 def scaled() -> nn.Module:
