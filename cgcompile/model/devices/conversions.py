@@ -25,11 +25,11 @@ def needless_conversions_left_out() -> Iterator[None]:
             return module
         return convert(module, change, recurse)
 
-    torch.nn.Module._apply = apply  # type: ignore[assignment,method-assign]
+    torch.nn.Module._apply = apply
     try:
         yield
     finally:
-        torch.nn.Module._apply = convert  # type: ignore[method-assign]
+        torch.nn.Module._apply = convert
 
 
 def _alike(tensor: torch.Tensor, made: torch.Tensor) -> bool:
