@@ -164,7 +164,7 @@ def _recorded(
         )
     return Recorded(
         graphs=assembled.graphs,
-        static={key: static[key] + PAD for key in assembled.graphs},
+        static={key: end + PAD for key, end in static.items()},  # also of keys without a graph: all of it is on the host
         replays=replays,
         weights=layout.rows,
         tables=assembled.tables,
