@@ -12,6 +12,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from ..model.source import CPU
 from .node_kinds import is_view
 from .region_modules import region_modules
 from .split import Partition, PlannedRegion
@@ -37,11 +38,13 @@ def isolated_regions(program: ExportedProgram, partition: Partition, tensors: Se
 
 
 def eager_values(regions: Sequence[RegionModule], partition: Partition, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every value by name, computed by eager PyTorch on the device of `tensors`."""
+    """Every value by name, computed by eager PyTorch: what host regions make on the CPU, the rest on the device of `tensors`."""
     values = dict(zip(partition.inputs, tensors, strict=True))
+    device = tensors[0].device if tensors else CPU
     with torch.no_grad():
         for region in regions:
-            made = region.module(*[values[name] for name in region.planned.inputs])
+            where = CPU if region.planned.kind == "host" else device
+            made = region.module(*[values[name].to(where) for name in region.planned.inputs])
             values.update(zip(region.planned.outputs, made, strict=True))
     return values
 
