@@ -14,7 +14,6 @@ import torch
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import DTYPES, IntKey, Program, Value, Weight
 
-from ..export.weights import weight_tensors
 from ..model.flat_module import PREFIX, run_eager
 from ..model.pytree import dtype_name
 from ..model.source import Source, all_keys, sample
@@ -113,7 +112,7 @@ def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
 
 
 def _first_state(prepared: Prepared) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(PREFIX): value for name, value in weight_tensors(prepared.program).items()}
+    return {name.removeprefix(PREFIX): value for name, value in prepared.programs.weights().items()}
 
 
 def _changed(rows: Sequence[Weight], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> tuple[Changed, ...]:

@@ -13,7 +13,6 @@ from cgbundle.tables.module_state import encode_states
 from ..bundle.emit import describe_size
 from ..bundle.exam import replayed_exam, write_exam
 from ..bundle.proof import accepted, measured
-from ..export.weights import weight_tensors
 from ..model.source import SEED, all_keys, sample
 from ..targets.build_spec import BuildSpec, ManifestParts
 from ..targets.cuda.emit import cuda_target, write_recorded
@@ -42,23 +41,23 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Records every int_key, and writes tables, images, weights and the exam into `stage`.  Raises the refusals of `record` and
     `split_program`, and proof-failed when a replay is further from eager PyTorch than the dtype allows."""
     prepared = spec.prepared
-    program = prepared.program
+    programs = prepared.programs
     calls = _calls(spec, SEED)
-    tensors = weight_tensors(program)
+    tensors = programs.weights()
     with scratch_folder() as scratch:
-        split = split_stage(program, spec.placements, {key: call[0] for key, call in calls.items()}, stages)
+        split = split_stage(programs, spec.placements, {key: call[0] for key, call in calls.items()}, stages)
         host_only = split.host_only if split else frozenset()
         hosts = host_stage(split, lay_out(shapes_of(tensors), (), host_only).rows, scratch, stage, stages)
         with stages("record") as tell:
             recorded = record(
-                program,
+                programs,
                 calls,
                 folder=scratch / "record",
                 level=spec.lower,
                 specialize=spec.specialize,
                 exam=_calls(spec, EXAM_SEED),
-                code=code_of(spec.source, program),
-                placements=spec.placements,
+                code=code_of(spec.source, programs),
+                placements=spec.placements if split else {},
                 uploads=split.uploads if split else {},
                 host_only=host_only,
                 written=prepared.written,
@@ -72,14 +71,14 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
     with stages("emit") as tell:
         differences = {key: recorded.replays[key].differences for key in calls}
-        bounds = on_gpu(error_bounds(prepared, recorded.weights), program)
+        bounds = on_gpu(error_bounds(prepared, recorded.weights), programs)
         kept = accepted(spec.dimensions, bounds, differences, spec.waive, "the graph differs", EAGER)
         written = write_recorded(stage, _program(spec, recorded, split), tensors, recorded.arch, split, hosts)
         if recorded.states:
             (stage / STATES_FILE).write_bytes(encode_states(recorded.states))
-        programs = with_aliases(written.programs, prepared.aliases, prepared.signature.outputs, written.weights)
+        rows = with_aliases(written.programs, prepared.aliases, prepared.signature.outputs, written.weights)
         replays = {key: replay.contents for key, replay in recorded.replays.items()}
-        write_exam(stage / archive.EXAM, replayed_exam(programs, replays, prepared, written.weights))
+        write_exam(stage / archive.EXAM, replayed_exam(rows, replays, prepared, written.weights))
         tell(describe_size(stage))
     driver = _lowest_driver(recorded)
     if written.fills:
@@ -90,7 +89,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         weights=written.weights,
         memories=written.memories,
         regions=written.regions,
-        programs=programs,
+        programs=rows,
         module_state=STATES_FILE if recorded.states else "",
         exam=Exam(
             compare="bits" if exact else "tolerance",
@@ -109,9 +108,14 @@ def _calls(spec: BuildSpec, seed: int) -> dict[IntKey, Call]:
 
 def _program(spec: BuildSpec, recorded: Recorded, split: SplitProgram | None) -> RecordedProgram:
     """What was recorded, by region and key."""
-    names = [region.name for region in split.partition.regions if region.kind == "graph"] if split else [WHOLE]
+
+    def names(key: IntKey) -> list[str]:
+        return [region.name for region in split.partitions[key].regions if region.kind == "graph"] if split else [WHOLE]
+
     return RecordedProgram(
-        graphs={(name, key): graph for key, graphs in recorded.graphs.items() for name, graph in zip(names, graphs, strict=True)},
+        graphs={
+            (name, key): graph for key, graphs in recorded.graphs.items() for name, graph in zip(names(key), graphs, strict=True)
+        },
         images=recorded.images,
         static={key: recorded.static[key] for key in all_keys(spec.sizes)},
         weights=recorded.weights,

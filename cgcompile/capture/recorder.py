@@ -22,7 +22,7 @@ from cgbundle.tables.recording import ModuleState
 
 from ..bundle.exam import ReplayedBytes
 from ..errors import BuildError, ModelError
-from ..export.weights import weight_tensors
+from ..export.programs import Programs
 from ..targets.cuda.lowering import cache_environment
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
@@ -68,7 +68,7 @@ class Recorded:
 
 
 def record(
-    program: torch.export.ExportedProgram,
+    programs: Programs,
     calls: Mapping[IntKey, Call],
     *,
     folder: Path,
@@ -76,7 +76,7 @@ def record(
     specialize: str = "size",
     exam: Mapping[IntKey, Call],
     code: str = "",
-    placements: Mapping[str, str] = MappingProxyType({}),
+    placements: Mapping[IntKey, Mapping[str, str]] = MappingProxyType({}),
     uploads: Mapping[IntKey, tuple[UploadedValue, ...]] = MappingProxyType({}),
     host_only: frozenset[str] = frozenset(),
     written: tuple[int, ...] = (),
@@ -87,24 +87,24 @@ def record(
     parallel: bool = True,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Recorded:
-    """Record a program at every key of `calls` (example tensors on any device; other leaves are constants of the call).
+    """Record the programs at every key of `calls` (example tensors on any device; other leaves are constants of the call).
 
     `exam`: other inputs of the same shapes, which are replayed `exam_calls` times from the first state on.  `code`: as in
-    `Request`.  `placements` are nodes on the host (see `partition`), `uploads` what the host makes by key, and `host_only`
-    weights that no graph reads.  Host regions are not recorded.  `written`: positions of the inputs, among the call's tensors,
-    that the program writes to; `state`: buffers that it does, by name.  `folder` takes working files and the processes' logs,
-    `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).  `workers` processes lower at a
-    time (default: half the processors; 1 for max-autotune, whose benchmarks would disturb each other).  Without `parallel` the
-    two recorders run one after the other.
+    `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph; `uploads` is what
+    the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.  `written`: positions of
+    the inputs, among the call's tensors, that a program writes to; `state`: buffers that one does, by name.  `folder` takes working
+    files and the processes' logs, `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).
+    `workers` processes lower at a time (default: half the processors; 1 for max-autotune, whose benchmarks would disturb each
+    other).  Without `parallel` the two recorders run one after the other.
 
     Raises sizes-differ, shared-storage, weight-mutated, recorder-failed, and what `assemble` and a recorder process raise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _check_calls(calls, exam)
-    tensors = weight_tensors(program)
+    tensors = programs.weights()
     _check_apart(state, tensors)
     layout = lay_out(shapes_of(tensors), state, host_only)
-    torch.export.save(program, folder / "program.pt2")
+    files = _saved(programs, folder)
     both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], exam[key])) for key in calls}
     torch.save(both, folder / "calls.pt")
     static = {key: static_bytes(tensors_of(calls[key]), uploads.get(key, ())) for key in calls}
@@ -113,14 +113,14 @@ def record(
     def request(role: str, number: int, some: tuple[IntKey, ...]) -> Request:
         return Request(
             role=role,
-            program=folder / "program.pt2",
+            programs=files,
             calls=folder / "calls.pt",
             result=folder / f"{role}{number}.result",
             keys=some,
             level=level,
             specialize=specialize,
             code=code,
-            placements=tuple(placements.items()),
+            placements={key: dict(placed) for key, placed in placements.items()},
             uploads=dict(uploads),
             weights=tuple([row for row in layout.rows if row.offset != HOST_ONLY]),
             weights_end=layout.weights_end,
@@ -175,6 +175,15 @@ def _recorded(
         arch=a.arch,
         driver=a.driver,
     )
+
+
+def _saved(programs: Programs, folder: Path) -> dict[IntKey, Path]:
+    """The file of the program of every key; keys that share a program share the file."""
+    files = {}
+    for number, (_, program) in enumerate(programs.each):
+        files[id(program)] = folder / f"program{number}.pt2"
+        torch.export.save(program, files[id(program)])
+    return {key: files[id(program)] for key, program in programs.by_key.items()}
 
 
 def _check_calls(calls: Mapping[IntKey, Call], exam: Mapping[IntKey, Call]) -> None:

@@ -24,23 +24,23 @@ REFUSED = 3
 class Request:
     """One recorder process.  `keys` come largest first; `result` is the file to write.
 
-    `role`: "prime" lowers and runs the keys once, to fill the compile cache; "record" makes a Take of them.  `program` is a saved
-    ExportedProgram, `calls` a file of torch.save with {key: (example call, exam call)}, a call being (args, kwargs).
-    `code` names the model whose code registers operators that the program calls, or is "".  `placements` (node of the program,
-    reason) are on the host: where there are any, the program is several regions, and `uploads` is what the host makes by key.
-    `written`: positions of the call's tensors that the program writes to.  `exam_calls`: how often the exam replays a key.
-    `shift` makes this process's addresses differ from another's.
+    `role`: "prime" lowers and runs the keys once, to fill the compile cache; "record" makes a Take of them.  `programs` are saved
+    ExportedPrograms by key, files that several keys may share, `calls` a file of torch.save with {key: (example call, exam call)},
+    a call being (args, kwargs).  `code` names the model whose code registers operators that a program calls, or is "".
+    `placements` by key, {node of its program: reason}, are on the host: where there are any, programs are several regions, and
+    `uploads` is what the host makes by key.  `written`: positions of the call's tensors that a program writes to.  `exam_calls`:
+    how often the exam replays a key.  `shift` makes this process's addresses differ from another's.
     """
 
     role: str
-    program: Path
+    programs: dict[IntKey, Path]
     calls: Path
     result: Path
     keys: tuple[IntKey, ...]
     level: str
     specialize: str
     code: str
-    placements: tuple[tuple[str, str], ...]
+    placements: dict[IntKey, dict[str, str]]
     uploads: dict[IntKey, tuple[UploadedValue, ...]]
     weights: tuple[Weight, ...]
     weights_end: int

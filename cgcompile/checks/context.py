@@ -22,21 +22,19 @@ REFUSE, HOST, NOTE = "refuse", "host", "note"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleContext:
-    """`functionalized`: the signature of the program's functional form; only there are writes in place listed.
+    """`program`: the one of the exported that is looked at.  `functionalized`: the signature of its functional form; only there are
+    writes in place listed.
 
     `moved` and `data_dependent` follow an obstacle to the host (host_placement.py), `host_ops` the user keeps there.
     """
 
     exported: Exported
+    program: ExportedProgram
     functionalized: ExportGraphSignature
     target: str
     host_ops: tuple[str, ...]
     moved: Mapping[str, str]
     data_dependent: frozenset[str]
-
-    @property
-    def program(self) -> ExportedProgram:
-        return self.exported.program
 
     def calls(self) -> Iterator[tuple[Node, str]]:
         """Every operation, with the name of the node of the program that it is a part of."""

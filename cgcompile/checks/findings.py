@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch.export import ExportGraphSignature
+from torch.export import ExportedProgram, ExportGraphSignature
 
-from cgbundle.format.schema import Finding
+from cgbundle.format.schema import Finding, IntKey
 
 from ..errors import ModelError
 from ..export.exported import Exported
@@ -32,27 +32,56 @@ GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """`findings` in the order of the rules; `placements`: the nodes that must be on the host beside a GPU, with the reasons;
-    `functionalized`: the signature of the program's functional form."""
+    """`findings` in the order of the rules.
+
+    By int_key: `placements`, the nodes of its program that must be on the host beside a GPU, with the reasons; `functionalized`,
+    the signature of its program's functional form.
+    """
 
     findings: tuple[Finding, ...]
-    placements: Mapping[str, str]
-    functionalized: ExportGraphSignature
+    placements: Mapping[IntKey, Mapping[str, str]]
+    functionalized: Mapping[IntKey, ExportGraphSignature]
+
+    @property
+    def on_host(self) -> int:
+        """The number of operations that must be on the host, at the int_key where they are most."""
+        return max(len(placed) for placed in self.placements.values())
 
 
 def check(exported: Exported, target: str = "cuda", host_ops: Sequence[str] = ()) -> Checked:
-    """All findings of all rules.
+    """All findings of all rules, over all programs.
 
     `target`: "cuda" or "cpu".  The cpu target is one host region: what severity host means for a GPU does not exist there.
     `host_ops`: operators that the user keeps on the host, as `aten.topk`, `mylib::op` or `mylib.op.default`.
     Raises host-op-unknown for one that the program does not call, and export-failed for a program that torch cannot make
     functional.
     """
-    program = exported.program
+    check_host_ops([program for _, program in exported.programs.each], host_ops)
+    made = {key: _check_program(exported, program, target, host_ops) for key, program in exported.programs.each}
+    merged = merged_findings({key: each.findings for key, each in made.items()}, exported.sizes)
+    own = {id(exported.programs.at(key)): each for key, each in made.items()}
+    by_key = {key: own[id(program)] for key, program in exported.programs.by_key.items()}
+    return Checked(
+        findings=merged,
+        placements={key: each.placements for key, each in by_key.items()},
+        functionalized={key: each.functionalized for key, each in by_key.items()},
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CheckedProgram:
+    """What Checked says, of one program."""
+
+    findings: tuple[Finding, ...]
+    placements: Mapping[str, str]
+    functionalized: ExportGraphSignature
+
+
+def _check_program(exported: Exported, program: ExportedProgram, target: str, host_ops: Sequence[str]) -> _CheckedProgram:
     functionalized = functional(program)
-    check_host_ops(program, host_ops)
     context = RuleContext(
         exported=exported,
+        program=program,
         functionalized=functionalized,
         target=target,
         host_ops=tuple(host_ops),
@@ -62,9 +91,36 @@ def check(exported: Exported, target: str = "cuda", host_ops: Sequence[str] = ()
     found = tuple([finding for rule in RULES for finding in rule(context)])
     if target == "cpu":
         kept = tuple([finding for finding in found if finding.severity != HOST and finding.rule not in GPU_ONLY])
-        return Checked(findings=kept, placements={}, functionalized=functionalized)
+        return _CheckedProgram(findings=kept, placements={}, functionalized=functionalized)
     placed = placements(program.graph, found, context.data_dependent, context.moved)
-    return Checked(findings=found, placements=placed, functionalized=functionalized)
+    return _CheckedProgram(findings=found, placements=placed, functionalized=functionalized)
+
+
+def merged_findings(found: Mapping[IntKey, tuple[Finding, ...]], sizes: Mapping[str, tuple[int, ...]]) -> tuple[Finding, ...]:
+    """The findings of several programs, each once, by their int_keys; one that not all programs have says where it holds.
+
+    The same operation has other names in other programs: what is compared is the rule, its message and the user's line.
+    """
+    if len(found) == 1:
+        return next(iter(found.values()))
+    same: dict[tuple[str, str, str, str], dict[IntKey, list[Finding]]] = {}
+    for key, findings in reversed(list(found.items())):  # of the largest int_key, whose regions a report shows
+        for each in findings:
+            same.setdefault((each.rule, each.message, each.where, each.source), {}).setdefault(key, []).append(each)
+    order = {rule: place for place, rule in enumerate(rule.__name__ for rule in RULES)}
+    merged = []
+    for by_key in same.values():
+        first = next(iter(by_key.values()))[0]
+        if len(by_key) < len(found):
+            first = replace(first, message=f"{first.message} (at {_keys_text(list(reversed(by_key)), sizes)})")
+        merged.append(first)
+    return tuple(sorted(merged, key=lambda each: order.get(each.rule.replace("-", "_"), len(order))))
+
+
+def _keys_text(keys: Sequence[IntKey], sizes: Mapping[str, tuple[int, ...]]) -> str:
+    """`batch=1, seq=32; batch=8, seq=32`, of three keys at most."""
+    said = [", ".join([f"{name}={size}" for name, size in zip(sizes, key, strict=True)]) for key in keys[:3]]
+    return "; ".join(said) + (f", and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 def refuse(checked: Checked, strict: bool, waive: Sequence[str], recorder: str, specialize: str) -> None:
@@ -75,7 +131,7 @@ def refuse(checked: Checked, strict: bool, waive: Sequence[str], recorder: str, 
     """
     _refuse_findings(checked.findings, strict, waive)
     _refuse_writes(checked, recorder)
-    count = len(checked.placements)
+    count = checked.on_host
     if count and specialize == "shared":
         raise ModelError(
             "check-refused",
@@ -102,10 +158,10 @@ def _refuse_findings(findings: Sequence[Finding], strict: bool, waive: Sequence[
 def _refuse_writes(checked: Checked, recorder: str) -> None:
     """The recorder `trace` keeps no writes to an input or a buffer, and no recorder does beside operations on the host."""
     found = next((finding for finding in checked.findings if finding.rule in WRITES), None)
-    if found is None or not (checked.placements or recorder == "trace"):
+    if found is None or not (checked.on_host or recorder == "trace"):
         return
     why = (
-        "this is not supported beside operations on the host" if checked.placements
+        "this is not supported beside operations on the host" if checked.on_host
         else "this is recorded by the capture recorder alone, which needs the GPU"
     )  # fmt: skip
     raise ModelError("check-refused", f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", WRITES[found.rule])

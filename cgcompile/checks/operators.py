@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Finding
@@ -188,11 +188,9 @@ def custom_operator(context: RuleContext) -> Iterable[Finding]:
             )  # fmt: skip
 
 
-def check_host_ops(program: ExportedProgram, host_ops: Sequence[str]) -> None:
-    """Raises host-op-unknown for a name that no operation of the program has: a wrong spelling must not be taken for safety."""
-    module = program.graph_module
-    assert isinstance(module, GraphModule)
-    known = {spelled for node, _ in all_calls(module) for spelled in _spellings(node)}
+def check_host_ops(programs: Sequence[ExportedProgram], host_ops: Sequence[str]) -> None:
+    """Raises host-op-unknown for a name that no operation of the programs has: a wrong spelling must not be taken for safety."""
+    known = {spelled for each in programs for node, _ in all_calls(each.graph_module) for spelled in _spellings(node)}
     for given, plain in zip(host_ops, _plain(host_ops), strict=True):
         if plain not in known:
             near = difflib.get_close_matches(plain, sorted(known), 3, 0.5)

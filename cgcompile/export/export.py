@@ -26,9 +26,10 @@ from ..model import dynamic_axes as axes
 from ..model.flat_module import FlatModule, run_eager, unwatched
 from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
-from ..model.source import Source, sample
+from ..model.source import Source, all_keys, sample
 from ..model.user_code import first_line, user_line, user_place
 from .exported import EagerShapes, Exported, memory_order
+from .programs import Programs
 
 STOPPED = ("export-failed", "branch-on-data", "size-excluded")
 """Causes by which torch.export stops."""
@@ -60,7 +61,8 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
         raise
     flat.watch = unwatched
     return Exported(
-        source=source, sizes=sizes, program=program, flat=flat, shapes=tuple(shapes), eager_shapes=tuple(seen),
+        source=source, sizes=sizes, programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), flat=flat,
+        shapes=tuple(shapes), eager_shapes=tuple(seen),
         obstacles=(*left, *obstacles),
     )  # fmt: skip
 
@@ -122,7 +124,7 @@ def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, 
         try:
             outputs = run_eager(flat, sample(source, chosen).tensors).outputs
         except Exception as error:
-            if isinstance(error, ModelError) and error.code in ("structure-unsupported", "state-changed"):
+            if isinstance(error, ModelError):
                 raise
             place = user_line(error, source.label) or source.label
             raise ModelError(

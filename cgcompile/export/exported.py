@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.export import ExportedProgram
 
 from cgbundle.format.schema import Parameter, Size, TensorSpec, Tree
 
 from ..model.flat_module import FlatModule
 from ..model.side_effects import Obstacle
 from ..model.source import Source
+from .programs import Programs
 
 EagerShapes = tuple[dict[str, int], list[tuple[int, ...]]]
 """Sizes, and the shapes of the outputs that eager PyTorch gave at them."""
@@ -22,13 +22,13 @@ EagerShapes = tuple[dict[str, int], list[tuple[int, ...]]]
 class Exported:
     """What torch.export made of a model: all that the checks look at.
 
-    `program` is over flat tensors; `flat` runs the user's own module in eager PyTorch the same way.  `shapes` are those of the
-    inputs.  `eager_shapes` were found at the smallest and the largest sizes.  `obstacles` leave no operation in the program.
+    `programs` are over flat tensors; `flat` runs the user's own module in eager PyTorch the same way.  `shapes` are those of the
+    inputs.  `eager_shapes` were found at the smallest and the largest sizes.  `obstacles` leave no operation in a program.
     """
 
     source: Source
     sizes: Mapping[str, tuple[int, ...]]
-    program: ExportedProgram
+    programs: Programs
     flat: FlatModule
     shapes: tuple[tuple[Size, ...], ...]
     eager_shapes: tuple[EagerShapes, ...]

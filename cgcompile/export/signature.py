@@ -22,7 +22,7 @@ from .index_ranges import index_ranges
 
 def describe_signature(exported: Exported) -> Signature:
     """Raises size-excluded, export-failed, structure-unsupported, data-dependent-output."""
-    source, program, flat = exported.source, exported.program, exported.flat
+    source, program, flat = exported.source, exported.programs.first, exported.flat
     if flat.result is None or not flat.names:
         raise ModelError("structure-unsupported", f"{source.label}: the model's result holds no tensor")
     symbols = _symbols(source, program, exported.shapes, exported.sizes)

@@ -14,9 +14,10 @@ from cgbundle.format.schema import Tree
 from ..errors import ModelError
 from ..util.raw_bytes import raw
 from .devices.tracking import track_devices
-from .pytree import NamedTensor, describe, rebuild
+from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import SideEffects
 from .source import CPU, Sample
+from .user_code import definition
 
 PREFIX = "model."
 """The wrapper's name for the user's module, taken off every weight's name."""
@@ -59,7 +60,8 @@ class FlatModule(torch.nn.Module):
             made = self.model(*args, **kwargs)
         for owner, leaf, tensor in before:
             _write_back(owner, leaf, tensor)
-        self.result = describe(made, "", leaves)
+        with located(f"{definition(self.model.forward) or type(self.model).__qualname__}: forward() gives "):
+            self.result = describe(made, "", leaves)
         self.names = [name or "output" for name, _ in leaves]
         return tuple([tensor for _, tensor in leaves])
 
@@ -85,13 +87,23 @@ def _write_back(owner: Any, leaf: str, tensor: torch.Tensor) -> None:
 class ProgramModule(torch.nn.Module):
     """A program in place of the user's module, where it computes its own random numbers: eager PyTorch draws others."""
 
-    def __init__(self, program: ExportedProgram) -> None:
+    def __init__(self, programs: Sequence[ExportedProgram]) -> None:
+        """`programs`: one for all sizes, or several that share their weights, each for inputs of the shapes that it was exported
+        with."""
         super().__init__()
-        self.program = program.module(check_guards=False)
-        self.snapshot = BufferSnapshot(self.program, PREFIX)
+        self.programs = torch.nn.ModuleList([program.module(check_guards=False) for program in programs])
+        self.shapes = [_input_shapes(program) for program in programs]
+        self.snapshot = BufferSnapshot(*self.programs, prefix=PREFIX)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.program(*tensors))
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        return tuple(self.programs[self.shapes.index(shapes) if len(self.shapes) > 1 else 0](*tensors))
+
+
+def _input_shapes(program: ExportedProgram) -> list[tuple[Any, ...]]:
+    user = set(program.graph_signature.user_inputs)
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
+    return [tuple(node.meta["val"].shape) for node in nodes]
 
 
 class Reference(Protocol):
@@ -103,11 +115,12 @@ class Reference(Protocol):
 
 
 class BufferSnapshot:
-    """What the buffers of a module hold at first, for runs that change nothing in the model.  Names are without `prefix`."""
+    """What the buffers of modules hold at first, for runs that change nothing in the model.  Names are without `prefix`; modules
+    share the buffers of one name."""
 
-    def __init__(self, module: torch.nn.Module, prefix: str = "") -> None:
+    def __init__(self, *modules: torch.nn.Module, prefix: str = "") -> None:
         self._rows: list[tuple[str, Any, str, torch.Tensor, torch.Tensor]] = []
-        for path, owner in module.named_modules():
+        for path, owner in [named for module in modules for named in module.named_modules()]:
             for leaf, tensor in owner._buffers.items():
                 if tensor is not None:
                     name = (f"{path}.{leaf}" if path else leaf).removeprefix(prefix)

@@ -15,7 +15,6 @@ from cgbundle.format.schema import Exam, IntKey, Program, Proof
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, write_exam
 from ..bundle.proof import unproved
-from ..export.weights import weight_tensors
 from ..model.source import all_keys, sample
 from ..targets.architectures import Arch, arch
 from ..targets.build_spec import BuildSpec, ManifestParts
@@ -56,13 +55,13 @@ BUDGET = 120.0
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.  Raises the refusals of
     lowering and of `split_program`, and proof-failed when a key differs from eager PyTorch by more than the dtype allows."""
-    target, program = arch(spec.target), spec.prepared.program
-    tensors = weight_tensors(program)
+    target, exported = arch(spec.target), spec.prepared.programs
+    tensors = exported.weights()
     calls = {key: sample(spec.source, dict(zip(spec.sizes, key, strict=True))).tensors for key in all_keys(spec.sizes)}
     with scratch_folder() as scratch:
-        split = split_stage(program, spec.placements, calls, stages)
+        split = split_stage(exported, spec.placements, calls, stages)
         with stages("lower") as tell:
-            jobs = region_jobs(split) if split else whole_jobs(program, calls)
+            jobs = region_jobs(split) if split else whole_jobs(exported, calls)
             lowered = lower_all(jobs, target.name, scratch, cache=cache_folder(), table=table_file(target.name), tell=tell)
             programs = _programs(lowered, split)
             traced = {key: each.lowered for key, each in programs.items()}
@@ -100,7 +99,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         if spec.prove == "interpret":
             with stages("interpret") as tell:
                 trials = _interpret(written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
-                kept, proofs = proved(spec.dimensions, bounds, proofs, trials, coarsest(program), spec.waive)
+                kept, proofs = proved(spec.dimensions, bounds, proofs, trials, coarsest(exported), spec.waive)
                 tell(_proved(proofs))
     return ManifestParts(
         target=cuda_target(target.name, lowest_driver(target.capability), hosts, spec.torch_version),
@@ -119,12 +118,13 @@ def _programs(lowered: Mapping[RegionKey, Lowered], split: SplitProgram | None) 
         return {key: whole(traced) for (_, key), traced in lowered.items()}
     programs = {}
     for key, uploads in split.uploads.items():
+        planned = split.partitions[key]
         regions = [
             LoweredRegion(name=each.name, inputs=each.inputs, outputs=each.outputs, lowered=lowered.get((each.name, key)))
-            for each in split.partition.regions
+            for each in planned.regions
         ]
-        given = [*split.partition.inputs, *[value.name for value in uploads]]
-        programs[key] = merge(key, regions, given, split.partition.outputs)
+        given = [*planned.inputs, *[value.name for value in uploads]]
+        programs[key] = merge(key, regions, given, planned.outputs)
     return programs
 
 

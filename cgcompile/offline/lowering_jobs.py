@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import IntKey
 
 from ..errors import BuildError
+from ..export.programs import Programs
 from ..model.user_code import first_line
 from ..partition.isolated import RegionModule
 from ..targets.cuda.host_regions import SplitProgram
@@ -18,17 +19,19 @@ from ..targets.rows import WHOLE
 from .lower.jobs import LoweringJob, RegionKey
 
 
-def whole_jobs(program: ExportedProgram, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> dict[RegionKey, LoweringJob]:
-    """A program that is one graph, at every key."""
-    return {(WHOLE, key): LoweringJob(program=program, tensors=tuple(tensors), layouts=()) for key, tensors in calls.items()}
+def whole_jobs(programs: Programs, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> dict[RegionKey, LoweringJob]:
+    """Programs that are one graph, at every key."""
+    return {
+        (WHOLE, key): LoweringJob(program=programs.at(key), tensors=tuple(tensors), layouts=()) for key, tensors in calls.items()
+    }
 
 
 def region_jobs(split: SplitProgram) -> dict[RegionKey, LoweringJob]:
     """Every graph region at every key.  What another region reads has the strides that eager PyTorch gives it, dense ones where
     these leave gaps: the regions are lowered apart and must agree.  Raises lowering-broken."""
-    read = {name for region in split.partition.regions for name in region.inputs}
     jobs = {}
     for key, regions in split.regions.items():
+        read = {name for region in regions for name in region.planned.inputs}
         values = {name: _laid_out(value) for name, value in split.values[key].items()}
         for region in regions:
             planned = region.planned

@@ -67,8 +67,9 @@ def _contents(program: Program, exam: KeyExam, split: SplitProgram | None) -> di
     found = dict(zip(program.inputs, exam.inputs, strict=True))
     if split is None:
         return found
-    values = eager_values(split.regions[exam.key], split.partition, exam.inputs)
-    regions = iter([region for region in split.partition.regions if region.kind == "graph" or region.operations])
+    planned = split.partitions[exam.key]
+    values = eager_values(split.regions[exam.key], planned, exam.inputs)
+    regions = iter([region for region in planned.regions if region.kind == "graph" or region.operations])
     for step in program.steps:
         if step.kind == "copy":
             found[step.outputs[0]] = found[step.inputs[0]]

@@ -18,6 +18,7 @@ from ..bundle.proof import mismatches, replay
 from ..bundle.provenance import provenance
 from ..checks import check, refuse
 from ..export.export import export, refuse_branches
+from ..export.programs import Programs
 from ..export.signature import describe_signature
 from ..model.declared_sizes import count_keys, declared_sizes
 from ..model.flat_module import PREFIX
@@ -51,11 +52,11 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             exported = export(source, sizes)
             refuse_branches(exported)
             signature = describe_signature(exported)
-            tell(f"{len(exported.program.graph.nodes)} nodes")
+            tell(_nodes(exported.programs))
         with stages("check") as tell:
             checked = check(exported, "cpu" if chosen.recorder == "host" else "cuda", options.host_ops)
             refuse(checked, options.strict, options.waive, chosen.recorder, options.specialize)
-            prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.placements))
+            prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
             tell(_counted(len(checked.findings), "finding"))
         with stages("padding") as tell:
             dimensions = prove_padding(source, prepared, sizes, tell)
@@ -68,7 +69,7 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
         )  # fmt: skip
         # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
         parts: ManifestParts = import_module(BUILDERS[chosen.recorder]).build_parts(spec, folder, stages)
-        write_program(folder / archive.PROGRAM, prepared.program)
+        write_program(folder / archive.PROGRAM, prepared.programs.first)
         origin = provenance(source.label, _recorded_options(options, chosen.recorder))
         manifest = _manifest(spec, parts, checked.findings, options.waive, origin)
         host_code.attach(folder, manifest)
@@ -86,6 +87,13 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _nodes(programs: Programs) -> str:
+    """How large the programs are."""
+    counts = sorted({len(program.graph.nodes) for _, program in programs.each})
+    nodes = _counted(counts[0], "node") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} nodes"
+    return nodes if programs.dynamic else f"exported per size, {nodes}"
 
 
 def _recorded_options(options: Options, recorder: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.export import ExportedProgram
 
 from cgbundle.format.schema import Finding
 
@@ -72,12 +73,14 @@ def check(
             describe_signature(exported)  # raises what a build would
         if target == "cuda":
             try:
-                parts = partition(exported.program, checked.placements)
+                largest = tuple([values[-1] for values in wanted.values()])
+                program = exported.programs.at(largest)
+                parts = partition(program, checked.placements[largest])
             except BuildError as error:
                 unpartitioned = str(error)
             else:
-                regions, returned = _regions(parts, exported)
-                found = _with_partition(found, parts, exported)
+                regions, returned = _regions(parts, exported, program)
+                found = _with_partition(found, parts, program)
     found += too_many_keys(wanted, max_keys)
     if strict:
         found = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in found]
@@ -105,11 +108,13 @@ def _stopped(error: ModelError) -> Finding:
     return Finding(rule=rule, severity="refuse", message=message, node="", where=where, source=line, effect=effect, fix=fix)
 
 
-def _regions(parts: Partition, exported: Exported) -> tuple[tuple[RegionReport, ...], tuple[tuple[str, int], ...]]:
+def _regions(
+    parts: Partition, exported: Exported, program: ExportedProgram
+) -> tuple[tuple[RegionReport, ...], tuple[tuple[str, int], ...]]:
     """The regions, and what crosses back to the caller."""
     largest = {name: values[-1] for name, values in exported.sizes.items()}
-    modules = region_modules(exported.program, parts, sample(exported.source, largest).tensors)
-    nodes = {node.name: node for node in exported.program.graph.nodes}
+    modules = region_modules(program, parts, sample(exported.source, largest).tensors)
+    nodes = {node.name: node for node in program.graph.nodes}
     given = {node: name for node, (name, _) in zip(parts.inputs, exported.flat.like.leaves, strict=True)}
     returned = dict(zip(parts.outputs, exported.flat.names, strict=True))
     reads: dict[str, list[tuple[str, int]]] = {}
@@ -127,9 +132,9 @@ def _regions(parts: Partition, exported: Exported) -> tuple[tuple[RegionReport, 
     return tuple(regions), tuple(reads.get("call", ()))
 
 
-def _with_partition(findings: Sequence[Finding], parts: Partition, exported: Exported) -> list[Finding]:
+def _with_partition(findings: Sequence[Finding], parts: Partition, program: ExportedProgram) -> list[Finding]:
     """The findings with the effect that the partition gives them, and a note for every graph that would have been too small."""
-    nodes = {node.name: node for node in exported.program.graph.nodes}
+    nodes = {node.name: node for node in program.graph.nodes}
     exact = [
         replace(finding, effect=effect_of(parts, finding.node)) if finding.severity == "host" and finding.node else finding
         for finding in findings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cgbundle.format.schema import Dimension, Exam, Program, Region, Target, Weight
+from cgbundle.format.schema import Dimension, Exam, IntKey, Program, Region, Target, Weight
 
 from ..model.source import Source
 from ..transforms.prepared import Prepared
@@ -13,14 +13,15 @@ from ..transforms.prepared import Prepared
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSpec:
-    """What is built: the model, its sizes per declared dimension, and how.  `placements`: nodes that must be on the host beside a
-    GPU, with the reasons.  `recorder` is that of `targets.Chosen`, the rest, `waive` too, are options of `build`."""
+    """What is built: the model, its sizes per declared dimension, and how.  `placements`: by int_key the nodes of its program that
+    must be on the host beside a GPU, with the reasons.  `recorder` is that of `targets.Chosen`, the rest, `waive` too, are options
+    of `build`."""
 
     source: Source
     prepared: Prepared
     sizes: dict[str, tuple[int, ...]]
     dimensions: tuple[Dimension, ...]
-    placements: Mapping[str, str]
+    placements: Mapping[IntKey, Mapping[str, str]]
     target: str
     recorder: str
     lower: str

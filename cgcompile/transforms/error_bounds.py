@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Weight
 
+from ..export.programs import Programs
 from ..model.flat_module import PREFIX
 from ..model.pytree import dtype_name
 from ..util.tolerance import is_float, tolerance
@@ -44,8 +45,17 @@ class ErrorBound:
 
 def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[ErrorBound, ...]:
     """The bounds in the order of `exam_tensors`: outputs, written inputs, and those of `weights` that are state, whose
-    names may be the program's or the user's."""
-    program = prepared.program
+    names may be the program's or the user's.  Of several programs the largest counts."""
+    found = [_program_bounds(program, prepared, weights) for _, program in prepared.programs.each]
+    return tuple([_widest(each) for each in zip(*found, strict=True)])
+
+
+def _widest(bounds: Sequence[ErrorBound]) -> ErrorBound:
+    first = bounds[0]
+    return replace(first, bound=max(each.bound for each in bounds), rounded=any(each.rounded for each in bounds))
+
+
+def _program_bounds(program: ExportedProgram, prepared: Prepared, weights: Sequence[Weight]) -> tuple[ErrorBound, ...]:
     lineage = _Lineage(program)
     graph, signature = program.graph, prepared.signature
     given = {node.name: node for node in graph.nodes if node.op == "placeholder"}
@@ -59,12 +69,13 @@ def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[Er
         spec = signature.inputs[index]
         found.append(_bound(f"input {spec.name}", spec.dtype, lineage.of(users[index])))
     state = [(row.name.removeprefix(PREFIX), row.dtype) for row in weights if row.memory == "state"]
-    return tuple([*found, *[_bound(f"state {name}", dtype, lineage.of(buffers[name])) for name, dtype in state]])
+    return tuple([*found, *[_bound(f"state {name}", dtype, lineage.of(buffers.get(name))) for name, dtype in state]])
 
 
-def coarsest(program: ExportedProgram) -> float:
-    """The bound that the coarsest floating dtype of a program sets: for values on the way, which have no bound of their own."""
-    values = [leaf for node in program.graph.nodes for leaf in tree_leaves(node.meta.get("val"))]
+def coarsest(programs: Programs) -> float:
+    """The bound that the coarsest floating dtype of the programs sets: for values on the way, which have no bound of their own."""
+    nodes = [node for _, program in programs.each for node in program.graph.nodes]
+    values = [leaf for node in nodes for leaf in tree_leaves(node.meta.get("val"))]
     return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import BuildError, ModelError
+from ..export.programs import Programs
 from ..model.source import Source
 from ..model.user_code import first_line
 
@@ -90,9 +91,9 @@ def custom_operators(program: ExportedProgram) -> set[Any]:
     return {op for op in targets if isinstance(op, torch._ops.OpOverload) and op.namespace not in OWN}
 
 
-def code_of(source: Source, program: ExportedProgram) -> str:
-    """What another process must import before it loads the program ("": nothing).  Raises operator-without-code."""
-    operators = custom_operators(program)
+def code_of(source: Source, programs: Programs) -> str:
+    """What another process must import before it loads the programs ("": nothing).  Raises operator-without-code."""
+    operators = {operator for _, program in programs.each for operator in custom_operators(program)}
     if operators and not source.code:
         names = ", ".join(sorted(op.name() for op in operators))
         raise ModelError(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from torch.export import ExportedProgram, ExportGraphSignature
+import torch
+from torch.export import ExportGraphSignature
+
+from cgbundle.format.schema import IntKey
 
 from ..export.exported import Exported, Signature
 from ..export.functionalization import functional, state_buffers, written_inputs
+from ..export.programs import Programs
 from ..model.flat_module import ProgramModule, Reference, run_eager
 from ..model.source import all_keys, sample
 from .marker_removal import without_markers
@@ -18,14 +23,14 @@ from .rng.rewrite import generator_buffer, with_generator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A program, ready to be lowered.
+    """Programs, ready to be lowered.
 
-    `written`: positions of the inputs that it writes to.  `state`: the buffers that it writes to, by their names in the program.
-    `generator`: the buffer of its random numbers, named so too, "" without.  `reference` gives what a call has to give, and
-    `exam_calls` is how often the exam calls each int_key.
+    `written`: positions of the inputs that one of them writes to.  `state`: the buffers that one writes to, by their names in the
+    programs.  `generator`: the buffer of the random numbers, named so too, "" without.  `reference` gives what a call has
+    to give, and `exam_calls` is how often the exam calls each int_key.
     """
 
-    program: ExportedProgram
+    programs: Programs
     signature: Signature
     written: tuple[int, ...]
     state: tuple[str, ...]
@@ -35,21 +40,24 @@ class Prepared:
     exam_calls: int
 
 
-def prepare(exported: Exported, signature: Signature, functionalized: ExportGraphSignature, markers: bool) -> Prepared:
+def prepare(
+    exported: Exported, signature: Signature, functionalized: Mapping[IntKey, ExportGraphSignature], markers: bool
+) -> Prepared:
     """The transforms: markers out unless `markers`, random numbers computed; then what a call writes, shares and draws.
 
-    `functionalized`: what `functional` gives for the exported program.  Raises outputs-shared.
+    `functionalized`: what `functional` gives for the exported program of a key.  Raises outputs-shared.
     """
-    bare = exported.program if markers else without_markers(exported.program)
-    program = with_generator(bare)
-    if program is not bare:
-        functionalized = functional(program)
-    state, generator = state_buffers(functionalized), generator_buffer(program)
-    reference: Reference = ProgramModule(program) if generator else exported.flat
+    bare = exported.programs if markers else exported.programs.changed(without_markers)
+    programs = bare.changed(partial(with_generator, first=torch.zeros(2, dtype=torch.int64, device=exported.source.device)))
+    signatures = [functionalized[key] if program is bare.at(key) else functional(program) for key, program in programs.each]
+    state = tuple(sorted({name for each in signatures for name in state_buffers(each)}))
+    generator = next((name for _, program in programs.each if (name := generator_buffer(program))), "")
+    reference: Reference = ProgramModule([program for _, program in programs.each]) if generator else exported.flat
     aliases = find_aliases(exported, signature.outputs, state)
     return Prepared(
-        program=program, signature=signature, written=written_inputs(functionalized), state=state, generator=generator,
-        aliases=aliases, reference=reference, exam_calls=_exam_calls(exported, reference, state),
+        programs=programs, signature=signature, written=tuple(sorted({i for each in signatures for i in written_inputs(each)})),
+        state=state, generator=generator, aliases=aliases, reference=reference,
+        exam_calls=_exam_calls(exported, reference, state),
     )  # fmt: skip
 
 

@@ -23,14 +23,14 @@ def joined(prepared: Prepared, name: str) -> str:
 
     It takes tensors with an axis of the dimension and gives one without: what it gives depends on all rows, or on one of them.
     """
-    user = set(prepared.program.graph_signature.user_inputs)
+    user = set(prepared.programs.first.graph_signature.user_inputs)
     symbols: set[Any] = set()
-    values = [node.meta["val"] for node in prepared.program.graph.nodes if node.op == "placeholder" and node.name in user]
+    values = [node.meta["val"] for node in prepared.programs.first.graph.nodes if node.op == "placeholder" and node.name in user]
     for value, spec in zip(values, prepared.signature.inputs, strict=True):
         for actual, size in zip(value.shape, spec.shape, strict=True):
             if name in names(size) and isinstance(actual, torch.SymInt):
                 symbols |= actual.node.expr.free_symbols
-    for node in prepared.program.graph.nodes:
+    for node in prepared.programs.first.graph.nodes:
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.Tensor) or _has(value, symbols):
             continue

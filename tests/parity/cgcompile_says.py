@@ -45,8 +45,8 @@ def cgcompile_says(case: Case) -> Verdict:
         except BuildError as error:
             return _refused(error)
         checked = check(exported, target="cuda", host_ops=case.host_ops)
-        findings, moved = checked.findings, checked.placements
-        nodes = [node for node in exported.program.graph.nodes if node.name in moved or (moved and node.target is TO_DEVICE)]
+        findings, moved = checked.findings, next(iter(checked.placements.values()))
+        nodes = [node for node in exported.programs.first.graph.nodes if node.name in moved or (moved and node.target is TO_DEVICE)]
     told = [finding for finding in findings if finding.severity != "note"]
     return Verdict(
         rules=frozenset([*[finding.rule for finding in findings], *moved.values()]),

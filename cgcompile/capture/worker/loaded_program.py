@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ SHIFTS = (1 << 20, 34 << 20, 200 << 20)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedProgram:
-    """A loaded program: `module` computes with weights in the buffer `weights` and, those that it writes to, in the buffer `state`;
-    `originals` are their values before anything ran.  `sides` are the program on the CPU and on the GPU where parts of it stay on
-    the host, else None."""
+    """Loaded programs: `modules` by key compute with weights in the buffer `weights` and, those that they write to, in the buffer
+    `state`; `originals` are their values before anything ran.  `sides` by key are the program on the CPU and on the GPU where parts
+    of it stay on the host, else it is empty."""
 
     request: Request
-    sides: tuple[torch.export.ExportedProgram, torch.export.ExportedProgram] | None
-    module: torch.nn.Module
+    sides: Mapping[IntKey, tuple[torch.export.ExportedProgram, torch.export.ExportedProgram]]
+    modules: Mapping[IntKey, torch.nn.Module]
     originals: Mapping[str, torch.Tensor]
     weights: torch.Tensor
     state: torch.Tensor
@@ -71,7 +72,7 @@ class Captured:
 
 
 def load_program(request: Request) -> LoadedProgram:
-    """Load the program, move it to the GPU, and place weights and static inputs."""
+    """Load the programs of the keys, move them to the GPU, and place weights and static inputs."""
     apply_settings(request.settings)
     torch.cuda.init()
     anchor = torch.zeros(1, device="cuda")  # makes the context current for the driver calls below
@@ -80,21 +81,31 @@ def load_program(request: Request) -> LoadedProgram:
             check(driver.cuMemAlloc(size))
     if request.code:
         load_code(request.code)
-    program = torch.export.load(request.program)
-    originals = weight_tensors(program)
-    moved = move_to_device_pass(program, "cuda")
-    module = repair(moved.module(check_guards=False))  # the signature's checks run before a replay, not inside it
     weights = torch.zeros(request.weights_end + PAD, dtype=torch.uint8, device="cuda")
     state = torch.zeros(request.state_end + PAD, dtype=torch.uint8, device="cuda")
     inputs = torch.zeros(request.inputs_end + PAD, dtype=torch.uint8, device="cuda")
-    place_weights(module, request.weights, originals, {"weights": weights, "state": state})
+    originals: dict[str, torch.Tensor] = {}
+    modules: dict[Path, torch.nn.Module] = {}
+    sides = {}
+    for path in dict.fromkeys(request.programs[key] for key in request.keys):
+        program = torch.export.load(path)
+        originals = {**weight_tensors(program), **originals}
+        moved = move_to_device_pass(program, "cuda")
+        modules[path] = repair(moved.module(check_guards=False))  # the signature's checks run before a replay, not inside it
+        known = tuple([row for row in request.weights if row.tensor in originals])  # others are of other keys' programs
+        place_weights(modules[path], known, originals, {"weights": weights, "state": state})
+        if request.placements:
+            sides[path] = torch.export.load(path), moved  # moving changes the program itself
+        del program, moved
     calls = torch.load(request.calls, weights_only=False)
-    sides = (torch.export.load(request.program), moved) if request.placements else None  # moving changes the program itself
-    del program, moved, anchor
+    del anchor
     gc.collect()
     torch.cuda.empty_cache()
     return LoadedProgram(
-        request=request, sides=sides, module=module, originals=originals, weights=weights, state=state, inputs=inputs, calls=calls
+        request=replace(request, weights=known),
+        sides={key: sides[path] for key, path in request.programs.items() if path in sides},
+        modules={key: modules[path] for key, path in request.programs.items() if path in modules},
+        originals=originals, weights=weights, state=state, inputs=inputs, calls=calls,
     )  # fmt: skip
 
 
@@ -109,7 +120,7 @@ def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[]
     for i, tensor in zip(where, static, strict=True):
         leaves[i] = tensor
     args, kwargs = tree_unflatten(leaves, spec)
-    lowered = lower(loaded.module, loaded.request.level, loaded.request.specialize)
+    lowered = lower(loaded.modules[key], loaded.request.level, loaded.request.specialize)
 
     def call() -> Any:
         return lowered(*args, **kwargs)

@@ -20,7 +20,7 @@ from ...util.progress import Tell
 from ...util.raw_bytes import raw
 from ...util.tolerance import compare
 from ..placement import LARGEST_TABLE
-from ..request import Call, Request
+from ..request import Request
 from ..take import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawModuleState, RawValue, Take, Word
 from .address_map import AddressMap
 from .cupti import ImageLog
@@ -172,7 +172,7 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured], muta
     state = tuple([(row.name, contents(loaded.tensor_of(row), row.strides)) for row in rows])
     kept = [t.clone() for t in (*made, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
     loaded.restore(mutated)
-    eager = [t.clone() for t in (*_eager(loaded, fresh), *map(loaded.tensor_of, rows))]
+    eager = [t.clone() for t in (*_eager(loaded, key), *map(loaded.tensor_of, rows))]
     differences = tuple([compare(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)])
     loaded.restore(mutated)
     return RawExam(key=key, outputs=outputs, differences=differences, written=written, state=state)
@@ -184,11 +184,12 @@ def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
     return item.kept
 
 
-def _eager(loaded: LoadedProgram, call: Call) -> list[torch.Tensor]:
-    """The outputs of eager PyTorch, then the inputs that it writes to: on the CPU where a part must be there, else on the GPU."""
-    device, module = loaded.inputs.device, loaded.module
+def _eager(loaded: LoadedProgram, key: IntKey) -> list[torch.Tensor]:
+    """The outputs of eager PyTorch on a key's fresh call, then the inputs that it writes to: on the CPU where a part must be there,
+    else on the GPU."""
+    device, module, call = loaded.inputs.device, loaded.modules[key], loaded.calls[key][1]
     if loaded.sides:
-        device, module = torch.device("cpu"), loaded.sides[0].module(check_guards=False)
+        device, module = torch.device("cpu"), loaded.sides[key][0].module(check_guards=False)
     for _ in range(loaded.request.exam_calls):
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, copy=True), call)
         with torch.no_grad():

@@ -37,9 +37,8 @@ class OpenedRegions:
 
 def open_regions(loaded: LoadedProgram, key: IntKey) -> OpenedRegions:
     """The regions of a key, with weights and inputs in their places."""
-    assert loaded.sides is not None
-    program, moved = loaded.sides
-    planned = partition(program, dict(loaded.request.placements))
+    program, moved = loaded.sides[key]
+    planned = partition(program, loaded.request.placements[key])
     given = tensors_of(loaded.calls[key][0])
     static = tuple(place_inputs(given, loaded.inputs))
     on_cpu, on_gpu = isolated_regions(program, planned, given), isolated_regions(moved, planned, static)

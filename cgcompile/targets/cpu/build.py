@@ -18,7 +18,6 @@ from ...bundle.exam import eager_exam, write_exam
 from ...bundle.proof import unproved
 from ...errors import ModelError
 from ...export.exported import memory_order
-from ...export.weights import weight_tensors
 from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
 from ...transforms.error_bounds import error_bounds
@@ -43,12 +42,12 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         with stages("lower") as tell:
             shared = prepared.aliases
             changing = bool(prepared.state) or any(each.name for each in shared)
-            compiled = compile_cpu(prepared.program, scratch, tell, [each.output for each in shared], changing, level)
+            compiled = compile_cpu(prepared.programs.first, scratch, tell, [each.output for each in shared], changing, level)
             tell(f"{HOST_FILE}, {compiled.path.stat().st_size >> 10} KB")
         with stages("emit") as tell:
-            tensors = dict(sorted(weight_tensors(prepared.program).items()))
+            tensors = dict(sorted(prepared.programs.weights().items()))
             weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, prepared.state))
-            bound = layouts.bind_constants(compiled.path, prepared.program, weights)
+            bound = layouts.bind_constants(compiled.path, prepared.programs.first, weights)
             exams = eager_exam(spec.source, prepared, spec.sizes, weights)
             strides = [layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs) for exam in exams]
             bound.region.close()

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from cgbundle.errors import MachineError
 from cgbundle.format.schema import IntKey, Program, Region, Value, Weight
 
 from ...errors import BuildError, ModelError
-from ...export.weights import weight_tensors
+from ...export.programs import Programs
 from ...model.flat_module import PREFIX
 from ...model.user_code import first_line
 from ...partition.isolated import RegionModule, eager_values, isolated_regions, uploaded_values
@@ -34,10 +33,10 @@ from .tensors import input_offsets
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitProgram:
-    """A program of several regions at every key, and every value as eager PyTorch made it on the CPU.  `uploads`: where in memory
+    """Programs of several regions at every key, and every value as eager PyTorch made it on the CPU.  `uploads`: where in memory
     `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that no graph reads, off the GPU."""
 
-    partition: Partition
+    partitions: dict[IntKey, Partition] = field(repr=False)
     regions: dict[IntKey, tuple[RegionModule, ...]] = field(repr=False)
     values: dict[IntKey, dict[str, torch.Tensor]] = field(repr=False)
     uploads: dict[IntKey, tuple[UploadedValue, ...]]
@@ -56,15 +55,20 @@ class HostRegions:
 NO_HOST_REGIONS = HostRegions(rows={}, features=())
 
 
+Placements = Mapping[IntKey, Mapping[str, str]]
+"""By int_key, the nodes of its program that must be on the host, with the reasons."""
+
+
 def split_stage(
-    program: ExportedProgram, placements: Mapping[str, str], calls: Mapping[IntKey, Sequence[torch.Tensor]], stages: Stages
+    programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]], stages: Stages
 ) -> SplitProgram | None:
     """`split_program` where something must be on the host, as a stage of the build; else None."""
-    if not placements:
+    if not any(placements.values()):
         return None
     with stages("partition") as tell:
-        split = split_program(program, placements, calls)
-        tell(" -> ".join(region.name for region in split.partition.regions))
+        split = split_program(programs, placements, calls)
+        ways = [" -> ".join(region.name for region in each.regions) for each in split.partitions.values()]
+        tell("; ".join(dict.fromkeys(ways)))
     return split
 
 
@@ -78,19 +82,18 @@ def host_stage(split: SplitProgram | None, weights: Sequence[Weight], scratch: P
     return hosts
 
 
-def split_program(
-    program: ExportedProgram, placements: Mapping[str, str], calls: Mapping[IntKey, Sequence[torch.Tensor]]
-) -> SplitProgram:
+def split_program(programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> SplitProgram:
     """`calls` are example inputs of every key, on the CPU.  Raises the errors of `partition`."""
-    planned = partition(program, placements)
-    regions, values, uploads = {}, {}, {}
+    own = {id(program): partition(program, placements[key]) for key, program in programs.each}
+    partitions, regions, values, uploads = {}, {}, {}, {}
     for key, tensors in calls.items():
-        given = [_dense(tensor) for tensor in tensors]
-        regions[key] = isolated_regions(program, planned, given)
+        given, planned = [_dense(tensor) for tensor in tensors], own[id(programs.at(key))]
+        partitions[key] = planned
+        regions[key] = isolated_regions(programs.at(key), planned, given)
         values[key] = eager_values(regions[key], planned, given)
         uploads[key] = _uploads(planned, values[key], input_offsets(given)[-1])
-    host_only = _host_only(program, next(iter(regions.values())))
-    return SplitProgram(partition=planned, regions=regions, values=values, uploads=uploads, host_only=host_only)
+    host_only = _host_only(programs, [region for some in regions.values() for region in some])
+    return SplitProgram(partitions=partitions, regions=regions, values=values, uploads=uploads, host_only=host_only)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +112,7 @@ def _uploads(planned: Partition, values: Mapping[str, torch.Tensor], end: int) -
     return tuple(rows)
 
 
-def _host_only(program: ExportedProgram, regions: Sequence[RegionModule]) -> frozenset[str]:
+def _host_only(programs: Programs, regions: Sequence[RegionModule]) -> frozenset[str]:
     """Weights that host regions read and no graph does, tied ones only together."""
     read: dict[str, set[str]] = {"graph": set(), "host": set()}
     for region in regions:
@@ -119,7 +122,7 @@ def _host_only(program: ExportedProgram, regions: Sequence[RegionModule]) -> fro
         }
         read[region.planned.kind] |= held.keys()
     tied: dict[str, set[str]] = {}
-    for name, shape in shapes_of(weight_tensors(program)).items():
+    for name, shape in shapes_of(programs.weights()).items():
         tied.setdefault(shape.same_as or name, set()).add(name)
     return frozenset(name for names in tied.values() if names & read["host"] and not names & read["graph"] for name in names)
 
@@ -131,10 +134,9 @@ def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch
     made: dict[Any, Region] = {}
     rows: dict[tuple[str, IntKey], Region] = {}
     features: set[str] = set()
-    names = [region.name for region in split.partition.regions if region.kind == "host" and region.operations]
-    for name in names:
-        for key, regions in split.regions.items():
-            (region,) = [each for each in regions if each.planned.name == name]
+    for key, regions in split.regions.items():
+        for region in [each for each in regions if each.planned.kind == "host" and each.planned.operations]:
+            name = region.planned.name
             given = [split.values[key][each] for each in region.planned.inputs]
             code = "".join(module.code for module in region.module.modules() if isinstance(module, GraphModule))
             like = (name, code, tuple((t.dtype, t.shape, t.stride()) for t in given))
@@ -200,11 +202,9 @@ def split_rows(
     arena: Mapping[IntKey, int],
 ) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
     """Regions and programs for the manifest, and the bytes of memory host.  `files`: the tables of graph regions by (name, key)."""
-    graph_rows = [
-        Region(name=region.name, kind="graph", reason="", file="", constants=())
-        for region in split.partition.regions
-        if region.kind == "graph"
-    ]
+    planned = [region for each in split.partitions.values() for region in each.regions if region.kind == "graph"]
+    names = dict.fromkeys(region.name for region in planned)
+    graph_rows = [Region(name=name, kind="graph", reason="", file="", constants=()) for name in names]
     rows = (*graph_rows, *dict.fromkeys(hosts.rows.values()))
     place = {row: index for index, row in enumerate(rows)}
     programs, most = [], 0
@@ -217,7 +217,7 @@ def split_rows(
         lowered = LoweredRegions(
             outputs=outputs,
             files={name: file for (name, other), file in files.items() if other == key},
-            inputs=_inputs([values[name] for name in split.partition.inputs]),
+            inputs=_inputs([values[name] for name in split.partitions[key].inputs]),
             uploads={
                 value.name: Value(dtype=value.dtype, shape=value.shape, strides=value.strides, memory="inputs", offset=value.offset)
                 for value in split.uploads[key]
@@ -226,7 +226,7 @@ def split_rows(
             regions={row.name: place[row] for row in graph_rows}
             | {name: place[row] for (name, other), row in hosts.rows.items() if other == key},
         )
-        row, used = program_row(key, split.partition, lowered, arena[key], recorded.static[key])
+        row, used = program_row(key, split.partitions[key], lowered, arena[key], recorded.static[key])
         programs.append(row)
         most = max(most, used)
     return rows, tuple(programs), most

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Weight
 
+from ...export.programs import Programs
 from ...transforms.error_bounds import ErrorBound
 from ...util.tolerance import tolerance
 from ..memory_layout import UploadedValue, align, dense_strides, tensor_bytes
@@ -117,9 +118,10 @@ def static_bytes(tensors: Iterable[torch.Tensor], uploads: Iterable[UploadedValu
     return max([input_offsets(tensors)[-1], *[value.end for value in uploads]])
 
 
-def on_gpu(bounds: Sequence[ErrorBound], program: torch.export.ExportedProgram) -> tuple[ErrorBound, ...]:
+def on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBound, ...]:
     """The bounds for the errors against eager PyTorch on a GPU, which may round float32 to TF32."""
-    convolves = any(isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _CUDNN for node in program.graph.nodes)
+    nodes = [node for _, program in programs.each for node in program.graph.nodes]
+    convolves = any(isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _CUDNN for node in nodes)
     tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
     return tuple([replace(each, bound=max(each.bound, TF32)) if tf32 and each.bound >= FLOAT32 else each for each in bounds])
 

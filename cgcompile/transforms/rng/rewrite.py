@@ -75,10 +75,11 @@ def generator_buffers(program: ExportedProgram) -> tuple[str, ...]:
     return tuple([name for name in buffers if name.rpartition(".")[2] == RNG])
 
 
-def with_generator(program: ExportedProgram) -> ExportedProgram:
+def with_generator(program: ExportedProgram, first: Tensor | None = None) -> ExportedProgram:
     """The program whose random operators are computed from the buffer RNG, which it adds to; itself when it draws nothing.
 
-    Weights are shared, not copied.  Every random operation of the graph must be one that `can_rewrite`.
+    `first`: what the buffer is, int64 [2], for programs that share one; zeros by default.  Weights are shared, not copied.
+    Every random operation of the graph must be one that `can_rewrite`.
     """
     if not draws(program):
         return program
@@ -100,8 +101,8 @@ def with_generator(program: ExportedProgram) -> ExportedProgram:
     _spell_counts(graph)
     graph.lint()
     root.recompile()
-    first = torch.zeros(2, dtype=torch.int64, device=device)
-    return with_graph(program, root, renamed, input_specs=specs, state_dict={**program.state_dict, RNG: first})
+    buffer = torch.zeros(2, dtype=torch.int64, device=device) if first is None else first
+    return with_graph(program, root, renamed, input_specs=specs, state_dict={**program.state_dict, RNG: buffer})
 
 
 def _add_buffer(graph: Graph, signature: ExportGraphSignature, device: torch.device) -> tuple[Node, list[InputSpec]]:

@@ -49,4 +49,4 @@ def calls(name: str) -> Iterator[tuple[torch.export.ExportedProgram, tuple[torch
         os.environ.clear()
         os.environ.update(before)
     for each in tensors:
-        yield exported.program, each
+        yield exported.programs.first, each

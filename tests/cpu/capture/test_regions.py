@@ -97,17 +97,17 @@ def planned(folder: Path) -> tuple[regions.LoadedProgram, SplitProgram]:
     exported = export(source, {"batch": tuple(key[0] for key in KEYS)})
     placed = check(exported).placements
     calls = {key: [sample(source, {"batch": key[0]}, seed).tensors for seed in (0, 1)] for key in KEYS}
-    split = split_program(exported.program, placed, {key: both[0] for key, both in calls.items()})
+    split = split_program(exported.programs, placed, {key: both[0] for key, both in calls.items()})
     request = Request(
-        role="record", program=folder, calls=folder, result=folder, keys=KEYS, level="eager", specialize="size",
-        code="", placements=tuple(placed.items()), uploads=split.uploads, weights=(), weights_end=0, state_end=0, inputs_end=0,
+        role="record", programs=dict.fromkeys(KEYS, folder), calls=folder, result=folder, keys=KEYS, level="eager",
+        specialize="size", code="", placements=placed, uploads=split.uploads, weights=(), weights_end=0, state_end=0, inputs_end=0,
         settings={}, shift=False,
     )  # fmt: skip
     nothing = torch.empty(0)
     loaded = regions.LoadedProgram(
-        request=request, sides=(exported.program, exported.program), module=exported.flat, originals={}, weights=nothing,
-        state=nothing,
-        inputs=nothing, calls={key: ((first, {}), (second, {})) for key, (first, second) in calls.items()},
+        request=request, sides=dict.fromkeys(KEYS, (exported.programs.first, exported.programs.first)),
+        modules=dict.fromkeys(KEYS, exported.flat), originals={}, weights=nothing, state=nothing, inputs=nothing,
+        calls={key: ((first, {}), (second, {})) for key, (first, second) in calls.items()},
     )  # fmt: skip
     return loaded, split
 
@@ -116,7 +116,7 @@ def planned(folder: Path) -> tuple[regions.LoadedProgram, SplitProgram]:
 def test_a_replay_with_other_inputs_gives_what_the_model_gives(key: tuple[int, ...], tmp_path: Path, pools: list[object]) -> None:
     loaded, split = planned(tmp_path)
     captured = regions.capture_regions(loaded, key, lambda text: None)
-    assert [region.kind for region in split.partition.regions] == ["graph", "host", "graph"]
+    assert [region.kind for region in split.partitions[key].regions] == ["graph", "host", "graph"]
     assert [item.region for item in captured] == [0, 1]
     assert pools == [None, (0, 1)], "one pool for the graphs of a key"
     opened = regions.open_regions(loaded, key)
@@ -125,6 +125,6 @@ def test_a_replay_with_other_inputs_gives_what_the_model_gives(key: tuple[int, .
         static.copy_(value)
     made = regions.replay_regions(opened, captured)
     with torch.no_grad():
-        wanted = loaded.module(*fresh)
+        wanted = loaded.modules[key](*fresh)
     for got, want in zip(made, wanted, strict=True):
         torch.testing.assert_close(got, want)

@@ -40,15 +40,16 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     for module in (recorder, record):
         monkeypatch.setattr(module, "place_inputs", lambda tensors, buffer: [tensor.clone() for tensor in tensors])
     network = made()
-    program = export(load_source(network, inputs), {"batch": (1, 4)}).program
+    program = export(load_source(network, inputs), {"batch": (1, 4)}).programs.first
     asked = Request(
-        role="record", program=tmp_path, calls=tmp_path, result=tmp_path, keys=(KEY,), level="eager", specialize="size", code="",
-        placements=(), uploads={}, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={}, shift=False, written=written,
+        role="record", programs={KEY: tmp_path}, calls=tmp_path, result=tmp_path, keys=(KEY,), level="eager", specialize="size",
+        code="", placements={}, uploads={}, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={},
+        shift=False, written=written,
     )  # fmt: skip
     nothing = torch.empty(0)
     calls = {KEY: ((draw(inputs, 4, 0), {}), (draw(inputs, 4, 1), {}))}
     loaded = recorder.LoadedProgram(
-        request=asked, sides=None, module=program.module(), originals={}, weights=nothing, state=nothing, inputs=nothing,
+        request=asked, sides={}, modules={KEY: program.module()}, originals={}, weights=nothing, state=nothing, inputs=nothing,
         calls=calls,
     )  # fmt: skip
     return loaded, network
@@ -85,7 +86,7 @@ def examined(loaded: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list
 
     def replay() -> None:
         with torch.no_grad():
-            made = loaded.module(*static)
+            made = loaded.modules[KEY](*static)
         item.kept = tuple(made)
         spoil(static)
 

@@ -53,7 +53,7 @@ def traced(function: Callable[..., Any], inputs: Callable[..., Any] = rows) -> E
 
 def operations(made: Exported) -> list[str]:
     """The operations of the program by short names, assertions left out."""
-    calls = [node.target for node in made.program.graph.nodes if node.op == "call_function"]
+    calls = [node.target for node in made.programs.first.graph.nodes if node.op == "call_function"]
     names = [str(target).split(".")[1] for target in calls if isinstance(target, torch._ops.OpOverload)]
     return [name for name in names if not name.startswith("_assert")]
 
@@ -115,7 +115,7 @@ def test_moves_leave_markers(function: Callable[..., Any], expected: list[str]) 
     assert made.obstacles == ()
     tensors = sample(made.source, {"batch": 3}).tensors
     (eager,) = run_eager(made.flat, tensors).outputs
-    (exported,) = made.program.module()(*tensors)
+    (exported,) = made.programs.first.module()(*tensors)
     torch.testing.assert_close(exported, eager, rtol=0, atol=0)
 
 
@@ -147,7 +147,7 @@ def test_a_model_that_names_no_device_has_the_graph_it_has_without_the_mode(
 ) -> None:
     with_mode = export(load_source(model, inputs), sizes)
     monkeypatch.setattr(flat, "track_devices", without)
-    assert str(with_mode.program.graph) == str(export(load_source(model, inputs), sizes).program.graph)
+    assert str(with_mode.programs.first.graph) == str(export(load_source(model, inputs), sizes).programs.first.graph)
 
 
 def test_the_markers_copy() -> None:
@@ -181,7 +181,7 @@ def test_autocast_for_the_device_of_a_tensor_touches_its_tensors() -> None:
             return model.linear(x)
 
     made = traced(function)
-    (node,) = [node for node in made.program.graph.nodes if node.op == "output"]
+    (node,) = [node for node in made.programs.first.graph.nodes if node.op == "output"]
     assert node.args[0][0].meta["val"].dtype is torch.bfloat16
 
 
@@ -276,5 +276,6 @@ def helper(x: torch.Tensor) -> torch.Tensor:
 def test_an_operation_has_the_innermost_line_of_the_users() -> None:
     from cgcompile.model.user_code import place
 
-    (node,) = [node for node in traced(lambda m, x: helper(x)).program.graph.nodes if node.target is torch.ops.aten.sin.default]
+    nodes = traced(lambda m, x: helper(x)).programs.first.graph.nodes
+    (node,) = [node for node in nodes if node.target is torch.ops.aten.sin.default]
     assert place(node)[1] == "return x.sin()"

@@ -80,7 +80,7 @@ def exported(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]]
         return inputs(batch)
 
     source = load_source(model.eval(), given)
-    return export(source, {"batch": tuple(sorted({2, batch}))}).program, sample(source, {"batch": batch}).tensors
+    return export(source, {"batch": tuple(sorted({2, batch}))}).programs.first, sample(source, {"batch": batch}).tensors
 
 
 def lowered(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]], batch: int = 4, **options: object) -> Lowered:

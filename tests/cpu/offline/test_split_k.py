@@ -87,7 +87,7 @@ class OnCpu(torch.fx.Interpreter):
 def traced(function: Callable[[Of, Tensor], Tensor], dtype: torch.dtype) -> tuple[Retraced, list[Tensor]]:
     """Inside `fake_device`: the graph, and real tensors for it."""
     source = load_source(Of(function, dtype).eval(), lambda batch: (torch.randn(batch, 256, dtype=dtype),))
-    program, (given,) = export(source, {"batch": (4,)}).program, sample(source, {"batch": 4}).tensors
+    program, (given,) = export(source, {"batch": (4,)}).programs.first, sample(source, {"batch": 4}).tensors
     made = retrace(program, [given])
     state = {**program.state_dict, **program.constants}
     return made, [given if kind == "input" else state[name].detach() for kind, name in made.names]

@@ -186,8 +186,8 @@ def _noted(alone: dict[IntKey, list[int]], key: IntKey, regions: Sequence[Lowere
 def _uncompiled(split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: object) -> HostRegions:
     """In the place of `compile_host_regions`: rows and files of its kind."""
     rows = {}
-    for region in [region for region in split.partition.regions if region.kind == "host" and region.operations]:
-        for key in split.regions:
+    for key, planned in split.partitions.items():
+        for region in [region for region in planned.regions if region.kind == "host" and region.operations]:
             own = f"{region.name}-{'x'.join(map(str, key))}"
             (stage / "host").mkdir(exist_ok=True)
             (stage / "host" / f"{own}.so").write_bytes(b"\x7fELF")
@@ -384,17 +384,17 @@ def test_regions_agree_on_the_layout_of_what_crosses() -> None:
     source = load_source(Views().eval(), lambda batch: (torch.randn(batch, 3, 5, 5),))
     exported = export(source, {"batch": (3, 4)})
     placed = check(exported).placements
-    split = split_program(exported.program, placed, {(3,): sample(source, {"batch": 3}).tensors})
+    split = split_program(exported.programs, placed, {(3,): sample(source, {"batch": 3}).tensors})
     jobs = region_jobs(split)
     lowered = {
         name: lower_key(work.program, name[1], work.tensors, arch("sm_90"), layouts=work.layouts) for name, work in jobs.items()
     }
     regions = [
         LoweredRegion(name=region.name, inputs=region.inputs, outputs=region.outputs, lowered=lowered.get((region.name, (3,))))
-        for region in split.partition.regions
+        for region in split.partitions[3,].regions
     ]
-    given = [*split.partition.inputs, *[value.name for value in split.uploads[3,]]]
-    merged = merge((3,), regions, given, split.partition.outputs)
+    given = [*split.partitions[3,].inputs, *[value.name for value in split.uploads[3,]]]
+    merged = merge((3,), regions, given, split.partitions[3,].outputs)
     check_plan(merged.lowered, plan(merged.lowered))
     first, second = merged.regions
     crossing = {tensor for tensor in first.outputs if tensor in second.inputs}
@@ -407,5 +407,5 @@ def test_regions_agree_on_the_layout_of_what_crosses() -> None:
     assert (
         {"model.one.bias", "model.other.bias"}
         <= names
-        <= exported.program.state_dict.keys() | {constant.name for constant in merged.lowered.constants}
+        <= exported.programs.first.state_dict.keys() | {constant.name for constant in merged.lowered.constants}
     )

@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 
 from cgcompile.capture.take import Range, Take  # noqa: E402
 from cgcompile.capture.worker.address_map import AddressMap  # noqa: E402
+from cgcompile.export.programs import Programs  # noqa: E402
 from cgcompile.targets.cuda.elf import Cubin, Symbol  # noqa: E402
 
 MEGA = 1 << 20
@@ -158,7 +159,8 @@ class Counter(torch.nn.Module):
 
 @pytest.fixture
 def exported() -> Any:
-    return torch.export.export(Counter(), (torch.ones(2),))
+    program = torch.export.export(Counter(), (torch.ones(2),))
+    return Programs(by_key={KEY: program}, dynamic=True)
 
 
 def test_state_that_shares_memory_is_not_torn_apart(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
@@ -304,7 +306,7 @@ def test_a_constant_that_is_no_weight(exported: Any, tmp_path: Path, monkeypatch
     monkeypatch.setattr(layouts, "HostRegion", lambda *_: region)
     (tmp_path / "model.so").touch()
     with raises("constant-unknown", match="the constant 'own_1' .*, which is no weight of the model"):
-        layouts.bind_constants(tmp_path / "model.so", exported, ())
+        layouts.bind_constants(tmp_path / "model.so", exported.first, ())
 
 
 def test_no_compiler(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,8 +154,8 @@ def rows(batch: int) -> tuple[torch.Tensor]:
 
 def job(folder: Path, exported: Exported, **more: Any) -> dict[str, Any]:
     """What a worker is told: the program went through a file without weights, the weights through theirs."""
-    tensors = weight_tensors(exported.program)
-    emit.write_program(folder / archive.PROGRAM, exported.program)
+    tensors = weight_tensors(exported.programs.first)
+    emit.write_program(folder / archive.PROGRAM, exported.programs.first)
     rows = write_weights(folder / archive.WEIGHTS, tensors, weight_rows(tensors, ()))
     text = python_source(load(str(folder / archive.PROGRAM), "cpu"), {row.name: row for row in rows})
     (folder / "program.py").write_text(text)

@@ -27,7 +27,8 @@ HALF = torch.bfloat16
 def prepared(model: Callable[..., Any] | nn.Module, *inputs: torch.Tensor) -> Prepared:
     module = model if isinstance(model, nn.Module) else Batched(model)
     exported = export(load_source(module, lambda: inputs), {})
-    return prepare(exported, describe_signature(exported), functional(exported.program), markers=False)
+    functionalized = {key: functional(program) for key, program in exported.programs.each}
+    return prepare(exported, describe_signature(exported), functionalized, markers=False)
 
 
 def bounds(made: Prepared, *rows: Weight) -> list[tuple[float, bool]]:
@@ -92,7 +93,7 @@ def test_written_inputs_and_state_have_bounds_of_their_own() -> None:
     ]  # fmt: skip
     assert found == error_bounds(made, [replace(row, name=f"model.{row.name}") for row in rows])
     assert found[2] == ErrorBound(title="state place (int64)", bound=0.0, exact=True, rounded=False)
-    assert coarsest(made.program) == BF16
+    assert coarsest(made.programs) == BF16
 
 
 INFINITY, NAN = float("inf"), float("nan")

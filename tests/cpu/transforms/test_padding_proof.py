@@ -21,7 +21,8 @@ def decide(
 ) -> dict[str, tuple[str, bool, str]]:
     source = load_source(model, inputs)
     exported = export(source, sizes)
-    prepared = prepare(exported, describe_signature(exported), functional(exported.program), markers=False)
+    functionalized = {key: functional(program) for key, program in exported.programs.each}
+    prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
     proved = prove_padding(source, prepared, sizes, lambda text: None)
     return {dimension.name: (dimension.pad, dimension.chunk, dimension.reason) for dimension in proved}
 

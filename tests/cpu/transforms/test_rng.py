@@ -45,7 +45,7 @@ def rows(batch: int) -> tuple[Tensor]:
 def exported(model: nn.Module | Callable[..., Any], inputs: Callable[..., Any] = rows, **sizes: tuple[int, ...]) -> Exported:
     module = model if isinstance(model, nn.Module) else Drawing(model)
     made = export(load_source(module.train(), inputs), sizes or {"batch": (2, 5)})
-    return replace(made, program=with_generator(made.program))
+    return replace(made, programs=made.programs.changed(with_generator))
 
 
 def run(program: Any, *given: Tensor, seed: int = 0, calls: int = 0) -> list[Tensor]:
@@ -133,7 +133,7 @@ def test_the_distribution_is_that_of_pytorchs_own_operator(name: str) -> None:
     """Kolmogorov and Smirnov's distance of two samples below that of one pair in a thousand, equal dtypes and shapes; the second
     call gives other numbers, and the same seed the same."""
     function = DISTRIBUTIONS[name]
-    program = with_generator(export(load_source(Drawing(function).train(), lambda: (FLAT,)), {}).program)
+    program = with_generator(export(load_source(Drawing(function).train(), lambda: (FLAT,)), {}).programs.first)
     assert not draws(program) and generator_buffer(program) == RNG
     (made,), (again,), (after,) = run(program, FLAT, seed=5), run(program, FLAT, seed=5), run(program, FLAT, seed=5, calls=1)
     with torch.random.fork_rng(devices=[]):
@@ -197,19 +197,19 @@ def test_a_network_in_training_mode_draws_anew_at_any_batch() -> None:
     """Batch normalization's own state stays, and is the program's second."""
     made = exported(Network())
     given = torch.rand(5, 8)
-    first, second = run(made.program, given), run(made.program, given, calls=1)
+    first, second = run(made.programs.first, given), run(made.programs.first, given, calls=1)
     assert first[0].shape == (5, 8) and not torch.equal(first[0] == 0, second[0] == 0)
-    assert run(made.program, torch.rand(3, 8))[0].shape == (3, 8)
+    assert run(made.programs.first, torch.rand(3, 8))[0].shape == (3, 8)
     assert describe_signature(made).outputs[0].shape == ("batch", 8)
-    mutated = set(made.program.run_decompositions({}).graph_signature.buffers_to_mutate.values())
+    mutated = set(made.programs.first.run_decompositions({}).graph_signature.buffers_to_mutate.values())
     assert mutated == {RNG, "model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked"}
 
 
 def test_what_is_not_random_stays_as_in_pytorch() -> None:
     made = exported(Autoencoder())
     given = torch.rand(4, 8)
-    drawn, mean = run(made.program, given)
-    other, same = run(made.program, given, seed=1)
+    drawn, mean = run(made.programs.first, given)
+    other, same = run(made.programs.first, given, seed=1)
     assert torch.equal(mean, same) and not torch.equal(drawn, other)
     with torch.no_grad():
         assert torch.equal(mean, made.flat.model(given)["mean"])
@@ -219,7 +219,7 @@ def test_what_is_not_random_stays_as_in_pytorch() -> None:
 def test_samples_of_monte_carlo_dropout_differ_within_a_call() -> None:
     network = Network().eval()
     made = exported(lambda x: torch.stack([F.dropout(network.first(x), 0.5) for _ in range(3)]))
-    ((first, second, third),) = run(made.program, torch.rand(4, 8))
+    ((first, second, third),) = run(made.programs.first, torch.rand(4, 8))
     assert not torch.equal(first == 0, second == 0) and not torch.equal(second == 0, third == 0)
 
 
@@ -238,7 +238,7 @@ def test_dropout_between_the_layers_of_recurrent_networks(kind: type[nn.RNNBase]
     """As PyTorch's own: outputs and last states have the same distributions, and the batch stays free."""
     model, first = Recurrent(kind, **options), options.get("batch_first")
     inputs = lambda batch: (torch.ones(batch, 3, 4) if first else torch.ones(3, batch, 4),)  # noqa: E731
-    program = exported(model, inputs, batch=(2, 3000)).program
+    program = exported(model, inputs, batch=(2, 3000)).programs.first
     (given,) = inputs(3000)
     made = run(program, given)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -255,7 +255,7 @@ def test_dropout_between_the_layers_of_recurrent_networks(kind: type[nn.RNNBase]
 def test_attention_drops_weights() -> None:
     """With one-hot values the output is the weights: those that stay are divided by 1 - p, as in PyTorch."""
     made = exported(lambda x: F.scaled_dot_product_attention(x * 0, x * 0, torch.eye(8)[None].expand(x.shape), dropout_p=0.25),
-                    lambda batch: (torch.rand(batch, 8, 8),), batch=(2, 500)).program  # fmt: skip
+                    lambda batch: (torch.rand(batch, 8, 8),), batch=(2, 500)).programs.first  # fmt: skip
     (weights,) = run(made, torch.rand(500, 8, 8))
     kept = weights != 0
     assert torch.allclose(weights[kept], torch.tensor(1 / 8 / 0.75))
@@ -270,7 +270,7 @@ def test_a_write_to_a_part_of_a_tensor_leaves_the_rest() -> None:
         return y
 
     given = torch.full((5, 8), 7.0)
-    (made,) = run(exported(part).program, given)
+    (made,) = run(exported(part).programs.first, given)
     assert torch.equal(made[1:, 4:], given[1:, 4:]) and torch.equal(made[1:, :2], given[1:, :2])
     assert (made[1:, 2:4] != 7).all() and ((made[0] >= 2) & (made[0] < 3)).all()
 
@@ -283,12 +283,12 @@ def test_numbers_of_channels_last_images_keep_their_strides() -> None:
         noise = torch.randn_like(y)
         return noise.permute(0, 2, 3, 1).view(x.shape[0], -1), F.dropout(y).permute(0, 2, 3, 1).view(x.shape[0], -1)
 
-    noise, dropped = run(exported(image, lambda batch: (torch.rand(batch, 3, 4, 4),)).program, torch.rand(4, 3, 4, 4))
+    noise, dropped = run(exported(image, lambda batch: (torch.rand(batch, 3, 4, 4),)).programs.first, torch.rand(4, 3, 4, 4))
     assert noise.shape == dropped.shape == (4, 48)
 
 
 def test_numbers_for_as_many_elements_as_the_data_say() -> None:
-    made = exported(lambda x: torch.rand_like(x[x > 0]).sum() + torch.randn(x.nonzero().shape[0], 2).sum()).program
+    made = exported(lambda x: torch.rand_like(x[x > 0]).sum() + torch.randn(x.nonzero().shape[0], 2).sum()).programs.first
     assert run(made, torch.rand(3, 8) - 0.5)[0].isfinite()
 
 
@@ -315,11 +315,11 @@ EXACT = 7
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    return exported(several).program
+    return exported(several).programs.first
 
 
 def test_nodes_keep_their_names_and_the_users_lines(program: Any) -> None:
-    before = export(load_source(Drawing(several), rows), {"batch": (2, 5)}).program
+    before = export(load_source(Drawing(several), rows), {"batch": (2, 5)}).programs.first
     random = [node for node in before.graph.nodes if is_random(node)]
     assert len(random) == 9 and all(can_rewrite(node) for node in random)
     names = {node.name for node in before.graph.nodes}
@@ -348,8 +348,8 @@ def test_saved_and_loaded_it_draws_the_same(program: Any) -> None:
 def test_exported_again_it_needs_no_second_rewriting(program: Any) -> None:
     """A bundle's program.pt2 is a model, too."""
     again = export(load_source(program.module(), rows), {"batch": (2, 5)})
-    assert not draws(again.program) and with_generator(again.program) is again.program
-    assert generator_buffer(again.program) == f"model.{RNG}"
+    assert not draws(again.programs.first) and with_generator(again.programs.first) is again.programs.first
+    assert generator_buffer(again.programs.first) == f"model.{RNG}"
 
 
 def test_functional_it_draws_the_same(program: Any) -> None:
@@ -362,7 +362,7 @@ def test_functional_it_draws_the_same(program: Any) -> None:
 
 def test_the_program_can_be_moved_to_another_device() -> None:
     """Every operation that names a device is told by move_to_device_pass; `meta` stands in for a GPU."""
-    moved = move_to_device_pass(exported(several).program, "meta")
+    moved = move_to_device_pass(exported(several).programs.first, "meta")
     assert moved.state_dict[RNG].device.type == "meta"
     for node in moved.graph.nodes:
         assert all(
@@ -403,7 +403,7 @@ def test_compiled_ahead_of_time_it_draws_the_same_and_never_twice(program: Any, 
 
 def test_compiled_at_run_time_it_draws_the_same() -> None:
     """torch.compile, which keeps the buffer of the module up to date."""
-    program = exported(lambda x: torch.rand_like(x)).program
+    program = exported(lambda x: torch.rand_like(x)).programs.first
     expected = [run(program, torch.rand(4, 8), seed=9, calls=call)[0] for call in range(3)]
     module = program.module()
     module.get_buffer(RNG).copy_(torch.tensor([9, 0]))
@@ -415,7 +415,7 @@ def test_compiled_at_run_time_it_draws_the_same() -> None:
 
 def test_two_programs_of_one_model_share_nothing_but_the_seed() -> None:
     """Operations are numbered within a program: the same seed gives two models the same numbers at the same place."""
-    first, second = [exported(lambda x: torch.rand_like(x)).program for _ in range(2)]
+    first, second = [exported(lambda x: torch.rand_like(x)).programs.first for _ in range(2)]
     given = torch.rand(4, 8)
     assert torch.equal(run(first, given, seed=1)[0], run(second, given, seed=1)[0])
     assert first.state_dict[RNG] is not second.state_dict[RNG]
@@ -432,7 +432,7 @@ def test_a_program_that_draws_nothing_is_left_alone() -> None:
         Batched(lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])),
     ):  # fmt: skip
         made = export(load_source(model, rows), {"batch": (2, 5)})
-        assert not draws(made.program) and with_generator(made.program) is made.program
+        assert not draws(made.programs.first) and with_generator(made.programs.first) is made.programs.first
 
 
 def random_operators() -> set[torch._ops.OpOverload]:
@@ -486,7 +486,7 @@ def test_a_saved_program_with_a_generator_is_refused_beside_another() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return sum(part(x)[1] for part in self.parts) + (torch.rand_like(x) if len(self.parts) == 1 else 0)
 
-    one, other = [exported(lambda x: (x, torch.rand_like(x))).program for _ in range(2)]
+    one, other = [exported(lambda x: (x, torch.rand_like(x))).programs.first for _ in range(2)]
     for parts in ([one.module()], [one.module(), other.module()]):
         findings = check(export(load_source(Outer(*parts), rows), {"batch": (2, 5)})).findings
         refused = [found for found in findings if found.severity == "refuse"]

@@ -16,7 +16,7 @@ from cgcompile.capture.assemble import Assembled, assemble
 from cgcompile.capture.recorder import Recorded
 from cgcompile.capture.take import Take
 from cgcompile.export.functionalization import functional, state_buffers
-from cgcompile.export.weights import weight_tensors
+from cgcompile.export.programs import Programs
 from cgcompile.targets.weights import contents
 from tests.gpu.helpers.models import CASES
 from tests.helpers.census import count
@@ -24,20 +24,21 @@ from tests.helpers.census import count
 HERE = Path(__file__).parent
 
 
-def export(name: str, device: str = "cpu") -> tuple[torch.export.ExportedProgram, dict]:
-    """A case as an exported program with a dynamic batch, and one call per size."""
+def export(name: str, device: str = "cpu") -> tuple[Programs, dict]:
+    """A case as a program with a dynamic batch, and one call per size."""
     case = CASES[name]
     torch.manual_seed(0)
     model = case.model().eval().to(device)
     calls = {(size,): (tuple(t.to(device) for t in case.inputs(size)), {}) for size in case.sizes}
     args = calls[max(calls)][0] if len(calls) > 1 else tuple(t.to(device) for t in case.inputs(3))
     shapes = tuple({0: torch.export.Dim("batch", min=1, max=4096)} for _ in args)
-    return torch.export.export(model, args, dynamic_shapes=shapes), calls
+    program = torch.export.export(model, args, dynamic_shapes=shapes)
+    return Programs(by_key=dict.fromkeys(calls, program), dynamic=True), calls
 
 
 def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorded, dict]:
     """Record a case; returns it with the plain data of `replay.py`."""
-    program, calls = export(name)
+    programs, calls = export(name)
     takes: list[Take] = []
 
     def noted(a: Take, b: Take, weights_end: int) -> Assembled:
@@ -47,9 +48,9 @@ def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorde
     exam = options.pop("exam", None) or other_calls(calls)
     with mock.patch.object(recorder, "assemble", noted):
         recorded = recorder.record(
-            program, calls, exam=exam, folder=folder, level=level, state=state_buffers(functional(program)), **options
+            programs, calls, exam=exam, folder=folder, level=level, state=state_buffers(functional(programs.first)), **options
         )
-    tensors = weight_tensors(program)
+    tensors = programs.weights()
     plain = {
         "recordings": {key: graph.recording for key, (graph,) in recorded.graphs.items()},
         "inputs": {key: graph.inputs for key, (graph,) in recorded.graphs.items()},
