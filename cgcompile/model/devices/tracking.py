@@ -1,8 +1,8 @@
 """Where the user's code puts its tensors: a mode that keeps a virtual device per tensor while the model runs on one device.
 
-A model is exported on one device, the CPU or the GPU that it is built for, so an explicit move (`.cpu()`, `.cuda()`, `.to(device)`,
+A model is exported on one device, the CPU or the GPU that it is built for.  An explicit move (`.cpu()`, `.cuda()`, `.to(device)`,
 `device=`) would vanish from the graph, or break it.  `DeviceTracking` answers `tensor.device` as if everything were on a GPU and
-follows the moves.  It leaves a marker operator in the graph for each (markers.py).  A model that never names a device gets no marker.
+follows the moves.  It leaves a marker operator in the graph for each (markers.py).  A model that names no device gets no marker.
 
 Where eager PyTorch runs the model on a GPU, moves are moves, and what is on the host runs on the CPU.
 
@@ -46,8 +46,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 class DeviceTracking(TorchFunctionMode):
     """Active around one call of the user's model.
 
-    `real` is the device of the model's tensors.  `inputs`: those of the call.  `earlier`: what a call with real tensors did.  A traced call, whose tensors hold no data,
-    branches as that one did, and gets the numbers from it that `known` names by position.  `effects` is filled.
+    `real` is the device of the model's tensors.  `inputs`: those of the call.  `earlier`: what a call with real tensors did.  A
+    traced call, whose tensors hold no data, branches as that one did, and gets the numbers from it that `known` names by position.
+    `effects` is filled.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Weight
+from cgbundle.format.spans import HOST_ONLY
 
 from ...export.programs import Programs
 from ...transforms.error_bounds import ErrorBound
@@ -67,17 +68,24 @@ def tensor_place(tensor: torch.Tensor) -> TensorPlace:
     return TensorPlace(address=tensor.data_ptr(), dtype=stored_dtype(tensor), shape=tuple(tensor.shape), strides=tensor.stride())
 
 
-def place_weights(
-    module: torch.nn.Module, rows: Iterable[Weight], tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-) -> None:
-    """Copy every tensor to its offset in the buffer of its memory and point the module's parameter, buffer or attribute of that
-    name there, if it has one."""
+def weights_at(rows: Iterable[Weight], buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of `rows` that have a place on the device, by name, at their offsets in the buffer of their memory; tied ones are
+    one tensor."""
     placed: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
     for row in rows:
+        if row.offset == HOST_ONLY:
+            continue
         if row.tensor not in placed:
             placed[row.tensor] = tensor_at(buffers[row.memory], row.offset, row.dtype, row.shape, row.strides)
-            placed[row.tensor].copy_(tensors[row.tensor])
-        owner_name, _, leaf = row.name.rpartition(".")
+        named[row.name] = placed[row.tensor]
+    return named
+
+
+def point_weights(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Makes the module's parameters, buffers and attributes of these names these tensors, as far as it has them."""
+    for path, tensor in tensors.items():
+        owner_name, _, leaf = path.rpartition(".")
         owner: Any = module
         for name in owner_name.split(".") if owner_name else ():
             owner = getattr(owner, name, None)
@@ -85,9 +93,9 @@ def place_weights(
         if held is None:  # a tensor that the graph does not use
             continue
         if isinstance(held, torch.nn.Parameter):
-            held.data = placed[row.tensor]
+            held.data = tensor
         else:
-            setattr(owner, leaf, placed[row.tensor])
+            setattr(owner, leaf, tensor)
 
 
 def tensors_of(call: Any) -> list[torch.Tensor]:
