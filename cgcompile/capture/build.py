@@ -21,7 +21,6 @@ from ..targets.cuda.emit import cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, split_stage
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
-from ..targets.cuda.tensors import on_gpu
 from ..targets.memory_layout import lay_out
 from ..targets.rows import WHOLE
 from ..targets.weights import shapes_of
@@ -85,7 +84,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
         tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
     with stages("emit") as tell:
         differences = {key: recorded.replays[key].differences for key in calls}
-        bounds = on_gpu(error_bounds(prepared, recorded.weights), programs)
+        bounds = error_bounds(prepared, recorded.weights)
         kept = accepted(spec.dimensions, bounds, differences, spec.waive, "the graph differs", EAGER)
         written = write_recorded(stage, _program(spec, recorded, split), recorded.stored, recorded.arch, split, hosts)
         if recorded.states:

@@ -20,7 +20,7 @@ from ..errors import BuildError, named
 from ..targets.cuda.lowering import cache_environment
 from ..util.progress import Tell
 from ..util.scratch import scratch_folder
-from ..util.workers import end_group
+from ..util.workers import end_group, processors
 from .request import DONE, PRIME, RECORD, Request
 
 
@@ -43,9 +43,7 @@ class RecorderProcesses:
 
     def start(self, role: str, number: int) -> None:
         """Starts processes until there are `number` of a role.  Call it in the thread that lives longest: they end with it."""
-        threads = (
-            max(1, (os.cpu_count() or 2) // max(1, number)) if role == PRIME else 1
-        )  # recorders take everything from the cache
+        threads = max(1, processors() // max(1, number)) if role == PRIME else 1  # recorders take everything from the cache
         while len(self._started[role]) < number:
             self._started[role].append(self._new(role, len(self._started[role]), threads))
 

@@ -7,7 +7,6 @@ Comparing the two names every address (assemble.py); replaying the same inputs i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay_out
 from ..targets.weights import add_tables, row_major, shapes_of, write_weights
 from ..util.tolerance import Difference
+from ..util.workers import processors
 from .assemble import Assembled, assemble
 from .processes import RecorderProcesses, recorder_processes
 from .request import PRIME, RECORD, Call, Request
@@ -176,7 +176,7 @@ def priming(keys: int, level: str, specialize: str) -> int:
     """How many processes fill the compile cache: half the processors at most, one where benchmarks would disturb each other."""
     if level == "eager":
         return 0
-    return 1 if level == "max-autotune" or specialize == "shared" else min(keys, max(1, (os.cpu_count() or 2) // 2))
+    return 1 if level == "max-autotune" or specialize == "shared" else min(keys, max(1, processors() // 2))
 
 
 def fitting(wanted: int, need: int) -> int:

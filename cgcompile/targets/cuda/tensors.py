@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +14,6 @@ from torch.utils._pytree import tree_leaves
 from cgbundle.format.schema import Weight
 from cgbundle.format.spans import HOST_ONLY
 
-from ...export.programs import Programs
-from ...transforms.error_bounds import ErrorBound
-from ...util.tolerance import tolerance
 from ..memory_layout import UploadedValue, align, dense_strides, tensor_bytes
 from ..weights import stored_dtype
 
@@ -124,30 +121,6 @@ def place_inputs(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[
 def static_bytes(tensors: Iterable[torch.Tensor], uploads: Iterable[UploadedValue]) -> int:
     """Bytes of memory `inputs`, without PAD, for the call's tensors and what the host makes, which lies behind them."""
     return max([input_offsets(tensors)[-1], *[value.end for value in uploads]])
-
-
-def on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBound, ...]:
-    """The bounds for the errors against eager PyTorch on a GPU, which may round float32 to TF32."""
-    nodes = [node for _, program in programs.each for node in program.graph.nodes]
-    convolves = any(isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _CUDNN for node in nodes)
-    tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
-    return tuple([replace(each, bound=max(each.bound, TF32)) if tf32 and each.bound >= FLOAT32 else each for each in bounds])
-
-
-FLOAT32 = tolerance(torch.float32)
-
-TF32 = 2e-3
-"""The bound where eager PyTorch itself rounds float32 operands to TF32 (10 bits of mantissa, 5e-4), which cuDNN does by
-default: the lowered kernels may not.  Measured: 3.8e-4 (a ViT's patches), 4.4e-4 (an LSTM)."""
-
-_CUDNN = frozenset(
-    f"aten::{name}"
-    for name in (
-        "conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding",
-        "convolution", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input",
-        "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input",
-    )
-)  # fmt: skip
 
 
 def settings() -> dict[str, Any]:
