@@ -47,7 +47,7 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
     with ExitStack() as stack:
         with stages("source") as tell:
             loaded = load_source(model, inputs)
-            sizes = declared_sizes(options.sizes, loaded.dimensions)
+            sizes = declared_sizes(options.sizes, loaded.dimensions, loaded.saved)
             keys = count_keys(sizes, options.max_keys)
             destination = destination_path(options.out, loaded.name)
             folder = stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's

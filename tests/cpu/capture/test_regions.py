@@ -81,13 +81,13 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(
         regions, "place_inputs", lambda tensors, buffer: [placed(-i, t.shape, t.dtype).copy_(t) for i, t in enumerate(tensors)]
     )
-    monkeypatch.setattr(regions, "place_weights", lambda *given: None)
     monkeypatch.setattr(regions, "tensor_at", lambda buffer, at, dtype, shape, strides: placed(at, shape, getattr(torch, dtype)))
     monkeypatch.setattr(regions, "lower", lambda module, level, specialize: module)
     monkeypatch.setattr(regions, "run_warm", lambda call, where: call())
     monkeypatch.setattr(regions, "capture_call", captured)
     monkeypatch.setattr(regions, "_here", lambda spot: held[spot.address])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     return asked
 
 
@@ -100,13 +100,13 @@ def planned(folder: Path) -> tuple[regions.LoadedProgram, SplitProgram]:
     split = split_program(exported.programs, placed, {key: both[0] for key, both in calls.items()})
     request = Request(
         role="record", programs=dict.fromkeys(KEYS, folder), calls=folder, result=folder, keys=KEYS, level="eager",
-        specialize="size", code="", placements=placed, uploads=split.uploads, weights=(), weights_end=0, state_end=0, inputs_end=0,
+        specialize="size", code="", placements=placed, uploads=split.uploads, stored=folder, weights=(), weights_end=0, state_end=0, inputs_end=0,
         settings={}, shift=False,
     )  # fmt: skip
     nothing = torch.empty(0)
     loaded = regions.LoadedProgram(
-        request=request, sides=dict.fromkeys(KEYS, (exported.programs.first, exported.programs.first)),
-        modules=dict.fromkeys(KEYS, exported.flat), originals={}, weights=nothing, state=nothing, inputs=nothing,
+        request=request, split=dict.fromkeys(KEYS, exported.programs.first), modules=dict.fromkeys(KEYS, exported.flat), first={},
+        digests={}, weights=nothing, state=nothing, inputs=nothing,
         calls={key: ((first, {}), (second, {})) for key, (first, second) in calls.items()},
     )  # fmt: skip
     return loaded, split
@@ -126,5 +126,7 @@ def test_a_replay_with_other_inputs_gives_what_the_model_gives(key: tuple[int, .
     made = regions.replay_regions(opened, captured)
     with torch.no_grad():
         wanted = loaded.modules[key](*fresh)
-    for got, want in zip(made, wanted, strict=True):
+    eager = regions.eager_regions(opened, fresh)
+    for got, want, own in zip(made, wanted, eager, strict=True):
         torch.testing.assert_close(got, want)
+        torch.testing.assert_close(own, want)

@@ -173,9 +173,10 @@ def test_a_weight_that_a_replay_changes(
 ) -> None:
     nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams")}
     take = Take(**nothing, images={}, mutated=("whole",), arch="", driver=0)
-    monkeypatch.setattr(record.recorder, "run_all", lambda *_: [take, take])
+    monkeypatch.setattr(record.recorder, "fitting", lambda wanted, need: wanted)
+    processes = SimpleNamespace(run=lambda *_: [take, take])
     with raises("weight-mutated", match="a replay changes whole"):
-        record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, level="eager")
+        record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, level="eager", processes=processes)
 
 
 def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
