@@ -100,8 +100,8 @@ def planned(folder: Path) -> tuple[regions.LoadedProgram, SplitProgram]:
     split = split_program(exported.programs, placed, {key: both[0] for key, both in calls.items()})
     request = Request(
         role="record", programs=dict.fromkeys(KEYS, folder), calls=folder, result=folder, keys=KEYS, level="eager",
-        specialize="size", code="", placements=placed, uploads=split.uploads, stored=folder, weights=(), weights_end=0, state_end=0, inputs_end=0,
-        settings={}, shift=False,
+        specialize="size", code="", placements=placed, uploads=split.uploads, stored=folder, weights=(),
+        weights_end=0, state_end=0, inputs_end=0, settings={}, shift=False,
     )  # fmt: skip
     nothing = torch.empty(0)
     loaded = regions.LoadedProgram(

@@ -49,8 +49,8 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     nothing = torch.empty(0)
     calls = {KEY: ((draw(inputs, 4, 0), {}), (draw(inputs, 4, 1), {}))}
     loaded = recorder.LoadedProgram(
-        request=asked, split={}, modules={KEY: program.module()}, first={}, digests={}, weights=nothing, state=nothing, inputs=nothing,
-        calls=calls,
+        request=asked, split={}, modules={KEY: program.module()}, first={}, digests={}, weights=nothing, state=nothing,
+        inputs=nothing, calls=calls,
     )  # fmt: skip
     return loaded, network
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -105,10 +106,17 @@ def test_a_driver_call_fails(drive: Callable[..., SimpleNamespace]) -> None:
 
 
 def test_a_recorder_dies(record: SimpleNamespace, tmp_path: Path) -> None:
+    code = "import os, sys; print('+ lowering', flush=True); input(); sys.stderr.write('one\\n\\nNo more memory\\n'); os._exit(9)"
     log = tmp_path / "record0.log"
-    log.write_text("one\n\nSegmentation fault\n")
-    with raises("recorder-failed", match=r"ended with status -11: Segmentation fault \(log: .*record0.log\)"):
-        record.processes._result(SimpleNamespace(), -11, log)
+    with open(log, "w") as said:
+        running = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, process_group=0
+        )
+    process = record.processes.Process(name="record0", running=running, log=log)
+    told: list[str] = []
+    with raises("recorder-failed", match=r"ended with status 9: No more memory \(log: .*record0.log\)"):
+        record.processes._answer(process, None, tmp_path, told.append)
+    assert told == ["record0: lowering"]
 
 
 # --- lowering and capture -----------------------------------------------------------------------------------------
