@@ -29,6 +29,7 @@ from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
 from ..model.user_code import first_line, user_line, user_place
 from .exported import EagerShapes, Exported, memory_order
+from .higher_order import expanded
 from .programs import Programs
 
 STOPPED = ("export-failed", "branch-on-data", "size-excluded")
@@ -182,7 +183,7 @@ def _torch_export(flat: FlatModule, shapes: Sequence[tuple[Size, ...]], roots: M
     with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
         program = torch.export.export(flat, _separate(flat.like.tensors), dynamic_shapes=(dynamic,), strict=False)
     sys.stderr.write(said.getvalue())
-    return program
+    return expanded(program)
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

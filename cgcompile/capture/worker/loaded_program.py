@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cgbundle.format.schema import IntKey, Weight
 
-from ...errors import ModelError
+from ...errors import BuildError, ModelError, named
 from ...export.torch_program import on_device
 from ...model.load import load_code
-from ...targets.cuda.lowering import lower, lowering_errors, prepare_compiler, repair
+from ...targets.compiler_errors import explain
+from ...targets.cuda.lowering import lower, prepare_compiler, repair
 from ...targets.cuda.tensors import (
     TensorPlace,
     apply_settings,
@@ -162,11 +163,11 @@ def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[]
             static[i].copy_(examples[i])
         loaded.restore()
 
-    run_warm(call, f"int_key {key}, {loaded.request.level}", restore)
+    run_warm(call, f"int_key {key}, {loaded.request.level}", loaded.request.level, restore)
     return call, tuple(static)
 
 
-def run_warm(call: Callable[[], Any], where: str, restore: Callable[[], None] = lambda: None) -> None:
+def run_warm(call: Callable[[], Any], where: str, level: str, restore: Callable[[], None] = lambda: None) -> None:
     """Run a lowered program on a side stream, which compiles it; `restore` comes after every run.  Raises lowering-failed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -175,8 +176,11 @@ def run_warm(call: Callable[[], Any], where: str, restore: Callable[[], None] = 
             for _ in range(WARMUPS):
                 call()
                 restore()
-    except lowering_errors() as error:
-        raise ModelError("lowering-failed", f"{where}: {_first_line(error)}") from error
+    except BuildError as error:
+        raise named(error.code, f"{where}: {error}", error.hint) from error
+    except Exception as error:  # a compiler may fail with any
+        failure = explain(error)
+        raise ModelError("lowering-failed", f"{where}: {failure}", failure.hint(level)) from error
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
 

@@ -16,6 +16,7 @@ from cgbundle.format.schema import IntKey, Program, Region, Value, Weight
 
 from ...errors import BuildError, ModelError
 from ...export.programs import Programs
+from ...export.weights import weight_placeholders
 from ...model.flat_module import PREFIX
 from ...model.user_code import first_line
 from ...partition.isolated import RegionModule, eager_values, isolated_regions, uploaded_values
@@ -33,14 +34,16 @@ from .tensors import input_offsets
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitProgram:
-    """Programs of several regions at every key, and every value as eager PyTorch made it on the CPU.  `uploads`: where in memory
-    `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that no graph reads, off the GPU."""
+    """Programs of several regions at every key, and every value as eager PyTorch made it.  `uploads`: where in memory
+    `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that no graph reads, off the GPU.  `state`: the
+    placeholders of `Partition.state`, and the names of these buffers."""
 
     partitions: dict[IntKey, Partition] = field(repr=False)
     regions: dict[IntKey, tuple[RegionModule, ...]] = field(repr=False)
     values: dict[IntKey, dict[str, torch.Tensor]] = field(repr=False)
     uploads: dict[IntKey, tuple[UploadedValue, ...]]
     host_only: frozenset[str]
+    state: dict[IntKey, dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,23 +86,26 @@ def host_stage(split: SplitProgram | None, weights: Sequence[Weight], scratch: P
 
 
 def split_program(programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> SplitProgram:
-    """`calls` are example inputs of every key, on the CPU.  Raises the errors of `partition`."""
+    """`calls` are example inputs of every key, where the programs are.  Raises the errors of `partition`."""
     own = {id(program): partition(program, placements[key]) for key, program in programs.each}
-    partitions, regions, values, uploads = {}, {}, {}, {}
+    partitions, regions, values, uploads, state = {}, {}, {}, {}, {}
     for key, tensors in calls.items():
         given, planned = [_dense(tensor) for tensor in tensors], own[id(programs.at(key))]
         partitions[key] = planned
         regions[key] = isolated_regions(programs.at(key), planned, given)
-        values[key] = eager_values(regions[key], planned, given)
+        (values[key],) = eager_values(programs.at(key), regions[key], planned, given)
         uploads[key] = _uploads(planned, values[key], input_offsets(given)[-1])
+        names = weight_placeholders(programs.at(key))
+        state[key] = {name: names[name] for name in planned.state}
     host_only = _host_only(programs, [region for some in regions.values() for region in some])
-    return SplitProgram(partitions=partitions, regions=regions, values=values, uploads=uploads, host_only=host_only)
+    return SplitProgram(partitions=partitions, regions=regions, values=values, uploads=uploads, host_only=host_only, state=state)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """A copy as the static buffer of an input holds it."""
     shape = tuple(tensor.shape)
-    return torch.empty_strided(shape, dense_strides(shape, tensor.stride()), dtype=tensor.dtype).copy_(tensor)
+    dense = dense_strides(shape, tensor.stride())
+    return torch.empty_strided(shape, dense, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _uploads(planned: Partition, values: Mapping[str, torch.Tensor], end: int) -> tuple[UploadedValue, ...]:
@@ -137,13 +143,13 @@ def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch
     for key, regions in split.regions.items():
         for region in [each for each in regions if each.planned.kind == "host" and each.planned.operations]:
             name = region.planned.name
-            given = [split.values[key][each] for each in region.planned.inputs]
+            given = [split.values[key][each].cpu() for each in region.planned.inputs]
             code = "".join(module.code for module in region.module.modules() if isinstance(module, GraphModule))
             like = (name, code, tuple((t.dtype, t.shape, t.stride()) for t in given))
             if like not in made:
                 tell(f"compiling {name} for int_key {key}")
                 own = name if len(split.regions) == 1 else f"{name}-{'x'.join(map(str, key))}"
-                expected = [split.values[key][each] for each in region.planned.outputs]
+                expected = [split.values[key][each].cpu() for each in region.planned.made]
                 made[like], used = _compile(region, own, given, expected, weights, scratch, stage)
                 features |= set(used)
             rows[name, key] = made[like]
@@ -202,6 +208,7 @@ def split_rows(
     arena: Mapping[IntKey, int],
 ) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
     """Regions and programs for the manifest, and the bytes of memory host.  `files`: the tables of graph regions by (name, key)."""
+    placed = {row.name: _place_of(row) for row in recorded.weights if row.memory == "state"}
     planned = [region for each in split.partitions.values() for region in each.regions if region.kind == "graph"]
     names = dict.fromkeys(region.name for region in planned)
     graph_rows = [Region(name=name, kind="graph", reason="", file="", constants=()) for name in names]
@@ -218,6 +225,7 @@ def split_rows(
             outputs=outputs,
             files={name: file for (name, other), file in files.items() if other == key},
             inputs=_inputs([values[name] for name in split.partitions[key].inputs]),
+            state={name: placed[target] for name, target in split.state[key].items()},
             uploads={
                 value.name: Value(dtype=value.dtype, shape=value.shape, strides=value.strides, memory="inputs", offset=value.offset)
                 for value in split.uploads[key]
@@ -240,6 +248,10 @@ def _inputs(tensors: Sequence[torch.Tensor]) -> tuple[Value, ...]:
         strides = dense_strides(shape, tensor.stride())
         rows.append(Value(dtype=stored_dtype(tensor), shape=shape, strides=strides, memory="inputs", offset=offset))
     return tuple(rows)
+
+
+def _place_of(row: Weight) -> Value:
+    return Value(dtype=row.dtype, shape=row.shape, strides=row.strides, memory=row.memory, offset=row.offset)
 
 
 def _on_host(tensor: torch.Tensor) -> Value:

@@ -1,4 +1,4 @@
-"""The host memory of a command and all that it starts: `python -m tests.gpu.helpers.peak_memory COMMAND...` prints it in the end."""
+"""The host memory of a command and all that it starts: `python -m tests.gpu.helpers.peak_memory COMMAND...` prints it at last."""
 
 from __future__ import annotations
 
