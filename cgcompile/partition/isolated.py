@@ -43,7 +43,7 @@ def isolated_regions(program: ExportedProgram, partition: Partition, tensors: Se
 def eager_values(
     program: ExportedProgram, regions: Sequence[RegionModule], partition: Partition, tensors: Sequence[torch.Tensor], calls: int = 1
 ) -> list[dict[str, torch.Tensor]]:
-    """Call by call, every value by name, computed by eager PyTorch: what host regions make on the CPU, the rest where the program is.
+    """Call by call, every value by name, by eager PyTorch: what host regions make on the CPU, the rest where the program is.
 
     Inputs and state have the values that they had before the call.  The program's buffers hold afterwards what they held before.
     """

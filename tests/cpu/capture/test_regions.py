@@ -86,7 +86,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return Graph(call, made), made
 
     def tensor_of(loaded: regions.LoadedProgram, row: Weight) -> torch.Tensor:
-        return state.setdefault(row.name, weight_tensors(loaded.sides[KEYS[0]][0])[row.name])
+        return state.setdefault(row.name, weight_tensors(loaded.split[KEYS[0]])[row.name])
 
     def warmed(call: Callable[[], Any], where: str, level: str, restore: Callable[[], None]) -> None:
         call(), restore()
