@@ -72,7 +72,7 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             if chosen.recorder == "trace":
                 without = operators_without_kernel(prepared, checked.placements, sizes, chosen.target)
                 checked = replace(checked, findings=(*checked.findings, *without))
-                refuse(checked, options.strict, options.waive, chosen.recorder, options.specialize)
+                refuse(checked, options.strict, options.waive, options.specialize)
             tell(_counted(len(checked.findings), "finding"))
         with stages("padding") as tell:
             dimensions = prove_padding(source, prepared, sizes, tell)

@@ -62,10 +62,10 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
     with fake_device(arch), _quiet():
         asked: dict[Any, str] = {}
         for node in program.graph.nodes:
-            if node.name not in on_host and node not in folded and _is_asked(node):
-                like = _like(node)
+            if node.name not in on_host and _is_asked(node):
+                like = node in folded, _like(node)
                 if like not in asked:
-                    asked[like] = _missing(node, arch)
+                    asked[like] = _missing(node, arch, node in folded)
                 if asked[like]:
                     found[node] = asked[like]
     hint = host_hint([str(node.target).removesuffix(".default") for node in found])
@@ -84,7 +84,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _folded(program: ExportedProgram) -> set[Node]:
-    """What depends on weights alone, which no kernel computes (constant_folding.py)."""
+    """What depends on weights alone, of which no kernel computes single tensors (constant_folding.py)."""
     weights = weight_placeholders(program)
     written = set(functional(program).buffers_to_mutate.values())
     found = {node for node in program.graph.nodes if node.name in weights and weights[node.name] not in written}
@@ -103,7 +103,7 @@ def _finding(node: Node, missing: str, hint: str) -> Finding:
     return replace(made, fix=hint)
 
 
-def _missing(node: Node, arch: Arch) -> str:
+def _missing(node: Node, arch: Arch, folded: bool) -> str:
     """The operator without a kernel that an operation comes down to, or ""."""
     values = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
     if any(
@@ -134,19 +134,22 @@ def _missing(node: Node, arch: Arch) -> str:
     try:
         with mode, torch.no_grad():
             traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*tensors)
-        found = next(_without_lowering(traced.graph), "")
-        if found or not any(_may_fall_back(each) for each in traced.graph.nodes):
-            return found
-        names = tuple([(INPUT, str(index)) for index in range(len(tensors))])
-        retraced = Retraced(graph=traced, tensors=tuple(tensors), names=names, mode=mode, written=())
-        _, unknown = lower_graph(retraced, (), arch, (), choose)
-        return next(iter(unknown), "").removeprefix("torch.ops.").removesuffix(".default")
     except (DynamicOutputShapeException, DataDependentOutputException):
         return ""  # other rules know what depends on data
     except BuildError as error:
         return str(error)
     except (RuntimeError, TypeError, ValueError) as error:
         return f"it cannot be traced for a GPU: {type(error).__name__}"
+    found = next(_without_lowering(traced.graph, folded), "")
+    if found or folded or not any(_may_fall_back(each) for each in traced.graph.nodes):
+        return found
+    names = tuple([(INPUT, str(index)) for index in range(len(tensors))])
+    retraced = Retraced(graph=traced, tensors=tuple(tensors), names=names, written=(), mode=mode, program=traced)
+    try:
+        _, unknown = lower_graph(retraced, (), arch, (), choose)
+    except BuildError as error:
+        return str(error)
+    return next(iter(unknown), "").removeprefix("torch.ops.").removesuffix(".default")
 
 
 def _place(value: Any, tensors: list[torch.Tensor]) -> tuple[bool, Any]:
@@ -167,10 +170,13 @@ def _on_device(value: Any) -> Any:
     return DEVICE if isinstance(value, torch.device) else value
 
 
-def _without_lowering(graph: Graph) -> Iterator[str]:
-    """Operators of a decomposed graph that Inductor makes no kernel of."""
+def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
+    """Operators of a decomposed graph that Inductor makes no kernel of; `folded`: those that give several tensors, which alone are
+    not computed beforehand."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target is python_operators.getitem or not computes(node) or node.target in FREE:
+            continue
+        if folded and isinstance(node.meta.get("val"), torch.Tensor):
             continue
         values = [leaf for leaf in tree_leaves([node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]])]
         is_complex = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)

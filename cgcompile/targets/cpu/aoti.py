@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from cgbundle.cpu.processor import processor_flags
 
 from ...errors import BuildError
-from ...model.user_code import first_line
+from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from .compiler import compiler, wrap
 from .complex_numbers import complex_decompositions
@@ -101,9 +101,7 @@ def compile_cpu(
                 options={**options, "aot_inductor.output_path": str(target)},
             )
         except Exception as error:
-            raise _own(error) or BuildError(
-                "compiler-failed", f"Inductor failed: {type(error).__name__}: {first_line(error)}"
-            ) from error
+            raise _own(error) or BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
     if not isinstance(made, str) or not target.exists():
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"

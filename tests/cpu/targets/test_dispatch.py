@@ -1,4 +1,4 @@
-"""Operators that AOTInductor has no C function for run without Python, and give what eager PyTorch does: one compilation of many."""
+"""Operators that AOTInductor has no C function for run without Python, and give what eager PyTorch does, in one compilation."""
 
 from __future__ import annotations
 
