@@ -84,6 +84,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "node-unknown": Cause(BuildError, 1, "A placement names a node that the program does not have.", DEFECT),
     "inputs-unlike": Cause(BuildError, 2, "The tensors of a key do not fit the program's inputs, or leave a size undecided."),
     # --- capture: the environment ---
+    "gpu-memory": Cause(BuildError, 2, "The model does not fit into the free memory of the GPU that it is built on.",
+                        "end what else uses the GPU (nvidia-smi lists it), or build on one with more memory"),
     "cupti-unavailable": Cause(BuildError, 2, "libcupti was not found, or refused the subscription.",
         "install torch with its CUDA libraries (nvidia-cuda-cupti), and run without another profiler attached"),
     "driver-call-failed": Cause(BuildError, 2, "A CUDA driver call that the recorder needs failed.", errors.GPU_LOG),

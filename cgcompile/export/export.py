@@ -46,7 +46,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source.model)
-    flat = FlatModule(source.model, like)
+    flat = FlatModule(source.model, like, source.device)
     calls: list[SideEffects] = []
     flat.watch = calls.append
     seen = _try_eager(source, flat, sizes)
@@ -196,7 +196,7 @@ def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     for tensor in tensors:
         storage = tensor.untyped_storage().data_ptr()
         if storage in seen and all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         seen.add(storage)
         made.append(tensor)
     return tuple(made)

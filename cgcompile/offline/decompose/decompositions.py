@@ -1,7 +1,7 @@
 """Decompositions: operations that have no Triton kernel in Inductor, in terms of those that have one.  Two tables: `REPLACED` by
 operation of the exported program, before torch decomposes it, and `decompositions()` by the smaller operations that it is retraced
 to.  Functions there return NotImplemented for what Inductor lowers well itself.  Private interfaces (torch 2.11, 2.13):
-`torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`."""
+`torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`, `generic_associative_scan`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+from torch._higher_order_ops.associative_scan import associative_scan_op, generic_associative_scan
 from torch._inductor.decomposition import select_decomp_table
 
 from ...errors import ModelError
@@ -188,11 +189,18 @@ def embedding_bag(
 
 # --- operations as a whole -------------------------------------------------------------------------------------
 
+
+def associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], more: Sequence[Any] = ()) -> Any:
+    """As PyTorch's on the CPU: slices are combined in as many rounds as their number has binary digits."""
+    return generic_associative_scan(combine, xs, additional_inputs=tuple(more))
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: attention,
     aten.batch_norm.default: normalized,
     aten.embedding_bag.default: embedding_bag,
     aten.embedding_bag.padding_idx: embedding_bag,
+    associative_scan_op: associative_scan,
     **get_decompositions([aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]),
 }
 """Operations of exported programs that are replaced as a whole."""

@@ -15,7 +15,6 @@ import torch
 import torch._inductor.config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.exc import InductorError
 from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 from torch.export import ExportedProgram
@@ -23,10 +22,10 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError, ModelError
-from ...model.user_code import first_line
 from ...targets.architectures import Arch
+from ...targets.compiler_errors import explain, source_operator
 from ..decompose.constant_folding import fold
-from ..decompose.retrace import Retraced, host_hint, retrace, same_layout, source_line, source_operator
+from ..decompose.retrace import Retraced, host_hint, retrace, same_layout, source_line
 from ..decompose.split_k import SplitFactor, split_k
 from ..lowered import BufferView, Lowered
 from ..tuning.cost_model import Candidate, Problem
@@ -147,7 +146,7 @@ def _wrapper(retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] 
     inputs = list(retraced.tensors)
     try:
         return compile_fx_inner(retraced.graph, inputs, static_input_idxs=range(len(inputs)), is_inference=True).source_code
-    except InductorError as error:
+    except Exception as error:  # a compiler may fail with any
         raise _explain(error, key, retraced) from error
 
 
@@ -167,7 +166,7 @@ def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...
     return tuple(made)
 
 
-def _explain(error: InductorError, key: IntKey, retraced: Retraced) -> BuildError:
+def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:
     """An error of ours as it is, an operation without a lowering by name, the rest as a failure of Inductor."""
     cause: BaseException | None = error
     while cause is not None:
@@ -176,11 +175,10 @@ def _explain(error: InductorError, key: IntKey, retraced: Retraced) -> BuildErro
         if type(cause).__name__ in ("NoValidChoicesError", "MissingOperatorWithoutDecomp", "MissingOperatorWithDecomp"):
             target = re.search(r"target: ([\w.]+)", str(error))
             text, operators = _origin(target[1], retraced) if target else ("an operation", [])
-            return ModelError(
-                "operation-needs-gpu", f"int_key {key}: no Triton kernel for {text}: {first_line(cause)}", host_hint(operators)
-            )
+            return ModelError("operation-needs-gpu", f"int_key {key}: no Triton kernel for {text}", host_hint(operators))
         cause = cause.__cause__ or cause.__context__
-    return BuildError("lowering-broken", f"int_key {key}: Inductor failed: {first_line(error)}")
+    failure = explain(error, retraced.program)
+    return BuildError("lowering-broken", f"int_key {key}: {failure}", failure.hint("eager"))
 
 
 def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
@@ -189,7 +187,7 @@ def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
     stem = plain.removesuffix(".default").removeprefix("aten.")
     nodes = [n for n in retraced.graph.graph.nodes if n.op == "call_function" and stem in str(n.target)]
     where = next((line for node in nodes if (line := source_line(node))), "")
-    return f"{plain}{f' ({where})' if where else ''}", [source_operator(node) for node in nodes]
+    return f"{plain}{f' ({where})' if where else ''}", [source_operator(node, [retraced.program]) for node in nodes]
 
 
 # --- configurations -------------------------------------------------------------------------------------------

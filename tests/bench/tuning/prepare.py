@@ -98,7 +98,7 @@ def alone(graph: torch.fx.Graph, values: list[torch.Tensor], retraced: Retraced)
     """A graph of one operation on placeholders for `values`."""
     names = tuple(("input", str(index)) for index in range(len(values)))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    return Retraced(graph=module, tensors=tuple(values), names=names, mode=retraced.mode)
+    return Retraced(graph=module, tensors=tuple(values), names=names, written=(), mode=retraced.mode, program=retraced.program)
 
 
 def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
