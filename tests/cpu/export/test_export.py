@@ -45,6 +45,27 @@ def test_dimensions_are_shared_across_inputs() -> None:
     assert made.outputs[0].shape == ("batch",)
 
 
+class Converted(nn.Module):
+    """A router that makes sure of its weights' dtype at every call, as that of Switch Transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear = self.linear.to(x.dtype)
+        return self.linear(x)
+
+
+def test_a_module_may_be_converted_to_what_it_is() -> None:
+    model = Converted()
+    weight = model.linear.weight
+    made = exported(model)
+    x = torch.rand(3, 4)
+    assert torch.equal(made.programs.first.module()(x)[0], model(x))
+    assert model.linear.weight is weight and nn.Module._apply.__module__ == "torch.nn.modules.module"
+
+
 @pytest.mark.parametrize(
     ("function", "shape"),
     [
