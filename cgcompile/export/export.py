@@ -28,6 +28,7 @@ from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, 
 from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
 from ..model.user_code import first_line, user_line, user_place
+from .composite_operators import without_composites
 from .exported import EagerShapes, Exported, memory_order
 from .higher_order import expanded
 from .programs import Programs
@@ -183,7 +184,7 @@ def _torch_export(flat: FlatModule, shapes: Sequence[tuple[Size, ...]], roots: M
     with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
         program = torch.export.export(flat, _separate(flat.like.tensors), dynamic_shapes=(dynamic,), strict=False)
     sys.stderr.write(said.getvalue())
-    return expanded(program)
+    return without_composites(expanded(program))
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
