@@ -28,6 +28,7 @@ from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, 
 from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
 from ..model.user_code import first_line, user_line, user_place
+from .composite_operators import without_composites
 from .exported import EagerShapes, Exported, memory_order
 from .higher_order import expanded
 from .programs import Programs
@@ -46,7 +47,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source.model)
-    flat = FlatModule(source.model, like)
+    flat = FlatModule(source.model, like, source.device)
     calls: list[SideEffects] = []
     flat.watch = calls.append
     seen = _try_eager(source, flat, sizes)
@@ -183,7 +184,7 @@ def _torch_export(flat: FlatModule, shapes: Sequence[tuple[Size, ...]], roots: M
     with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
         program = torch.export.export(flat, _separate(flat.like.tensors), dynamic_shapes=(dynamic,), strict=False)
     sys.stderr.write(said.getvalue())
-    return expanded(program)
+    return without_composites(expanded(program))
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -196,7 +197,7 @@ def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     for tensor in tensors:
         storage = tensor.untyped_storage().data_ptr()
         if storage in seen and all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         seen.add(storage)
         made.append(tensor)
     return tuple(made)
