@@ -31,6 +31,7 @@ def with_graph(
     renamed: Mapping[str, str],
     input_specs: Sequence[InputSpec] | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
+    constants: Mapping[str, Any] | None = None,
 ) -> ExportedProgram:
     """`program` with the graph of `root`, whose outputs have new names where `renamed` says so.  Weights are shared, not copied."""
     signature = program.graph_signature
@@ -45,7 +46,7 @@ def with_graph(
         range_constraints=copy.deepcopy(program.range_constraints),
         module_call_graph=[_entry(entry, renamed) for entry in copy.deepcopy(program.module_call_graph)],
         example_inputs=program.example_inputs,
-        constants=program.constants,
+        constants=program.constants if constants is None else dict(constants),
         verifiers=program.verifiers,
     )
     if hasattr(program, "_guards_code"):

@@ -15,6 +15,7 @@ from cgbundle.format.schema import Exam, IntKey, Program, Proof
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, write_exam
 from ..bundle.proof import unproved
+from ..export.programs import coarsest
 from ..model.source import all_keys, sample
 from ..targets.architectures import Arch, arch
 from ..targets.build_spec import BuildSpec, ManifestParts
@@ -25,7 +26,7 @@ from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
 from ..targets.memory_layout import PAD, Table, align, lay_out
 from ..targets.weights import shapes_of
-from ..transforms.error_bounds import coarsest, error_bounds
+from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import with_aliases
 from ..util.content_cache import cache_folder
 from ..util.progress import Stages, Tell

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Weight
 
-from ..export.programs import Programs
 from ..model.flat_module import PREFIX
 from ..model.pytree import dtype_name
 from ..util.tolerance import is_float, tolerance
@@ -70,13 +69,6 @@ def _program_bounds(program: ExportedProgram, prepared: Prepared, weights: Seque
         found.append(_bound(f"input {spec.name}", spec.dtype, lineage.of(users[index])))
     state = [(row.name.removeprefix(PREFIX), row.dtype) for row in weights if row.memory == "state"]
     return tuple([*found, *[_bound(f"state {name}", dtype, lineage.of(buffers.get(name))) for name, dtype in state]])
-
-
-def coarsest(programs: Programs) -> float:
-    """The bound that the coarsest floating dtype of the programs sets: for values on the way, which have no bound of their own."""
-    nodes = [node for _, program in programs.each for node in program.graph.nodes]
-    values = [leaf for node in nodes for leaf in tree_leaves(node.meta.get("val"))]
-    return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
 
 
 def _bound(name: str, dtype: str, passed: Dtypes) -> ErrorBound:
