@@ -38,7 +38,7 @@ def tabled(points: Points) -> Size | None:
             distance = ("-", name, size)
             term = ("*", term, ("//", 1, ("+", 1, ("*", distance, distance))))
         made = ("+", made, term) if made else term
-    return made if operands(made) < limits.SIZE_OPERATORS // 4 else None
+    return made if operands(made) <= limits.SIZE_OPERATORS else None
 
 
 def _candidates(points: Points) -> Iterator[Size | None]:

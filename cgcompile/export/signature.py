@@ -111,7 +111,8 @@ def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
     made = []
     for axis in range(len(shapes[0][1])):
         points = [(sizes, shape[axis]) for sizes, shape in shapes]
-        declared = [point for point in points if tuple(point[0].values()) in exported.programs.by_key]
+        at = {tuple(sizes.values()): size for sizes, size in points}
+        declared = [(dict(zip(exported.sizes, key, strict=True)), at[key]) for key in exported.programs.by_key]
         size = fitted(points) or fitted(declared)
         if size is None and (size := tabled(declared)) is None:
             seen = ", ".join(f"{shape[axis]} at {'x'.join(map(str, sizes.values()))}" for sizes, shape in shapes[:4])
