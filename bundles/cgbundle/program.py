@@ -12,8 +12,8 @@ from .call.guards import check_dtype, common_device
 from .call.inputs import cut, lay_out
 from .call.outputs import Call, Outputs
 from .call.plan import Plan, number_of_key, plan
+from .call.structure import builder, flattener
 from .errors import CallError, MachineError
-from .format.pytree import builder, flattener
 from .format.schema import Manifest
 from .session.locks import closed
 from .session.sessions import PER_SESSION, Sessions
@@ -81,8 +81,9 @@ class Program:
         """Replays the model.
 
         Inputs as the model takes them, by position or by name: NumPy arrays, torch tensors, or anything that speaks DLPack, all of
-        one kind.  The result is of the same kind, row-major, nested as the model's own.  Raises a CallError that names the input,
-        the axis, what was expected and what came.
+        one kind.  The result is of the same kind, row-major, nested as the model's own: an instance of a class of the model's is a
+        record of its fields (call/records.py), and is given as one, as a dict, or as whatever has these attributes.  Raises a
+        CallError that names the input, the axis, what was expected and what came.
         """
         return self._build(self.replay(self._flatten(args, kwargs)))
 

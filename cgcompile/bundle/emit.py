@@ -19,13 +19,24 @@ from cgbundle.validate import bundle as verify
 from cgbundle.validate.exam import check_exam
 
 from ..errors import BuildError
+from ..export.programs import Programs
 
 TRACES = ("stack_trace", "custom", "from_node")
 """What a node's metadata says of the source."""
 
 
+def write_programs(stage: Path, programs: Programs) -> None:
+    """program.pt2, or programs/<int_key>.pt2 where each int_key has its own."""
+    if programs.dynamic:
+        write_program(stage / archive.PROGRAM, programs.first)
+        return
+    (stage / archive.PROGRAMS).mkdir()
+    for key, program in programs.by_key.items():
+        write_program(stage / archive.program_file(key), program)
+
+
 def write_program(path: Path, program: ExportedProgram) -> None:
-    """program.pt2 without weights: every weight keeps its shape and dtype and is stored as a single zero, seen through strides
+    """A program without weights: every weight keeps its shape and dtype and is stored as a single zero, seen through strides
     of 0."""
     bare = copy.copy(program)
     bare._state_dict = {name: _hollow(value) for name, value in program.state_dict.items()}

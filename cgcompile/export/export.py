@@ -172,7 +172,7 @@ def _eager_shapes(
     try:
         return [tuple(output.shape) for output in run_eager(flat, tensors).outputs]
     except Exception as error:
-        if isinstance(error, ModelError) and error.code in ("structure-unsupported", "state-changed"):
+        if isinstance(error, ModelError):
             raise
         place = user_line(error, source.label) or source.label
         raise ModelError(

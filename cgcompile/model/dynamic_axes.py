@@ -76,3 +76,9 @@ def _same_structure(source: Source, first: Sample, other: Sample, name: str) -> 
         raise ModelError(
             "source-invalid", f"{source.label}: the nesting, ranks, dtypes or constants of the inputs change with {name}"
         )
+    for path, attribute, value in first.contexts:
+        if (path, attribute, value) not in other.contexts:
+            raise ModelError(
+                "source-invalid", f"{source.label}: input {path!r}: its {attribute}, {value!r}, changes with {name}",
+                "what is no tensor has to be the same at all sizes",
+            )  # fmt: skip

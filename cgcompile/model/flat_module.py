@@ -14,9 +14,10 @@ from cgbundle.format.schema import Tree
 from ..errors import ModelError
 from ..util.raw_bytes import raw
 from .devices.tracking import track_devices
-from .pytree import NamedTensor, describe, rebuild
+from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import SideEffects
 from .source import Sample
+from .user_code import definition
 
 PREFIX = "model."
 """The wrapper's name for the user's module, taken off every weight's name."""
@@ -58,7 +59,8 @@ class FlatModule(torch.nn.Module):
             made = self.model(*args, **kwargs)
         for owner, leaf, tensor in before:
             _write_back(owner, leaf, tensor)
-        self.result = describe(made, "", leaves)
+        with located(f"{definition(self.model.forward) or type(self.model).__qualname__}: forward() gives "):
+            self.result = describe(made, "", leaves)
         self.names = [name or "output" for name, _ in leaves]
         return tuple([tensor for _, tensor in leaves])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import isfinite
 from typing import Any
 
@@ -10,10 +12,17 @@ import torch
 
 from cgbundle.format.schema import DTYPES, Tree
 
-from ..errors import ModelError
+from ..errors import ModelError, named
+from .class_fields import Fields, fields_of
 
 NamedTensor = tuple[str, torch.Tensor]
 """A tensor with its path, such as `cache.0.key`."""
+
+CODES = ("structure-unsupported", "dtype-unsupported")
+"""What is raised here."""
+
+TYPES = "use tensors, None, numbers, text, and tuples, lists, dicts, named tuples or dataclasses of them"
+NO_CACHE = "set model.config.use_cache = False, pass use_cache=False, or return its tensors (output.logits)"
 
 
 def describe(value: Any, path: str, leaves: list[NamedTensor]) -> Tree:
@@ -26,25 +35,36 @@ def describe(value: Any, path: str, leaves: list[NamedTensor]) -> Tree:
         leaves.append((path, value))
         return {"tensor": len(leaves) - 1}
     if isinstance(value, float) and not isfinite(value):
-        raise ModelError("structure-unsupported", f"{path}: a bundle holds no number {value} outside of tensors")
+        raise _unsupported(path, f"a bundle holds no number {value} outside of tensors")
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        children = [describe(item, join(path, name), leaves) for name, item in zip(value._fields, value, strict=True)]
-        return {"namedtuple": [type(value).__name__, list(value._fields), children]}
+    if names := _tuple_names(value):
+        children = [describe(item, join(path, name), leaves) for name, item in zip(names, value, strict=True)]
+        return {"namedtuple": [type(value).__name__, list(names), children]}
     if isinstance(value, tuple | list):
         children = [describe(item, join(path, str(index)), leaves) for index, item in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": children}
+    if found := fields_of(value):
+        return _describe_fields(found, path, leaves)
     if isinstance(value, Mapping):
         for key in value:
             if type(key) not in (str, int):
-                raise ModelError("structure-unsupported", f"{path}: the key {key!r} of a dict is neither text nor a number")
+                raise _unsupported(path, f"the key {key!r} of a dict is neither text nor a number")
         return {"dict": [[key, describe(item, join(path, str(key)), leaves)] for key, item in value.items()]}
-    raise ModelError(
-        "structure-unsupported",
-        f"{path}: {type(value).__module__}.{type(value).__qualname__} cannot be described in a bundle",
-        "use tensors, None, numbers, text, and tuples, lists, dicts or named tuples of them",
-    )
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise _unsupported(path, f"{name} cannot be described in a bundle", NO_CACHE if "Cache" in name else TYPES)
+
+
+def _describe_fields(found: Fields, path: str, leaves: list[NamedTensor]) -> Tree:
+    children = [describe(item, join(path, name), leaves) for name, item in zip(found.names, found.values, strict=True)]
+    return {"tuple": children} if found.kind == "tuple" else {"record": [found.name, found.kind, list(found.names), children]}
+
+
+def _tuple_names(value: Any) -> tuple[str, ...]:
+    """The fields of a named tuple, or of what torch.topk and its like give; () for anything else."""
+    if not isinstance(value, tuple):
+        return ()
+    return tuple(getattr(value, "_fields", ()) or (getattr(value, "__match_args__", ()) if hasattr(value, "n_fields") else ()))
 
 
 def constant(value: Any) -> tuple[Tree, ...]:
@@ -57,6 +77,24 @@ def constant(value: Any) -> tuple[Tree, ...]:
     return () if leaves else (tree,)
 
 
+def contexts(value: Any, path: str) -> list[Any]:
+    """What `rebuild` takes over from the example of an input besides tensors and constants; none of it may change with a size.
+
+    Raises structure-unsupported for an instance that cannot be made again with other tensors.
+    """
+    if isinstance(value, torch.Tensor | str):
+        return []
+    if not isinstance(value, tuple | list) and (found := fields_of(value)):
+        if found.obstacle:
+            raise _unsupported(
+                path, f"{found.obstacle}: it can be an output, but no input", "give its tensors as inputs, and make it in forward()"
+            )
+        inner = [each for name, item in zip(found.names, found.values, strict=True) for each in contexts(item, join(path, name))]
+        return [*[(path, *each) for each in found.context], *inner]
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
+    return [each for key, item in items for each in contexts(item, join(path, str(key)))]
+
+
 def rebuild(tree: Tree, tensors: list[torch.Tensor], like: Any) -> Any:
     """`like` with its tensors replaced: the inverse of `describe`, which keeps the types of the original."""
     ((kind, body),) = tree.items()
@@ -64,11 +102,19 @@ def rebuild(tree: Tree, tensors: list[torch.Tensor], like: Any) -> Any:
         return tensors[body]
     if kind == "value":
         return body
+    if kind == "record" or (kind == "tuple" and not isinstance(like, tuple)):
+        found = fields_of(like)
+        assert found is not None, type(like)
+        trees = body[3] if kind == "record" else body
+        return found.remake([rebuild(child, tensors, item) for child, item in zip(trees, found.values, strict=True)])
     if kind == "dict":
         made = {key: rebuild(child, tensors, like[key]) for key, child in body}
+        if isinstance(like, defaultdict):
+            return defaultdict(like.default_factory, made)
         return made if type(like) is dict else type(like)(made)
     if kind == "namedtuple":
-        return type(like)(*[rebuild(child, tensors, item) for child, item in zip(body[2], like, strict=True)])
+        parts = [rebuild(child, tensors, item) for child, item in zip(body[2], like, strict=True)]
+        return type(like)._make(parts) if hasattr(like, "_make") else type(like)(parts)
     made_items = [rebuild(child, tensors, item) for child, item in zip(body, like, strict=True)]
     return made_items if kind == "list" else tuple(made_items)
 
@@ -78,11 +124,27 @@ def join(path: str, part: str) -> str:
     return f"{path}.{part}" if path else part
 
 
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Says in errors of this module where the user's code is that they are about: `model.py:12: forward() returns`."""
+    try:
+        yield
+    except ModelError as error:
+        if error.code not in CODES:
+            raise
+        raise named(error.code, f"{place}{error}", error.hint) from None
+
+
+def _unsupported(path: str, message: str, hint: str = "") -> ModelError:
+    return ModelError("structure-unsupported", f"{path or 'output'}: {message}", hint)
+
+
 def _check_tensor(value: torch.Tensor, path: str) -> None:
+    where = path or "output"
     if dtype_name(value.dtype) not in DTYPES:
-        raise ModelError("dtype-unsupported", f"{path}: dtype {value.dtype} cannot be held in a bundle")
+        raise ModelError("dtype-unsupported", f"{where}: dtype {value.dtype} cannot be held in a bundle")
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-        raise ModelError("dtype-unsupported", f"{path}: expected a dense tensor, got layout {value.layout}")
+        raise ModelError("dtype-unsupported", f"{where}: expected a dense tensor, got layout {value.layout}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from cgbundle.format.schema import Parameter, Tree
 
 from ..errors import ModelError
 from ..util.raw_bytes import moved
-from .pytree import NamedTensor, constant, describe
-from .user_code import call_user
+from .class_fields import fields_of
+from .pytree import NamedTensor, constant, contexts, describe, located
+from .user_code import call_user, definition
 
 SEED = 0
 """Inputs are drawn after seeding torch with this, so that two builds of one model have the same exam."""
@@ -46,6 +47,7 @@ class Sample:
     """The inputs at one size: the call's arguments, its structure, its parameters, and its tensors with their paths.
 
     The tensors of `leaves` are on the source's device, those in `args` and `kwargs` where inputs() made them.
+    `contexts` are what instances among the arguments hold besides (see `pytree.contexts`).
     """
 
     args: tuple[Any, ...]
@@ -53,6 +55,7 @@ class Sample:
     call: Tree
     parameters: tuple[Parameter, ...]
     leaves: tuple[NamedTensor, ...]
+    contexts: tuple[Any, ...]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -60,31 +63,55 @@ class Sample:
 
 
 def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample:
-    """The inputs at `sizes`, drawn after seeding torch with `seed`, then moved.  Raises source-invalid when inputs() fails or gives
-    none."""
+    """The inputs at `sizes`, drawn after seeding torch with `seed`, then moved.
+
+    Raises source-invalid when inputs() fails or gives none, structure-unsupported and dtype-unsupported for what no bundle takes.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         given = call_user(
             source.inputs, f"inputs({', '.join(f'{name}={size}' for name, size in sizes.items())})", source.label, **sizes
         )
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(given, torch.Tensor):
-        args = (given,)
-    elif isinstance(given, tuple | list):
-        args = tuple(given)
-    elif isinstance(given, Mapping):
-        kwargs = dict(given)
-    else:
-        raise ModelError(
-            "source-invalid",
-            f"{source.label}: inputs() gave {type(given).__name__}, expected a tuple (positional) or a dict (by name)",
-        )
+    args, kwargs = _arguments(source, given)
     leaves: list[NamedTensor] = []
     bound = _bind(source, args, kwargs)
-    call = {"call": [[name, describe(value, name, leaves)] for name, value, _ in bound]}
-    placed = tuple([(path, moved(tensor, source.device)) for path, tensor in leaves])
-    return Sample(args=args, kwargs=kwargs, call=call, parameters=tuple([each for _, _, each in bound]), leaves=placed)
+    with located(f"{definition(source.inputs) or source.label}: inputs() gives "):
+        call = {"call": [[name, describe(value, name, leaves)] for name, value, _ in bound]}
+        kept = [each for name, value, _ in bound for each in contexts(value, name)]
+    return Sample(
+        args=args, kwargs=kwargs, call=call, parameters=tuple([each for _, _, each in bound]),
+        leaves=tuple([(path, moved(tensor, source.device)) for path, tensor in leaves]), contexts=tuple(kept),
+    )  # fmt: skip
+
+
+def _arguments(source: Source, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of what inputs() gave: a tuple of arguments, a dict of them by name, (args, kwargs), or the only argument.
+
+    A tuple is (args, kwargs) where it has two parts, a tuple and a dict, and forward() takes the one by position and the other
+    by name: `((ids,), {"attention_mask": mask})`.  Raises source-invalid.
+    """
+    if isinstance(given, tuple) and len(given) == 2 and type(given[0]) is tuple and type(given[1]) is dict:
+        args, kwargs = given
+        if all(type(name) is str for name in kwargs) and _fits(source.model, args, kwargs):
+            return args, kwargs
+    if isinstance(given, tuple | list):
+        return tuple(given), {}
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, torch.Tensor) or fields_of(given):
+        return (given,), {}
+    raise ModelError(
+        "source-invalid",
+        f"{source.label}: inputs() gave {type(given).__name__}, expected a tuple (positional), a dict (by name) or (args, kwargs)",
+    )
+
+
+def _fits(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any, Parameter]]:
@@ -109,6 +136,10 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
             found += [(each, item, Parameter(keyword=True, default=())) for each, item in value.items()]
         elif name in given or default:
             found.append((name, value, Parameter(keyword=own.kind is own.KEYWORD_ONLY, default=default)))
+    names = [name for name, _, _ in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ModelError("source-invalid", f"{source.label}: two arguments of forward() are called {name!r}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import re
@@ -89,6 +90,12 @@ def place(node: Node | None) -> tuple[str, str]:
         if is_user_file(file):
             return f"{shown(file)}:{line}", code.strip()
     return "", ""
+
+
+def definition(function: Callable[..., Any]) -> str:
+    """`model.py:12` where a function of the user's is defined, or "" """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{shown(code.co_filename)}:{code.co_firstlineno}" if code is not None and is_user_file(code.co_filename) else ""
 
 
 def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, **kwargs: Any) -> Any:

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from cgbundle.format import archive
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
 from cgbundle.validate import host_code
 
-from ..bundle.emit import seal, write_program
+from ..bundle.emit import seal, write_programs
 from ..bundle.proof import mismatches, replay
 from ..bundle.provenance import provenance
 from ..checks import check, refuse
@@ -69,7 +68,7 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
         )  # fmt: skip
         # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
         parts: ManifestParts = import_module(BUILDERS[chosen.recorder]).build_parts(spec, folder, stages)
-        write_program(folder / archive.PROGRAM, prepared.programs.first)
+        write_programs(folder, prepared.programs)
         origin = provenance(source.label, _recorded_options(options, chosen.recorder))
         manifest = _manifest(spec, parts, checked.findings, options.waive, origin)
         host_code.attach(folder, manifest)

@@ -58,7 +58,7 @@ def check(
     found: list[Finding] = []
     regions: tuple[RegionReport, ...] = ()
     returned: tuple[tuple[str, int], ...] = ()
-    unpartitioned = ""
+    unpartitioned = per_size = ""
     try:
         exported = export(source, wanted)
     except ModelError as error:
@@ -67,6 +67,7 @@ def check(
         found.append(_stopped(error))
         unpartitioned = "the model cannot be exported"
     else:
+        per_size = exported.programs.reason
         checked = check_rules(exported, target, host_ops)
         found += checked.findings
         if not any(finding.severity == "refuse" for finding in found):
@@ -87,7 +88,7 @@ def check(
     found.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
     return Report(
         name=source.name, target=target, sizes=tuple(wanted.items()), assumed=assumed, findings=tuple(found), regions=regions,
-        returned=returned, unpartitioned=unpartitioned,
+        returned=returned, unpartitioned=unpartitioned, per_size=per_size,
     )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ class Report:
     """What `check` found.
 
     `target` is "cuda" or "cpu"; `sizes` those that the report is about, `assumed` the dimensions that the user gave no size for.
+    `per_size`: why every int_key is exported by itself, "" where one program is for all.
     `regions` are those that a build would make, `returned` what crosses back to the caller.  Both are empty, and `unpartitioned`
     says why, where nothing can be built.
     """
@@ -72,6 +73,7 @@ class Report:
     regions: tuple[RegionReport, ...]
     returned: tuple[tuple[str, int], ...]
     unpartitioned: str
+    per_size: str
 
     @property
     def refused(self) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from keyword import iskeyword
 from typing import Any, NamedTuple
 
-from ..format.pytree import builder, holds_tensor, may_be_left_out, recorded_constant
+from ..format.pytree import children, holds_tensor, recorded_constant
 from ..format.schema import Manifest, Tree
+from .structure import builder, may_be_left_out
 
 
 class Constant(NamedTuple):
@@ -48,18 +50,29 @@ def arranged(manifest: Manifest, tensors: Sequence[Any]) -> tuple[list[Any], dic
 
 
 def spelled(manifest: Manifest) -> str:
-    """`ids, mask, temperature=2.0`: a call as one would write it, without the constants that may be left out."""
+    """`ids, mask, temperature=2.0`: a call as one would write it, without the constants that may be left out.
+
+    Tensors, and what holds some, stand under their parameter's name.
+    """
     parts, by_name = [], False
     for name, tree, keyword, default in _parameters(manifest):
         if _optional(manifest, tree, default):
             by_name = True  # what follows something that is left out is given by name
             continue
-        by_name = by_name or keyword
-        text = name if holds_tensor(tree) else repr(recorded_constant(tree))
-        named = by_name or not holds_tensor(tree)
-        by_name = named
-        parts.append(f"{name}={text}" if named else text)
+        by_name = by_name or keyword or not holds_tensor(tree)
+        text = _variable(name) if holds_tensor(tree) else repr(recorded_constant(tree))
+        parts.append(text if not by_name else f"{name}={text}" if _is_variable(name) else f"**{{{name!r}: {text}}}")
     return ", ".join(parts)
+
+
+def _variable(name: str) -> str:
+    """The name of a parameter as a variable: one of `**kwargs` may be any text."""
+    made = "".join([letter if letter.isidentifier() or letter.isdecimal() else "_" for letter in name])
+    return made if _is_variable(made) else f"_{made}" if made[:1].isdecimal() else f"{made}_"
+
+
+def _is_variable(name: str) -> bool:
+    return name.isidentifier() and not iskeyword(name)
 
 
 def _parameters(manifest: Manifest) -> list[tuple[str, Tree, bool, tuple[Tree, ...]]]:
@@ -75,13 +88,6 @@ def _optional(manifest: Manifest, tree: Tree, default: tuple[Tree, ...]) -> bool
 
 
 def _leaves(path: str, tree: Tree) -> list[tuple[str, Any]]:
-    ((kind, body),) = tree.items()
-    if kind == "tensor":
-        return []
-    if kind == "value":
-        return [(path, body)]
-    if kind == "dict":
-        children = [(str(key), child) for key, child in body]
-    else:
-        children = [(str(index), child) for index, child in enumerate(body[2] if kind == "namedtuple" else body)]
-    return [each for name, child in children for each in _leaves(f"{path}.{name}", child)]
+    if "value" in tree:
+        return [(path, tree["value"])]
+    return [each for name, child in children(tree) for each in _leaves(f"{path}.{name}", child)]

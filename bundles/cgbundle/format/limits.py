@@ -18,7 +18,7 @@ TREE_DEPTH = 64
 """Containers of a tree inside each other."""
 
 TREE_FIELDS = 4096
-"""Fields of a named tuple."""
+"""Fields of a named tuple or a record."""
 
 SIZE_DEPTH = 64
 """Operators of a size inside each other."""

@@ -4,6 +4,10 @@ A tree is an object with one key:
 
     {"tensor": position}            {"tuple": [trees]}    {"dict": [[key, tree], ...]}, keys str or int, order kept
     {"value": None, a number, ...}  {"list": [trees]}     {"namedtuple": [name, [field, ...], [trees]]}
+    {"record": [name, kind, [field, ...], [trees]]}
+
+A record was an instance of a class that is neither of these: `kind` is "object" for one with attributes (a dataclass, a cache), or
+"mapping" for one that is also a dict of its fields that are not None (outputs of Hugging Face's models).
 
 The tree of a call is {"call": [[parameter, tree], ...]}; the manifest's `parameters` say of each whether it is given by name only,
 and the model's default.  An argument that is no tensor is a constant: a call has to agree with what was recorded.
@@ -11,15 +15,15 @@ and the model's default.  An argument that is no tensor is a constant: a call ha
 
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from ..errors import CallError
 from . import limits, scalars
 from .scalars import invalid
-from .schema import Parameter, Tree
+from .schema import Tree
+
+RECORDS = ("object", "mapping")
+"""The kinds of a record."""
 
 
 def check(tree: Tree, where: str, tensors: int) -> None:
@@ -72,6 +76,8 @@ def _children(tree: Any, place: Place, depth: int, found: list[int]) -> list[tup
         return [(key, child) for key, child in body]
     if kind == "namedtuple" and type(body) is list and len(body) == 3 and _fields_fit(body):
         return list(zip(body[1], body[2], strict=True))
+    if kind == "record" and type(body) is list and len(body) == 4 and _record_fits(body):
+        return list(zip(body[2], body[3], strict=True))
     raise invalid(_spell(place), f"{str(kind)[:40]!r} is no structure of this format")
 
 
@@ -125,6 +131,22 @@ def _fields_fit(body: list[Any]) -> bool:
     )
 
 
+def _record_fits(body: list[Any]) -> bool:
+    """No field is called as Python calls its own attributes; whatever else is printable does."""
+    name, kind, names, children = body
+    return (
+        type(name) is str
+        and _is_name(name)
+        and kind in RECORDS
+        and type(names) is list
+        and type(children) is list
+        and len(names) == len(children) <= limits.TREE_FIELDS
+        and all(type(word) is str and 0 < len(word) <= limits.NAME and word.isprintable() for word in names)
+        and not any(word.startswith("__") for word in names)
+        and len(set(names)) == len(names)
+    )
+
+
 def _is_name(word: str) -> bool:
     """A name as Python's parser leaves it: it takes some letters for others (NFKC)."""
     if len(word) > limits.NAME or not word.isidentifier() or iskeyword(word):
@@ -136,181 +158,32 @@ def _is_name(word: str) -> bool:
     return normalize("NFKC", word) == word
 
 
-# --- taking a call apart --------------------------------------------------------------------------------------------
+# --- reading a tree that was checked --------------------------------------------------------------------------------
 
 
-def flattener(call: Tree, parameters: Sequence[Parameter]) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[Any]]:
-    """A function (args, kwargs) -> tensors in the signature's order.
-
-    Arguments may be given by name, and by position unless their parameter is by name only.  One that holds no tensor may be left
-    out where the model's default is what was recorded.  `parameters` are () for a bundle before format version 4: nothing is by
-    name only, and every constant may be left out.  Raises input-structure where the nesting, a key, or a constant differs.
-    """
-    names = _Names(call, parameters)
-    count = len(names.trees)
-    plain = names.positional == count and all("tensor" in tree for tree in names.trees.values())
-
-    def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        if plain and not kwargs and len(args) == count:
-            return args
-        tensors: list[Any] = []
-        for (name, tree), value in zip(names.trees.items(), names.bind(args, kwargs), strict=True):
-            _flatten(tree, value, name, tensors)
-        return tensors
-
-    return flatten
-
-
-class _Names:
-    """The parameters of a call by name: which may be given by position, and which may be left out, with what they then are."""
-
-    def __init__(self, call: Tree, parameters: Sequence[Parameter]) -> None:
-        self.trees: dict[str, Tree] = {name: tree for name, tree in call["call"]}
-        self.positional = sum(not each.keyword for each in parameters) if parameters else len(self.trees)
-        self.defaults = {name: each.default for name, each in zip(self.trees, parameters, strict=True)} if parameters else {}
-        self.optional = {
-            name: recorded_constant(tree)
-            for name, tree in self.trees.items()
-            if (may_be_left_out(tree, self.defaults[name]) if parameters else "value" in tree)
-        }
-
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The value of every parameter, in order."""
-        order = list(self.trees)
-        if len(args) > self.positional:
-            by_name = order[self.positional :]
-            raise CallError(
-                "input-structure",
-                f"expected at most {self.positional} inputs{' by position' if by_name else ''} ({self._needed()}), got {len(args)}",
-                f"give {', '.join(by_name)} by name" if by_name else "",
-            )
-        values = list(args)
-        for name in order[len(args) :]:
-            if name in kwargs:
-                values.append(kwargs[name])
-            elif name in self.optional:
-                values.append(self.optional[name])
-            else:
-                raise self._missing(name)
-        for name in kwargs:
-            if name in order[: len(args)]:
-                raise CallError("input-structure", f"input {name!r} is given by position and by name")
-            if name not in self.trees:
-                raise CallError("input-structure", f"no input is called {name!r}: the bundle takes {self._needed()}")
-        return values
-
-    def _missing(self, name: str) -> CallError:
-        if holds_tensor(self.trees[name]):
-            return CallError("input-structure", f"input {name!r} is missing: the bundle takes {self._needed()}")
-        recorded = short(recorded_constant(self.trees[name]))
-        if not self.defaults[name]:
-            return CallError(
-                "input-structure", f"input {name!r} is missing: the bundle was built for the constant {recorded}",
-                f"give {name}={recorded}",
-            )  # fmt: skip
-        return CallError(
-            "input-structure",
-            f"input {name!r} is missing: the bundle was built for the constant {recorded}, "
-            f"and the model's default is {short(recorded_constant(self.defaults[name][0]))}",
-            f"give {name}={recorded}, or build with inputs() that leaves it out",
-        )
-
-    def _needed(self) -> str:
-        return ", ".join([name for name in self.trees if name not in self.optional])
+def children(tree: Tree) -> list[tuple[str, Tree]]:
+    """(name, tree) of what lies in a tree: of a dict its keys as text, of a sequence the positions; [] for a leaf."""
+    ((kind, body),) = tree.items()
+    if kind in ("tensor", "value"):
+        return []
+    if kind == "dict":
+        return [(str(key), child) for key, child in body]
+    if kind == "record":
+        return list(zip(body[2], body[3], strict=True))
+    return [(str(index), child) for index, child in enumerate(body[2] if kind == "namedtuple" else body)]
 
 
 def holds_tensor(tree: Tree) -> bool:
     """Whether a tensor stands anywhere in a tree; what has none is a constant."""
-    ((kind, body),) = tree.items()
-    if kind in ("tensor", "value"):
-        return bool(kind == "tensor")
-    children = body[2] if kind == "namedtuple" else [child for _, child in body] if kind == "dict" else body
-    return any(holds_tensor(child) for child in children)
+    return "tensor" in tree or any(holds_tensor(child) for _, child in children(tree))
 
 
 def recorded_constant(tree: Tree) -> Any:
-    """The value of a tree without tensors."""
-    return builder(tree)(())
-
-
-def may_be_left_out(tree: Tree, default: Sequence[Tree]) -> bool:
-    """Whether a call may leave out an argument that was recorded as `tree`: the model's default is the same constant."""
-    if holds_tensor(tree) or not default:
-        return False
-    try:
-        _flatten(tree, recorded_constant(default[0]), "", [])
-    except CallError:
-        return False
-    return True
-
-
-def short(value: Any) -> str:
-    """A constant as Python spells it, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
+    """The value of a tree without tensors, in Python's own types: of a named tuple a tuple, of a record a dict."""
     ((kind, body),) = tree.items()
-    if kind == "tensor":
-        tensors.append(value)
-    elif kind == "value":
-        if not _is(value, body):
-            raise CallError(
-                "input-structure",
-                f"input {where!r}: the bundle was built for the constant {short(body)}, got {_brief(value)}",
-                "the value is part of what was recorded: build another bundle for another",
-            )
-    elif kind == "dict":
-        keys = [key for key, _ in body]
-        if not isinstance(value, Mapping) or set(value) != set(keys):
-            raise CallError("input-structure", f"input {where!r}: expected a dict with the keys {keys}, got {_brief(value)}")
-        for key, child in body:
-            _flatten(child, value[key], f"{where}.{key}", tensors)
-    else:
-        children: list[Tree] = body[2] if kind == "namedtuple" else body
-        sort: type[list[Any]] | type[tuple[Any, ...]] = list if kind == "list" else tuple
-        if not isinstance(value, sort) or len(value) != len(children):
-            raise CallError("input-structure", f"input {where!r}: expected a {kind} of {len(children)}, got {_brief(value)}")
-        for index, (child, item) in enumerate(zip(children, value, strict=True)):
-            _flatten(child, item, f"{where}.{index}", tensors)
-
-
-def _is(value: Any, constant: Any) -> bool:
-    """Whether two constants are one, of the same type: 1 is neither 1.0 nor True, and 0.0 is not -0.0."""
-    return type(value) is type(constant) and value == constant and (type(value) is not float or str(value) == str(constant))
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with the keys {list(value)[:8]}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value if not isinstance(value, str) or len(value) <= 40 else f"{value[:40]}...")
-    return f"a {type(value).__name__}"
-
-
-# --- building a result ----------------------------------------------------------------------------------------------
-
-
-def builder(tree: Tree) -> Callable[[Sequence[Any]], Any]:
-    """A function tensors -> the nested result.  Named tuples are made once, from their names alone."""
-    ((kind, body),) = tree.items()
-    if kind == "tensor":
-        position: int = body
-        return lambda tensors: tensors[position]
     if kind == "value":
-        return lambda tensors: body
+        return body
     if kind == "dict":
-        keys = [key for key, _ in body]
-        parts = [builder(child) for _, child in body]
-        return lambda tensors: {key: part(tensors) for key, part in zip(keys, parts, strict=True)}
-    if kind == "namedtuple":
-        made: Callable[..., Any] = namedtuple(body[0], body[1])  # type: ignore[misc]
-        parts = [builder(child) for child in body[2]]
-        return lambda tensors: made(*[part(tensors) for part in parts])
-    parts = [builder(child) for child in body]
-    if kind == "list":
-        return lambda tensors: [part(tensors) for part in parts]
-    return lambda tensors: tuple([part(tensors) for part in parts])
+        return {key: recorded_constant(child) for key, child in body}
+    found = {name: recorded_constant(child) for name, child in children(tree)}
+    return found if kind == "record" else list(found.values()) if kind == "list" else tuple(found.values())

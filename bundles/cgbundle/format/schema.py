@@ -12,7 +12,7 @@ from typing import Any
 FORMAT_VERSION = 4
 """1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state, random numbers,
 outputs that share memory with something else.  4 (2026-11): parameters of the call, a bound for every tensor of the exam, levels of
-processors, ranges of indices, signatures, the rows that a shared object was built for."""
+processors, ranges of indices, signatures, the rows that a shared object was built for, records in trees."""
 
 ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "written"): (2, ()),

@@ -198,7 +198,7 @@ class UserModule:
         from ...model.load import load_source
 
         self.module: Any = load_source(job["model"]).model.to(job["target"])
-        from cgbundle.format.pytree import builder
+        from cgbundle.call.structure import builder
 
         self._call = [(name, builder(tree)) for name, tree in job["call"]]
 

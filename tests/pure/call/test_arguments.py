@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cgbundle.call.arguments import arranged, constants, spelled
-from cgbundle.format.pytree import flattener
+from cgbundle.call.structure import flattener
 from cgbundle.format.schema import Manifest, Parameter
 from tests.helpers.support import before_4, manifest
 

@@ -1,0 +1,85 @@
+"""Results that were instances of the model's own classes, without these classes: a name, fields, and how they are read.
+
+A record has its fields as attributes and as items, by name and by position.  A dataclass comes back as a `Record`, which is not
+iterated, as it was not.  An output of Hugging Face's comes back as a `MappingRecord`: a mapping of the fields that are not None,
+in their order, which is indexed by position, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+
+class Record:
+    """The fields of an instance.  Equal to another of the same class name and fields whose values are equal; pickled by names."""
+
+    __fields__: ClassVar[tuple[str, ...]] = ()
+    __kind__: ClassVar[str] = "object"
+    __iter__: Any = None  # or Python would iterate over what __getitem__ gives for 0, 1, ...
+    __hash__: Any = None
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Record:
+        """A record of the fields' values, in order."""
+        made = cls()
+        made.__dict__.update(zip(cls.__fields__, values, strict=True))
+        return made
+
+    def __getitem__(self, key: Any) -> Any:
+        """A field by name; by position, or a slice of positions, as in a tuple of all."""
+        return vars(self)[key] if isinstance(key, str) else _values(self)[key]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join([f'{name}={vars(self)[name]!r}' for name in self.__fields__])})"
+
+    def __eq__(self, other: object) -> bool:
+        return _names(self) == _names(other) and _values(self) == _values(other) if isinstance(other, Record) else NotImplemented
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (*_names(self), _values(self))
+
+
+class MappingRecord(Record, Mapping[str, Any]):
+    """A record that is a mapping of its fields that are not None; positions count these alone.  Iterating gives their names."""
+
+    __kind__ = "mapping"
+    __hash__: Any = None
+
+    def __getitem__(self, key: Any) -> Any:
+        found = {name: value for name, value in zip(self.__fields__, _values(self), strict=True) if value is not None}
+        return found[key] if isinstance(key, str) else tuple(found.values())[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name, value in zip(self.__fields__, _values(self), strict=True) if value is not None])
+
+    def __len__(self) -> int:
+        return sum(value is not None for value in _values(self))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return {name: self[name] for name in self} == {name: other[name] for name in other}
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The values of the fields that are not None."""
+        return tuple([value for value in _values(self) if value is not None])
+
+
+def record_class(name: str, kind: str, fields: tuple[str, ...]) -> type[Record]:
+    """A class of records: `kind` is "object" or "mapping".  A field may be called as a method is, and hides it then."""
+    base = MappingRecord if kind == "mapping" else Record
+    return type(name, (base,), {"__fields__": fields, "__module__": __name__})
+
+
+def _names(record: Record) -> tuple[str, str, tuple[str, ...]]:
+    return type(record).__name__, record.__kind__, record.__fields__
+
+
+def _values(record: Record) -> tuple[Any, ...]:
+    held = vars(record)
+    return tuple([held[name] for name in record.__fields__])
+
+
+def _again(name: str, kind: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Record:
+    return record_class(name, kind, fields).of(values)

@@ -1,0 +1,199 @@
+"""A call taken apart into its tensors, and a result built of them, by their trees (format/pytree.py)."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..errors import CallError
+from ..format.pytree import children, holds_tensor, recorded_constant
+from ..format.schema import Parameter, Tree
+
+
+def flattener(call: Tree, parameters: Sequence[Parameter]) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[Any]]:
+    """A function (args, kwargs) -> tensors in the signature's order.
+
+    Arguments may be given by name, and by position unless their parameter is by name only.  One that holds no tensor may be left
+    out where the model's default is what was recorded.  `parameters` are () for a bundle before format version 4: nothing is by
+    name only, and every constant may be left out.  Raises input-structure where the nesting, a key, or a constant differs.
+    """
+    names = _Names(call, parameters)
+    count = len(names.trees)
+    plain = names.positional == count and all("tensor" in tree for tree in names.trees.values())
+
+    def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        if plain and not kwargs and len(args) == count:
+            return args
+        tensors: list[Any] = []
+        for (name, tree), value in zip(names.trees.items(), names.bind(args, kwargs), strict=True):
+            _flatten(tree, value, name, tensors)
+        return tensors
+
+    return flatten
+
+
+class _Names:
+    """The parameters of a call by name: which may be given by position, and which may be left out, with what they then are."""
+
+    def __init__(self, call: Tree, parameters: Sequence[Parameter]) -> None:
+        self.trees: dict[str, Tree] = {name: tree for name, tree in call["call"]}
+        self.positional = sum(not each.keyword for each in parameters) if parameters else len(self.trees)
+        self.defaults = {name: each.default for name, each in zip(self.trees, parameters, strict=True)} if parameters else {}
+        self.optional = {
+            name: recorded_constant(tree)
+            for name, tree in self.trees.items()
+            if (may_be_left_out(tree, self.defaults[name]) if parameters else "value" in tree)
+        }
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The value of every parameter, in order."""
+        order = list(self.trees)
+        if len(args) > self.positional:
+            by_name = order[self.positional :]
+            raise CallError(
+                "input-structure",
+                f"expected at most {self.positional} inputs{' by position' if by_name else ''} ({self._needed()}), got {len(args)}",
+                f"give {', '.join(by_name)} by name" if by_name else "",
+            )
+        values = list(args)
+        for name in order[len(args) :]:
+            if name in kwargs:
+                values.append(kwargs[name])
+            elif name in self.optional:
+                values.append(self.optional[name])
+            else:
+                raise self._missing(name)
+        for name in kwargs:
+            if name in order[: len(args)]:
+                raise CallError("input-structure", f"input {name!r} is given by position and by name")
+            if name not in self.trees:
+                raise CallError("input-structure", f"no input is called {name!r}: the bundle takes {self._needed()}")
+        return values
+
+    def _missing(self, name: str) -> CallError:
+        if holds_tensor(self.trees[name]):
+            return CallError("input-structure", f"input {name!r} is missing: the bundle takes {self._needed()}")
+        recorded = short(recorded_constant(self.trees[name]))
+        if not self.defaults[name]:
+            return CallError(
+                "input-structure", f"input {name!r} is missing: the bundle was built for the constant {recorded}",
+                f"give {name}={recorded}",
+            )  # fmt: skip
+        return CallError(
+            "input-structure",
+            f"input {name!r} is missing: the bundle was built for the constant {recorded}, "
+            f"and the model's default is {short(recorded_constant(self.defaults[name][0]))}",
+            f"give {name}={recorded}, or build with inputs() that leaves it out",
+        )
+
+    def _needed(self) -> str:
+        return ", ".join([name for name in self.trees if name not in self.optional])
+
+
+def may_be_left_out(tree: Tree, default: Sequence[Tree]) -> bool:
+    """Whether a call may leave out an argument that was recorded as `tree`: the model's default is the same constant."""
+    if holds_tensor(tree) or not default:
+        return False
+    try:
+        _flatten(tree, recorded_constant(default[0]), "", [])
+    except CallError:
+        return False
+    return True
+
+
+def short(value: Any) -> str:
+    """A constant as Python spells it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
+    ((kind, body),) = tree.items()
+    if kind == "tensor":
+        tensors.append(value)
+    elif kind == "value":
+        if not _is(value, body):
+            raise CallError(
+                "input-structure",
+                f"input {where!r}: the bundle was built for the constant {short(body)}, got {_brief(value)}",
+                "the value is part of what was recorded: build another bundle for another",
+            )
+    elif kind == "dict":
+        keys = [key for key, _ in body]
+        if not isinstance(value, Mapping) or set(value) != set(keys):
+            raise CallError("input-structure", f"input {where!r}: expected a dict with the keys {keys}, got {_brief(value)}")
+        for key, child in body:
+            _flatten(child, value[key], f"{where}.{key}", tensors)
+    elif kind == "record":
+        items = _fields(tree, value, where)
+        for name, child in children(tree):
+            _flatten(child, items[name], f"{where}.{name}", tensors)
+    else:
+        parts: list[Tree] = body[2] if kind == "namedtuple" else body
+        sort: type[list[Any]] | type[tuple[Any, ...]] = list if kind == "list" else tuple
+        if not isinstance(value, sort) or len(value) != len(parts):
+            raise CallError("input-structure", f"input {where!r}: expected a {kind} of {len(parts)}, got {_brief(value)}")
+        for index, (child, item) in enumerate(zip(parts, value, strict=True)):
+            _flatten(child, item, f"{where}.{index}", tensors)
+
+
+def _fields(tree: Tree, value: Any, where: str) -> dict[str, Any]:
+    """The fields of a record: of a dict its items, those that are None may be absent; of anything else its attributes."""
+    name, _, fields, _ = tree["record"]
+    if isinstance(value, Mapping):
+        items = {field: None for field, child in children(tree) if child == {"value": None}} | dict(value)
+        if items.keys() == set(fields):
+            return items
+    elif not isinstance(value, tuple | list | str | int | float | None) and all(hasattr(value, field) for field in fields):
+        return {field: getattr(value, field) for field in fields}
+    raise CallError(
+        "input-structure",
+        f"input {where!r}: expected a {name} with the fields {fields}, as attributes or as a dict, got {_brief(value)}",
+    )
+
+
+def _is(value: Any, constant: Any) -> bool:
+    """Whether two constants are one, of the same type: 1 is neither 1.0 nor True, and 0.0 is not -0.0."""
+    return type(value) is type(constant) and value == constant and (type(value) is not float or str(value) == str(constant))
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {list(value)[:8]}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value if not isinstance(value, str) or len(value) <= 40 else f"{value[:40]}...")
+    return f"a {type(value).__name__}"
+
+
+# --- building a result ----------------------------------------------------------------------------------------------
+
+
+def builder(tree: Tree) -> Callable[[Sequence[Any]], Any]:
+    """A function tensors -> the nested result.  Classes of named tuples and records are made once, from their names alone."""
+    ((kind, body),) = tree.items()
+    if kind == "tensor":
+        position: int = body
+        return lambda tensors: tensors[position]
+    if kind == "value":
+        return lambda tensors: body
+    if kind == "dict":
+        keys = [key for key, _ in body]
+        parts = [builder(child) for _, child in body]
+        return lambda tensors: {key: part(tensors) for key, part in zip(keys, parts, strict=True)}
+    if kind == "namedtuple":
+        made: Callable[..., Any] = namedtuple(body[0], body[1])  # type: ignore[misc]
+        parts = [builder(child) for child in body[2]]
+        return lambda tensors: made(*[part(tensors) for part in parts])
+    if kind == "record":
+        from .records import record_class  # few results have any: a load without them stays light
+
+        make = record_class(body[0], body[1], tuple(body[2])).of
+        parts = [builder(child) for child in body[3]]
+        return lambda tensors: make([part(tensors) for part in parts])
+    parts = [builder(child) for child in body]
+    if kind == "list":
+        return lambda tensors: [part(tensors) for part in parts]
+    return lambda tensors: tuple([part(tensors) for part in parts])

@@ -1,0 +1,308 @@
+"""Arguments and results as people write them: described, made again with other tensors, and refused with the user's line."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from cgbundle.call.structure import builder, flattener
+from cgbundle.format.pytree import check
+from cgcompile.export.export import export
+from cgcompile.model.dynamic_axes import input_shapes
+from cgcompile.model.load import load_source
+from cgcompile.model.pytree import NamedTensor, contexts, describe, rebuild
+from cgcompile.model.source import Sample, sample
+from tests.helpers.raising import raises
+
+HERE = "tests/cpu/model/test_inputs_outputs.py"
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    scale: float = 2.0
+    more: tuple[Any, ...] = ()
+    total: torch.Tensor | None = field(default=None, init=False)
+
+
+@dataclass(slots=True)
+class Slotted:
+    inner: Frozen
+    names: list[str]
+
+    def __post_init__(self) -> None:
+        raise AssertionError("an instance is made again without its constructor")
+
+
+class Registered:
+    """A class that torch's pytrees know by its keys."""
+
+    def __init__(self, a: Any, b: Any, note: Any = None) -> None:
+        self.a, self.b, self.note = a, b, note
+
+
+class Positions(Registered):
+    """One that they know without keys."""
+
+
+class Constant:
+    """One that holds no children."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    keys = (pytree.MappingKey("a"), pytree.GetAttrKey("b"))
+    pytree.register_pytree_node(
+        Registered, lambda r: ([r.a, r.b], r.note), lambda items, note: Registered(*items, note),
+        flatten_with_keys_fn=lambda r: (list(zip(keys, [r.a, r.b], strict=True)), r.note),
+    )  # fmt: skip
+    pytree.register_pytree_node(Positions, lambda r: ([r.a, r.b], None), lambda items, _: Positions(*items))
+    pytree.register_constant(Constant)
+
+
+def slotted(inner: Frozen, names: list[str]) -> Slotted:
+    made = object.__new__(Slotted)
+    made.inner, made.names = inner, names
+    return made
+
+
+def ones(size: int) -> torch.Tensor:
+    return torch.ones(size)
+
+
+VALUES: list[tuple[Callable[[], Any], list[str]]] = [
+    (lambda: Pair(ones(1), [ones(2), None]), ["left", "right.0"]),
+    (lambda: torch.topk(ones(3), 2), ["values", "indices"]),
+    (lambda: Frozen(ones(1), more=(ones(2), {"k": 3})), ["x", "more.0"]),
+    (lambda: slotted(Frozen(ones(1)), ["a", "b"]), ["inner.x"]),
+    (lambda: {"p": Registered(ones(1), Positions(ones(2), ones(3)))}, ["p.a", "p.b.0", "p.b.1"]),
+    (lambda: OrderedDict(b=ones(1), a=defaultdict(list, {7: ones(2)})), ["b", "a.7"]),
+]
+
+
+@pytest.mark.parametrize(("make", "paths"), VALUES)
+def test_what_is_described_is_made_again_with_other_tensors_and_the_same_types(make: Callable[[], Any], paths: list[str]) -> None:
+    value = make()
+    leaves: list[NamedTensor] = []
+    tree = json.loads(json.dumps(describe(value, "", leaves)))
+    check(tree, "result", len(leaves))
+    assert [path for path, _ in leaves] == paths
+    others = [tensor + 1 for _, tensor in leaves]
+    made = rebuild(tree, others, value)
+    assert type(made) is type(value) and contexts(made, "") == contexts(value, "")
+    again: list[NamedTensor] = []
+    assert describe(made, "", again) == tree
+    assert all(one is other for one, (_, other) in zip(others, again, strict=True))
+    # the runtime takes the instance apart in the same way, and its own result in place of it
+    flatten = flattener({"call": [["value", tree]]}, ())
+    if "p" not in paths[0]:  # a registered class of positions is a tuple there
+        assert all(one is other for one, other in zip(others, flatten((made,), {}), strict=True))
+    assert all(one is other for one, other in zip(others, flatten((builder(tree)(others),), {}), strict=True))
+
+
+def test_a_result_without_its_class_is_read_in_the_same_way() -> None:
+    leaves: list[NamedTensor] = []
+    tree = describe(slotted(Frozen(ones(1), more=(1, "two")), ["a"]), "", leaves)
+    made = builder(tree)(["tensor"])
+    assert (made.inner.x, made.inner.scale, made.inner.more, made.inner.total, made.names) == (
+        "tensor",
+        2.0,
+        (1, "two"),
+        None,
+        ["a"],
+    )
+    assert repr(made).startswith("Slotted(inner=Frozen(x='tensor', scale=2.0, ")
+    topk = builder(describe(torch.topk(ones(3), 2), "", []))(["v", "i"])
+    assert (topk.values, topk.indices, tuple(topk)) == ("v", "i", ("v", "i"))
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def forward(self, x: Any, y: Any = None, *rest: Any, scale: float = 1.0, **more: Any) -> Any:
+        return x
+
+
+class Named(nn.Module):
+    def forward(self, states: Any, options: Any = None) -> Any:
+        return states[0]
+
+
+X, Y = torch.zeros(1), torch.ones(1)
+
+
+def given(model: nn.Module, value: Any) -> Sample:
+    return sample(load_source(model, lambda: value), {})
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "names", "args", "kwargs"),
+    [
+        (Plain(), X, ["x", "y", "scale"], 1, []),
+        (Plain(), (X, Y), ["x", "y", "scale"], 2, []),
+        (Plain(), {"y": Y, "x": X}, ["x", "y", "scale"], 0, ["y", "x"]),
+        (Plain(), ((X,), {"y": Y}), ["x", "y", "scale"], 1, ["y"]),
+        (Plain(), ((X, Y, X, X), {"scale": 2.0, "own": Y}), ["x", "y", "rest_0", "rest_1", "scale", "own"], 4, ["scale", "own"]),
+        (Plain(), ((), {"x": X}), ["x", "y", "scale"], 0, ["x"]),
+        (Plain(), ((X,), {}), ["x", "y", "scale"], 1, []),
+        (Plain(), ((X, Y), {"x": X}), ["x", "y", "scale"], 2, []),  # x would be there twice: two arguments
+        (Plain(), ([X], {"y": Y}), ["x", "y", "scale"], 2, []),  # a list is no args
+        (Named(), ((X, Y), {"mode": 1}), ["states", "options"], 2, []),  # forward() takes no mode
+        (Named(), ((X, Y), {"options": None}), ["states", "options"], 2, []),  # nor states and options besides
+        (Named(), Pair(X, Y), ["states", "options"], 2, []),
+        (Named(), Frozen(X), ["states", "options"], 1, []),
+    ],
+)
+def test_what_inputs_gives_is_one_argument_several_by_position_by_name_or_both(
+    model: nn.Module, value: Any, names: list[str], args: int, kwargs: list[str]
+) -> None:
+    made = given(model, value)
+    assert [name for name, _ in made.call["call"]] == names
+    assert (len(made.args), list(made.kwargs)) == (args, kwargs)
+
+
+def test_two_arguments_of_one_name_are_refused() -> None:
+    with raises("source-invalid", match="two arguments of forward\\(\\) are called 'rest_0'"):
+        given(Plain(), ((X, Y, X), {"rest_0": X}))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Strange:
+    """What no bundle describes."""
+
+
+class Gives(nn.Module):
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "said", "hint"),
+    [
+        (lambda x: Strange(), r"output: .*\.Strange cannot be described", "dataclasses"),
+        (lambda x: {"a": [x, Frozen(x, more=(Strange(),))]}, r"a\.1\.more\.0: .*\.Strange cannot be described", "dataclasses"),
+        (lambda x: (x, type("MambaCache", (), {})()), r"1: .*\.MambaCache cannot be described", "use_cache = False"),
+        (lambda x: (x, Constant()), r"1: .*\.Constant cannot be described", "dataclasses"),
+        (lambda x: {"low": x.to(torch.float8_e8m0fnu)}, r"low: dtype torch.float8_e8m0fnu", ""),
+        (lambda x: [float("nan")], r"0: a bundle holds no number nan", ""),
+    ],
+)
+def test_a_result_that_no_bundle_holds_is_refused_with_its_path_and_the_line_of_forward(
+    make: Callable[[torch.Tensor], Any], said: str, hint: str
+) -> None:
+    line = Gives.forward.__code__.co_firstlineno
+    code = "dtype-unsupported" if "dtype" in said else "structure-unsupported"
+    with raises(code, match=rf"^{HERE}:{line}: forward\(\) gives {said}") as caught:
+        export(load_source(Gives(make), lambda: X), {})
+    assert hint in caught.value.hint
+
+
+def with_note() -> Any:
+    made = Frozen(X)
+    object.__setattr__(made, "note", X)
+    return (made,)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (lambda: ({"a": Strange()},), r"x\.a: .*\.Strange cannot be described"),
+        (with_note, r"x: its attribute 'note' is no field: it can be an output, but no input"),
+        (lambda: (Registered(X, Y, note=3.0),), r"x: Registered keeps 3.0 beside its tensors: it can be an output"),
+    ],
+)
+def test_an_input_that_cannot_be_made_again_is_refused_with_its_path_and_the_line_of_inputs(
+    inputs: Callable[[], Any], said: str
+) -> None:
+    with raises("structure-unsupported", match=rf"^{HERE}:{inputs.__code__.co_firstlineno}: inputs\(\) gives {said}"):
+        sample(load_source(Gives(lambda x: x), inputs), {})
+
+
+# --- caches ----------------------------------------------------------------------------------------------------------
+
+
+def caches() -> Any:
+    return pytest.importorskip("transformers.cache_utils")
+
+
+def config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=32,
+    )  # fmt: skip
+
+
+def filled(cache: Any, batch: int, tokens: int) -> Any:
+    cache.update(torch.randn(batch, 2, tokens, 4), torch.randn(batch, 2, tokens, 4), 0)
+    return cache
+
+
+def test_a_cache_is_its_layers_tensors() -> None:
+    made = caches()
+    dynamic, static = filled(made.DynamicCache(), 1, 3), filled(made.StaticCache(config=config(), max_cache_len=8), 1, 3)
+    both = made.EncoderDecoderCache(filled(made.DynamicCache(), 1, 3), filled(made.DynamicCache(), 1, 3))
+    for value, paths in (
+        (dynamic, ["layers.0.keys", "layers.0.values"]),
+        (static, ["layers.0.keys", "layers.0.values", "layers.0.cumulative_length"]),
+        (both, [f"{name}_attention_cache.layers.0.{each}" for name in ("self", "cross") for each in ("keys", "values")]),
+    ):
+        leaves: list[NamedTensor] = []
+        tree = describe(value, "", leaves)
+        assert sorted(path for path, _ in leaves) == sorted(paths)
+        others = [tensor.clone() for _, tensor in leaves]
+        again = rebuild(tree, others, value)
+        assert type(again) is type(value) and again.get_seq_length() == value.get_seq_length()
+        filled(getattr(again, "self_attention_cache", again), 1, 1)
+        assert value.get_seq_length() == 3, "the example stays as it is"
+
+
+def test_a_cache_is_an_input_whose_length_is_a_dimension() -> None:
+    made = caches()
+    source = load_source(Gives(lambda x: x.layers[0].keys), lambda past: filled(made.DynamicCache(), 2, past))
+    assert input_shapes(source, {"past": (2, 4)}) == [(2, 2, "past", 4)] * 2
+    static = load_source(
+        Gives(lambda x: x.layers[0].keys),
+        lambda batch, length: filled(made.StaticCache(config=config(), max_cache_len=length), batch, 1),
+    )
+    with raises("source-invalid", match=r"input 'x.layers.0': its max_cache_len, 4, changes with length"):
+        input_shapes(static, {"batch": (1, 2), "length": (2, 4)})
+
+
+def test_a_cache_that_counts_in_python_is_an_output_and_no_input() -> None:
+    made = caches()
+    cache = made.DynamicCache()
+    cache.layers.append(made.DynamicSlidingWindowLayer(sliding_window=4))
+    filled(cache, 1, 6)
+    leaves: list[NamedTensor] = []
+    describe(cache, "", leaves)
+    assert [path for path, _ in leaves] == ["layers.0.keys", "layers.0.values"]
+    with raises("structure-unsupported", match=r"x\.layers\.0: DynamicSlidingWindowLayer counts its tokens in a number of Python"):
+        sample(load_source(Gives(lambda x: x), lambda: cache), {})
