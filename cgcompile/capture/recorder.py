@@ -6,7 +6,6 @@ Comparing the two names every address (assemble.py); replaying the same inputs i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay_out
 from ..targets.weights import row_major, shapes_of
 from ..util.tolerance import Difference
+from ..util.workers import processors
 from .assemble import Assembled, assemble
 from .processes import run_all
 from .request import Call, Request
@@ -135,7 +135,7 @@ def record(
     environment = cache_environment(cache or folder / "cache")
     if level != "eager":
         shares = [(key,) for key in keys] if specialize == "size" else [keys]
-        at_once = workers or (1 if level == "max-autotune" else max(1, (os.cpu_count() or 2) // 2))
+        at_once = workers or (1 if level == "max-autotune" else max(1, processors() // 2))
         run_all([request("prime", i, share) for i, share in enumerate(shares)], folder, environment, at_once, tell)
     a, b = run_all([request("record", i, keys) for i in range(2)], folder, environment, 2 if parallel else 1, tell)
     tell("comparing the recordings")

@@ -21,10 +21,9 @@ from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
 from ..model.user_code import first_line, user_line
 from .dynamic_check import check_dynamic
-from .explain import branch
 from .exported import EagerShapes, Exported, memory_order
 from .programs import Programs, with_shared_constants
-from .torch_export import export_dynamic, export_static, past_branches
+from .torch_export import branch, export_dynamic, export_static, past_branches
 
 STOPPED = ("export-failed", "branch-on-data", "size-excluded")
 """Causes by which torch.export stops."""

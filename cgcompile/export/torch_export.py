@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from cgbundle.format.schema import Size
 from cgbundle.format.size_expressions import linear
 
 from ..errors import ModelError
 from ..model.flat_module import FlatModule
-from ..model.side_effects import BRANCH, Obstacle, SideEffects
+from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
 from ..model.source import Source
-from ..model.user_code import user_place
-from .explain import constants, explain
+from ..model.user_code import first_line, user_line, user_place
+from .higher_order import expanded
 
 
 def export_dynamic(
@@ -39,11 +40,11 @@ def export_dynamic(
     except Exception as error:
         narrower = _narrower(str(error), roots)
         if narrower is None:
-            raise explain(source, error, sizes) from error
+            raise _explain(source, error, sizes) from error
     try:
         return _export(flat, tensors, _dynamic(shapes, narrower))
     except Exception as error:
-        raise explain(source, error, sizes) from error
+        raise _explain(source, error, sizes) from error
 
 
 def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
@@ -51,7 +52,7 @@ def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tens
     try:
         return _export(flat, tensors, None)
     except Exception as error:
-        raise explain(source, error, {}) from error
+        raise _explain(source, error, {}) from error
 
 
 def past_branches(
@@ -85,7 +86,7 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
         program = torch.export.export(flat, _separate(tensors), dynamic_shapes=dynamic, strict=False)
     sys.stderr.write(said.getvalue())
-    return program
+    return expanded(program)
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -142,4 +143,45 @@ def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
         step = int(offset.replace(" ", "")) if offset else 0
         base = made.get(root) or Dim(root)
         made[name] = int(scale or 1) * base + step if step else int(scale or 1) * base
-    return made if made != dict(roots) and made.keys() >= roots.keys() and not constants(fixes) else None
+    return made if made != dict(roots) and made.keys() >= roots.keys() and not _constants(fixes) else None
+
+
+# --- what torch.export says when it stops, in our words ------------------------------------------------------------
+
+_INPUT_SIZE = r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]"
+"""How export spells the size of an input's axis."""
+
+
+def _constants(fixes: str) -> dict[str, str]:
+    """Dimensions that export found to be constant, with the value."""
+    return dict(re.findall(r"^\s*(\w+) = (\d+)\s*$", fixes, re.MULTILINE))
+
+
+def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
+    """The error for what torch.export raised; `sizes` are those of the dimensions that were dynamic."""
+    text = str(error)
+    fixed = _constants(text)
+    for name in sizes:
+        if name in fixed:
+            return ModelError(
+                "size-excluded",
+                f"{source.label}: dimension {name!r} cannot vary: the model's code fixes it to {fixed[name]}",
+                f"remove what depends on the value of {name} (an if, int(), a constant in a view), or declare no such dimension",
+            )
+        if re.search(rf"\b{name}\b", text) and "onstraint" in text:
+            lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
+            line = next((line for line in lines if line.startswith("Not all values")), lines[0])
+            return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
+    if isinstance(error, GuardOnDataDependentSymNode):
+        place, line = user_place(error)
+        return branch(place or source.label, line)
+    place = user_line(error, source.label)
+    if not place:
+        found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
+        place = f"{found[1]}:{found[2]}" if found else source.label
+    return ModelError("export-failed", f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
+
+
+def branch(where: str, line: str) -> ModelError:
+    """Python branched on the value of a tensor at `where`."""
+    return ModelError("branch-on-data", f"{where}: data-dependent-branch: {BRANCH}: {line}", BRANCH_FIX)

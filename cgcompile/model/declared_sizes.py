@@ -4,24 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
-from ..errors import BuildError
+from ..errors import BuildError, ModelError
+
+
+class SavedDimension(NamedTuple):
+    """A dimension of a saved program: the axes that it is the size of, such as `input_ids.0`, and the sizes it was exported for
+    (`high` is None without a limit)."""
+
+    name: str
+    axes: tuple[str, ...]
+    low: int
+    high: int | None
+
 
 Given = Sequence[int] | Sequence[str] | Mapping[str, Sequence[int]] | str
 """[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"]."""
 
 
-def declared_sizes(given: Given, dimensions: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Ascending sizes of every dimension, in declared order.  Raises sizes-invalid."""
+def declared_sizes(given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] = ()) -> dict[str, tuple[int, ...]]:
+    """Ascending sizes of every dimension, in declared order.  One of a `saved` program may be called by an axis, `input_ids.0`.
+
+    Raises sizes-invalid, and size-excluded for what a program was not exported for.
+    """
     pairs = _pairs(given, dimensions)
     found: dict[str, tuple[int, ...]] = {}
-    for name, sizes in pairs:
+    for called, sizes in pairs:
+        name = next((each.name for each in saved if called in each.axes), called)
         if name not in dimensions:
             known = ", ".join(dimensions) or "none"
             raise BuildError(
                 "sizes-invalid",
                 f"sizes: {name!r} is no declared dimension (declared: {known})",
-                "dimensions are the parameters of inputs()",
+                _standing(saved) or "dimensions are the parameters of inputs()",
             )
         if name in found:
             raise BuildError("sizes-invalid", f"sizes: dimension {name!r} is given twice")
@@ -37,7 +53,35 @@ def declared_sizes(given: Given, dimensions: Sequence[str]) -> dict[str, tuple[i
     for name in dimensions:
         if name not in found:
             raise BuildError("sizes-invalid", f"sizes: no size for dimension {name!r}", f"add --sizes {name}=1,8")
+    for each in saved:
+        for size in found[each.name]:
+            if size < each.low or (each.high is not None and size > each.high):
+                limits = f"min={each.low}" + ("" if each.high is None else f", max={each.high}")
+                raise ModelError(
+                    "size-excluded",
+                    f"sizes: {each.name}={size} is excluded: the program was exported for {limits} ({_standing([each])})",
+                    "export it again with another torch.export.Dim",
+                )
     return {name: found[name] for name in dimensions}
+
+
+def assumed_sizes(dimensions: Sequence[str], saved: Sequence[SavedDimension], wanted: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Sizes for all dimensions where nobody gave any: those that are `wanted`, moved to what a saved program was exported for."""
+    limits = {each.name: (each.low, each.high) for each in saved}
+    found = {}
+    for name in dimensions:
+        low, high = limits.get(name, (1, None))
+        found[name] = tuple(sorted({max(low, size if high is None else min(size, high)) for size in wanted}))
+    return found
+
+
+def _standing(saved: Sequence[SavedDimension]) -> str:
+    """`dim0 is axis 0 of ids and axis 0 of mask; ...`."""
+    told = []
+    for each in saved:
+        axes = [f"axis {axis} of {path}" for path, _, axis in [named.rpartition(".") for named in each.axes]]
+        told += [f"{each.name} is {' and '.join(axes)}"] if axes else []
+    return "; ".join(told)
 
 
 def count_keys(sizes: Mapping[str, Sequence[int]], limit: int) -> int:

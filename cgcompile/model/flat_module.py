@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -161,7 +162,7 @@ def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int 
     try:
         for _ in range(calls):
             given = tuple([tensor.clone() for tensor in tensors])
-            with torch.no_grad():
+            with torch.no_grad(), _traced_per_size():
                 outputs = reference(*given)
         state = reference.snapshot.current()
         buffers = reference.snapshot.storages()
@@ -169,3 +170,12 @@ def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int 
     finally:
         reference.snapshot.restore()
     return EagerResult(outputs=own, given=given, state=state)
+
+
+def _traced_per_size() -> AbstractContextManager[Any]:
+    """Operators that torch traces even in eager mode (while_loop, scan, flex_attention) are traced for each size: with symbols for
+    sizes torch refuses some, and from the ninth trace on all (torch._dynamo.config, 2.11 and 2.13)."""
+    from torch._dynamo import config  # late: Dynamo is not needed to read a model
+
+    made: AbstractContextManager[Any] = config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 20)
+    return made

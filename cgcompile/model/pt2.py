@@ -13,22 +13,29 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from ..errors import BuildError, ModelError
+from .declared_sizes import SavedDimension
 from .devices import markers  # noqa: F401 (a program may hold these operators)
 from .source import Source
 from .user_code import first_line
+
+NAMES = "dimensions"
+"""The extra file of a .pt2 that may name its dimensions: `torch.export.save(program, path, extra_files={NAMES: "batch,seq"})`.
+torch itself keeps the names of `Dim`s nowhere (2.11 and 2.13)."""
 
 
 def load_saved(label: str) -> Source:
     """Raises source-missing, source-invalid.
 
-    Dimensions are named `dim0`, `dim1`, ... in the order in which they first occur in the inputs' shapes (a .pt2 keeps no
-    names), or `batch` where there is one.  Inputs are drawn like the program's own example inputs: floats normal, integers
-    within the examples' range.  What is no tensor is a constant without a default: the program, too, wants it given.
+    Dimensions are in the order in which they first occur in the inputs' shapes.  Their names are those of the extra file `NAMES`;
+    without one `batch` for a single one, `dim0`, `dim1`, ... for several.  Inputs are drawn like the program's own example inputs:
+    floats normal, integers within the examples' range.  What is no tensor is a constant without a default: the program, too,
+    wants it given.
     """
     if not os.path.isfile(label):
         raise BuildError("source-missing", f"{label}: no such file")
+    extra = {NAMES: ""}
     try:
-        program = torch.export.load(label)
+        program = torch.export.load(label, extra_files=extra)
     except Exception as error:
         raise ModelError(
             "source-invalid", f"{label}: torch.export.load failed: {type(error).__name__}: {first_line(error)}"
@@ -37,18 +44,45 @@ def load_saved(label: str) -> Source:
         raise ModelError("source-invalid", f"{label}: the program was saved without example inputs")
     user = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT}
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
-    symbols: list[Any] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            for size in value.shape:
-                for symbol in sorted(_free(size), key=str):
-                    if symbol not in symbols:
-                        symbols.append(symbol)
-    names = ["batch"] if len(symbols) == 1 else [f"dim{index}" for index in range(len(symbols))]
-    inputs = _random_inputs(program, values, dict(zip(symbols, names, strict=True)), names)
+    model = program.module()
+    axes: dict[Any, list[str]] = {}
+    for path, value in zip(_paths(program.example_inputs, model), values, strict=True):
+        for axis, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            for symbol in sorted(_free(size), key=str):
+                axes.setdefault(symbol, []).extend([f"{path}.{axis}"] if size.node.expr == symbol else [])
+    names = _names(label, extra[NAMES], len(axes))
+    saved = tuple([_saved(name, program, symbol, found) for name, (symbol, found) in zip(names, axes.items(), strict=True)])
+    inputs = _random_inputs(program, values, dict(zip(axes, names, strict=True)), names)
     return Source(
-        name=Path(label).stem, label=label, code="", model=program.module(), inputs=inputs, dimensions=tuple(names), owned=True
+        name=Path(label).stem, label=label, code="", model=model, inputs=inputs, dimensions=tuple(names), owned=True, saved=saved
     )  # fmt: skip
+
+
+def _names(label: str, given: str | bytes, count: int) -> list[str]:
+    text = given.decode() if isinstance(given, bytes) else given
+    names = [name.strip() for name in text.split(",")] if text.strip() else []
+    if not names:
+        return ["batch"] if count == 1 else [f"dim{index}" for index in range(count)]
+    if len(names) != count or len(set(names)) != count or not all(name.isidentifier() for name in names):
+        raise ModelError("source-invalid", f"{label}: its file {NAMES!r} has {text!r}, expected {count} different names")
+    return names
+
+
+def _paths(examples: Any, model: torch.nn.Module) -> list[str]:
+    """The path of every example input, as those of a call's tensors: `cache.0.key`."""
+    positional = list(inspect.signature(model.forward).parameters)
+    found = []
+    for (kind, first, *rest), _ in pytree.tree_flatten_with_path(examples)[0]:
+        name = positional[first.idx] if kind.idx == 0 else first.key
+        inner = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in rest]
+        found.append(".".join(map(str, [name, *inner])))
+    return found
+
+
+def _saved(name: str, program: Any, symbol: Any, axes: list[str]) -> SavedDimension:
+    bounds = program.range_constraints.get(symbol)
+    low, high = (1, None) if bounds is None else (max(1, int(bounds.lower)), int(bounds.upper) if bounds.upper.is_Integer else None)
+    return SavedDimension(name, tuple(axes), low, high)
 
 
 def _free(size: Any) -> set[Any]:
@@ -70,9 +104,7 @@ def _random_inputs(program: Any, values: list[Any], names: dict[Any, str], order
             else:
                 drawn.append(example)
         args, kwargs = pytree.tree_unflatten(drawn, spec)
-        if args and kwargs:
-            raise ValueError("programs with positional and keyword inputs at once are not supported")
-        return kwargs or args
+        return tuple(args), dict(kwargs)
 
     inputs.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in order]

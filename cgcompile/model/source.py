@@ -15,6 +15,7 @@ from cgbundle.format.schema import Parameter, Tree
 from ..errors import ModelError
 from ..util.raw_bytes import moved
 from .class_fields import fields_of
+from .declared_sizes import SavedDimension
 from .pytree import NamedTensor, constant, contexts, describe, located
 from .user_code import call_user, definition
 
@@ -30,6 +31,7 @@ class Source:
 
     `code` is the file or module that defines the model, "" where no other process can import it.  `dimensions` are the parameters
     of `inputs`.  `owned`: the model was made for this build, which may do with it what it likes.  `device`: where it lives.
+    `saved` is what a saved program says of its dimensions.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Source:
     dimensions: tuple[str, ...]
     owned: bool = False
     device: torch.device = CPU
+    saved: tuple[SavedDimension, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
     chosen = choose(options.target, options.lower, options.specialize, options.recorder, options.prove)
     with stages("source") as tell:
         source = load_source(model, inputs)
-        sizes = declared_sizes(options.sizes, source.dimensions)
+        sizes = declared_sizes(options.sizes, source.dimensions, source.saved)
         keys = count_keys(sizes, options.max_keys)
         destination = destination_path(options.out, source.name)
         tell(f"{source.name}, {_counted(keys, 'int_key')}")

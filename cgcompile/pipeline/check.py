@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.export import ExportedProgram
 
 from cgbundle.format.schema import Finding
+from cgbundle.format.size_expressions import standing
 
 from ..checks import check as check_rules
 from ..checks.context import operator
@@ -20,7 +21,7 @@ from ..errors import BuildError, ModelError
 from ..export.export import export
 from ..export.exported import Exported
 from ..export.signature import describe_signature
-from ..model.declared_sizes import Given, declared_sizes
+from ..model.declared_sizes import Given, assumed_sizes, declared_sizes
 from ..model.load import load_source
 from ..model.side_effects import BRANCH, BRANCH_FIX
 from ..model.source import sample
@@ -54,8 +55,9 @@ def check(
         target = "cuda"
     source = load_source(model, inputs)
     assumed = () if sizes else tuple(source.dimensions)
-    wanted = dict.fromkeys(assumed, ASSUMED) if assumed else declared_sizes(sizes, source.dimensions)
+    wanted = assumed_sizes(assumed, source.saved, ASSUMED) if assumed else declared_sizes(sizes, source.dimensions, source.saved)
     found: list[Finding] = []
+    axes: tuple[tuple[str, str], ...] = ()
     regions: tuple[RegionReport, ...] = ()
     returned: tuple[tuple[str, int], ...] = ()
     unpartitioned = per_size = ""
@@ -68,6 +70,8 @@ def check(
         unpartitioned = "the model cannot be exported"
     else:
         per_size = exported.programs.reason
+        shapes = [(name, shape) for (name, _), shape in zip(exported.flat.like.leaves, exported.shapes, strict=True)]
+        axes = tuple([(name, standing(name, shapes)) for name in wanted])
         checked = check_rules(exported, target, host_ops)
         found += checked.findings
         if not any(finding.severity == "refuse" for finding in found):
@@ -87,8 +91,8 @@ def check(
         found = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in found]
     found.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
     return Report(
-        name=source.name, target=target, sizes=tuple(wanted.items()), assumed=assumed, findings=tuple(found), regions=regions,
-        returned=returned, unpartitioned=unpartitioned, per_size=per_size,
+        name=source.name, target=target, sizes=tuple(wanted.items()), axes=axes, assumed=assumed, findings=tuple(found),
+        regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
     )  # fmt: skip
 
 

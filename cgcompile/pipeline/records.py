@@ -59,7 +59,8 @@ class RegionReport:
 class Report:
     """What `check` found.
 
-    `target` is "cuda" or "cpu"; `sizes` those that the report is about, `assumed` the dimensions that the user gave no size for.
+    `target` is "cuda" or "cpu"; `sizes` those that the report is about, `assumed` the dimensions that the user gave no size for,
+    `axes` which axes of the inputs each is the size of, in words.
     `per_size`: why every int_key is exported by itself, "" where one program is for all.
     `regions` are those that a build would make, `returned` what crosses back to the caller.  Both are empty, and `unpartitioned`
     says why, where nothing can be built.
@@ -68,6 +69,7 @@ class Report:
     name: str
     target: str
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    axes: tuple[tuple[str, str], ...]
     assumed: tuple[str, ...]
     findings: tuple[Finding, ...]
     regions: tuple[RegionReport, ...]

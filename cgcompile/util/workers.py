@@ -49,7 +49,7 @@ class Request:
 
 
 def ask(kind: Kind, requests: Mapping[Key, Request], workers: int | None = None) -> Iterator[tuple[Key, Any]]:
-    """The answers as they come, of `workers` processes at a time (default: one for each processor).  Raises what a worker refused,
+    """The answers as they come, of `workers` processes at a time (default: as many as `processors`).  Raises what a worker refused,
     and an error of code `kind.died` when one ended without an answer.  The first error ends all."""
     started: list[_Worker] = []
     idle: list[_Worker] = []
@@ -83,12 +83,17 @@ def ask(kind: Kind, requests: Mapping[Key, Request], workers: int | None = None)
         return
     with ExitStack() as stack:
         stack.callback(close)
-        threads = stack.enter_context(ThreadPoolExecutor(min(workers or os.cpu_count() or 1, len(requests))))
+        threads = stack.enter_context(ThreadPoolExecutor(min(workers or processors(), len(requests))))
         stack.callback(kill)  # before the threads are waited for: then none waits for an answer any more
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         futures = {threads.submit(answer, request): key for key, request in requests.items()}
         for future in as_completed(futures):
             yield futures[future], future.result()
+
+
+def processors() -> int:
+    """The processors that this process may use: a container or `taskset` may give it fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
 
 
 class _Worker:

@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.call.arguments import Constant, constants, spelled
+from cgbundle.call.arguments import Constant, constants, nested, spelled
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, manifest_json
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, Weight
-from cgbundle.format.size_expressions import text
+from cgbundle.format.size_expressions import standing, text
 from cgbundle.tensors.exam_tensors import exam_tensors
 from cgbundle.trust import manifest_signature
 
@@ -148,6 +148,12 @@ def sizes(manifest: Manifest) -> str:
     return f"{axes or 'no dimensions'}: {count(len(manifest.programs), 'int_key')}{own}"
 
 
+def axes(manifest: Manifest) -> list[str]:
+    """`batch: axis 0 of ids, mask` of every dimension."""
+    shapes = [(spec.name, spec.shape) for spec in manifest.inputs]
+    return [f"{each.name}: {cut(standing(each.name, shapes))}" for each in manifest.dimensions]
+
+
 def memory(manifest: Manifest) -> str:
     """`weights 1.2 MiB, arena 80.0 KiB`."""
     return ", ".join([f"{name} {size(number)}" for name, number in manifest.memories if number]) or "none of its own"
@@ -260,4 +266,4 @@ def files(manifest: Manifest) -> Table:
 
 def load_lines(path: str, manifest: Manifest) -> list[str]:
     """Python that loads the bundle and calls it."""
-    return ["import cgbundle", f"program = cgbundle.load({path!r})", f"result = program({spelled(manifest)})"]
+    return ["import cgbundle", f"program = cgbundle.load({path!r})", *nested(manifest), f"result = program({spelled(manifest)})"]

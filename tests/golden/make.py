@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
-A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache` and `cpu_state`.  All are tiny, because
-the tests of every later version read them.
+A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state` and `cpu_records`.  All are
+tiny, because the tests of every later version read them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ GOLDENS = {
     "mlp": Golden(sizes=(1, 4), gpu=True, limit=120_000, level="max-autotune", environment=TRITON_ONLY),
     "cpu_cache": Golden(sizes=(1, 4), gpu=False, limit=500_000),
     "cpu_state": Golden(sizes=(1, 4), gpu=False, limit=500_000),
+    "cpu_records": Golden(sizes=(1, 4), gpu=False, limit=330_000),
     "state": Golden(sizes=(1, 4), gpu=True, limit=250_000, level="max-autotune", environment=TRITON_ONLY),
 }
 

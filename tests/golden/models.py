@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,7 @@ from torch import nn
 
 WIDTH, HEADS, VOCABULARY, TOKENS = 32, 2, 96, 8
 
-Made = tuple[nn.Module, Callable[[int], tuple[torch.Tensor, ...]]]
+Made = tuple[nn.Module, Callable[[int], tuple[Any, ...]]]
 
 
 class Block(nn.Module):
@@ -122,6 +125,48 @@ def state() -> Made:
 def cpu_state() -> Made:
     """The same."""
     return state()
+
+
+@dataclass
+class Batch:
+    """A call's tensors, and a number that is none."""
+
+    x: torch.Tensor
+    scale: float = 2.0
+
+
+@dataclass
+class Result(OrderedDict[str, Any]):
+    """As transformers has its outputs: a dict of the fields that are not None."""
+
+    y: torch.Tensor
+    loss: torch.Tensor | None = None
+    parts: tuple[Batch, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.update({field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None})
+
+
+class Recording(nn.Module):
+    """Takes a dataclass, and gives one inside another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = perceptron()
+
+    def forward(self, batch: Batch, *, shift: torch.Tensor) -> Result:
+        """(batch, 16), (4,) -> (batch, 4), twice."""
+        made = self.network(batch.x) * batch.scale
+        return Result(made, parts=(Batch(made + shift, 1.0),))
+
+
+def cpu_records() -> Made:
+    """fp32, with classes of its own in the call and the result."""
+
+    def inputs(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (Batch(torch.randn(batch, 16)),), {"shift": torch.randn(4)}
+
+    return Recording(), inputs
 
 
 def perceptron() -> nn.Module:

@@ -34,7 +34,7 @@ from tests.helpers.raising import raises
 
 HOME = GOLDEN
 GOLDENS = sorted(HOME.glob("v*/*.cgb"))
-LIMIT = 500_000
+LIMIT = 800_000
 """Bytes of all goldens of a version for one kind of target."""
 
 FLIPS = (0, 0.5, 1)

@@ -10,6 +10,9 @@ from ..format.pytree import children, holds_tensor, recorded_constant
 from ..format.schema import Manifest, Tree
 from .structure import builder, may_be_left_out
 
+LINE = 200
+"""Characters of an argument that is spelled with its parts."""
+
 
 class Constant(NamedTuple):
     """An argument, or a part of one, that is no tensor: `name` such as `temperature` or `cache.size`.
@@ -63,6 +66,30 @@ def spelled(manifest: Manifest) -> str:
         text = _variable(name) if holds_tensor(tree) else repr(recorded_constant(tree))
         parts.append(text if not by_name else f"{name}={text}" if _is_variable(name) else f"**{{{name!r}: {text}}}")
     return ", ".join(parts)
+
+
+def nested(manifest: Manifest) -> list[str]:
+    """`cache = {'layers': [...]}`: the arguments that hold tensors and more, of tensors under their own names; long ones are left
+    out."""
+    names = [spec.name for spec in manifest.inputs]
+    lines = [
+        f"{_variable(name)} = {_template(tree, names)}"
+        for name, tree, _, _ in _parameters(manifest)
+        if holds_tensor(tree) and "tensor" not in tree
+    ]
+    return [line for line in lines if len(line) <= LINE]
+
+
+def _template(tree: Tree, names: Sequence[str]) -> str:
+    ((kind, body),) = tree.items()
+    if kind in ("tensor", "value"):
+        return _variable(names[body]) if kind == "tensor" else repr(body)
+    if kind in ("dict", "record"):
+        keys = [key for key, _ in body] if kind == "dict" else body[2]
+        parts = zip(keys, children(tree), strict=True)
+        return "{" + ", ".join([f"{key!r}: {_template(child, names)}" for key, (_, child) in parts]) + "}"
+    inner = ", ".join([_template(child, names) for _, child in children(tree)])
+    return f"[{inner}]" if kind == "list" else f"({inner},)" if inner else "()"
 
 
 def _variable(name: str) -> str:

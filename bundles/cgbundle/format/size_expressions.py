@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import add, floordiv, mod, mul, sub
 
-from .schema import Size
+from .schema import Size, Sizes
 
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "//": floordiv, "%": mod}
 
@@ -50,6 +50,16 @@ def linear(size: Size) -> tuple[str, int, int] | None:
         inner = linear(left)
         return inner and (inner[0], inner[1] * right, inner[2] * right)
     return None
+
+
+def standing(dimension: str, shapes: Sequence[tuple[str, Sizes]]) -> str:
+    """The axes of named tensors that a dimension is the size of: `axis 0 of ids, mask, axis 1 of y (2*batch)`."""
+    axes: dict[str, list[str]] = {}
+    for name, shape in shapes:
+        for axis, size in enumerate(shape):
+            if dimension in names(size):
+                axes.setdefault(f"axis {axis}", []).append(name if size == dimension else f"{name} ({text(size)})")
+    return ", ".join([f"{axis} of {', '.join(found)}" for axis, found in axes.items()])
 
 
 def text(size: Size) -> str:

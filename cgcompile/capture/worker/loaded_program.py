@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cgbundle.format.schema import IntKey, Weight
 
-from ...errors import ModelError
+from ...errors import BuildError, ModelError, named
 from ...export.weights import weight_tensors
 from ...model.load import load_code
-from ...targets.cuda.lowering import lower, lowering_errors, repair
+from ...targets.compiler_errors import explain
+from ...targets.cuda.lowering import lower, repair
 from ...targets.cuda.tensors import TensorPlace, apply_settings, place_inputs, place_weights, tensor_at, tensor_place, tensors_of
 from ...targets.memory_layout import PAD
 from ...util.progress import Tell
@@ -130,11 +131,11 @@ def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[]
             static[i].copy_(examples[i])
         loaded.restore()
 
-    run_warm(call, f"int_key {key}, {loaded.request.level}", restore)
+    run_warm(call, f"int_key {key}, {loaded.request.level}", loaded.request.level, restore)
     return call, tuple(static)
 
 
-def run_warm(call: Callable[[], Any], where: str, restore: Callable[[], None] = lambda: None) -> None:
+def run_warm(call: Callable[[], Any], where: str, level: str, restore: Callable[[], None] = lambda: None) -> None:
     """Run a lowered program on a side stream, which compiles it; `restore` comes after every run.  Raises lowering-failed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -143,8 +144,11 @@ def run_warm(call: Callable[[], Any], where: str, restore: Callable[[], None] = 
             for _ in range(WARMUPS):
                 call()
                 restore()
-    except lowering_errors() as error:
-        raise ModelError("lowering-failed", f"{where}: {_first_line(error)}") from error
+    except BuildError as error:
+        raise named(error.code, f"{where}: {error}", error.hint) from error
+    except Exception as error:  # a compiler may fail with any
+        failure = explain(error)
+        raise ModelError("lowering-failed", f"{where}: {failure}", failure.hint(level)) from error
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
 

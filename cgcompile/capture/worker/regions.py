@@ -151,5 +151,6 @@ def _lowered(
     def call() -> Any:
         return lowered(*given)
 
-    run_warm(call, f"int_key {key}, {region.planned.name}, {loaded.request.level}")
+    level = loaded.request.level
+    run_warm(call, f"int_key {key}, {region.planned.name}, {level}", level)
     return call

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from cgbundle.tables.recording import Function, KernelNode, MemcpyNode, MemsetNo
 
 from ...targets.cuda.fills import memset_of
 from ...util.content_cache import cache_path, recall, remember
-from ...util.workers import Kind, Request, ask
+from ...util.workers import Kind, Request, ask, processors
 from ..assemble.block_reader import arguments, check_order
 from ..lowered import KernelVariant
 
@@ -153,7 +152,7 @@ def _interpret(
     rate = first.seconds / work[smallest.key]
     tell(f"int_key {smallest.key} took {spent:.1f} s")
     yield first
-    at_once = workers or os.cpu_count() or 1
+    at_once = workers or processors()
     fitting: list[Task] = []
     for task in others:
         seconds = START + rate * work[task.key]

@@ -1,11 +1,9 @@
 """Lowering for a cuda target: an exported program's module -> a callable that launches the kernels to be captured.
 
-Levels: `eager` (PyTorch's own kernels), `inductor` (torch.compile's default), `max-autotune` (Inductor with benchmarked
-matrix products and convolutions).  Inductor lowers once per int_key with every size a constant (`specialize="size"`), or
-once for all (`specialize="shared"`).  CUDA graphs of torch.compile are off: the recorder makes its own.
-
-Public torch interfaces but for `torch._dynamo.reset`, `torch._dynamo.exc.TorchDynamoException` and
-`torch._inductor.exc.InductorError` (present in torch 2.11 and 2.13).
+Levels: `eager` (PyTorch's own kernels), `inductor` (its default options), `max-autotune` (Inductor with benchmarked matrix
+products and convolutions).  Inductor lowers once per int_key with every size a constant (`specialize="size"`), or with symbols for
+the declared dimensions (`specialize="shared"`), so that the kernels of the first key come out of the cache for the others.  CUDA
+graphs of Inductor are off: the recorder makes its own.
 """
 
 from __future__ import annotations
@@ -17,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
+
+from .inductor import Compiled, compile_graph
 
 OPTIONS = {"triton.cudagraphs": False, "use_static_cuda_launcher": False, "dynamic_scale_rblock": False}
 """Inductor's options at every level.  Two recordings must get the same kernels from the cache.  In torch 2.11 two things tune anew
@@ -24,17 +25,21 @@ in every process: the static launcher (by coordinate descent), and reductions wh
 ("dynamic_scale_rblock")."""
 
 
-def lower(module: torch.nn.Module, level: str, specialize: str) -> Callable[..., Any]:
-    """A callable with the module's signature.  Compilation happens at its first call; see `lowering_errors`."""
+def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable[..., Any]:
+    """A callable that takes what `module` takes.  At level `eager` it is the module; else it is compiled at its first call, gives
+    the outputs as a flat tuple, and keeps the weights where they lie then.  Its first call raises what `compile_graph` does."""
     if level == "eager":
         return module
-    if specialize == "size":
-        torch._dynamo.reset()  # each key is a compilation of its own, and the limit of recompilations is never met
     options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if level == "max-autotune" else {}
-    compiled: Callable[..., Any] = torch.compile(
-        module, fullgraph=True, dynamic=specialize == "shared", options={**options, **OPTIONS}
-    )
-    return compiled
+    compiled: list[Compiled] = []
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        leaves = tree_leaves((args, kwargs))
+        if not compiled:
+            compiled.append(compile_graph(module, leaves, {**options, **OPTIONS}, specialize == "shared"))
+        return compiled[0](*leaves)
+
+    return call
 
 
 def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -50,14 +55,6 @@ def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             state.replace_all_uses_with(viewed, delete_user_cb=lambda user, viewed=viewed: user is not viewed)
     module.recompile()
     return module
-
-
-def lowering_errors() -> tuple[type[Exception], ...]:
-    """What the first call of a lowered program raises when the compiler fails."""
-    import torch._dynamo.exc
-    import torch._inductor.exc
-
-    return torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError
 
 
 def cache_environment(folder: Path) -> dict[str, str]:

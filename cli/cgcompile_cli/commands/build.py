@@ -109,7 +109,7 @@ def _summary(built: Built, seconds: float) -> Table:
     return record([
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
         ("target", summary.target(manifest.target)),
-        ("sizes", summary.sizes(manifest)),
+        ("sizes", [summary.sizes(manifest), *summary.axes(manifest)]),
         *([("padding", [summary.padding(dimension) for dimension in manifest.dimensions])] if manifest.dimensions else []),
         ("memory", summary.memory(manifest)),
         ("files", summary.files(manifest)),

@@ -73,9 +73,10 @@ def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
 def _head(report: Report) -> RenderableType:
     sizes = ", ".join([f"{name} {listed(values)}" for name, values in report.sizes]) or "no dimensions"
     assumed = f" (assumed: name yours with --sizes {report.assumed[0]}=...)" if report.assumed else ""
+    axes = [f"{name}: {where}" for name, where in report.axes]
     return record([
         ("model", f"{report.name}, for {report.target}"),
-        ("sizes", sizes + assumed),
+        ("sizes", [sizes + assumed, *axes]),
         *([("exported", f"per size: {safe(report.per_size)}")] if report.per_size else []),
         ("findings", _summary(report)),
     ])  # fmt: skip

@@ -23,7 +23,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         ("bundle", f"{manifest.name}, format {manifest.format}, {summary.bulk(manifest)}"),
         ("target", summary.target(manifest.target)),
         ("signature", table(("", "", "", "", ""), summary.signature_rows(manifest))),
-        ("sizes", summary.sizes(manifest)),
+        ("sizes", [summary.sizes(manifest), *summary.axes(manifest)]),
     ]
     if manifest.dimensions:
         fields.append(("padding", [summary.padding(dimension) for dimension in manifest.dimensions]))

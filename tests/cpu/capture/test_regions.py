@@ -84,7 +84,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(regions, "place_weights", lambda *given: None)
     monkeypatch.setattr(regions, "tensor_at", lambda buffer, at, dtype, shape, strides: placed(at, shape, getattr(torch, dtype)))
     monkeypatch.setattr(regions, "lower", lambda module, level, specialize: module)
-    monkeypatch.setattr(regions, "run_warm", lambda call, where: call())
+    monkeypatch.setattr(regions, "run_warm", lambda call, where, level: call())
     monkeypatch.setattr(regions, "capture_call", captured)
     monkeypatch.setattr(regions, "_here", lambda spot: held[spot.address])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -15,8 +15,9 @@ from cgcompile.checks import check, refuse
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
 from cgcompile.export.signature import describe_signature
+from cgcompile.model.declared_sizes import assumed_sizes, declared_sizes
 from cgcompile.model.load import load_source
-from cgcompile.model.source import sample
+from cgcompile.model.source import Source, sample
 from cgcompile.targets.choice import choose
 from tests.cpu.models import Batched, rows
 from tests.helpers.raising import raises
@@ -263,6 +264,42 @@ def test_a_saved_program_is_a_source(tmp_path: Path) -> None:
     assert (source.name, source.dimensions) == ("saved", ("batch",))
     made = export(source, {"batch": (1, 8)})
     assert describe_signature(made).inputs[0].shape == ("batch", 4)
+
+
+class TwoNamed(nn.Module):
+    def forward(self, x: torch.Tensor, *rest: Any, mask: torch.Tensor) -> torch.Tensor:
+        return x * mask.sum(1, keepdim=True) + rest[0]["b"]
+
+
+def saved(path: Path, **more: Any) -> Source:
+    batch, seq = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("seq", min=2)
+    shapes = {"x": {0: batch}, "rest": ({"b": {0: batch}},), "mask": {0: batch, 1: seq}}
+    given = (torch.rand(3, 4), {"b": torch.rand(3, 4)}), {"mask": torch.ones(3, 5)}
+    torch.export.save(torch.export.export(TwoNamed(), *given, dynamic_shapes=shapes), path, **more)
+    return load_source(str(path))
+
+
+def test_a_saved_program_takes_inputs_by_position_and_by_name_and_says_what_its_dimensions_are(tmp_path: Path) -> None:
+    source = saved(tmp_path / "two.pt2")
+    assert source.dimensions == ("dim0", "dim1")
+    sizes = declared_sizes(["rest_0.b.0=2,8", "mask.1=4"], source.dimensions, source.saved)
+    assert sizes == {"dim0": (2, 8), "dim1": (4,)}
+    assert [spec.shape for spec in describe_signature(export(source, sizes)).inputs] == [
+        ("dim0", 4), ("dim0", 4), ("dim0", "dim1")
+    ]  # fmt: skip
+    assert assumed_sizes(source.dimensions, source.saved, (1, 100)) == {"dim0": (2, 64), "dim1": (2, 100)}
+    with raises("sizes-invalid", match="'batch' is no declared dimension") as caught:
+        declared_sizes("batch=1", source.dimensions, source.saved)
+    assert caught.value.hint == "dim0 is axis 0 of x and axis 0 of rest_0.b and axis 0 of mask; dim1 is axis 1 of mask"
+    with raises("size-excluded", match=r"dim0=65 is excluded: the program was exported for min=2, max=64 \(dim0 is axis 0 of x "):
+        declared_sizes(["dim0=2,65", "dim1=4"], source.dimensions, source.saved)
+
+
+def test_a_saved_program_may_bring_the_names_of_its_dimensions(tmp_path: Path) -> None:
+    assert saved(tmp_path / "named.pt2", extra_files={"dimensions": "batch, seq"}).dimensions == ("batch", "seq")
+    for wrong in ("batch", "batch,batch", "batch,a b"):
+        with raises("source-invalid", match="its file 'dimensions' has .*, expected 2 different names"):
+            saved(tmp_path / "wrong.pt2", extra_files={"dimensions": wrong})
 
 
 class Modes(nn.Module):

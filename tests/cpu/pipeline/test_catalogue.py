@@ -134,10 +134,14 @@ def fails(error: Exception) -> Callable[[], Any]:
 
 
 def test_the_compiler_fails(record: SimpleNamespace, gpu: None) -> None:
-    from torch._dynamo.exc import TorchDynamoException
+    class OutOfResources(Exception):
+        """Triton's, by its name."""
 
-    with raises("lowering-failed", match=r"int_key \(4,\), inductor: TorchDynamoException: no such thing"):
-        record.loaded_program.run_warm(fails(TorchDynamoException("no such thing\nand more")), "int_key (4,), inductor")
+    where = "int_key (4,), inductor"
+    with raises("lowering-failed", match=r"int_key \(4,\), inductor: cannot be lowered: a kernel needs more registers"):
+        record.loaded_program.run_warm(fails(OutOfResources("out of resource: shared memory")), where, "inductor")
+    with raises("lowering-failed", match=r"int_key \(4,\), inductor: cannot be lowered: ValueError: no such thing"):
+        record.loaded_program.run_warm(fails(ValueError("no such thing\nand more")), where, "inductor")
 
 
 def test_the_capture_breaks(record: SimpleNamespace, gpu: None) -> None:

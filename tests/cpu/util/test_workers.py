@@ -97,6 +97,14 @@ def test_whatever_else_ends_it_is_its_death(kind: Mapping[str, Any]) -> None:
         asked(kind, "die")
 
 
+def test_there_are_as_many_workers_as_processors_may_be_used(kind: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container or under taskset that is fewer than the machine has."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
+    answers = ask(Kind(**kind), {number: Request(content="who", what="doing it") for number in range(3)})
+    assert len({process for _, process in answers}) == 1
+
+
 def test_the_first_error_ends_the_others(kind: Mapping[str, Any]) -> None:
     began = time.monotonic()
     with raises("sizes-invalid"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.call.arguments import arranged, constants, spelled
+from cgbundle.call.arguments import arranged, constants, nested, spelled
 from cgbundle.call.structure import flattener
 from cgbundle.format.schema import Manifest, Parameter
 from tests.helpers.support import before_4, manifest
@@ -16,6 +16,7 @@ Row = tuple[str, dict[str, Any], bool, Any]
 """A parameter: name, tree, whether it is by name only, default (... is none)."""
 
 TENSOR = {"tensor": 0}
+POINT = {"namedtuple": ["Point", ["x", "y"], [{"value": 1}, {"value": 2}]]}
 
 
 def bundle(*rows: Row) -> Manifest:
@@ -39,6 +40,13 @@ CALLS: list[tuple[str, list[Row]]] = [
     ("ids, flag=True", [("ids", TENSOR, False, ...), ("flag", constant(True), False, ...)]),
     ("ids, how=(1, [2.5])",
      [("ids", TENSOR, False, ...), ("how", {"tuple": [constant(1), {"list": [constant(2.5)]}]}, False, ...)]),
+    ("ids, config={'scale': 2.0, 'point': (1, 2)}",
+     [("ids", TENSOR, False, ...),
+      ("config", {"record": ["Config", "object", ["scale", "point"], [constant(2.0), POINT]]}, False, ...)]),
+    ("ids, rest_0=7", [("ids", TENSOR, False, ...), ("rest_0", constant(7), False, ...)]),
+    ("mode='b', **{'class': class_}", [("mode", constant("b"), False, "a"), ("class", TENSOR, True, ...)]),
+    ("**{'a b': a_b}", [("a b", TENSOR, True, ...)]),
+    ("**{'0': _0}", [("0", TENSOR, True, ...)]),
 ]  # fmt: skip
 
 
@@ -48,9 +56,27 @@ def test_what_is_spelled_is_a_call_that_the_guard_takes(text: str, rows: list[Ro
     assert spelled(made) == text
     flatten = flattener(made.call, made.parameters)
     ids = object()
-    assert list(eval(f"(lambda *args, **kwargs: flatten(args, kwargs))({text})", {"ids": ids, "flatten": flatten})) == [ids]
+    assert list(
+        eval(
+            f"(lambda *args, **kwargs: flatten(args, kwargs))({text})",
+            {**dict.fromkeys(("ids", "class_", "a_b", "_0"), ids), "flatten": flatten},
+        )
+    ) == [ids]
     args, kwargs = arranged(made, [ids])
     assert list(flatten(tuple(args), kwargs)) == [ids]
+
+
+def test_an_argument_of_several_parts_is_spelled_with_them() -> None:
+    """What is printed runs as it stands, with the tensors under the names of the signature."""
+    layer = {"record": ["Layer", "object", ["keys", "size"], [{"tensor": 1}, {"value": None}]]}
+    tree = {"dict": [["x", TENSOR], [7, {"tuple": [layer]}], ["more", {"list": [constant("a"), {"tuple": []}]}]]}
+    made = bundle(("batch", tree, False, ...), ("long", {"list": [{"tensor": 2}, *[constant("x" * 200)]]}, False, ...))
+    specs = [replace(made.inputs[0], name=name) for name in ("batch.x", "batch.7.0.keys", "long.0")]
+    made = replace(made, inputs=tuple(specs))
+    assert nested(made) == ["batch = {'x': batch_x, 7: ({'keys': batch_7_0_keys, 'size': None},), 'more': ['a', ()]}"]
+    held: dict[str, Any] = {"batch_x": "x", "batch_7_0_keys": "k"}
+    exec("\n".join(nested(made)), held)
+    assert list(flattener({"call": made.call["call"][:1]}, made.parameters[:1])((held["batch"],), {})) == ["x", "k"]
 
 
 def test_an_older_bundle_leaves_its_constants_out() -> None:

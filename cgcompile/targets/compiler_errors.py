@@ -1,0 +1,133 @@
+"""What a failure of a compiler (Inductor, AOTAutograd, Triton, a C++ compiler) means for the user: which operator of the model, at
+which line, and why, in our words.
+
+The node that failed is found in the frames that the error came through.  `torch.fx.Interpreter.run_node` and Inductor's
+`GraphLowering.run_node` both call it `n` (torch 2.11, 2.13).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..model.user_code import first_line, place
+
+CAUSES: tuple[tuple[str, str], ...] = (
+    ("OutOfMemoryError", "the GPU's memory is full"),
+    ("OutOfResources", "a kernel needs more registers or shared memory than the GPU has"),
+    ("NoTritonConfigsError", "no configuration of a kernel fits the GPU"),
+    ("NoValidChoicesError", "no kernel is known for it"),
+    ("MissingOperatorWithoutDecomp", "Inductor has no kernel for it"),
+    ("MissingOperatorWithDecomp", "Inductor has no kernel for it"),
+    ("UnsupportedOperatorException", "it has no implementation without data (a meta or fake kernel)"),
+    ("UnsupportedFakeTensorException", "it has no implementation without data (a meta or fake kernel)"),
+    ("DynamicOutputShapeException", "the shape of its result depends on data"),
+    ("DataDependentOutputException", "what the program does next depends on its data"),
+    ("GuardOnDataDependentSymNode", "what the program does next depends on its data"),
+    ("CUDACompileError", "the CUDA compiler refuses the code that Inductor wrote"),
+    ("CppCompileError", "the C++ compiler refuses the code that Inductor wrote"),
+    ("CompilationError", "Triton refuses the kernel that Inductor wrote"),
+    ("InvalidCxxCompiler", "there is no C++ compiler that works"),
+    ("RecursionError", "the program is nested too deeply for Inductor"),
+)
+"""What errors of torch and Triton mean, by the name of their class: several are private, or exist in some versions only."""
+
+CODE = re.compile(
+    r"[{};]|^\s*(def|class|import|from|return|#include|tl\.|auto|at::)\b|<[a-z_]+>::|/[\w.]+/[\w./]+\.(?:py|cpp|so)\b"
+)
+"""What looks like generated code, or like a path of torch's: of no use to anybody who wrote a model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """`operator`: as --host-op takes it, "" if unknown.  `where`: "model.py:12", "" if unknown.  `cause`: why, in our words."""
+
+    operator: str
+    where: str
+    cause: str
+
+    def hint(self, level: str) -> str:
+        """What to do about it when lowering at `level` failed."""
+        ways = [] if level == "eager" else ["--lower eager"]
+        ways += [f"--host-op {self.operator}, which keeps the operator on the host"] if self.operator else []
+        return f"try {', or '.join(ways)}" if ways else ""
+
+    def __str__(self) -> str:
+        subject = f"operator {self.operator}" if self.operator else "an operator"
+        at = f" at {self.where}" if self.where else ""
+        return f"{subject}{at} cannot be lowered: {self.cause}" if self.operator or at else f"cannot be lowered: {self.cause}"
+
+
+def explain(error: BaseException, *modules: GraphModule) -> Failure:
+    """What failed, where and why.  `modules`: the program that was compiled, asked where the error names an operator alone."""
+    chain = list(_chain(error))
+    node = next((found for each in reversed(chain) if (found := _failing_node(each)) is not None), None)
+    if node is None:
+        node = next((found for each in chain if (found := _named_node(str(each), modules)) is not None), None)
+    text = next((line for each in chain if (line := _user_line(str(each)))), "")
+    return Failure(operator=operator_name(node) if node is not None else "", where=place(node)[0] or text, cause=_cause(chain))
+
+
+def operator_name(node: Node) -> str:
+    """The operator of the exported program that a node comes from, as --host-op takes it: "aten.topk", "mylib.op"."""
+    sources = [each for each in node.meta.get("from_node") or [] if each.target]
+    target = str(sources[0].target if sources and "." in str(sources[0].target) else node.target)
+    if "original_aten" in node.meta and not sources:
+        target = str(node.meta["original_aten"])
+    return target.removeprefix("torch.ops.").removesuffix(".default")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what caused it, outermost first."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        inner = getattr(current, "inner_exception", None)
+        current = current.__cause__ or inner or current.__context__
+
+
+def _failing_node(error: BaseException) -> Node | None:
+    """The node in the innermost frame that runs one."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        value = trace.tb_frame.f_locals.get("n") if trace.tb_frame.f_code.co_name == "run_node" else None
+        if isinstance(value, Node) and value.op == "call_function":
+            found = value
+        trace = trace.tb_next
+    return found
+
+
+def _named_node(text: str, modules: Iterable[GraphModule]) -> Node | None:
+    """The first node of the operator that a message names ("target: aten.topk.default", "torch.ops.mylib.op.default")."""
+    names = re.findall(r"target: ([\w.]+)|torch\.ops\.([\w.]+)|\b(aten[.:][\w.:]+)", text)
+    for name in [next(filter(None, each)).replace("::", ".").rstrip(".") for each in names]:
+        stem = name.removesuffix(".default")
+        for module in modules:
+            for node in module.graph.nodes:
+                if node.op == "call_function" and (str(node.target) == name or str(node.target).startswith(stem + ".")):
+                    return node
+    return None
+
+
+def _user_line(text: str) -> str:
+    """ "model.py:12" of the user's code that a message quotes, or ""."""
+    node = torch.fx.Graph().create_node("call_function", _user_line)
+    node.meta["stack_trace"] = text
+    return place(node)[0]
+
+
+def _cause(chain: list[BaseException]) -> str:
+    for name, words in CAUSES:
+        if any(type(each).__name__ == name or re.match(rf"\w*\.?{name}\b", str(each)) for each in chain):
+            return words
+    for each in reversed(chain):
+        line = first_line(each)
+        if line != "no message" and not CODE.search(line):
+            return f"{type(each).__name__}: {line}" if len(line) < 300 else f"{type(each).__name__}: {line[:300]}..."
+    return f"{type(chain[-1]).__name__}, without a word that says more"

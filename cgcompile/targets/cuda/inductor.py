@@ -1,0 +1,112 @@
+"""A graph handed to Inductor as it is: functionalized by AOTAutograd, without Dynamo, which would trace an exported program again
+and refuses some (operators whose results are no tensors, kernels without an implementation for fake tensors).
+
+Private interfaces of torch (2.11, 2.13): `torch._inductor.compile_fx.compile_fx`, `torch._guards.TracingContext` and `tracing`,
+`FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`, `ConstantSource`.  torch itself puts them together so in
+torch/_inductor/standalone_compile.py.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from ...errors import BuildError, ModelError
+from ..compiler_errors import explain
+
+TESTED = "2.11 and 2.13"
+
+Compiled = Callable[..., tuple[Any, ...]]
+
+
+def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[str, Any], dynamic: bool) -> Compiled:
+    """`module` compiled for inputs like `leaves`, the flat arguments of a call: `(*leaves) -> flat outputs`.
+
+    Weights are arguments of the compiled graph: they are read, and written to, where they lie now.  Without `dynamic` every size is
+    a constant; with it, those of the inputs are symbols where the exported program's are.  Raises lowering-failed, with the
+    operator and the user's line, and torch-unsupported.
+    """
+    graph, weights, taken = lifted(module, leaves)
+    try:
+        from torch._dynamo.source import ConstantSource
+        from torch._guards import TracingContext, tracing
+        from torch._inductor.compile_fx import compile_fx
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+    except ImportError as error:
+        text = f"torch {torch.__version__} has no {error.name}: {error}; cgcompile was tested with {TESTED}"
+        raise BuildError("torch-unsupported", text) from error
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+    def fake(name: str, tensor: torch.Tensor, varies: Sequence[bool]) -> torch.Tensor:
+        sizes = [DimDynamic.DUCK if each else DimDynamic.STATIC for each in varies]
+        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        return mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
+
+    fakes = [fake(f"weight_{i}", tensor.detach(), [False] * tensor.dim()) for i, tensor in enumerate(weights)]
+    fakes += [
+        fake(f"input_{i}", leaves[i], _varying(node, leaves[i]) if dynamic else [False] * leaves[i].dim()) for i, node in taken
+    ]
+    try:
+        with tracing(TracingContext(mode)), torch.no_grad():
+            compiled = compile_fx(graph, fakes, config_patches=dict(options))
+    except Exception as error:
+        failure = explain(error, module)
+        raise ModelError("lowering-failed", str(failure), failure.hint("inductor")) from error
+    held = [tensor.detach() for tensor in weights]
+    positions = [i for i, _ in taken]
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        made: tuple[Any, ...] = tuple(compiled(*held, *[given[i] for i in positions]))
+        return made
+
+    return run
+
+
+def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, list[torch.Tensor], list[tuple[int, Node]]]:
+    """The module's graph with its tensors as arguments, before those of the call; these tensors, each once; and of the call's
+    leaves the positions of the tensors, with their nodes.  Its outputs are flat."""
+    graph = Graph()
+    made: dict[Node, Any] = {}
+    arguments: dict[tuple[object, ...], Node] = {}
+    weights: list[torch.Tensor] = []
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and isinstance(value := operator.attrgetter(node.target)(module), torch.Tensor):
+            same = value.data_ptr() or id(value), value.dtype, tuple(value.shape), value.stride()
+            if same not in arguments:
+                arguments[same] = graph.placeholder(f"weight_{len(weights)}")
+                weights.append(value)
+            made[node] = arguments[same]
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(leaves):
+        raise BuildError("sizes-unlike", f"the program takes {len(placeholders)} values, the call has {len(leaves)}")
+    taken = [(i, node) for i, node in enumerate(placeholders) if isinstance(leaves[i], torch.Tensor)]
+    for i, node in taken:
+        made[node] = graph.placeholder(f"input_{i}")
+    made |= {node: leaf for node, leaf in zip(placeholders, leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
+    for node in module.graph.nodes:
+        if node in made:
+            continue
+        if node.op == "output":
+            graph.output(tuple([made[leaf] if isinstance(leaf, Node) else leaf for leaf in tree_leaves(node.args[0])]))
+            continue
+        made[node] = copied = graph.create_node(node.op, node.target, *_mapped((node.args, node.kwargs), made), name=node.name)
+        copied.meta = dict(node.meta)
+    return GraphModule(module, graph), weights, taken
+
+
+def _mapped(value: Any, made: Mapping[Node, Any]) -> Any:
+    """Arguments with the nodes of the new graph, or values, in place of the old one's nodes."""
+    return torch.fx.node.map_aggregate(value, lambda each: made[each] if isinstance(each, Node) else each)
+
+
+def _varying(node: Node, tensor: torch.Tensor) -> list[bool]:
+    """Of each axis of an input, whether the exported program leaves its size open."""
+    like = node.meta.get("val")
+    sizes = like.shape if isinstance(like, torch.Tensor) else [None] * tensor.dim()
+    return [not isinstance(size, int) for size in sizes]

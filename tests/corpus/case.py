@@ -1,0 +1,57 @@
+"""What a model of the corpus is."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Inputs = Callable[..., Any]
+"""As in a model.py: the parameters are the declared dimensions."""
+
+Made = tuple[torch.nn.Module, Inputs]
+
+BATCH: Mapping[str, tuple[int, ...]] = {"batch": (1, 4)}
+"""Sizes that are recorded unless a case says otherwise; those between them are padded or cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A model: `make` gives the module and its `inputs`, with the same weights in every process.
+
+    `name` is `package/model`, `needs` the packages beside torch.  `sizes` are recorded.  `members` are the cases that
+    are tried one by one where this one, which holds them all, is not right.
+    """
+
+    name: str
+    make: Callable[[], Made]
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: BATCH)
+    needs: tuple[str, ...] = ()
+    members: tuple[Case, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """What the summary counts together."""
+        return self.name.rpartition("/")[0]
+
+    def missing(self) -> tuple[str, ...]:
+        """The packages that are not installed."""
+        return tuple([name for name in self.needs if importlib.util.find_spec(name) is None])
+
+    def build(self) -> Made:
+        """The module in eval mode, and its inputs."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module, inputs = self.make()
+        return module.eval(), inputs
+
+    def between(self) -> dict[str, int]:
+        """A size per dimension that is not recorded, but lies below the largest; {} where there is none."""
+        found = {}
+        for name, sizes in self.sizes.items():
+            inner = [size for size in range(sizes[0] + 1, sizes[-1]) if size not in sizes]
+            found[name] = inner[-1] if inner else sizes[-1]
+        return found if any(found[name] not in sizes for name, sizes in self.sizes.items()) else {}

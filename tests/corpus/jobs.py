@@ -1,0 +1,130 @@
+"""The processes of a run: several at a time, each with a limit, spread over the GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.helpers.places import ROOT
+
+from .case import Case
+from .judge import BUILT, CRASHED, GOOD, MISSING, TIMEOUT, Row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How a run is done.  `limit`: seconds of a case; `until`: when no more cases are begun (`time.time`), 0 for never.
+
+    `keep`: a folder that bundles are left in, or None; `replay`: they are there, and are compared alone.
+    `gpus`: how many there are to share out, 0 for what the processes find.  Where there are some, they also run what was built
+    as if there were none (`sm_90`).
+    """
+
+    jobs: int
+    limit: float
+    until: float
+    prove: str
+    keep: Path | None
+    replay: bool
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A case for a target."""
+
+    case: Case
+    target: str
+
+
+def run(plan: Plan, jobs: Iterable[Job], tell: Callable[[Row], None]) -> None:
+    """Runs the jobs in order, and those of a group's members where the group is not right.  `tell` is called under a lock."""
+    todo, lock = deque(jobs), threading.Lock()
+
+    def work(number: int) -> None:
+        while not (plan.until and time.time() > plan.until):
+            with lock:
+                if not todo:
+                    return
+                job = todo.popleft()
+            row = _run(plan, job, number)
+            with lock:
+                tell(row)
+                if row.verdict not in (*GOOD, MISSING):
+                    todo.extend([Job(member, job.target) for member in job.case.members])
+
+    with ThreadPoolExecutor(plan.jobs) as pool:
+        for each in [pool.submit(work, number) for number in range(plan.jobs)]:
+            each.result()
+
+
+def place_of(folder: Path, job: Job) -> Path:
+    """Where the bundle of a job lies."""
+    return folder / f"{job.target}+{job.case.name.replace('/', '+')}.cgb"
+
+
+def _share(number: int, jobs: int) -> set[int]:
+    """The processors of one of so many jobs at a time: two at least, so that a build compiles no more kernels at once than that."""
+    every = sorted(os.sched_getaffinity(0))
+    return {every[(number * len(every) // jobs + more) % len(every)] for more in range(max(2, len(every) // jobs))}
+
+
+def _run(plan: Plan, job: Job, number: int) -> Row:
+    missing = job.case.missing()
+    if missing:
+        return Row(name=job.case.name, target=job.target, verdict=MISSING, message=", ".join(missing))
+    gpu = str(number % plan.gpus) if plan.gpus else None
+    with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
+        bundle = place_of(plan.keep or Path(scratch), job)
+        if plan.replay:
+            if not bundle.is_dir():
+                return Row(name=job.case.name, target=job.target, verdict=MISSING, message="no bundle")
+            return _process(plan, job, number, bundle, Path(scratch), gpu, "replay")
+        if bundle.exists():
+            shutil.rmtree(bundle)
+        row = _process(plan, job, number, bundle, Path(scratch), gpu if job.target == "cuda" else "")
+        if row.verdict != BUILT or gpu is None or not bundle.is_dir():
+            return row
+        after = _process(plan, job, number, bundle, Path(scratch), gpu, "replay")
+    return replace(after, seconds=row.seconds + after.seconds, stages={**(row.stages or {}), **(after.stages or {})})
+
+
+def _process(plan: Plan, job: Job, number: int, bundle: Path, scratch: Path, gpu: str | None, *more: str) -> Row:
+    """What a process of the case says, or how it ended.  `gpu`: its number, "" for none, None for what the machine has."""
+    begun = time.perf_counter()
+    nothing = Row(name=job.case.name, target=job.target, verdict=CRASHED)
+    command = [sys.executable, "-m", "tests.corpus.worker", job.case.name, job.target, str(bundle), plan.prove, *more]
+    # one thread each: there are as many processes as processors
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TMPDIR": str(scratch),
+        **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
+    }  # fmt: skip
+    with open(scratch / "log", "w+b") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True)
+        os.sched_setaffinity(process.pid, _share(number, plan.jobs))
+        try:
+            process.wait(plan.limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            late = f"over {plan.limit:.0f} s"
+            return replace(nothing, verdict=TIMEOUT, message=late, seconds=time.perf_counter() - begun)
+        log.seek(0)
+        lines = log.read().decode(errors="replace").strip().splitlines()
+    taken = time.perf_counter() - begun
+    if process.returncode == 0 and lines and lines[-1].startswith('{"name"'):
+        return replace(Row(**json.loads(lines[-1])), seconds=taken)
+    said = lines[-1] if lines else "nothing"
+    return replace(nothing, message=f"exit status {process.returncode}: {said}", seconds=taken)

@@ -1,0 +1,212 @@
+"""One case for one target: built, loaded, called with inputs that the build has not seen, compared with eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cgbundle
+import cgcompile
+from cgbundle.errors import CgbundleError
+from cgbundle.format.schema import Manifest
+from cgcompile.util.tolerance import compare, is_float, tolerance
+
+from .case import Case
+
+SEED = 2026
+"""Of the inputs that are compared; a build draws its own from seed 0."""
+
+CHECK = "check"
+TARGETS = (CHECK, "cpu", "sm_90", "cuda")
+"""`check` exports and looks for findings, and builds nothing."""
+
+FINDINGS = frozenset({
+    "check-refused", "branch-on-data", "state-changed", "structure-unsupported", "data-dependent-output", "operation-needs-gpu",
+    "size-excluded", "dtype-unsupported", "outputs-shared", "operator-without-code", "state-shared", "input-changed",
+})  # fmt: skip
+"""Errors that say what in the model cannot be in a bundle.  Every other is a defect of the compiler's."""
+
+RIGHT, REFUSED, MISSING, BUILT = "right", "refused", "not installed", "built"
+FAILED, WRONG, CRASHED, TIMEOUT = "compiler error", "wrong", "crash", "timeout"
+GOOD = (RIGHT, REFUSED, BUILT)
+"""`built` is right as far as a machine without the GPU can say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What became of a case.  `seconds` are of the whole process, `stages` of the build's stages and of what follows.  `between`
+    says what came of a call at a size that was not recorded: right, not proved, or none."""
+
+    name: str
+    target: str
+    verdict: str
+    seconds: float = 0.0
+    message: str = ""
+    code: str = ""
+    place: str = ""
+    between: str = ""
+    error: float = 0.0
+    stages: Mapping[str, float] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def judge(case: Case, target: str, bundle: Path, prove: str) -> Row:
+    """Builds `case` at `bundle` and compares it where it runs here.  What is no error of ours is raised."""
+    begun = time.perf_counter()
+    module, inputs = case.build()
+    stages = {"make": time.perf_counter() - begun}
+    if target == CHECK:
+        return checked(case, module, inputs)
+    more = {"recorder": "trace", "prove": prove} if target.startswith("sm_") else {}
+    try:
+        built = cgcompile.build(module, inputs, sizes=dict(case.sizes), out=bundle, target=target, **more)
+    except CgbundleError as error:
+        return refusal(case, target, error)
+    stages |= dict(built.seconds)
+    if target.startswith("sm_"):
+        proofs = [proof for proof in built.manifest.exam.proofs if proof.method != "none"]
+        worst = max((proof.error for proof in proofs), default=0.0)
+        return Row(name=case.name, target=target, verdict=BUILT, error=worst, stages=stages)
+    return replayed(case, target, bundle, stages)
+
+
+def checked(case: Case, module: torch.nn.Module, inputs: Any) -> Row:
+    """The verdict of `cgcompile.check` for a GPU, which exports and cuts but compiles nothing."""
+    begun = time.perf_counter()
+    try:
+        report = cgcompile.check(module, inputs, sizes=dict(case.sizes))
+    except CgbundleError as error:
+        return refusal(case, CHECK, error)
+    stages = {"check": time.perf_counter() - begun}
+    refusing = [finding for finding in report.findings if finding.severity == "refuse"]
+    if not refusing:
+        regions = " ".join(f"{region.kind}" for region in report.regions)
+        return Row(name=case.name, target=CHECK, verdict=BUILT, message=report.unpartitioned or regions, stages=stages)
+    first = refusing[0]
+    return Row(
+        name=case.name, target=CHECK, verdict=REFUSED if first.where else FAILED, message=f"{first.where}: {first.message}",
+        code=first.rule, place=first.where, stages=stages,
+    )  # fmt: skip
+
+
+def refusal(case: Case, target: str, error: CgbundleError) -> Row:
+    """The verdict on an error of ours: a finding that names a line of the model's, a wrong result, or a defect."""
+    text = str(error)
+    found = next((place for place in re.findall(r"[^\s:'\"]+\.py:\d+", text) if "/torch/" not in place), "")
+    verdict = REFUSED if error.code in FINDINGS and error.exit_code == 1 and found else FAILED
+    if error.code == "proof-failed" and "differ" in text:
+        verdict = WRONG
+    return Row(name=case.name, target=target, verdict=verdict, message=text, code=error.code, place=found)
+
+
+def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float]) -> Row:
+    """Loads a bundle and calls it at every recorded size and between them; `stages` are kept beside those of this."""
+    device = "cpu" if target == "cpu" else "cuda"
+    taken = dict(stages)
+    begun = time.perf_counter()
+    with cgbundle.load(str(bundle)) as program:
+        taken["load"] = time.perf_counter() - begun
+        begun = time.perf_counter()
+        worst, complaint, between = _calls(case, program, device)
+        taken["compare"] = time.perf_counter() - begun
+    verdict = WRONG if complaint else RIGHT
+    return Row(name=case.name, target=target, verdict=verdict, message=complaint, between=between, error=worst, stages=taken)
+
+
+def _calls(case: Case, program: cgbundle.Program, device: str) -> tuple[float, str, str]:
+    """(largest error as a part of its bound, what is wrong first, what became of the size between)."""
+    module, inputs = case.build()
+    module = module.to(device)
+    worst = 0.0
+    for key in program.int_keys:
+        sizes = dict(zip(case.sizes, key, strict=True))
+        error, complaint = _call(module, inputs, program, device, sizes)
+        worst = max(worst, error)
+        if complaint:
+            return worst, f"{sizes}: {complaint}", ""
+    sizes = case.between()
+    if not sizes:
+        return worst, "", "none"
+    if any(dimension.pad == "no" for dimension in program.manifest.dimensions):
+        return worst, "", "not proved"
+    error, complaint = _call(module, inputs, program, device, sizes)
+    return max(worst, error), complaint and f"{sizes}: {complaint}", "wrong" if complaint else "right"
+
+
+def _call(
+    module: torch.nn.Module, inputs: Any, program: cgbundle.Program, device: str, sizes: Mapping[str, int]
+) -> tuple[float, str]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        given = inputs(**sizes)
+    args, kwargs = _arguments(_moved(given, device))
+    own_args, own_kwargs = copy.deepcopy((args, kwargs))
+    if len(program.state):
+        program.reset()
+    with torch.no_grad():
+        expected = list(_leaves(copy.deepcopy(module)(*own_args, **own_kwargs)))
+    got = dict(_leaves(program(*args, **kwargs)))
+    return _compared(program.manifest, expected, got)
+
+
+def _compared(
+    manifest: Manifest, expected: Sequence[tuple[str, torch.Tensor]], got: Mapping[str, torch.Tensor]
+) -> tuple[float, str]:
+    """The largest error as a part of its bound, and the first tensor beyond it.  Bounds are those of the manifest, which are in the
+    order of the outputs."""
+    bounds = manifest.exam.bounds if len(expected) == len(manifest.outputs) else ()
+    worst = 0.0
+    for index, (path, want) in enumerate(expected):
+        have = got.get(path)
+        if have is None:
+            return worst, f"output {path} is missing; there are {', '.join(got) or 'none'}"
+        bound = bounds[index] if bounds else tolerance(want.dtype)
+        found = compare(want, have)
+        if found.error > bound:
+            return found.error / (bound or 1.0), f"output {path}: by {found.error:.1e}, allowed {bound:.1e}: {found.text}"
+        worst = max(worst, found.error / bound if is_float(want.dtype) and bound else 0.0)
+    return worst, ""
+
+
+def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As `inputs()` may give them: (args, kwargs), a tuple, a dict by name, or a tensor."""
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], dict):
+        return given
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (tuple(given) if isinstance(given, tuple | list) else (given,)), {}
+
+
+def _moved(value: Any, device: str) -> Any:
+    """The same nesting with its tensors on a device."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a result by their path: keys, indices and fields."""
+    if isinstance(value, torch.Tensor):
+        yield path or "output", value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list | tuple):
+        names = getattr(value, "_fields", range(len(value)))
+        for name, item in zip(names, value, strict=True):
+            yield from _leaves(item, f"{path}.{name}" if path else str(name))
+    elif hasattr(value, "layers"):  # a cache of transformers
+        for index, layer in enumerate(value.layers):
+            for name in ("keys", "values"):
+                if isinstance(getattr(layer, name, None), torch.Tensor):
+                    yield f"{path}.layers.{index}.{name}", getattr(layer, name)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from _leaves({name: item for name, item in vars(value).items() if not name.startswith("_")}, path)

@@ -1,0 +1,35 @@
+"""The models by package."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from ..case import Case
+from . import (
+    layers,
+    timm_models,
+    torchaudio_models,
+    torchvision_models,
+    transformers_audio,
+    transformers_causal,
+    transformers_multimodal,
+    transformers_sequence,
+    transformers_text,
+    transformers_vision,
+)
+
+PACKAGES = (
+    transformers_text, transformers_causal, torchvision_models, transformers_vision, layers, transformers_sequence,
+    transformers_multimodal, torchaudio_models, transformers_audio, timm_models,
+)  # fmt: skip
+
+
+def all_cases() -> list[Case]:
+    """Every case, of each package in turn: a run that is cut off has seen some of everything."""
+    return [case for row in zip_longest(*[module.CASES for module in PACKAGES]) for case in row if case is not None]
+
+
+def find(name: str) -> Case:
+    """The case of a name, also a member of another.  Raises KeyError."""
+    cases = all_cases()
+    return {case.name: case for case in [*cases, *[member for case in cases for member in case.members]]}[name]

@@ -1,0 +1,44 @@
+"""The process of one case: `python -m tests.corpus.worker NAME TARGET BUNDLE PROVE [replay]` prints its row as JSON, last line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Judges, or with `replay` compares a bundle that is there; what it prints before the row is log."""
+    name, target, bundle, prove, *rest = arguments
+    begun = time.perf_counter()
+    warnings.filterwarnings("ignore")
+    import torch
+
+    torch.set_num_threads(1)
+    from .judge import CRASHED, Row, judge, replayed
+    from .models import find
+
+    case = find(name)
+    if "transformers" in case.needs:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+    try:
+        row = replayed(case, target, Path(bundle), {}) if rest else judge(case, target, Path(bundle), prove)
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is the find)
+        traceback.print_exc()
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        row = Row(
+            name=name, target=target, verdict=CRASHED, message=f"{type(error).__name__}: {error}", code=type(error).__name__,
+            place=f"{frame.filename}:{frame.lineno}",
+        )  # fmt: skip
+    plain = {**row.plain(), "seconds": time.perf_counter() - begun}
+    print("\n" + json.dumps(plain), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
