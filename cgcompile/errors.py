@@ -132,8 +132,6 @@ CATALOGUE: Mapping[str, Cause] = {
         "lower in a process of its own"),
     "operation-needs-gpu": Cause(ModelError, 1, "No Triton kernel computes this operation, or its result's shape depends on data.",
         "replace the operation in the model, or build on a machine with this GPU: library kernels are captured there"),
-    "input-changed": Cause(ModelError, 1, "The program writes into an input; a bundle could not hand the change back.",
-        "return the changed tensor as an output"),
     "state-shared": Cause(ModelError, 1, "A tensor of the model that the program changes lies in the same memory as another one.",
         "clone one of the two when the model is made"),
     "sizes-unlike": Cause(BuildError, 2, "The tensors of a call do not fit the program's inputs.", DEFECT),

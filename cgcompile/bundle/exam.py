@@ -94,6 +94,20 @@ def replayed_exam(
     return exams
 
 
+def state_after(exam: KeyExam, prepared: Prepared, weights: Sequence[Weight]) -> list[tuple[Weight, torch.Tensor]]:
+    """What the exam says of state after its calls: the rows of memory state, each with all elements, flat, in memory order."""
+    first = _first_state(prepared)
+    found = []
+    for index, runs, changed in exam.state:
+        row = weights[index]
+        value = _flat(first[row.name], row).clone()
+        places = [torch.arange(begin, begin + count) for begin, count in runs.tolist()]
+        if places:
+            value[torch.cat(places)] = changed
+        found.append((row, value))
+    return found
+
+
 def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
     """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/written/0`, `8x128/state/3`, `8x128/state-at/3`."""
     tensors: dict[str, safetensors.Tensor] = {}

@@ -47,7 +47,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     with scratch_folder() as scratch:
         split = split_stage(programs, spec.placements, {key: call[0] for key, call in calls.items()}, stages)
         host_only = split.host_only if split else frozenset()
-        hosts = host_stage(split, lay_out(shapes_of(tensors), (), host_only).rows, scratch, stage, stages)
+        hosts = host_stage(split, lay_out(shapes_of(tensors), prepared.state, host_only).rows, scratch, stage, stages)
         with stages("record") as tell:
             recorded = record(
                 programs,

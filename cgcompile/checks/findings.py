@@ -17,14 +17,6 @@ from .context import HOST, REFUSE, RuleContext
 from .host_placement import data_dependent_nodes, moved_nodes, placements
 from .operators import check_host_ops
 from .rules import RULES, names
-from .writes import CLONE, RETURN
-
-WRITES = {
-    "mutated-input": CLONE,
-    "mutated-buffer": RETURN,
-    "random-operation": "call model.eval() if this is dropout, or pass the random tensor as an input",
-}
-"""Rules about what a program changes, with what to write instead: random numbers count their calls in a buffer."""
 
 GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
 """Rules that mean nothing where everything is on the host."""
@@ -123,14 +115,13 @@ def _keys_text(keys: Sequence[IntKey], sizes: Mapping[str, tuple[int, ...]]) -> 
     return "; ".join(said) + (f", and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
-def refuse(checked: Checked, strict: bool, waive: Sequence[str], recorder: str, specialize: str) -> None:
+def refuse(checked: Checked, strict: bool, waive: Sequence[str], specialize: str) -> None:
     """Raises `refused` for what stops a build.
 
     That is: findings of severity refuse, and of severity host when `strict`; rules in `waive` that do not exist or cannot be
-    waived; writes that `recorder` cannot keep; operations on the host beside specialize="shared".
+    waived; operations on the host beside specialize="shared".
     """
     _refuse_findings(checked.findings, strict, waive)
-    _refuse_writes(checked, recorder)
     count = checked.on_host
     if count and specialize == "shared":
         raise ModelError(
@@ -153,15 +144,3 @@ def _refuse_findings(findings: Sequence[Finding], strict: bool, waive: Sequence[
         raise ModelError("check-refused", f"waive {first.rule!r}: this refusal cannot be waived: {first.effect}", first.fix)
     rest = f" (and {more} more finding{'s' if more > 1 else ''})" if more else ""
     raise ModelError("check-refused", f"{first.where or 'model'}: {first.rule}: {first.message}: {first.effect}{rest}", first.fix)
-
-
-def _refuse_writes(checked: Checked, recorder: str) -> None:
-    """The recorder `trace` keeps no writes to an input or a buffer, and no recorder does beside operations on the host."""
-    found = next((finding for finding in checked.findings if finding.rule in WRITES), None)
-    if found is None or not (checked.on_host or recorder == "trace"):
-        return
-    why = (
-        "this is not supported beside operations on the host" if checked.on_host
-        else "this is recorded by the capture recorder alone, which needs the GPU"
-    )  # fmt: skip
-    raise ModelError("check-refused", f"{found.where or 'model'}: {found.rule}: {found.message}: {why}", WRITES[found.rule])

@@ -14,6 +14,7 @@ from cgbundle.format.schema import Tree
 
 from ..errors import ModelError
 from ..util.raw_bytes import raw
+from .devices.conversions import needless_conversions_left_out
 from .devices.tracking import track_devices
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import SideEffects
@@ -55,7 +56,7 @@ class FlatModule(torch.nn.Module):
         kwargs = {name: rebuild(trees[name], list(tensors), value) for name, value in self.like.kwargs.items()}
         leaves: list[NamedTensor] = []
         before = [(owner, leaf, owner._buffers[leaf]) for owner, leaf in self.snapshot.owners()]
-        with track_devices(tensors, self.earlier, self.known) as effects:
+        with needless_conversions_left_out(), track_devices(tensors, self.earlier, self.known) as effects:
             self.watch(effects)
             made = self.model(*args, **kwargs)
         for owner, leaf, tensor in before:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from cgbundle.format import archive
-from cgbundle.format.schema import Exam, IntKey, Program, Proof
+from cgbundle.format.schema import MEMORIES, Exam, IntKey, Program, Proof, Weight
+from cgbundle.format.spans import HOST_ONLY
+from cgbundle.tables.recording import Address
 
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, write_exam
@@ -28,6 +31,7 @@ from ..targets.memory_layout import PAD, Table, align, lay_out
 from ..targets.weights import shapes_of
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import with_aliases
+from ..transforms.prepared import Prepared
 from ..util.content_cache import cache_folder
 from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
@@ -62,21 +66,21 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     with scratch_folder() as scratch:
         split = split_stage(exported, spec.placements, calls, stages)
         with stages("lower") as tell:
-            jobs = region_jobs(split) if split else whole_jobs(exported, calls)
+            writes = bool(spec.prepared.state or spec.prepared.written)
+            jobs = region_jobs(split) if split else whole_jobs(exported, calls, writes)
             lowered = lower_all(jobs, target.name, scratch, cache=cache_folder(), table=table_file(target.name), tell=tell)
-            programs = _programs(lowered, split)
-            traced = {key: each.lowered for key, each in programs.items()}
+            joined = _programs(lowered, split)
+            traced = {key: each.lowered for key, each in joined.items()}
             tell(_summary(traced))
         with stages("compile") as tell:
             compiled = _compile(traced, target, tell)
             images = {kernel.sha256: kernel.image for kernel in compiled.values()}
             tell(f"{len(images)} kernel images")
-        layout = lay_out(shapes_of(tensors), (), split.host_only if split else ())
+        layout = lay_out(shapes_of(tensors), spec.prepared.state, split.host_only if split else ())
         folded, end = folded_tables(traced, layout.weights_end)
         hosts = host_stage(split, layout.rows, scratch, stage, stages)
         with stages("plan") as tell:
-            offsets = {row.name: row.offset for row in layout.rows} | {name: table.offset for name, table in folded.items()}
-            graphs, bound = _assemble(programs, compiled, offsets, calls, split)
+            graphs, bound = _assemble(joined, compiled, _places(layout.rows, folded), calls, split, spec.prepared.written)
             uploads = split.uploads if split else {}
             recorded = RecordedProgram(
                 graphs=graphs,
@@ -85,6 +89,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 weights=layout.rows,
                 tables=tuple(folded.values()),
                 weights_bytes=end + PAD,
+                state_bytes=layout.state_end + PAD if layout.state_end else 0,
             )
             largest = max(arena_bytes(recorded).values())
             above = f", {largest / bound - 1:.1%} above the least that the lifetimes allow" if bound else ""
@@ -95,11 +100,13 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             exams = eager_exam(spec.source, spec.prepared, spec.sizes, written.weights)
             write_exam(stage / archive.EXAM, exams)
             tell(describe_size(stage))
+        programs = with_aliases(written.programs, spec.prepared.aliases, spec.prepared.signature.outputs, written.weights)
+        written = replace(written, programs=programs)
         bounds = error_bounds(spec.prepared, written.weights)
         kept, proofs = tuple([each.bound for each in bounds]), tuple([unproved(exam.key, bounds) for exam in exams])
         if spec.prove == "interpret":
             with stages("interpret") as tell:
-                trials = _interpret(written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
+                trials = _interpret(spec.prepared, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
                 kept, proofs = proved(spec.dimensions, bounds, proofs, trials, coarsest(exported), spec.waive)
                 tell(_proved(proofs))
     return ManifestParts(
@@ -107,9 +114,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         weights=written.weights,
         memories=written.memories,
         regions=written.regions,
-        programs=with_aliases(written.programs, spec.prepared.aliases, spec.prepared.signature.outputs, written.weights),
+        programs=written.programs,
         module_state="",
-        exam=Exam(compare="tolerance", calls=1, expected="eager", bounds=kept, proofs=proofs),
+        exam=Exam(compare="tolerance", calls=spec.prepared.exam_calls, expected="eager", bounds=kept, proofs=proofs),
     )
 
 
@@ -152,26 +159,37 @@ def folded_tables(traced: Mapping[IntKey, Lowered], end: int) -> tuple[dict[str,
     return found, end
 
 
+def _places(rows: Sequence[Weight], folded: Mapping[str, Table]) -> dict[str, Address]:
+    """Where weights and state lie on the GPU, by name."""
+    memories = {name: MEMORIES.index(name) for name in ("weights", "state")}
+    own = {row.name: Address(memory=memories[row.memory], offset=row.offset) for row in rows if row.offset != HOST_ONLY}
+    return own | {name: Address(memory=memories["weights"], offset=table.offset) for name, table in folded.items()}
+
+
 def _assemble(
     programs: Mapping[IntKey, LoweredProgram],
     compiled: Mapping[KernelVariant, CompiledKernel],
-    offsets: Mapping[str, int],
+    places: Mapping[str, Address],
     calls: Mapping[IntKey, Sequence[torch.Tensor]],
     split: SplitProgram | None,
+    written: Collection[int],
 ) -> tuple[dict[RegionKey, RecordedGraph], int]:
-    """The rows of every region and key, and the largest lower bound of their arenas.  `offsets`: of the weights by name."""
+    """The rows of every region and key, and the largest lower bound of their arenas.  `places`: of weights and state by name;
+    `written`: positions of the inputs that a call changes."""
     graphs, bound = {}, 0
     for key, program in programs.items():
         planned = plan(program.lowered)
         check_plan(program.lowered, planned)
         starts = [*input_offsets(calls[key])[:-1], *[value.offset for value in (split.uploads[key] if split else ())]]
-        made = assemble(program, [compiled[variant] for variant in program.lowered.variants], planned, offsets, starts)
+        kernels = [compiled[variant] for variant in program.lowered.variants]
+        made = assemble(program, kernels, planned, places, starts, written)
         graphs.update({(region.name, key): graph for region, graph in zip(program.regions, made, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound
 
 
 def _interpret(
+    prepared: Prepared,
     written: Written,
     exams: Sequence[KeyExam],
     split: SplitProgram | None,
@@ -182,7 +200,10 @@ def _interpret(
 ) -> list[tuple[Trial, Outcome]]:
     """What came of the keys whose kernels were interpreted in time."""
     programs: tuple[Program, ...] = written.programs
-    trials = [make_trial(each, exam, written.recordings, split) for each, exam in zip(programs, exams, strict=True)]
+    trials = [
+        make_trial(each, exam, prepared, written.weights, written.recordings, split)
+        for each, exam in zip(programs, exams, strict=True)
+    ]
     sources = kernel_sources(compiled)
     tasks = [
         make_task(trial, program, sources, written.memories, weights, written.weights)

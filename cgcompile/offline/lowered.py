@@ -122,7 +122,8 @@ class FoldedConstant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowered:
-    """A program, or a region of one, lowered at one int_key; its outputs live to the end."""
+    """A program, or a region of one, lowered at one int_key; its outputs live to the end.  `written`: the WEIGHT and INPUT buffers
+    that it changes, by position: state, and inputs of the call."""
 
     key: IntKey
     buffers: tuple[Buffer, ...]
@@ -131,6 +132,7 @@ class Lowered:
     inputs: tuple[BufferView, ...]
     outputs: tuple[BufferView, ...]
     constants: tuple[FoldedConstant, ...] = ()
+    written: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,10 +19,11 @@ from ..targets.rows import WHOLE
 from .lower.jobs import LoweringJob, RegionKey
 
 
-def whole_jobs(programs: Programs, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> dict[RegionKey, LoweringJob]:
-    """Programs that are one graph, at every key."""
+def whole_jobs(programs: Programs, calls: Mapping[IntKey, Sequence[torch.Tensor]], writes: bool) -> dict[RegionKey, LoweringJob]:
+    """Programs that are one graph, at every key.  `writes`: they write to buffers or to inputs."""
     return {
-        (WHOLE, key): LoweringJob(program=programs.at(key), tensors=tuple(tensors), layouts=()) for key, tensors in calls.items()
+        (WHOLE, key): LoweringJob(program=programs.at(key), tensors=tuple(tensors), layouts=(), writes=writes)
+        for key, tensors in calls.items()
     }
 
 
@@ -38,7 +39,8 @@ def region_jobs(split: SplitProgram) -> dict[RegionKey, LoweringJob]:
             if planned.kind == "graph":
                 given = tuple([values[name] for name in planned.inputs])
                 layouts = tuple([values[name].stride() if name in read else None for name in planned.outputs])
-                jobs[planned.name, key] = LoweringJob(program=_exported(region, key, given), tensors=given, layouts=layouts)
+                program = _exported(region, key, given)
+                jobs[planned.name, key] = LoweringJob(program=program, tensors=given, layouts=layouts, writes=bool(planned.written))
     return jobs
 
 

@@ -4,7 +4,7 @@ run: what they make is what eager PyTorch makes of the same inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,13 +14,15 @@ from cgbundle.exam import key_text
 from cgbundle.format.schema import Dimension, IntKey, Program, Proof, Value, Weight
 from cgbundle.tables.recording import Recording
 
-from ..bundle.exam import KeyExam
+from ..bundle.exam import KeyExam, state_after
 from ..bundle.proof import REPORT, accepted, measured
 from ..errors import BuildError
+from ..model.flat_module import PREFIX
 from ..partition.isolated import eager_values
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.weights import row_major
 from ..transforms.error_bounds import ErrorBound
+from ..transforms.prepared import Prepared
 from ..util.tolerance import compare
 from .compile.kernels import CompiledKernel
 from .interpret.interpret import Outcome, Stage, Task
@@ -32,50 +34,74 @@ Sources = tuple[tuple[tuple[str, str], KernelVariant], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """The stages of a program, and what eager PyTorch says of all that is read, in order: first what goes to the host, then the
-    call's outputs."""
+    """The stages of a program, and what eager PyTorch says of all that is read, in order: first what goes to the host, then what
+    the exam compares: the last call's outputs, and what the calls leave in written inputs and in state."""
 
     key: IntKey
     stages: tuple[Stage, ...]
     crossing: tuple[torch.Tensor, ...] = field(repr=False)
-    outputs: tuple[torch.Tensor, ...] = field(repr=False)
+    left: tuple[torch.Tensor, ...] = field(repr=False)
 
 
-def make_trial(program: Program, exam: KeyExam, recordings: Mapping[str, Recording], split: SplitProgram | None) -> Trial:
-    """The steps of a program on the exam's inputs.  `recordings` by the file of the step; `split` None for one graph alone."""
-    contents = _contents(program, exam, split)
+def make_trial(
+    program: Program,
+    exam: KeyExam,
+    prepared: Prepared,
+    weights: Sequence[Weight],
+    recordings: Mapping[str, Recording],
+    split: SplitProgram | None,
+) -> Trial:
+    """The steps of a program on the exam's inputs, as often as the exam calls it.  `weights`: the manifest's rows; `recordings` by
+    the file of the step; `split` None for one graph alone."""
     growing = _Stages()
     crossing = []
-    growing.give([(program.values[index], contents[index]) for index in program.inputs])
-    for step in program.steps:
-        if step.kind == "graph":
-            growing.run(recordings[step.file])
-        elif step.kind == "copy":
-            source, target = step.inputs[0], step.outputs[0]
-            if program.values[target].memory != "host":
-                growing.give([(program.values[target], contents[source])])
-            else:
-                growing.read.append(program.values[source])
-                crossing.append(contents[source])
+    for contents in _contents(program, exam, prepared, weights, split):
+        growing.give([(program.values[index], contents[index]) for index in program.inputs])
+        for step in program.steps:
+            if step.kind == "graph":
+                growing.run(recordings[step.file])
+            elif step.kind == "copy":
+                source, target = step.inputs[0], step.outputs[0]
+                if program.values[target].memory != "host":
+                    growing.give([(program.values[target], contents[source])])
+                else:
+                    growing.read.append(program.values[source])
+                    crossing.append(contents[source])
+    state = state_after(exam, prepared, weights)
     growing.read += [program.values[index] for index in program.outputs]
+    growing.read += [program.values[program.inputs[index]] for index in prepared.written]
+    growing.read += [
+        Value(dtype=row.dtype, shape=tuple(value.shape), strides=(1,), memory="state", offset=row.offset) for row, value in state
+    ]
     growing.close()
-    return Trial(key=program.key, stages=tuple(growing.stages), crossing=tuple(crossing), outputs=exam.outputs)
+    left = (*exam.outputs, *[tensor for _, tensor in exam.written], *[value for _, value in state])
+    return Trial(key=program.key, stages=tuple(growing.stages), crossing=tuple(crossing), left=left)
 
 
-def _contents(program: Program, exam: KeyExam, split: SplitProgram | None) -> dict[int, torch.Tensor]:
-    """Position of a value -> what eager PyTorch says it holds, on the CPU."""
-    found = dict(zip(program.inputs, exam.inputs, strict=True))
+def _contents(
+    program: Program, exam: KeyExam, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None
+) -> Iterator[dict[int, torch.Tensor]]:
+    """Call by call: position of a value -> what eager PyTorch says it holds, on the CPU.  Of inputs and state that is what they
+    hold when the call begins."""
+    given = dict(zip(program.inputs, exam.inputs, strict=True))
     if split is None:
-        return found
-    planned = split.partitions[exam.key]
-    values = eager_values(split.regions[exam.key], planned, exam.inputs)
-    regions = iter([region for region in planned.regions if region.kind == "graph" or region.operations])
-    for step in program.steps:
-        if step.kind == "copy":
-            found[step.outputs[0]] = found[step.inputs[0]]
-        else:
-            found.update(zip(step.outputs, [values[name] for name in next(regions).outputs], strict=True))
-    return found
+        yield from [given] * prepared.exam_calls
+        return
+    planned, own = split.partitions[exam.key], prepared.programs.at(exam.key)
+    rows = {(row.memory, row.offset): row.name for row in weights}
+    names = {name.removeprefix(PREFIX): placeholder for placeholder, name in split.state[exam.key].items()}
+    for values in eager_values(own, split.regions[exam.key], planned, exam.inputs, prepared.exam_calls):
+        found = dict(given)
+        for index, value in enumerate(program.values):
+            if value.memory == "state" and (name := names.get(rows.get((value.memory, value.offset), ""))):
+                found[index] = values[name]
+        regions = iter([region for region in planned.regions if region.kind == "graph" or region.operations])
+        for step in program.steps:
+            if step.kind == "copy":
+                found[step.outputs[0]] = found[step.inputs[0]]
+            else:
+                found.update(zip(step.outputs, [values[name] for name in next(regions).made], strict=True))
+        yield found
 
 
 def kernel_sources(compiled: Mapping[KernelVariant, CompiledKernel]) -> Sources:
@@ -89,11 +115,12 @@ def make_task(
     """What the interpreter is asked for: the memories are as large as this key needs them."""
     functions = {each for stage in trial.stages if stage.recording for each in stage.recording.functions}
     used = {(function.image, function.symbol) for function in functions}
+    shared = [(name, size) for name, size in memories if name in ("weights", "state")]
     return Task(
         key=trial.key,
         stages=trial.stages,
         variants=tuple([pair for pair in sources if pair[0] in used]),
-        sizes=(("weights", dict(memories)["weights"]), ("inputs", program.static), ("arena", program.arena)),
+        sizes=(*shared, ("inputs", program.static), ("arena", program.arena)),
         weights=weights,
         placed=placed,
     )
@@ -124,7 +151,7 @@ def proved(
                     f"eager PyTorch by {given.error:.1e}, allowed {within:.1e}: {given.text}",
                     REPORT,
                 )
-        pairs = zip(trial.outputs, outcome.read[count:], strict=True)
+        pairs = zip(trial.left, outcome.read[count:], strict=True)
         found[trial.key] = [compare(want, _tensor(want, got)) for want, got in pairs]
     kept = accepted(dimensions, bounds, found, waive, "the interpreted kernels differ")
     made = {key: measured(key, "interpret", differences, kept) for key, differences in found.items()}

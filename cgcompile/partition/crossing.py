@@ -29,7 +29,8 @@ class Crossing:
 def crossings(partition: Partition, modules: Sequence[GraphModule]) -> tuple[Crossing, ...]:
     """Every value that crosses, by target region in their order; `modules` are `region_modules` at the key."""
     maker = {name: region for region in partition.regions for name in region.outputs}
-    sides = {(name, "graph") for name in partition.inputs} | {(name, region.kind) for name, region in maker.items()}
+    given = (*partition.inputs, *partition.state)
+    sides = {(name, "graph") for name in given} | {(name, region.kind) for name, region in maker.items()}
     bytes_of = _bytes(partition, modules)
     found = []
     targets = [(region.name, region.kind, region.inputs) for region in partition.regions]
@@ -49,7 +50,7 @@ def _bytes(partition: Partition, modules: Sequence[GraphModule]) -> dict[str, in
     for region, module in zip(partition.regions, modules, strict=True):
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         (output,) = [node for node in module.graph.nodes if node.op == "output"]
-        for name, node in [*zip(region.inputs, placeholders, strict=True), *zip(region.outputs, output.args[0], strict=True)]:
+        for name, node in [*zip(region.inputs, placeholders, strict=True), *zip(region.made, output.args[0], strict=True)]:
             value = node.meta["val"]
             assert isinstance(value, torch.Tensor), name
             found[name] = value.numel() * value.element_size()

@@ -13,21 +13,23 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from .node_kinds import NodeKind, NodeKinds
-from .writes import write_constraints
+from .writes import WriteConstraints, write_constraints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dependencies:
     """`nodes`: the operations that run in one region, in the program's order.  `edges`: pairs (earlier, later) of them.
 
-    `together`: sets that must be in one region.  `needs`: the recomputed nodes that each needs, in the program's order.
-    `assertions` go wherever the values are that they look at, each with those values and all nodes it needs.
+    `together`: sets that must be in one region.  `needs`: the recomputed nodes that each needs, in the program's order.  `writes`:
+    the constraints that they follow.  `assertions` go wherever the values are that they look at, each with those values and all
+    nodes it needs.
     """
 
     nodes: tuple[Node, ...]
     edges: tuple[tuple[Node, Node], ...]
     together: tuple[tuple[Node, ...], ...]
     needs: dict[Node, tuple[Node, ...]]
+    writes: WriteConstraints
     assertions: dict[Node, tuple[frozenset[Node], tuple[Node, ...]]]
 
     def with_recomputed(self, nodes: Sequence[Node]) -> list[Node]:
@@ -63,6 +65,7 @@ def find_dependencies(program: ExportedProgram, known: NodeKinds) -> Dependencie
         edges=tuple(dict.fromkeys(edges)),
         together=tuple([tuple([node for node in each if node in held]) for each in together]),
         needs={node: needs[node] for node in nodes},
+        writes=writes,
         assertions=assertions,
     )
 

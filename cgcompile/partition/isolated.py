@@ -1,6 +1,7 @@
 """Regions isolated from each other, for one int_key: what a graph recorder and the host's compiler start from.
 
-What crosses is copied as bytes, so its maker makes it contiguous.  A region hands out no view of what it was given.
+What crosses is copied as bytes, so its maker makes it contiguous.  A region hands out no view of what it was given.  State and
+inputs of the call that a region writes to belong to it alone: a graph writes in place, the host gives back new values.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from ..export.weights import weight_placeholders, weight_tensors
 from .node_kinds import is_view
 from .region_modules import region_modules
-from .split import Partition, PlannedRegion
+from .split import Partition, PlannedRegion, new_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionModule:
-    """A region at one int_key: `module(*inputs) -> tuple of outputs`, in the order of the names in `planned`.
+    """A region at one int_key: `module(*inputs) -> tuple`, in the order of the names in `planned.inputs` and `planned.made`.
 
     `passed_through`: outputs of a host region that computes nothing -> the inputs that they are.
     """
@@ -36,13 +38,51 @@ def isolated_regions(program: ExportedProgram, partition: Partition, tensors: Se
     return tuple([_isolated(region, module, on_host) for region, module in zip(partition.regions, modules, strict=True)])
 
 
-def eager_values(regions: Sequence[RegionModule], partition: Partition, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every value by name, computed by eager PyTorch on the device of `tensors`."""
-    values = dict(zip(partition.inputs, tensors, strict=True))
-    with torch.no_grad():
-        for region in regions:
-            made = region.module(*[values[name] for name in region.planned.inputs])
-            values.update(zip(region.planned.outputs, made, strict=True))
+def eager_values(
+    program: ExportedProgram, regions: Sequence[RegionModule], partition: Partition, tensors: Sequence[torch.Tensor], calls: int = 1
+) -> list[dict[str, torch.Tensor]]:
+    """Call by call, every value by name, computed by eager PyTorch on the device of `tensors`.
+
+    Inputs and state have the values that they had before the call.  The program's buffers hold afterwards what they held before.
+    """
+    state = state_tensors(program, partition)
+    first = {name: value.clone() for name, value in state.items()}
+    found = []
+    try:
+        with torch.no_grad():
+            for _ in range(calls):
+                found.append(_eager_call(regions, partition, tensors, state))
+    finally:
+        with torch.no_grad():
+            for name, value in state.items():
+                value.copy_(first[name])
+    return found
+
+
+def state_tensors(program: ExportedProgram, partition: Partition) -> dict[str, torch.Tensor]:
+    """The program's own tensors of the buffers that its regions write to or that the host is given, by their placeholders."""
+    names, tensors = weight_placeholders(program), weight_tensors(program)
+    used = {*partition.state, *[name for region in partition.regions for name in region.written]}
+    return {name: tensors[target] for name, target in names.items() if name in used}
+
+
+def _eager_call(
+    regions: Sequence[RegionModule],
+    partition: Partition,
+    tensors: Sequence[torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    values = dict(zip(partition.inputs, tensors, strict=True)) | {name: value.clone() for name, value in state.items()}
+    for region in regions:
+        planned = region.planned
+        written = {name: values[name].clone() for name in planned.written if name not in state}
+        made = region.module(*[written.get(name, values[name]) for name in planned.inputs])
+        lasting = {tensor.untyped_storage().data_ptr() for tensor in (*written.values(), *state.values()) if tensor.numel()}
+        own = [each.clone() if each.untyped_storage().data_ptr() in lasting else each for each in made]
+        values.update(zip(planned.made, own, strict=True))
+        for name in planned.written:
+            if name in state and planned.kind == "host":
+                state[name].copy_(values[new_value(name)])
     return values
 
 
@@ -59,7 +99,7 @@ def _isolated(region: PlannedRegion, module: GraphModule, on_host: set[str]) -> 
         return RegionModule(
             planned=region, module=module, passed_through={name: node.name for name, node in zip(region.outputs, made, strict=True)}
         )
-    for place, name in enumerate(region.outputs):
+    for place, name in enumerate(region.outputs):  # what lies behind them is a clone already
         if region.kind == "host" or name in on_host or _given(made[place]):
             with module.graph.inserting_before(output):
                 made[place] = module.graph.call_function(

@@ -185,10 +185,16 @@ def is_free(node: Node) -> bool:
     return is_view(node) or (not made_of_tensors and not random and isinstance(node.meta.get("val"), torch.Tensor))
 
 
+NORMALIZATIONS = (aten.batch_norm.default, aten.instance_norm.default, aten.native_batch_norm.default)
+"""They write to the running statistics, arguments 3 and 4, where argument 5 is true; their schemas do not say so."""
+
+
 def writes_to(node: Node) -> tuple[Node, ...]:
     """The inputs that a node writes to, as its schema says."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return ()
+    if node.target in NORMALIZATIONS:
+        return tuple([value for value in node.args[3:5] if isinstance(value, Node) and node.args[5] is True])
     found: list[Node] = []
     arguments = node.target._schema.arguments
     positional = [argument for argument in arguments if not argument.kwarg_only]

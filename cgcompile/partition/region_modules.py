@@ -32,9 +32,10 @@ DIRECT = ("cond", "wrap_with_set_grad_enabled", "wrap_with_autocast")
 def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequence[torch.Tensor]) -> tuple[GraphModule, ...]:
     """One module per region of `partition`, for the int_key whose inputs have the sizes of `tensors` (their values are not read).
 
-    `module(*inputs) -> tuple of outputs`, in the order of the region's names.  Weights are attributes under their names in the
+    `module(*inputs) -> tuple`, in the order of the region's `inputs` and `made`.  Weights are attributes under their names in the
     program, the program's own tensors.  `meta["val"]` of a node whose size is known is a fake tensor of its shape, strides and
-    dtype at this key.  A region clones an input before it writes to it.  Raises inputs-unlike.
+    dtype at this key.  A region clones an input before it writes to it, but for inputs of the call that a graph writes to.  Raises
+    inputs-unlike.
     """
     known = node_kinds(program)
     sizes = bindings(program, tensors)
@@ -68,12 +69,14 @@ class _ModuleBuilder:
             self.made[source] = self._described(self.graph.placeholder(name), source)
         for name in region.inputs:
             source = self.names[name]
-            if any(source in self.writes.written.get(node, ()) for node in nodes):
+            in_place = region.kind == "graph" and name in region.written
+            if not in_place and any(source in self.writes.written.get(node, ()) for node in nodes):
                 copied = self.graph.call_function(torch.ops.aten.clone.default, (self.made[source],))
                 self.made[source] = self._described(copied, source)
         for node in nodes:
             self.made[node] = self._value(node.args[0]) if marker(node) else self._call(node)
-        self.graph.output(tuple([self._value(self.names[name]) for name in region.outputs]))
+        left = region.written if region.kind == "host" else ()
+        self.graph.output(tuple([self._value(self.names[name]) for name in (*region.outputs, *left)]))
         made = GraphModule(self.held, self.graph, class_name=region.name.title().replace("-", ""))
         made.graph.lint()
         return made

@@ -6,7 +6,7 @@ Private interfaces (torch 2.11, 2.13): `statically_known_true` of `torch.fx.expe
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +32,7 @@ from .node_kinds import (
     returned_nodes,
 )
 from .symbolic_sizes import weigh
+from .writes import WriteConstraints
 
 SMALL = 5
 """Kernels below which a graph between two host regions is not worth its launch, two copies and synchronization (see `cut`)."""
@@ -46,6 +47,9 @@ class PlannedRegion:
 
     `nodes`: names, in the program's order, of what is computed there.  `operations`: those that are more than markers, assertions
     or arithmetic on numbers; none: inputs are handed on.  `inputs` and `outputs`: the tensors that cross, by their makers' names.
+
+    `written`: the inputs of the call and the buffers, by their placeholders' names, that the region writes to; no other region uses
+    them.  A graph writes in place.  The host is given them as inputs, state too, and gives back the new values as further outputs.
     """
 
     name: str
@@ -55,6 +59,17 @@ class PlannedRegion:
     operations: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    written: tuple[str, ...]
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """The names of all that the region's module gives: `outputs`, and on the host the new values of `written`."""
+        return (*self.outputs, *[new_value(name) for name in self.written]) if self.kind == "host" else self.outputs
+
+
+def new_value(name: str) -> str:
+    """The name of what the host leaves in an input or a buffer that it writes to; no node has such a name."""
+    return f"{name}.after"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +82,14 @@ class MergedGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Regions in the order in which they run, at least one.  `inputs` and `outputs`: the call's values in the signature's order."""
+    """Regions in the order in which they run, at least one.  `inputs` and `outputs`: the call's values in the signature's order.
+    `state`: the placeholders of the buffers that the host reads or writes and that the program writes to."""
 
     regions: tuple[PlannedRegion, ...]
     merged: tuple[MergedGraph, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    state: tuple[str, ...]
 
 
 def partition(program: ExportedProgram, placements: Mapping[str, str], small: int = SMALL) -> Partition:
@@ -203,7 +220,9 @@ def _partition(
     everything = [needed.with_recomputed(nodes) for _, nodes in layers]
     maker = {node: number for number, (_, nodes) in enumerate(layers) for node in nodes}
     order = {node: place for place, node in enumerate(program.graph.nodes)}
-    reads = [_reads(nodes, known) for nodes in everything]
+    outliving = needed.writes.outliving
+    state = {node for node in outliving if known[node] is NodeKind.WEIGHT}
+    reads = [_reads(nodes, known, state if kind == "host" else set()) for (kind, _), nodes in zip(layers, everything, strict=True)]
     made: list[PlannedRegion] = []
     merged: list[MergedGraph] = []
     for number, ((kind, mine), nodes) in enumerate(zip(layers, everything, strict=True)):
@@ -220,6 +239,7 @@ def _partition(
                 operations=_names([node for node in nodes if _computes(node, known)]),
                 inputs=_names(sorted([node for node in reads[number] if maker.get(node) != number], key=order.__getitem__)),
                 outputs=_names(outputs),
+                written=_names(sorted(_written(nodes, needed.writes), key=order.__getitem__)),
             )
         )
         lost = [node for node in mine if kind == "host" and node not in reasons and not is_free(node)]
@@ -230,7 +250,13 @@ def _partition(
         merged=tuple(merged),
         inputs=_names([node for node in program.graph.nodes if known[node] is NodeKind.INPUT]),
         outputs=_names(returned),
+        state=_names(sorted(state.intersection(*[set().union(*reads)]), key=order.__getitem__)),
     )
+
+
+def _written(nodes: Sequence[Node], writes: WriteConstraints) -> set[Node]:
+    """What the nodes write to and outlives the call."""
+    return {each for node in nodes for each in writes.written.get(node, ()) if each in writes.outliving}
 
 
 def value_of(node: Node) -> Node:
@@ -242,11 +268,12 @@ def value_of(node: Node) -> Node:
     return node
 
 
-def _reads(nodes: Sequence[Node], known: NodeKinds) -> set[Node]:
-    """The tensors that a region reads and does not recompute: what others make, or inputs of the call."""
+def _reads(nodes: Sequence[Node], known: NodeKinds, state: Collection[Node]) -> set[Node]:
+    """The tensors that a region reads and does not recompute: what others make, inputs of the call, or some of `state`."""
     held = set(nodes)
     found = {value_of(source) for node in nodes if marker(node) != "to_device" for source in node.all_input_nodes}
-    return {node for node in found if node not in held and known[node] in (NodeKind.INPUT, NodeKind.OPERATION)}
+    crossing = NodeKind.INPUT, NodeKind.OPERATION
+    return {node for node in found if node not in held and (known[node] in crossing or node in state)}
 
 
 def _computes(node: Node, known: NodeKinds) -> bool:

@@ -11,19 +11,22 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
-from .node_kinds import NodeKind, NodeKinds, higher_order, inner_modules, storages, writes_to
+from .node_kinds import NodeKind, NodeKinds, higher_order, storages, writes_to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteConstraints:
     """`order`: pairs (earlier, later) beside those of inputs.  `together`: nodes that must be in one region.  `touched`: every
-    node that makes, reads or writes memory that is written to.  `written`: of each writing node, the nodes whose memory it is."""
+    node that makes, reads or writes memory that is written to.  `written`: of each writing node, the nodes whose memory it is.
+    `outliving`: the inputs and weights among these, what is left of which outlives the call; all accesses to one are together."""
 
     order: tuple[tuple[Node, Node], ...]
     together: tuple[tuple[Node, ...], ...]
     touched: frozenset[Node]
     written: dict[Node, frozenset[Node]]
+    outliving: frozenset[Node]
 
 
 def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints:
@@ -60,6 +63,7 @@ def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints
         together=tuple(together),
         touched=frozenset([node for found in accesses.values() for node in found]),
         written={node: frozenset(found) for node, found in written.items()},
+        outliving=frozenset([each for found in written.values() for each in found if known[each] in _GIVEN]),
     )
 
 
@@ -101,16 +105,21 @@ def _shown(node: Node) -> list[Node]:
 
 
 def _targets(node: Node, module: GraphModule) -> tuple[Node, ...]:
-    """The nodes whose memory a node writes to: all that a higher-order operator is given, if one of its modules writes to some."""
-    if higher_order(node) and any(_writes_outside(part) for part in inner_modules(node, module)):
-        return tuple([source for source in node.all_input_nodes if source.op != "get_attr"])
-    return writes_to(node)
+    """The nodes whose memory a node writes to; a higher-order operator hands its last arguments to its modules."""
+    if not higher_order(node):
+        return writes_to(node)
+    leaves = tree_leaves((node.args, node.kwargs))
+    parts = [getattr(module, str(source.target)) for source in node.all_input_nodes if source.op == "get_attr"]
+    written = [leaves[place] for part in parts if isinstance(part, GraphModule) for place in _written_outside(part)]
+    return tuple([leaf for leaf in dict.fromkeys(written) if isinstance(leaf, Node)])
 
 
-def _writes_outside(module: GraphModule) -> bool:
+def _written_outside(module: GraphModule) -> list[int]:
+    """The placeholders of a module that it writes to, by their positions counted from the last one, which is -1."""
     memory = _memories([node for node in module.graph.nodes if node.op != "output"])
-    given = {memory[node] for node in memory if node.op == "placeholder"}
-    return any(memory[target] in given for node in memory for target in writes_to(node))
+    targets = {memory[target] for node in memory for target in _targets(node, module) if target in memory}
+    given = [node for node in memory if node.op == "placeholder"]
+    return [place - len(given) for place, node in enumerate(given) if memory[node] in targets]
 
 
 def _order(accesses: Sequence[Node], writers: set[Node]) -> list[tuple[Node, Node]]:
@@ -158,5 +167,5 @@ def _makes_new(node: Node, members: Sequence[Node], known: NodeKinds, place: dic
     older = [member for member in members if place[member] < place[node]]
     later = [user for member in older for user in member.users if place[user] > place[node]]
     return not any(known[user] in (*_ACCESSING, NodeKind.OUTPUT) for user in later) and not any(
-        known[member] is NodeKind.WEIGHT for member in older
+        known[member] in _GIVEN for member in older
     )

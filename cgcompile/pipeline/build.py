@@ -54,7 +54,7 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             tell(_nodes(exported.programs))
         with stages("check") as tell:
             checked = check(exported, "cpu" if chosen.recorder == "host" else "cuda", options.host_ops)
-            refuse(checked, options.strict, options.waive, chosen.recorder, options.specialize)
+            refuse(checked, options.strict, options.waive, options.specialize)
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
             tell(_counted(len(checked.findings), "finding"))
         with stages("padding") as tell:

@@ -21,7 +21,9 @@ from ..errors import BuildError, ModelError
 from ..export.export import export
 from ..export.exported import Exported
 from ..export.signature import describe_signature
+from ..export.weights import weight_placeholders
 from ..model.declared_sizes import Given, assumed_sizes, declared_sizes
+from ..model.flat_module import PREFIX
 from ..model.load import load_source
 from ..model.side_effects import BRANCH, BRANCH_FIX
 from ..model.source import sample
@@ -120,7 +122,8 @@ def _regions(
     largest = {name: values[-1] for name, values in exported.sizes.items()}
     modules = region_modules(program, parts, sample(exported.source, largest).tensors)
     nodes = {node.name: node for node in program.graph.nodes}
-    given = {node: name for node, (name, _) in zip(parts.inputs, exported.flat.like.leaves, strict=True)}
+    given = {node: name.removeprefix(PREFIX) for node, name in weight_placeholders(program).items()}
+    given |= {node: name for node, (name, _) in zip(parts.inputs, exported.flat.like.leaves, strict=True)}
     returned = dict(zip(parts.outputs, exported.flat.names, strict=True))
     reads: dict[str, list[tuple[str, int]]] = {}
     for crossing in crossings(parts, modules):

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.helpers.places import ROOT
 
 from .case import Case
-from .judge import BUILT, CRASHED, GOOD, MISSING, TIMEOUT, Row
+from .judge import BUILT, CRASHED, MISSING, RIGHT, TIMEOUT, Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ def run(plan: Plan, jobs: Iterable[Job], tell: Callable[[Row], None]) -> None:
             row = _run(plan, job, number)
             with lock:
                 tell(row)
-                if row.verdict not in (*GOOD, MISSING):
+                if row.verdict not in (RIGHT, BUILT, MISSING):
                     todo.extend([Job(member, job.target) for member in job.case.members])
 
     with ThreadPoolExecutor(plan.jobs) as pool:

@@ -11,8 +11,10 @@ pytest.importorskip("torch")
 
 import torch
 
-from tests.corpus.judge import BUILT, CHECK, FAILED, REFUSED, RIGHT, WRONG, judge, refusal, replayed
+from tests.corpus.jobs import Job, Plan, run
+from tests.corpus.judge import BUILT, CHECK, FAILED, REFUSED, RIGHT, TIMEOUT, WRONG, judge, refusal, replayed
 from tests.corpus.models import all_cases, find
+from tests.corpus.report import summary
 
 
 def test_there_are_enough_models_and_each_has_a_name() -> None:
@@ -66,3 +68,12 @@ def test_errors_are_told_apart_by_what_they_name() -> None:
     assert refusal(case, "cpu", ModelError("check-refused", "/site-packages/torch/nn/functional.py:3: rule")).verdict == FAILED
     assert refusal(case, "cpu", BuildError("compiler-failed", f"{place}: CppCompileError")).verdict == FAILED
     assert refusal(case, "cpu", BuildError("proof-failed", "the bundle's outputs differ from eager PyTorch")).verdict == WRONG
+
+
+def test_a_case_that_takes_too_long_is_ended_and_the_members_of_a_group_are_tried_alone() -> None:
+    case, rows = find("layers/group-01"), []
+    plan = Plan(jobs=2, limit=0.1, until=0.0, prove="none", keep=None, replay=False, gpus=0)
+    run(plan, [Job(case, CHECK)], rows.append)
+    assert [row.verdict for row in rows] == [TIMEOUT] * 9
+    assert {row.name for row in rows} == {case.name, *[member.name for member in case.members]}
+    assert "| layers | 9 |" in summary(rows) and "0 of 9 good" in summary(rows)

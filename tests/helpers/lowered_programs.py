@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from cgbundle.format.schema import MEMORIES
+from cgbundle.tables.recording import Address
 from cgcompile.offline.assemble.arena import Plan
 from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.compile.kernels import CompiledKernel
@@ -12,8 +14,16 @@ from cgcompile.targets.cuda.recorded import RecordedGraph
 
 
 def assembled(
-    lowered: Lowered, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+    lowered: Lowered,
+    compiled: Sequence[CompiledKernel],
+    plan: Plan,
+    weights: Mapping[str, int],
+    inputs: Sequence[int],
+    written: Sequence[int] = (),
+    memory: str = "weights",
 ) -> RecordedGraph:
+    """`weights`: offsets in `memory`."""
+    places = {name: Address(memory=MEMORIES.index(memory), offset=offset) for name, offset in weights.items()}
     whole = RegionEvents(name="model", start=0, stop=len(lowered.events), inputs=lowered.inputs, outputs=lowered.outputs)
-    (graph,) = assemble(LoweredProgram(lowered=lowered, regions=(whole,)), compiled, plan, weights, inputs)
+    (graph,) = assemble(LoweredProgram(lowered=lowered, regions=(whole,)), compiled, plan, places, inputs, written)
     return graph

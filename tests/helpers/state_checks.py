@@ -11,7 +11,7 @@ import torch
 
 import cgbundle
 from tests.helpers.raising import raises
-from tests.helpers.state_models import PLACES, SIZES, WIDTH, draw, looks, pairs, rows, running, singles
+from tests.helpers.state_models import PLACES, SIZES, WIDTH, Between, between, draw, looks, pairs, rows, running, singles
 
 ORDER = (4, 1, 1, 4, 1, 4, 4, 1, 4)
 """Batch sizes, call by call."""
@@ -171,6 +171,29 @@ def check_inputs(path: Path, device: str) -> None:
                 near(got, (given[0] + given[1]) * 2)
                 assert nothing.shape == (batch, 0), name
             assert torch.equal(x, before[0]) and torch.equal(y, before[1]), name
+
+
+def check_between(path: Path, device: str, mode: str = "graph", outputs: str = "copy") -> None:
+    """State and written inputs on both sides of a host region are those of eager PyTorch, call by call and session by session."""
+    network = Between().to(device)
+    with cgbundle.load(path, mode=mode, outputs=outputs) as program, torch.no_grad():
+        for session, rounds in ((program, 5), (program.session(), 2)):
+            alone = copy.deepcopy(network) if session is program else Between().to(device)
+            for round_ in range(rounds):
+                given = draw(between, SIZES[round_ % 2], round_, device)
+                mine, theirs = ([tensor.clone() for tensor in given] for _ in range(2))
+                for got, want in zip(session(*mine), alone(*theirs), strict=True):
+                    near(got, want)
+                for got, want in zip(mine, theirs, strict=True):
+                    near(got, want)
+                state_near(session, alone)
+        program.reset()
+        state_near(program, network)
+        program.state["count"] = torch.full((1,), 1000)
+        program(*draw(between, 1, 0, device))
+        assert 1000 < program.state["count"].tolist()[0] < 1100
+        with raises("key-missing"):
+            program(*draw(between, 3, 0, device))
 
 
 CALLS = 10_000

@@ -132,3 +132,53 @@ def running() -> Running:
 def looks() -> Looks:
     """In eval mode."""
     return Looks().eval()
+
+
+class Between(nn.Module):
+    """State and written inputs on both sides of an operation of the host: it counts, graphs keep a mean and a
+    cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(ROWS, WIDTH))
+
+    def forward(self, x: Tensor, seen: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, WIDTH), (1,) int64 that the host adds to, (batch, WIDTH) that a graph overwrites -> (batch, WIDTH); the count."""
+        h = self.before(x).relu().softmax(-1)
+        self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        number = (h > 0.1).sum().item()
+        self.count.add_(number)
+        seen.add_(number)
+        y = self.after(h / (number + 1)).tanh().softmax(-1) + self.mean
+        self.cache[: x.shape[0]] += y
+        last.copy_(self.cache[: x.shape[0]] * 2)
+        return y.exp(), self.count
+
+
+class HostDraws(nn.Module):
+    """Numbers of four distributions around an operation of the host, which keeps the counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(batch, WIDTH): as `Draws`."""
+        uniform = torch.rand_like(x)
+        one = (uniform < 2).all().sum().item()
+        self.calls.add_(one)
+        ones = torch.ones_like(x) * one
+        return (
+            uniform, torch.randn_like(x) * one, nn.functional.dropout(ones, 0.25, training=True), torch.bernoulli(0.3 * ones),
+            self.calls + 0,
+        )  # fmt: skip
+
+
+def between(batch: int) -> tuple[Tensor, ...]:
+    """For `Between`."""
+    return torch.randn(batch, WIDTH), torch.full((1,), 5), torch.randn(batch, WIDTH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from ..format.schema import Alias, Manifest, Program, Region, Step
@@ -33,7 +33,7 @@ def check_steps(manifest: Manifest, program: Program, where: str) -> None:
         require(whole, f"{where}.steps", "a cpu program is one host step over the call's values")
     else:
         _check_sides(program, where)
-        check_order(program, where, {alias.output: alias for alias in manifest.aliases})
+        check_order(program, where, {alias.output: alias for alias in manifest.aliases}, manifest.written)
         check_lifetimes(program, where)
 
 
@@ -68,20 +68,27 @@ def _check_sides(program: Program, where: str) -> None:
                 require(memory != HOST, at, f"a graph step over {name}, which lies in memory host")
 
 
-def check_order(program: Program, where: str, aliases: Mapping[int, Alias] = MappingProxyType({})) -> None:
+def check_order(
+    program: Program, where: str, aliases: Mapping[int, Alias] = MappingProxyType({}), changed: Collection[int] = ()
+) -> None:
     """Raises manifest-invalid unless every step, and the call in the end, reads what was written before.
 
     These are inputs of the call, weights and state, and outputs of earlier steps.  Every value is written once, and by no step the
-    call's inputs; a copy leaves weights and the call's inputs as they are.  What the `aliases`, by output, lie in is written.
+    call's inputs; a copy leaves weights and the call's inputs as they are.  Those inputs that the call changes, at the positions
+    `changed`, may be copied over as a whole, and no later step reads what was there.  What the `aliases`, by output, lie in is
+    written.
     """
     given = set(program.inputs)
     written = given | {index for index, value in enumerate(program.values) if value.memory in PERSISTENT}
     made: dict[int, int] = {}
     inputs = Spans.of(program.values, program.inputs)
+    changing = {program.values[program.inputs[index]]: program.inputs[index] for index in changed}
+    gone: set[int] = set()
     for place, step in enumerate(program.steps):
         at = f"{where}.steps[{place}]"
         for index in step.inputs:
             require(index in written, at, f"reads value {index}, which nothing has written")
+            require(index not in gone, at, f"reads value {index}, which an earlier step has written over")
         for index in set(step.outputs):
             require(index not in given, at, f"writes value {index}, an input of the call")
             require(index not in made, at, f"writes value {index}, which steps[{made.get(index)}] has written")
@@ -90,6 +97,9 @@ def check_order(program: Program, where: str, aliases: Mapping[int, Alias] = Map
         if step.kind == "copy":
             target = program.values[step.outputs[0]]
             require(target.memory != "weights", at, "copies into memory weights")
+            if target in changing:
+                gone.add(changing[target])
+                continue
             over = inputs.over(target.memory, *extent(target))
             require(over is None, at, f"copies over value {over}, an input of the call")
     for place, index in enumerate(program.outputs):

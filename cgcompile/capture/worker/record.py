@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch.utils._pytree import tree_map_only
 
-from cgbundle.format.schema import IntKey
+from cgbundle.format.schema import IntKey, Weight
 
 from ...errors import ModelError
 from ...targets.cuda.elf import Cubin, read_cubin
@@ -172,7 +172,7 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured], muta
     state = tuple([(row.name, contents(loaded.tensor_of(row), row.strides)) for row in rows])
     kept = [t.clone() for t in (*made, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
     loaded.restore(mutated)
-    eager = [t.clone() for t in (*_eager(loaded, key), *map(loaded.tensor_of, rows))]
+    eager = _eager(loaded, key, rows)
     differences = tuple([compare(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)])
     loaded.restore(mutated)
     return RawExam(key=key, outputs=outputs, differences=differences, written=written, state=state)
@@ -184,15 +184,21 @@ def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
     return item.kept
 
 
-def _eager(loaded: LoadedProgram, key: IntKey) -> list[torch.Tensor]:
-    """The outputs of eager PyTorch on a key's fresh call, then the inputs that it writes to: on the CPU where a part must be there,
-    else on the GPU."""
+def _eager(loaded: LoadedProgram, key: IntKey, rows: Sequence[Weight]) -> list[torch.Tensor]:
+    """Copies of the outputs of eager PyTorch on a key's fresh call, then of the inputs that it writes to, then of state, whose
+    weights are `rows`: on the CPU where a part must be there, else on the GPU."""
     device, module, call = loaded.inputs.device, loaded.modules[key], loaded.calls[key][1]
+    state = list(map(loaded.tensor_of, rows))
     if loaded.sides:
         device, module = torch.device("cpu"), loaded.sides[key][0].module(check_guards=False)
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        state = [buffers[row.name] for row in rows]
     for _ in range(loaded.request.exam_calls):
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, copy=True), call)
         with torch.no_grad():
             made = tensors_of(module(*args, **kwargs))
     given = tensors_of((args, kwargs))
-    return [*made, *[given[i] for i in loaded.request.written]]
+    found = [t.clone() for t in (*made, *[given[i] for i in loaded.request.written], *state)]
+    for row, tensor in zip(rows, state, strict=True):
+        tensor.copy_(loaded.originals[row.name])
+    return found

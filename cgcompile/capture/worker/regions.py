@@ -12,6 +12,7 @@ import torch
 
 from cgbundle.format.schema import IntKey
 
+from ...export.weights import weight_placeholders
 from ...partition.isolated import RegionModule, isolated_regions
 from ...partition.split import Partition, partition
 from ...targets.cuda.lowering import lower, repair
@@ -27,12 +28,18 @@ RunGraph = Callable[[RegionModule, list[torch.Tensor]], Sequence[torch.Tensor]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedRegions:
     """The regions of a key: graphs on the GPU, host regions on the CPU.  `static`: the call's inputs; `uploads`: where what the
-    host makes is put, by name."""
+    host makes is put, by name; `state`: the buffers that regions write to, or that the host is given, by their placeholders."""
 
     partition: Partition
     regions: tuple[RegionModule, ...]
     static: tuple[torch.Tensor, ...]
     uploads: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+
+    def written(self, region: RegionModule) -> list[torch.Tensor]:
+        """What a region writes to and outlives the call."""
+        lasting = {**dict(zip(self.partition.inputs, self.static, strict=True)), **self.state}
+        return [lasting[name] for name in region.planned.written]
 
 
 def open_regions(loaded: LoadedProgram, key: IntKey) -> OpenedRegions:
@@ -52,29 +59,34 @@ def open_regions(loaded: LoadedProgram, key: IntKey) -> OpenedRegions:
         each.name: tensor_at(loaded.inputs, each.offset, each.dtype, each.shape, each.strides)
         for each in loaded.request.uploads[key]
     }
-    return OpenedRegions(partition=planned, regions=regions, static=static, uploads=uploads)
+    rows = {row.name: row for row in loaded.request.weights if row.memory == "state"}
+    state = {name: loaded.tensor_of(rows[target]) for name, target in weight_placeholders(program).items() if target in rows}
+    return OpenedRegions(partition=planned, regions=regions, static=static, uploads=uploads, state=state)
 
 
 def warm_up_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> None:
-    """Lower the graph regions of a key and run them, so that the compile cache holds what they need.  Raises lowering-failed."""
+    """Lower the graph regions of a key and run them, so that the compile cache holds what they need; state is put back.  Raises
+    lowering-failed."""
+    opened = open_regions(loaded, key)
 
     def run(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        call = _lowered(loaded, key, region, given, tell)
+        call = _lowered(loaded, key, region, given, opened.written(region), tell)
         with torch.no_grad():
             return tuple(call())
 
-    _run_all(open_regions(loaded, key), run)
+    _run_all(opened, run)
+    loaded.restore()
 
 
 def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Captured, ...]:
-    """Capture the graph regions of a key, in order.  Raises lowering-failed, not-capturable."""
+    """Capture the graph regions of a key, in order; state is put back.  Raises lowering-failed, not-capturable."""
     opened = open_regions(loaded, key)
     last = {name: place for place, region in enumerate(opened.regions) for name in region.planned.inputs}
     values: Values = {}
     captured: list[Captured] = []
 
     def capture(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        call = _lowered(loaded, key, region, given, tell)
+        call = _lowered(loaded, key, region, given, opened.written(region), tell)
         tell(f"capturing {key}, {region.planned.name}")
         pool = captured[0].graph.pool() if captured else None
         graph, result = capture_call(call, f"int_key {key}, {region.planned.name}", pool)
@@ -92,6 +104,7 @@ def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Cap
             values.pop(name, None)
 
     _run_all(opened, capture, values, forget)
+    loaded.restore()
     return tuple(captured)
 
 
@@ -126,6 +139,7 @@ def _run_all(
     """Run all regions in order, graphs by `run_graph`; `forget` is told the position of each that is done.  Returns the values."""
     values = {} if values is None else values
     values.update(zip(opened.partition.inputs, opened.static, strict=True))
+    values.update({name: opened.state[name] for name in opened.partition.state})
     for place, region in enumerate(opened.regions):
         given = [values[name] for name in region.planned.inputs]
         if region.planned.kind == "graph":
@@ -133,7 +147,10 @@ def _run_all(
         else:
             with torch.no_grad():
                 made = region.module(*[tensor.cpu() for tensor in given])
-            for name, tensor in zip(region.planned.outputs, made, strict=True):
+            count = len(region.planned.outputs)
+            for target, tensor in zip(opened.written(region), made[count:], strict=True):
+                target.copy_(tensor)
+            for name, tensor in zip(region.planned.outputs, made[:count], strict=True):
                 if name in opened.uploads:
                     opened.uploads[name].copy_(tensor)
                 values[name] = opened.uploads.get(name, tensor)
@@ -143,14 +160,26 @@ def _run_all(
 
 
 def _lowered(
-    loaded: LoadedProgram, key: IntKey, region: RegionModule, given: Sequence[torch.Tensor], tell: Tell
+    loaded: LoadedProgram,
+    key: IntKey,
+    region: RegionModule,
+    given: Sequence[torch.Tensor],
+    written: Sequence[torch.Tensor],
+    tell: Tell,
 ) -> Callable[[], Any]:
+    """The call of a region, lowered; `written`, what it writes to, holds what it held before."""
     tell(f"lowering {key}, {region.planned.name}")
     lowered = lower(region.module, loaded.request.level, loaded.request.specialize)
 
     def call() -> Any:
         return lowered(*given)
 
+    before = [tensor.clone() for tensor in written]
+
+    def restore() -> None:
+        for tensor, value in zip(written, before, strict=True):
+            tensor.copy_(value)
+
     level = loaded.request.level
-    run_warm(call, f"int_key {key}, {region.planned.name}, {level}", level)
+    run_warm(call, f"int_key {key}, {region.planned.name}, {level}", level, restore)
     return call

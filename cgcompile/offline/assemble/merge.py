@@ -73,6 +73,7 @@ class _MergedProgram:
         self.made: dict[str, BufferView] = {}
         self.shared: dict[tuple[str, str], int] = {}
         self.on_host: set[str] = set()
+        self.written: dict[int, None] = {}
 
     def read(self, names: Sequence[str]) -> None:
         """A host region takes these values."""
@@ -93,6 +94,7 @@ class _MergedProgram:
         )
         self.made.update(zip(region.outputs, outputs, strict=True))
         self.constants.update({constant.name: constant for constant in traced.constants})
+        self.written |= dict.fromkeys([places[index].buffer for index in traced.written])
 
     def program(self, outputs: Sequence[str]) -> LoweredProgram:
         """All of it; `outputs` of the call."""
@@ -104,6 +106,7 @@ class _MergedProgram:
             inputs=(),
             outputs=tuple([self.made[name] for name in outputs if name in self.made]),
             constants=tuple(self.constants.values()),
+            written=tuple(self.written),
         )
         return LoweredProgram(lowered=traced, regions=tuple(self.regions))
 

@@ -3,7 +3,7 @@ Inductor's wrapper launches them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,13 +53,20 @@ class _Where:
 
 
 def assemble(
-    program: LoweredProgram, compiled: Sequence[CompiledKernel], plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]
+    program: LoweredProgram,
+    compiled: Sequence[CompiledKernel],
+    plan: Plan,
+    weights: Mapping[str, Address],
+    inputs: Sequence[int],
+    written: Collection[int] = (),
 ) -> tuple[RecordedGraph, ...]:
     """The rows of one key, a graph per region; launches, copies and fills of nothing are left out.  `compiled`: one per variant.
-    Offsets in their memories: `weights` by the name of a WEIGHT buffer, `inputs` by the number of an INPUT buffer.  Raises
-    parameter-mismatch, and place-invalid for a buffer without a place or bytes outside their buffer."""
+    `weights`: where a WEIGHT buffer lies, by its name; `inputs`: the offsets of INPUT buffers in memory inputs, by their number.
+    `written`: the numbers of those that calls may change.  Raises parameter-mismatch, and place-invalid for a buffer without a
+    place, bytes outside their buffer, and a weight or input that is changed and must not be."""
     lowered = program.lowered
     where = _Where(lowered=lowered, bases=tuple(_bases(lowered, plan, weights, inputs)))
+    _check_written(where, written)
     return tuple([_assemble(region, compiled, plan.arena, where) for region in program.regions])
 
 
@@ -85,20 +92,24 @@ def _assemble(region: RegionEvents, compiled: Sequence[CompiledKernel], arena: i
     )
 
 
-def _bases(lowered: Lowered, plan: Plan, weights: Mapping[str, int], inputs: Sequence[int]) -> list[Address | None]:
-    places = {
-        WEIGHT: (MEMORIES.index("weights"), weights),
-        INPUT: (MEMORIES.index("inputs"), {str(i): offset for i, offset in enumerate(inputs)}),
-    }
-    bases: list[Address | None] = []
-    for i, buffer in enumerate(lowered.buffers):
-        if buffer.kind == TEMPORARY:
-            memory, offset = MEMORIES.index("arena"), plan.offsets.get(i)
-        else:
-            memory, known = places[buffer.kind]
-            offset = known.get(buffer.name)
-        bases.append(None if offset is None else Address(memory=memory, offset=offset))
-    return bases
+def _bases(lowered: Lowered, plan: Plan, weights: Mapping[str, Address], inputs: Sequence[int]) -> list[Address | None]:
+    temporaries = {i: Address(memory=MEMORIES.index("arena"), offset=offset) for i, offset in plan.offsets.items()}
+    given = {str(i): Address(memory=MEMORIES.index("inputs"), offset=offset) for i, offset in enumerate(inputs)}
+    places = {WEIGHT: weights, INPUT: given}
+    return [
+        temporaries.get(i) if buffer.kind == TEMPORARY else places[buffer.kind].get(buffer.name)
+        for i, buffer in enumerate(lowered.buffers)
+    ]
+
+
+def _check_written(where: _Where, written: Collection[int]) -> None:
+    """Weights are shared by all sessions, and an input that nobody knows to change would not go back to the caller."""
+    for index in where.lowered.written:
+        buffer, base = where.lowered.buffers[index], where.bases[index]
+        known = buffer.kind == INPUT and int(buffer.name) in written
+        if not known and (base is None or MEMORIES[base.memory] != "state"):
+            text = f"the program changes buffer {index} ({buffer.kind} {buffer.name}), which is neither state nor a written input"
+            raise BuildError("place-invalid", f"int_key {where.lowered.key}: {text}")
 
 
 def _function(compiled: CompiledKernel) -> Function:

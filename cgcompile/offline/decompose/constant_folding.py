@@ -64,8 +64,8 @@ def _weights(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> dict[Nod
     """The placeholders of weights that nothing writes to, with their values."""
     placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
     found = {}
-    for node, (kind, name) in zip(placeholders, retraced.names, strict=True):
-        if kind == WEIGHT and not any(user.target is aten.copy_.default and user.args[0] is node for user in node.users):
+    for index, (node, (kind, name)) in enumerate(zip(placeholders, retraced.names, strict=True)):
+        if kind == WEIGHT and index not in retraced.written:
             found[node] = values[name].detach()
     return found
 

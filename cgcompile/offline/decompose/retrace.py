@@ -24,6 +24,8 @@ from ...targets.cuda.lowering import repair
 from ..lowered import INPUT, WEIGHT
 from .decompositions import REPLACED, decompositions
 
+COPY = torch.ops.aten.copy_.default
+
 DEVICE = torch.device("cuda", 0)
 
 ASSERTIONS = (
@@ -46,11 +48,13 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retraced:
-    """`graph` takes `tensors` (fake, on cuda, made by `mode`), whose kinds and names are `names`, and returns the outputs."""
+    """`graph` takes `tensors` (fake, on cuda, made by `mode`), whose kinds and names are `names`, and returns the outputs.  It is
+    functional but for a copy, at its end, of the new value to every tensor that the program writes to: `written`, by position."""
 
     graph: torch.fx.GraphModule
     tensors: tuple[torch.Tensor, ...]
     names: tuple[tuple[str, str], ...]
+    written: tuple[int, ...]
     mode: FakeTensorMode
 
 
@@ -58,12 +62,19 @@ ALIGNED = 16
 """Kernels are compiled for tensors that begin at a multiple of so many bytes."""
 
 
-def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[int, ...] | None] = ()) -> Retraced:
+def retrace(
+    program: ExportedProgram,
+    tensors: Sequence[torch.Tensor],
+    layouts: Sequence[tuple[int, ...] | None] = (),
+    *,
+    writes: bool = False,
+) -> Retraced:
     """The program at the sizes of `tensors`, inside `fake_device`.  `layouts`: of each output the strides that it must have, None
-    for any; () for any of all.  Raises sizes-unlike, input-changed, state-shared, constant-unknown, randomness-refused,
-    operation-needs-gpu."""
-    if any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
-        program = program.run_decompositions({})  # takes vmap's batch axes out, and leaves the operations as they are
+    for any; () for any of all.  `writes`: it writes to buffers or inputs.  Raises sizes-unlike, state-shared, constant-unknown,
+    randomness-refused, operation-needs-gpu."""
+    if writes or any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
+        # new values of what it writes to become outputs, and vmap's batch axes go; most other operations stay as they are
+        program = program.run_decompositions({})
     rows = _inputs(program, tensors)
     changed = _changed(program)
     module = _on_device(program.graph_module)
@@ -76,18 +87,19 @@ def retrace(program: ExportedProgram, tensors: Sequence[torch.Tensor], layouts: 
         remaining = iter(given)
         arguments = [None if tensor is None else next(remaining) for _, _, tensor in rows]
         results = _Replacing(module).run(*arguments, enable_io_processing=False)
-        for position, name in changed:
-            (old,) = [given for given, (_, row, _) in zip(arguments, rows, strict=True) if row == name and given is not None]
-            old.copy_(results[position])
         kept = [result for result, keep in zip(results, wanted, strict=True) if keep]
-        return tuple([_with_strides(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)])
+        made = [_with_strides(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)]
+        return (*made, *[results[position] for position, _ in changed])
 
     with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
         traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*fakes)
-    _check(traced, [name for kind, name, tensor in rows if tensor is not None and kind == INPUT], rows)
-    return Retraced(
-        graph=traced, tensors=fakes, names=tuple([(kind, name) for kind, name, tensor in rows if tensor is not None]), mode=mode
-    )
+    _check(traced)
+    places = [place for place, (_, _, tensor) in enumerate(rows) if tensor is not None]
+    written = tuple([places.index(argument) for _, argument in changed])
+    given = [rows[place] for place in places]
+    _check_apart([given[index] for index in written], given)
+    _copy_back(traced, written)
+    return Retraced(graph=traced, tensors=fakes, names=tuple([(kind, name) for kind, name, _ in given]), written=written, mode=mode)
 
 
 def source_line(node: torch.fx.Node) -> str:
@@ -152,14 +164,17 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_permuted(tuple(tensor.shape), memory_order(tensor), dtype=tensor.dtype, device=DEVICE)
 
 
-def _changed(program: ExportedProgram) -> list[tuple[int, str]]:
-    """Outputs of the program that are new values of buffers: position and the buffer's name."""
+def _changed(program: ExportedProgram) -> list[tuple[int, int]]:
+    """Outputs of a functional program that are new values of buffers or inputs: the output's position, and the argument's."""
+    specs = program.graph_signature.input_specs
+    buffers = {spec.target: place for place, spec in enumerate(specs) if spec.kind == InputKind.BUFFER}
+    names = {spec.arg.name: place for place, spec in enumerate(specs)}
     found = []
     for position, spec in enumerate(program.graph_signature.output_specs):
         if spec.kind == OutputKind.USER_INPUT_MUTATION:
-            raise ModelError("input-changed", f"the program writes into its input {spec.target}")
-        if spec.kind == OutputKind.BUFFER_MUTATION:
-            found.append((position, spec.target))
+            found.append((position, names[str(spec.target)]))
+        elif spec.kind == OutputKind.BUFFER_MUTATION:
+            found.append((position, buffers[spec.target]))
         elif spec.kind != OutputKind.USER_OUTPUT:
             raise ModelError("operation-needs-gpu", f"output {position} of the program is of the kind {spec.kind.name}")
     return found
@@ -240,8 +255,23 @@ def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) 
     return 0 in shape or all(size == 1 or mine == its for size, mine, its in pairs)
 
 
-def _check(traced: torch.fx.GraphModule, inputs: Sequence[str], rows: Sequence[Row]) -> None:
-    """Refuses what the graph must not hold: random numbers, its own tensors, changed inputs, changed weights that share memory."""
+def _copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
+    """Makes the last outputs, the new values of the inputs in `written`, copies to these."""
+    (output,) = traced.graph.find_nodes(op="output")
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    count = len(output.args[0]) - len(written)
+    for index, value in zip(written, output.args[0][count:], strict=True):
+        if value is placeholders[index]:
+            continue  # it writes what is there
+        with traced.graph.inserting_before(output):
+            made = traced.graph.call_function(COPY, (placeholders[index], value))
+        made.meta["val"] = placeholders[index].meta["val"]
+    output.args = (output.args[0][:count],)
+    traced.recompile()
+
+
+def _check(traced: torch.fx.GraphModule) -> None:
+    """Refuses what the graph must not hold: random numbers of torch's generator, control flow, its own tensors."""
     random: list[str] = []
     own: list[str] = []
     branches: list[str] = []
@@ -253,20 +283,20 @@ def _check(traced: torch.fx.GraphModule, inputs: Sequence[str], rows: Sequence[R
             random.append(_named(node))
     if random:
         raise ModelError("randomness-refused", f"random numbers: {', '.join(dict.fromkeys(random))}")
+    if stray := [n for n in traced.graph.find_nodes(op="placeholder") if any(u.target is COPY and u.args[0] is n for u in n.users)]:
+        raise BuildError("lowering-broken", f"the program writes to {stray[0].name}, which its functional form does not")
     if branches:
         raise ModelError("operation-needs-gpu", f"control flow that depends on data: {', '.join(branches)}")
     if own:
         raise ModelError("constant-unknown", f"the program holds tensors of its own: {', '.join(own)}")
-    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    given = [row for row in rows if row[2] is not None]
-    for node, (kind, name, tensor) in zip(placeholders, given, strict=True):
-        if not any(user.target == torch.ops.aten.copy_.default and user.args[0] is node for user in node.users):
-            continue
-        if kind == INPUT:
-            raise ModelError("input-changed", f"the program writes into its input {name}")
-        assert tensor is not None
+
+
+def _check_apart(written: Sequence[Row], given: Sequence[Row]) -> None:
+    """Refuses a weight that is written to and shares memory with another: in a bundle each lies by itself."""
+    for kind, name, tensor in written:
         for other_kind, other, value in given:
-            if other_kind == WEIGHT and other != name and value is not None and _share(value, tensor):
+            both = kind == other_kind == WEIGHT and other != name and tensor is not None and value is not None
+            if both and _share(value, tensor):
                 raise ModelError("state-shared", f"{name}, which the program changes, lies in the same memory as {other}")
 
 

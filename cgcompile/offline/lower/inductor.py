@@ -94,21 +94,22 @@ def lower_key(
     arch: Arch,
     *,
     layouts: Sequence[tuple[int, ...] | None] = (),
+    writes: bool = False,
     choose: Choose = choose_candidate,
     split_factor: SplitFactor = lambda problem: 1,
 ) -> Lowered:
     """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.  `layouts`: of each output the strides,
-    dense ones, that it must have, None for any; () for any of all.  `choose` picks the configuration of products and convolutions.
-    Equal arguments give equal results, in every process.
+    dense ones, that it must have, None for any; () for any of all.  `writes`: it writes to buffers or inputs.  `choose` picks the
+    configuration of products and convolutions.  Equal arguments give equal results, in every process.
 
-    Raises operation-needs-gpu, randomness-refused, input-changed, state-shared, constant-unknown, sizes-unlike, lowering-broken,
+    Raises operation-needs-gpu, randomness-refused, state-shared, constant-unknown, sizes-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
     """
     with fake_device(arch):
         held = {
             name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
         }
-        retraced, constants = fold(retrace(program, tensors, layouts), held)
+        retraced, constants = fold(retrace(program, tensors, layouts, writes=writes), held)
         retraced = split_k(retraced, arch.name, split_factor)
         lowered, unknown = lower_graph(retraced, key, arch, layouts, choose)
     if unknown:
@@ -118,7 +119,8 @@ def lower_key(
             f"int_key {key}: no Triton kernel for {', '.join([text for text, _ in origins])}",
             host_hint([each for _, operators in origins for each in operators]),
         )
-    return replace(lowered, outputs=_as_wanted(lowered.outputs, layouts, key), constants=constants)
+    outputs = _as_wanted(lowered.outputs, layouts, key)
+    return replace(lowered, outputs=outputs, constants=constants, written=retraced.written)
 
 
 def lower_graph(

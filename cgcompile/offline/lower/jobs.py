@@ -28,11 +28,13 @@ Layouts = tuple[tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweringJob:
-    """A program to lower at the sizes of `tensors`, which are like those that it takes, on the CPU."""
+    """A program to lower at the sizes of `tensors`, which are like those that it takes, on the CPU.  `writes`: it writes to buffers
+    or to inputs."""
 
     program: ExportedProgram = field(repr=False)
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
     layouts: Layouts
+    writes: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,7 @@ class WorkerJob:
     program: Path
     tensors: tuple[torch.Tensor, ...]
     layouts: Layouts
+    writes: bool
     key: IntKey
     arch: str
     settings: Mapping[str, Any]
@@ -65,7 +68,7 @@ def lower_all(
     about = _contents([job.program for job in jobs.values()])
     kept = {
         name: cache_path(
-            cache, "lowered", about[id(job.program)], rest, name[1], [_meta(each) for each in job.tensors], job.layouts
+            cache, "lowered", about[id(job.program)], rest, name[1], [_meta(each) for each in job.tensors], job.layouts, job.writes
         )
         for name, job in jobs.items()
     }
@@ -77,7 +80,7 @@ def lower_all(
     requests = {}
     for name, job in left.items():
         content = WorkerJob(
-            program=files[id(job.program)], tensors=job.tensors, layouts=job.layouts,
+            program=files[id(job.program)], tensors=job.tensors, layouts=job.layouts, writes=job.writes,
             key=name[1], arch=arch, settings=settings(), table=table,
         )  # fmt: skip
         requests[name] = Request(content=content, what=f"lowering {name[0]} for int_key {name[1]}")

@@ -29,6 +29,7 @@ def work(job: WorkerJob) -> Lowered:
         job.tensors,
         target,
         layouts=job.layouts,
+        writes=job.writes,
         choose=partial(choose, table=table),
         split_factor=partial(split_factor, arch=target, table=table),
     )

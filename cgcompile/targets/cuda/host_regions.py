@@ -16,6 +16,7 @@ from cgbundle.format.schema import IntKey, Program, Region, Value, Weight
 
 from ...errors import BuildError, ModelError
 from ...export.programs import Programs
+from ...export.weights import weight_placeholders
 from ...model.flat_module import PREFIX
 from ...model.user_code import first_line
 from ...partition.isolated import RegionModule, eager_values, isolated_regions, uploaded_values
@@ -34,13 +35,15 @@ from .tensors import input_offsets
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitProgram:
     """Programs of several regions at every key, and every value as eager PyTorch made it on the CPU.  `uploads`: where in memory
-    `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that no graph reads, off the GPU."""
+    `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that no graph reads, off the GPU.  `state`: the
+    placeholders of `Partition.state`, and the names of these buffers."""
 
     partitions: dict[IntKey, Partition] = field(repr=False)
     regions: dict[IntKey, tuple[RegionModule, ...]] = field(repr=False)
     values: dict[IntKey, dict[str, torch.Tensor]] = field(repr=False)
     uploads: dict[IntKey, tuple[UploadedValue, ...]]
     host_only: frozenset[str]
+    state: dict[IntKey, dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,15 +88,17 @@ def host_stage(split: SplitProgram | None, weights: Sequence[Weight], scratch: P
 def split_program(programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> SplitProgram:
     """`calls` are example inputs of every key, on the CPU.  Raises the errors of `partition`."""
     own = {id(program): partition(program, placements[key]) for key, program in programs.each}
-    partitions, regions, values, uploads = {}, {}, {}, {}
+    partitions, regions, values, uploads, state = {}, {}, {}, {}, {}
     for key, tensors in calls.items():
         given, planned = [_dense(tensor) for tensor in tensors], own[id(programs.at(key))]
         partitions[key] = planned
         regions[key] = isolated_regions(programs.at(key), planned, given)
-        values[key] = eager_values(regions[key], planned, given)
+        (values[key],) = eager_values(programs.at(key), regions[key], planned, given)
         uploads[key] = _uploads(planned, values[key], input_offsets(given)[-1])
+        names = weight_placeholders(programs.at(key))
+        state[key] = {name: names[name] for name in planned.state}
     host_only = _host_only(programs, [region for some in regions.values() for region in some])
-    return SplitProgram(partitions=partitions, regions=regions, values=values, uploads=uploads, host_only=host_only)
+    return SplitProgram(partitions=partitions, regions=regions, values=values, uploads=uploads, host_only=host_only, state=state)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,7 +148,7 @@ def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch
             if like not in made:
                 tell(f"compiling {name} for int_key {key}")
                 own = name if len(split.regions) == 1 else f"{name}-{'x'.join(map(str, key))}"
-                expected = [split.values[key][each] for each in region.planned.outputs]
+                expected = [split.values[key][each] for each in region.planned.made]
                 made[like], used = _compile(region, own, given, expected, weights, scratch, stage)
                 features |= set(used)
             rows[name, key] = made[like]
@@ -202,6 +207,7 @@ def split_rows(
     arena: Mapping[IntKey, int],
 ) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
     """Regions and programs for the manifest, and the bytes of memory host.  `files`: the tables of graph regions by (name, key)."""
+    placed = {row.name: _place_of(row) for row in recorded.weights if row.memory == "state"}
     planned = [region for each in split.partitions.values() for region in each.regions if region.kind == "graph"]
     names = dict.fromkeys(region.name for region in planned)
     graph_rows = [Region(name=name, kind="graph", reason="", file="", constants=()) for name in names]
@@ -218,6 +224,7 @@ def split_rows(
             outputs=outputs,
             files={name: file for (name, other), file in files.items() if other == key},
             inputs=_inputs([values[name] for name in split.partitions[key].inputs]),
+            state={name: placed[target] for name, target in split.state[key].items()},
             uploads={
                 value.name: Value(dtype=value.dtype, shape=value.shape, strides=value.strides, memory="inputs", offset=value.offset)
                 for value in split.uploads[key]
@@ -240,6 +247,10 @@ def _inputs(tensors: Sequence[torch.Tensor]) -> tuple[Value, ...]:
         strides = dense_strides(shape, tensor.stride())
         rows.append(Value(dtype=stored_dtype(tensor), shape=shape, strides=strides, memory="inputs", offset=offset))
     return tuple(rows)
+
+
+def _place_of(row: Weight) -> Value:
+    return Value(dtype=row.dtype, shape=row.shape, strides=row.strides, memory=row.memory, offset=row.offset)
 
 
 def _on_host(tensor: torch.Tensor) -> Value:

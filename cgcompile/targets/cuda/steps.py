@@ -16,12 +16,13 @@ from ..memory_layout import align
 class LoweredRegions:
     """The regions of one int_key as they were lowered, by name.  `outputs`: what each makes; `files`: the tables of graph regions;
     `regions`: positions in the manifest.  `inputs`: the call's.  `uploads`: where on the GPU a value that the host makes is put.
-    `passed_through`: as in RegionModule."""
+    `state`: where the buffers of `Partition.state` lie there.  `passed_through`: as in RegionModule."""
 
     outputs: Mapping[str, tuple[Value, ...]]
     files: Mapping[str, str]
     inputs: tuple[Value, ...]
     uploads: Mapping[str, Value]
+    state: Mapping[str, Value]
     passed_through: Mapping[str, str]
     regions: Mapping[str, int]
 
@@ -51,10 +52,12 @@ class _Steps:
 
 def program_row(key: IntKey, partition: Partition, lowered: LoweredRegions, arena: int, static: int) -> tuple[Program, int]:
     """The program of one int_key, and the bytes that it needs of memory host.  A value is copied to the other side once, when a
-    region there first reads it.  What the host made and the call returns is copied in the end."""
+    region there first reads it.  What the host made and the call returns is copied in the end; what it leaves in state and in the
+    call's inputs goes back as soon as it is made."""
     rows = _Steps(values=[], steps=[], device={}, host={}, end=0)
     for name, value in zip(partition.inputs, lowered.inputs, strict=True):
         rows.device[name] = rows.add(value)
+    rows.device |= {name: rows.add(value) for name, value in lowered.state.items()}
     inputs = tuple(range(len(partition.inputs)))
     for region in partition.regions:
         if region.kind == "graph":
@@ -85,10 +88,13 @@ def _host(rows: _Steps, region: PlannedRegion, lowered: LoweredRegions) -> None:
     if not region.operations:
         rows.host.update({name: rows.host[lowered.passed_through[name]] for name in region.outputs})
         return
-    made = tuple([rows.add_host(value) for value in lowered.outputs[region.name]])
+    made = [rows.add_host(value) for value in lowered.outputs[region.name]]
+    left = [rows.add_host(rows.values[rows.device[name]]) for name in region.written]  # laid out as where it goes
     given = tuple([rows.host[name] for name in region.inputs])
     rows.host.update(zip(region.outputs, made, strict=True))
-    rows.steps.append(Step(kind="host", region=lowered.regions[region.name], file="", inputs=given, outputs=made))
+    rows.steps.append(Step(kind="host", region=lowered.regions[region.name], file="", inputs=given, outputs=(*made, *left)))
+    for name, value in zip(region.written, left, strict=True):
+        rows.copy(value, rows.add(rows.values[rows.device[name]]))
 
 
 def _on_device(rows: _Steps, name: str, lowered: LoweredRegions) -> int:

@@ -109,7 +109,7 @@ CASES = [
     picture("lraspp_mobilenet_v3_large", 64, "segmentation", weights_backbone=None),
     picture("mc3_18", 0, "video", **CLIP),
     picture("r2plus1d_18", 0, "video", **CLIP),
-    picture("s3d", 0, "video", shape=(3, 14, 224, 224)),
+    picture("s3d", 0, "video", {"batch": (1, 3)}, shape=(3, 14, 224, 224)),
     picture("swin3d_t", 0, "video", **CLIP),
     picture("mvit_v1_b", 0, "video", {"batch": (1, 2)}, shape=(3, 16, 224, 224)),
     Case(name="torchvision/detection/resnet18_fpn", make=resnet_fpn, needs=NEEDS),

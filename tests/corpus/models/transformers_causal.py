@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -45,16 +46,18 @@ class Decoder(torch.nn.Module):
         for index, layer in enumerate(cache.layers):
             for name in STATE:
                 if isinstance(getattr(layer, name, None), torch.Tensor):  # the length is one
-                    self.register_buffer(f"{name}_{index}", getattr(layer, name))
+                    self.register_buffer(f"{name}_{index}", getattr(layer, name).clone())
 
     def forward(self, input_ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Logits of the next token; `position`: int64 [1], where `input_ids` [batch, 1] stands."""
-        for index, layer in enumerate(self.cache.layers):
+        cache = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        for index, layer in enumerate(cache.layers):
             for name in STATE:
-                if hasattr(self, f"{name}_{index}"):  # where the module was moved, its buffers are other tensors
+                if hasattr(self, f"{name}_{index}"):
                     setattr(layer, name, getattr(self, f"{name}_{index}"))
         return self.network(
-            input_ids=input_ids, position_ids=position[None], cache_position=position, past_key_values=self.cache, use_cache=True
+            input_ids=input_ids, position_ids=position[None], cache_position=position, past_key_values=cache, use_cache=True
         ).logits
 
 
@@ -73,6 +76,20 @@ def llama_static_cache() -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return Decoder(LlamaForCausalLM(LlamaConfig(**{**LLAMA, "use_cache": True})), batch=2, length=16), decoder_step
+
+
+def llama_executorch() -> Made:
+    """Llama, a token at a time, by transformers' own recipe for export."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+    network = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "use_cache": True})).eval()
+    network.generation_config.use_cache, network.generation_config.cache_implementation = True, "static"
+
+    def inputs(batch: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": ids(1)(batch), "cache_position": torch.full((1,), 3)}
+
+    return TorchExportableModuleWithStaticCache(network, batch_size=2, max_cache_len=16), inputs
 
 
 class CacheGiven(torch.nn.Module):
@@ -119,6 +136,7 @@ CASES = [
     causal("mixtral", "Mixtral", LLAMA, num_local_experts=4, num_experts_per_tok=2),
     with_cache_returned("llama-cache-returned", "Llama", LLAMA),
     Case(name="transformers/causal/llama-static-cache", make=llama_static_cache, sizes={"batch": (2,)}, needs=NEEDS),
+    Case(name="transformers/causal/llama-executorch", make=llama_executorch, sizes={"batch": (2,)}, needs=NEEDS),
     Case(name="transformers/causal/llama-cache-given", make=llama_cache_given, needs=NEEDS),
     causal("mistral", "Mistral", LLAMA, sliding_window=8),
     causal("qwen2", "Qwen2", LLAMA),

@@ -20,11 +20,7 @@ import cgcompile
 from cgbundle import exam
 from cgbundle.format import archive
 from cgbundle.tensors.tensor import from_bytes
-from cgcompile.checks import check, refuse
 from cgcompile.errors import BuildError
-from cgcompile.export.export import export
-from cgcompile.export.functionalization import written_inputs
-from cgcompile.model.load import load_source
 from cgcompile_cli import main
 from cgcompile_cli.commands.run import _named
 from tests.helpers.fabricate import signature, spec
@@ -240,23 +236,3 @@ def test_an_input_that_the_compiler_writes_wrongly_is_no_bundle(tmp_path: Path) 
         with cgbundle.load(out) as program:
             program(*given)
         assert all(torch.equal(got, want) for got, want in zip(given, after, strict=True))
-
-
-def test_writes_are_refused_where_no_recorder_keeps_them() -> None:
-    exported = export(load_source(Whole(), drawn(3)), {"batch": SIZES})
-    checked = check(exported)
-    assert written_inputs(checked.functionalized) == (0,)
-    placed = replace(checked, placements={"mul": "host-op", "add": "host-op"})
-    for recorder in ("capture", "host"):
-        refuse(checked, False, (), recorder, "size")
-    with raises("check-refused", match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
-        refuse(checked, False, (), "trace", "size")
-    with raises("check-refused", match=r"written_models.py:\d+: mutated-input: .* beside operations on the host"):
-        refuse(placed, False, (), "capture", "size")
-    refuse(replace(placed, findings=()), False, (), "trace", "size")
-
-
-def test_a_build_for_a_gpu_that_is_not_here_refuses_by_line(tmp_path: Path) -> None:
-    with raises("check-refused", match=r"written_models.py:\d+: mutated-input: .* by the capture recorder alone"):
-        cgcompile.build(Whole(), drawn(3), sizes=[2], out=tmp_path / "m.cgb", target="sm_90", recorder="trace")
-    assert not list(tmp_path.iterdir())

@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from cgbundle.format.schema import Weight
 from cgcompile.capture.request import Request
 from cgcompile.checks import check
 from cgcompile.export.export import export
+from cgcompile.export.functionalization import state_buffers, written_inputs
+from cgcompile.export.weights import weight_tensors
 from cgcompile.model.load import load_source
-from cgcompile.model.source import sample
+from cgcompile.model.source import Source, sample
 from cgcompile.targets.cuda.host_regions import SplitProgram, split_program
+from cgcompile.targets.memory_layout import lay_out
+from cgcompile.targets.weights import shapes_of
 from tests.cpu.capture.recorder import regions
+from tests.helpers.state_models import Between, between
 
 KEYS = ((1,), (4,))
 
@@ -66,14 +72,24 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The CPU plays the GPU; returns the pools that graphs were captured into."""
     held: dict[int, torch.Tensor] = {}
     asked: list[object] = []
+    buffer: dict[Any, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
 
     def captured(call: Callable[[], Any], where: str, pool: object = None) -> tuple[Graph, Any]:
         asked.append(pool)
+        lasting = [*buffer.values(), *state.values()]
+        before = [tensor.clone() for tensor in lasting]
         made = tuple(call())
+        for tensor, value in zip(lasting, before, strict=True):  # a capture runs nothing
+            tensor.copy_(value)
         held.update({tensor.data_ptr(): tensor for tensor in made})
         return Graph(call, made), made
 
-    buffer: dict[Any, torch.Tensor] = {}
+    def tensor_of(loaded: regions.LoadedProgram, row: Weight) -> torch.Tensor:
+        return state.setdefault(row.name, weight_tensors(loaded.sides[KEYS[0]][0])[row.name])
+
+    def warmed(call: Callable[[], Any], where: str, level: str, restore: Callable[[], None]) -> None:
+        call(), restore()
 
     def placed(at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return buffer.setdefault((at, shape), torch.zeros(shape, dtype=dtype))
@@ -84,29 +100,33 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(regions, "place_weights", lambda *given: None)
     monkeypatch.setattr(regions, "tensor_at", lambda buffer, at, dtype, shape, strides: placed(at, shape, getattr(torch, dtype)))
     monkeypatch.setattr(regions, "lower", lambda module, level, specialize: module)
-    monkeypatch.setattr(regions, "run_warm", lambda call, where, level: call())
+    monkeypatch.setattr(regions, "run_warm", warmed)
+    monkeypatch.setattr(regions.LoadedProgram, "tensor_of", tensor_of)
     monkeypatch.setattr(regions, "capture_call", captured)
     monkeypatch.setattr(regions, "_here", lambda spot: held[spot.address])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return asked
 
 
-def planned(folder: Path) -> tuple[regions.LoadedProgram, SplitProgram]:
-    (folder / "model.py").write_text(MIDDLE)
-    source = load_source(str(folder / "model.py"))
+def planned(folder: Path, source: Source) -> tuple[regions.LoadedProgram, SplitProgram]:
     exported = export(source, {"batch": tuple(key[0] for key in KEYS)})
-    placed = check(exported).placements
+    checked = check(exported)
+    placed, changed = checked.placements, checked.functionalized[KEYS[0]]
+    tensors = exported.programs.weights()
     calls = {key: [sample(source, {"batch": key[0]}, seed).tensors for seed in (0, 1)] for key in KEYS}
     split = split_program(exported.programs, placed, {key: both[0] for key, both in calls.items()})
     request = Request(
         role="record", programs=dict.fromkeys(KEYS, folder), calls=folder, result=folder, keys=KEYS, level="eager",
-        specialize="size", code="", placements=placed, uploads=split.uploads, weights=(), weights_end=0, state_end=0, inputs_end=0,
+        specialize="size", code="", placements=placed, uploads=split.uploads,
+        weights=lay_out(shapes_of(tensors), state_buffers(changed)).rows, written=written_inputs(changed),
+        weights_end=0, state_end=0, inputs_end=0,
         settings={}, shift=False,
     )  # fmt: skip
     nothing = torch.empty(0)
     loaded = regions.LoadedProgram(
         request=request, sides=dict.fromkeys(KEYS, (exported.programs.first, exported.programs.first)),
-        modules=dict.fromkeys(KEYS, exported.flat), originals={}, weights=nothing, state=nothing, inputs=nothing,
+        modules=dict.fromkeys(KEYS, exported.flat), originals={name: value.clone() for name, value in tensors.items()},
+        weights=nothing, state=nothing, inputs=nothing,
         calls={key: ((first, {}), (second, {})) for key, (first, second) in calls.items()},
     )  # fmt: skip
     return loaded, split
@@ -114,7 +134,8 @@ def planned(folder: Path) -> tuple[regions.LoadedProgram, SplitProgram]:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_replay_with_other_inputs_gives_what_the_model_gives(key: tuple[int, ...], tmp_path: Path, pools: list[object]) -> None:
-    loaded, split = planned(tmp_path)
+    (tmp_path / "model.py").write_text(MIDDLE)
+    loaded, split = planned(tmp_path, load_source(str(tmp_path / "model.py")))
     captured = regions.capture_regions(loaded, key, lambda text: None)
     assert [region.kind for region in split.partitions[key].regions] == ["graph", "host", "graph"]
     assert [item.region for item in captured] == [0, 1]
@@ -128,3 +149,30 @@ def test_a_replay_with_other_inputs_gives_what_the_model_gives(key: tuple[int, .
         wanted = loaded.modules[key](*fresh)
     for got, want in zip(made, wanted, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_replays_carry_state_and_change_inputs_as_the_model_does(key: tuple[int, ...], tmp_path: Path, pools: list[object]) -> None:
+    network = Between().eval()
+    loaded, split = planned(tmp_path, load_source(Between().eval(), between))
+    assert split.partitions[key].state == ("b_model_count",)
+    rows = [row for row in loaded.request.weights if row.memory == "state"]
+
+    def state() -> dict[str, torch.Tensor]:
+        return {row.name.removeprefix("model."): loaded.tensor_of(row).clone() for row in rows}
+
+    first = state()
+    captured = regions.capture_regions(loaded, key, lambda text: None)
+    assert first.keys() == {"mean", "count", "cache"} and all(torch.equal(first[name], value) for name, value in state().items())
+    opened = regions.open_regions(loaded, key)
+    for _ in range(2):
+        fresh = [tensor.clone() for tensor in loaded.calls[key][1][0]]
+        for static, value in zip(opened.static, fresh, strict=True):
+            static.copy_(value)
+        made = regions.replay_regions(opened, captured)
+        with torch.no_grad():
+            wanted = network(*fresh)
+        for got, want in zip([*made, *opened.static], [*wanted, *fresh], strict=True):
+            torch.testing.assert_close(got, want)
+        for name, value in network.named_buffers():
+            torch.testing.assert_close(state()[name], value)

@@ -367,11 +367,11 @@ def test_nothing_is_placed_for_the_cpu() -> None:
 
 def test_strict_refuses_what_is_on_the_host() -> None:
     checked = check(exported(lambda m, x: x * x.max().item()))
-    refuse(checked, False, (), "capture", "size")
+    refuse(checked, False, (), "size")
     with raises("check-refused", match=r"test_checks.py:\d+: host-scalar: "):
-        refuse(checked, True, (), "capture", "size")
+        refuse(checked, True, (), "size")
     with raises("check-refused", match="no such rule"):
-        refuse(checked, False, ("host_scalar",), "capture", "size")
+        refuse(checked, False, ("host_scalar",), "size")
 
 
 # --- PyTorch's own lists ------------------------------------------------------------------------------------------

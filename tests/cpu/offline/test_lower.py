@@ -295,9 +295,28 @@ def test_randomness(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         of(lambda m, x: x + function(x))
 
 
-def test_changed_input() -> None:
-    with raises("input-changed", match="input 0"):
-        of(lambda m, x: x.mul_(2) + 1)
+def test_what_is_written_to_is_named_and_nothing_else() -> None:
+    for function, names in (
+        (lambda m, x: x.mul_(2) + 1, [(INPUT, "0")]),
+        (lambda m, x: x.mul(2) + m.calls, []),
+        (lambda m, x: (m.calls.add_(1), x[0].add_(m.calls[0]), x * 2)[-1], [(WEIGHT, "model.calls"), (INPUT, "0")]),
+    ):
+        traced = of(function, writes=True)
+        assert [(traced.buffers[index].kind, traced.buffers[index].name) for index in traced.written] == names
+
+
+def test_running_statistics_are_written_though_no_schema_says_so() -> None:
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+            self.register_buffer("var", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.batch_norm(x, self.mean, self.var, training=True)
+
+    traced = lowered(Normalized(), floats(8), writes=True)
+    assert [traced.buffers[index].name for index in traced.written] == ["model.mean", "model.var"]
 
 
 def test_changed_buffer_in_shared_memory() -> None:

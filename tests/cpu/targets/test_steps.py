@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from cgbundle.format.schema import Value
+from cgbundle.validate.lifetimes import check_lifetimes
+from cgbundle.validate.steps import check_order
 from cgcompile.partition.split import Partition, PlannedRegion
 from cgcompile.targets.cuda.steps import LoweredRegions, program_row
 
 
-def region(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], operations: tuple[str, ...] = ("op",)) -> PlannedRegion:
-    kind = "graph" if name.startswith("graph") else "host"
-    return PlannedRegion(name=name, kind=kind, reason="", nodes=operations, operations=operations, inputs=inputs, outputs=outputs)  # type: ignore[arg-type]
+def region(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    operations: tuple[str, ...] = ("op",),
+    written: tuple[str, ...] = (),
+) -> PlannedRegion:
+    return PlannedRegion(
+        name=name, kind="graph" if name.startswith("graph") else "host", reason="", nodes=operations, operations=operations,
+        inputs=inputs, outputs=outputs, written=written,
+    )  # fmt: skip
 
 
 def value(memory: str, offset: int, strides: tuple[int, int] = (4, 1)) -> Value:
@@ -17,7 +27,7 @@ def value(memory: str, offset: int, strides: tuple[int, int] = (4, 1)) -> Value:
 
 
 def lowered(**changed: object) -> LoweredRegions:
-    plain = {"outputs": {}, "files": {}, "inputs": (), "uploads": {}, "passed_through": {}, "regions": {}}
+    plain = {"outputs": {}, "files": {}, "inputs": (), "uploads": {}, "state": {}, "passed_through": {}, "regions": {}}
     return LoweredRegions(**{**plain, **changed})  # type: ignore[arg-type]
 
 
@@ -29,7 +39,7 @@ def test_a_value_is_copied_once_when_the_other_side_first_reads_it() -> None:
             region("graph-2", ("b", "h"), ("c",)),
             region("host-2", ("a", "c"), ("k",)),
         ),
-        merged=(), inputs=("x",), outputs=("k", "c"),
+        merged=(), inputs=("x",), outputs=("k", "c"), state=(),
     )  # fmt: skip
     made, host = program_row(
         (2,),
@@ -61,8 +71,9 @@ def test_a_value_is_copied_once_when_the_other_side_first_reads_it() -> None:
 
 def test_what_is_only_handed_through_the_host_keeps_its_layout() -> None:
     partition = Partition(
-        regions=(region("host-1", ("x",), ("y",), ()), region("graph-1", ("y",), ("z",))), merged=(), inputs=("x",), outputs=("z",)
-    )
+        regions=(region("host-1", ("x",), ("y",), ()), region("graph-1", ("y",), ("z",))),
+        merged=(), inputs=("x",), outputs=("z",), state=(),
+    )  # fmt: skip
     turned = (1, 2)
     made, _ = program_row(
         (2,),
@@ -81,3 +92,34 @@ def test_what_is_only_handed_through_the_host_keeps_its_layout() -> None:
     assert [step.kind for step in made.steps] == ["copy", "copy", "graph"]
     for step in made.steps[:2]:
         assert made.values[step.inputs[0]].strides == made.values[step.outputs[0]].strides == turned
+
+
+def test_what_the_host_writes_to_goes_back_where_it_came_from() -> None:
+    """x and y are inputs; the host writes to x and to the buffer b, a graph to y in place."""
+    partition = Partition(
+        regions=(region("host-1", ("b", "x"), ("h",), written=("b", "x")), region("graph-1", ("h", "y"), ("z",), written=("y",))),
+        merged=(), inputs=("x", "y"), outputs=("z",), state=("b",),
+    )  # fmt: skip
+    assert [each.made for each in partition.regions] == [("h", "b.after", "x.after"), ("z",)]
+    made, _ = program_row(
+        (2,),
+        partition,
+        lowered(
+            outputs={"host-1": (value("host", 0),), "graph-1": (value("arena", 0),)},
+            files={"graph-1": "graphs/1"},
+            inputs=(value("inputs", 0, (1, 2)), value("inputs", 256)),
+            uploads={"h": value("inputs", 512)},
+            state={"b": value("state", 256)},
+            regions={"graph-1": 0, "host-1": 1},
+        ),
+        arena=256,
+        static=768,
+    )
+    check_order(made, "p", changed=(0, 1))
+    check_lifetimes(made, "p")
+    assert [step.kind for step in made.steps] == ["copy", "copy", "host", "copy", "copy", "copy", "graph"]
+    rows = [[made.values[index] for index in (*step.inputs, *step.outputs)] for step in made.steps]
+    for there, back, place in ((rows[0], rows[3], ("state", 256)), (rows[1], rows[4], ("inputs", 0))):
+        assert (there[0].memory, there[0].offset) == (back[1].memory, back[1].offset) == place
+        assert there[1].strides == back[0].strides == there[0].strides and there[1] != back[0]
+    assert [(each.memory, each.offset) for each in rows[6]] == [("inputs", 512), ("inputs", 256), ("arena", 0)]

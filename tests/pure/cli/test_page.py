@@ -234,7 +234,8 @@ def test_hostile_names_change_nothing_but_text(tmp_path: Path) -> None:
     one, other = (Page(text) for text in (benign, evil))
     assert (one.raw, one.values("id"), one.values("href")) == (other.raw, other.values("id"), other.values("href"))
     texts = "".join(other.texts)
-    assert texts.count(name) == "".join(one.texts).count("plain") > 20
+    # the call that loads it has a variable in its place: no name of a parameter is code
+    assert texts.count(name) + 1 == "".join(one.texts).count("plain") > 20
 
 
 def test_the_kernels_of_hostile_choices(tmp_path: Path) -> None:

@@ -182,7 +182,11 @@ def test_every_region_of_a_program_is_a_recording_over_the_same_memory() -> None
     )
     found = plan(program)
     first, second = assemble(
-        LoweredProgram(lowered=program, regions=sections), [compiled()], found, {"layer.weight": 4096}, (0, 256)
+        LoweredProgram(lowered=program, regions=sections),
+        [compiled()],
+        found,
+        {"layer.weight": Address(memory=WEIGHTS_AT, offset=4096)},
+        (0, 256),
     )
     assert [len(graph.recording.nodes) for graph in (first, second)] == [1, 2]
     assert [len(graph.recording.edges) for graph in (first, second)] == [0, 1]
@@ -338,6 +342,23 @@ def test_arguments_that_the_kernel_believes_to_be_multiples_of_16_are_checked() 
 def test_bytes_outside_a_buffer_are_refused(event: Event) -> None:
     with raises("place-invalid", match=r"int_key \(8,\), event 0.*which has 10"):
         rows(traced(event))
+
+
+def test_only_state_and_inputs_that_calls_change_may_be_written_to() -> None:
+    copied = traced(Copy(source=place(FIRST), target=place(WEIGHT_BUFFER), nbytes=1000))
+    given = traced(Copy(source=place(FIRST), target=place(INPUT_BUFFER), nbytes=512))
+
+    def made(program: Lowered, changed: int, **options: Any) -> RecordedGraph:
+        program = replace(program, written=(changed,))
+        return assembled(program, (compiled(),), plan(program), {"layer.weight": 256}, (0, 256), **options)
+
+    with raises("place-invalid", match=r"changes buffer 0 \(weight layer.weight\)"):
+        made(copied, WEIGHT_BUFFER)
+    (node,) = made(copied, WEIGHT_BUFFER, memory="state").recording.nodes
+    assert isinstance(node, MemcpyNode) and node.target == Address(memory=MEMORIES.index("state"), offset=256)
+    with raises("place-invalid", match=r"changes buffer 1 \(input 1\)"):
+        made(given, INPUT_BUFFER, written=(0,))
+    made(given, INPUT_BUFFER, written=(1,))
 
 
 def test_fills_that_no_driver_takes_and_buffers_without_a_place_are_refused() -> None:

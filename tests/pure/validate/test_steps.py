@@ -227,3 +227,19 @@ def test_caught_exactly_where_a_later_read_finds_other_data(data: st.DataObject)
         assert not sound
     else:
         assert sound
+
+
+def test_a_copy_gives_a_changed_input_its_new_value() -> None:
+    """x (0) -> copy -> 1 -> host -> 2 -> copy -> 3, which lies where x does."""
+    values = [value("inputs", 0), value("host", 0), value("host", 32), value("inputs", 0), value("arena", 0)]
+    steps = [step("copy", (0,), (1,)), step("host", (1,), (2,)), step("copy", (2,), (3,))]
+    made = program(values, steps, (3,))
+    check_order(made, "p", changed=(0,))
+    check_lifetimes(made, "p")
+    with raises("manifest-invalid", match="copies over value 0, an input of the call"):
+        check_order(made, "p")
+    with raises("manifest-invalid", match="copies over value 0, an input of the call"):
+        check_order(moved(made, 3, shape=(4,)), "p", changed=(0,))
+    late = replace(made, steps=(*steps, step("graph", (0,), (4,))))
+    with raises("manifest-invalid", match=r"steps\[3\]: reads value 0, which an earlier step has written over"):
+        check_order(late, "p", changed=(0,))

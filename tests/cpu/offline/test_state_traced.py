@@ -1,0 +1,29 @@
+"""A program with state and written inputs on both sides of a host region, traced without a GPU and proved by interpreting it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cgcompile
+from tests.helpers.state_models import Between, between
+
+
+def test_calls_carry_state_through_graphs_and_host_regions(tmp_path: Path) -> None:
+    built = cgcompile.build(Between().eval(), between, sizes=[2], out=tmp_path / "between.cgb", target="sm_90")
+    manifest = built.manifest
+    (proof,) = manifest.exam.proofs
+    assert (proof.method, manifest.exam.calls, manifest.written) == ("interpret", 2, (1, 2))
+    assert len(proof.errors) == len(manifest.outputs) + 2 + 3 and proof.error <= proof.tolerance
+    state = {row.name: row for row in manifest.weights if row.memory == "state"}
+    assert set(state) == {"mean", "count", "cache"}
+    (program,) = manifest.programs
+    values = program.values
+    moves = [
+        (values[step.inputs[0]], values[step.outputs[0]]) for step in program.steps if step.kind == "copy"
+    ]  # what the host changes goes there and back; what graphs change stays where it is
+    there = [(source.memory, source.offset) for source, target in moves if target.memory == "host"]
+    back = [(target.memory, target.offset) for source, target in moves if source.memory == "host"]
+    seen = values[program.inputs[1]]
+    assert there.count(("state", state["count"].offset)) == back.count(("state", state["count"].offset)) == 1
+    assert there.count(("inputs", seen.offset)) == back.count(("inputs", seen.offset)) == 1
+    assert not {("state", state[name].offset) for name in ("mean", "cache")} & {*there, *back}

@@ -1,0 +1,38 @@
+"""Bundles for a GPU whose models take and give classes of their own: captured, and driven beside eager PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgcompile  # noqa: E402
+from tests.helpers import record_checks as checks  # noqa: E402
+
+
+def test_a_causal_language_model_with_its_cache(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    first, then = (
+        cgcompile.build(checks.causal(), inputs, sizes=sizes, out=tmp_path / f"{inputs.__name__}.cgb", target="cuda").path
+        for inputs, sizes in ((checks.prompt, {"batch": [1, 2], "seq": [8]}), (checks.step, {"batch": [1, 2], "past": [8]}))
+    )
+    for device in ("cuda", "cpu"):
+        checks.check_prompt_and_step(first, then, device, batch=2, seq=8)
+        checks.check_step(then, device, batch=1, past=8)
+
+
+def test_dataclasses_in_and_out(tmp_path: Path) -> None:
+    path = cgcompile.build(checks.Taken(), checks.taken, sizes=[1, 4], out=tmp_path / "taken.cgb", target="cuda").path
+    for device in ("cuda", "cpu"):
+        checks.check_taken(path, device)
+
+
+def test_dataclasses_in_a_bundle_built_as_if_there_were_no_gpu(tmp_path: Path) -> None:
+    path = cgcompile.build(
+        checks.Taken(), checks.taken, sizes=[1, 4], out=tmp_path / "traced.cgb", target="cuda", recorder="trace", prove="none"
+    ).path
+    checks.check_taken(path, "cuda")

@@ -1,0 +1,165 @@
+"""State, written inputs and random numbers in bundles of both recorders: traced ones, and those with host regions beside graphs."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from cgbundle import exam  # noqa: E402
+from cgbundle.format import archive  # noqa: E402
+from cgbundle.tensors.tensor import from_bytes  # noqa: E402
+from tests.helpers import state_checks as checks  # noqa: E402
+from tests.helpers import written_models  # noqa: E402
+from tests.helpers.places import ROOT  # noqa: E402
+from tests.helpers.state_models import (  # noqa: E402
+    SIZES,
+    Between,
+    HostDraws,
+    between,
+    draws,
+    looks,
+    pairs,
+    rows,
+    running,
+    singles,
+)
+
+CARRIED = Path(os.environ.get("CGCOMPILE_STATE_BUNDLES", "/nowhere"))
+"""Bundles of `running`, `draws` and `looks` that a machine without a GPU made, by these names."""
+
+MODELS: dict[str, Any] = {
+    "running": (running, rows),
+    "draws": (draws, singles),
+    "looks": (looks, pairs),
+    "between": (lambda: Between().eval(), between),
+    "hostdraws": (lambda: HostDraws().eval(), singles),
+}
+
+
+def traced(name: str, folder: Path, recorder: str = "trace") -> Path:
+    if recorder == "carried":
+        if not (CARRIED / f"{name}.cgb").exists():
+            pytest.skip("CGCOMPILE_STATE_BUNDLES has no such bundle")
+        return CARRIED / f"{name}.cgb"
+    made, inputs = MODELS[name]
+    return cgcompile.build(made(), inputs, sizes=list(SIZES), out=folder / f"{name}.cgb", target="cuda", recorder=recorder).path
+
+
+@pytest.fixture(scope="module", params=["trace", "carried"])
+def stateful(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traced("running", tmp_path_factory.mktemp("running"), request.param)
+
+
+@pytest.fixture(scope="module", params=["trace", "capture"])
+def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traced("between", tmp_path_factory.mktemp("between"), request.param)
+
+
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+def test_calls_share_state_and_sessions_do_not(stateful: Path, outputs: str, mode: str) -> None:
+    checks.check_state(stateful, "cuda", mode, outputs)
+
+
+def test_state_is_guarded_and_live(stateful: Path) -> None:
+    checks.check_state_is_guarded(stateful, "cuda")
+    checks.check_a_buffer_that_is_handed_out_is_live(stateful, "cuda")
+
+
+def test_the_exam_of_state_passes_without_torch(stateful: Path) -> None:
+    passed(stateful)
+
+
+@pytest.mark.parametrize("recorder", ["trace", "carried"])
+def test_random_numbers_are_fresh_and_repeatable(tmp_path: Path, recorder: str) -> None:
+    path = traced("draws", tmp_path, recorder)
+    checks.check_random(path, "cuda")
+    passed(path)
+
+
+@pytest.mark.parametrize("recorder", ["trace", "carried"])
+def test_outputs_that_share_memory_share_it(tmp_path: Path, recorder: str) -> None:
+    path = traced("looks", tmp_path, recorder)
+    checks.check_looks(path, "cuda")
+    checks.check_looks_as_views(path, "cuda")
+
+
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_state_and_written_inputs_beside_host_regions(cut: Path, device: str, mode: str) -> None:
+    assert any(region.kind == "host" for region in archive.read_manifest(str(cut)).regions)
+    for outputs in ("copy", "view"):
+        checks.check_between(cut, device, mode, outputs)
+
+
+def test_the_exam_beside_host_regions_passes_without_torch(cut: Path) -> None:
+    passed(cut)
+
+
+@pytest.mark.parametrize("recorder", ["trace", "capture"])
+def test_random_numbers_beside_host_regions(tmp_path: Path, recorder: str) -> None:
+    path = traced("hostdraws", tmp_path, recorder)
+    checks.check_random(path, "cuda")
+    passed(path)
+
+
+@pytest.mark.parametrize("name", ["step", "views", "kinds"])
+def test_written_inputs_are_handed_back(tmp_path: Path, name: str) -> None:
+    made, inputs, written = written_models.MODELS[name]
+    path = cgcompile.build(made(), inputs, sizes=list(SIZES), out=tmp_path / "written.cgb", target="cuda", recorder="trace").path
+    network = made().cuda()
+    for device in ("cuda", "cpu"):
+        with cgbundle.load(path) as program:
+            assert program.manifest.written == written
+            for round_ in range(4):
+                fresh = tuple([tensor.cuda() for tensor in written_models.draw(inputs, SIZES[round_ % 2], round_)])
+                wanted, after = written_models.eager(network, fresh)
+                given = [tensor.to(device, copy=True) for tensor in fresh]
+                result = program(*given)
+                results = result if isinstance(result, tuple) else (result,)
+                for got, want in zip([*results, *given], [*wanted, *after], strict=True):
+                    coarse = 2e-2 if want.dtype is torch.bfloat16 else 1e-4
+                    torch.testing.assert_close(got.cpu(), want.cpu(), rtol=coarse, atol=coarse)
+    passed(path)
+
+
+def test_a_decoder_generates_the_tokens_that_eager_pytorch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECODER_LAYERS", "2")
+    monkeypatch.setenv("DECODER_WIDTH", "128")
+    source = str(ROOT / "examples/decoder.py")
+    sizes = {"batch": [1, 2], "seq": [1, 8]}
+    path = cgcompile.build(source, sizes=sizes, out=tmp_path / "decoder.cgb", target="cuda", recorder="trace").path
+    generate = runpy.run_path(str(ROOT / "examples/generate.py"))["generate"]
+    network = runpy.run_path(source)["model"]().cuda()
+    prompt = [[(7 + 31 * row + 17 * place) % 50257 for place in range(8)] for row in range(2)]
+    with torch.no_grad():
+        ids, _ = network(torch.tensor(prompt, device="cuda"))
+        want = [ids]
+        while len(want) < 40:
+            ids, _ = network(ids)
+            want.append(ids)
+    expected = torch.cat(want, 1).tolist()
+    for mode in ("graph", "stream"):
+        with cgbundle.load(path, mode=mode) as program, program.session() as other:
+            assert generate(program, prompt, 40) == expected
+            assert generate(other, prompt[:1], 40) == expected[:1]
+            assert generate(program, prompt, 40) == expected
+            ids, _ = other(from_bytes(bytes(8), "int64", (1, 1)))
+    passed(path)
+
+
+def passed(path: Path) -> None:
+    """A process with the runtime alone replays the exam."""
+    answer = exam.fresh(str(path))
+    assert [row["passed"] for row in answer["results"]] == [True] * len(answer["results"]), answer
+    assert answer["results"] and not answer["torch_imported"]

@@ -1,0 +1,134 @@
+"""Models that take and give classes of their own, and how their bundles are driven beside eager PyTorch: on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import cgbundle
+from tests.helpers.state_checks import near
+
+LAYERS, HEADS, WIDTH, VOCABULARY = 1, 2, 32, 64
+
+
+def causal() -> nn.Module:
+    """A stock causal language model of transformers, which gives its cache."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = AutoModelForCausalLM.from_config(config).eval()
+    assert model.config.use_cache
+    return model
+
+
+def prompt(batch: int, seq: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of the first call."""
+    ids = torch.randint(0, VOCABULARY, (batch, seq))
+    return (ids,), {"attention_mask": torch.ones(batch, seq, dtype=torch.int64)}
+
+
+def step(batch: int, past: int) -> dict[str, Any]:
+    """The arguments of the next call, with a cache of `past` tokens."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for layer in range(LAYERS):
+        cache.update(*torch.randn(2, batch, HEADS, past, WIDTH // HEADS), layer)
+    return {"input_ids": torch.randint(0, VOCABULARY, (batch, 1)), "past_key_values": cache}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors and a number."""
+
+    x: torch.Tensor
+    mask: torch.Tensor
+    scale: float = 2.0
+
+
+@dataclass
+class Found:
+    """A result with another one inside it, and something that is None."""
+
+    total: torch.Tensor
+    parts: dict[str, Batch]
+    rest: torch.Tensor | None = None
+
+
+class Taken(nn.Module):
+    """Takes a dataclass and more by position and by name; gives dataclasses."""
+
+    def forward(self, batch: Batch, *more: torch.Tensor, bias: torch.Tensor, **named: torch.Tensor) -> Found:
+        x = (batch.x * batch.scale + bias).relu() * batch.mask
+        return Found((x + more[0]).sum(1), {"first": Batch(x, named["own"], 1.0)})
+
+
+def taken(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of `Taken`."""
+    made = Batch(torch.randn(batch, 8), torch.ones(batch, 8))
+    return (made, torch.randn(batch, 8)), {"bias": torch.randn(8), "own": torch.randn(batch, 8)}
+
+
+def check_prompt_and_step(first: Path, then: Path, device: str, batch: int, seq: int) -> None:
+    """What the bundle of the prompt gives is what the bundle of the next token takes, and both are what eager PyTorch gives."""
+    model = causal()
+    (ids,), kwargs = prompt(batch, seq)
+    token = torch.randint(0, VOCABULARY, (batch, 1))
+    with cgbundle.load(first) as prefill, cgbundle.load(then) as decode, torch.no_grad():
+        made = prefill(ids.to(device), **{name: value.to(device) for name, value in kwargs.items()})
+        expected = model(ids, **kwargs)
+        near_output(made, expected)
+        again = decode(token.to(device), past_key_values=made.past_key_values)
+        near_output(again, model(token, past_key_values=expected.past_key_values))
+
+
+def check_step(path: Path, device: str, batch: int, past: int) -> None:
+    """A cache of transformers goes in as it is, or as a dict of dicts, and comes back as a record."""
+    model, kwargs = causal(), step(batch, past)
+    cache = kwargs["past_key_values"]
+    layers = [{"keys": layer.keys.clone().to(device), "values": layer.values.clone().to(device)} for layer in cache.layers]
+    ids = kwargs["input_ids"].to(device)
+    with cgbundle.load(path) as program, torch.no_grad():
+        made = program(input_ids=ids, past_key_values={"layers": layers})
+        moved = step(batch, past)["past_key_values"]
+        for layer, given in zip(moved.layers, layers, strict=True):
+            layer.keys, layer.values = given["keys"], given["values"]
+        again = program(input_ids=ids, past_key_values=moved)
+        expected = model(**kwargs)
+        for each in (made, again, program(input_ids=ids, past_key_values=moved)):
+            near_output(each, expected)
+
+
+def near_output(made: Any, expected: Any) -> None:
+    """Logits and cache of an output of transformers, which is read in the same ways."""
+    assert list(made) == list(expected.keys()) and type(made).__name__ == type(expected).__name__ and made.loss is None
+    assert made[0] is made["logits"] is made.logits and type(made.past_key_values).__name__ == "DynamicCache"
+    near(made.logits, expected.logits)
+    for layer, other in zip(made.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        near(layer.keys, other.keys)
+        near(layer.values, other.values)
+
+
+def check_taken(path: Path, device: str) -> None:
+    """Dataclasses as they are, as dicts, and as what came back."""
+    with cgbundle.load(path) as program, torch.no_grad():
+        for batch in (1, 3, 4):
+            (made, *more), kwargs = taken(batch)
+            expected = Taken()(made, *more, **kwargs)
+            moved = Batch(made.x.to(device), made.mask.to(device))
+            rest, named = [each.to(device) for each in more], {name: value.to(device) for name, value in kwargs.items()}
+            for given in (moved, {"x": moved.x, "mask": moved.mask, "scale": 2.0}):
+                found = program(given, *rest, **named)
+                near(found.total, expected.total)
+                near(found.parts["first"].x, expected.parts["first"].x)
+                assert found.rest is None and found.parts["first"].scale == 1.0
+                assert repr(found).startswith("Found(total=tensor(")
