@@ -39,6 +39,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "state-changed": Cause(ModelError, 1, "forward() gives a buffer another dtype or shape: state has a fixed place.",
         "keep its dtype and shape from call to call"),
     "dtype-unsupported": Cause(ModelError, 1, "A tensor has a dtype, layout or device that a bundle cannot hold."),
+    "quantization-unsupported": Cause(ModelError, 1, "A module holds weights that are packed for a library, which are no tensors.",
+        "quantize with torchao (quantize_, prepare_pt2e and convert_pt2e), or Linear layers alone with quantize_dynamic"),
     "constant-unknown": Cause(ModelError, 1, "Compiled code reads a constant that is neither an input nor a tensor of the model.",
         "register the tensor as a buffer of the model"),
     "check-refused": Cause(ModelError, 1, "A check of severity `refuse` fired unwaived, or --strict forbade a host region."),
@@ -85,6 +87,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "node-unknown": Cause(BuildError, 1, "A placement names a node that the program does not have.", DEFECT),
     "inputs-unlike": Cause(BuildError, 2, "The tensors of a key do not fit the program's inputs, or leave a size undecided."),
     # --- capture: the environment ---
+    "gpu-memory": Cause(BuildError, 2, "The model does not fit into the free memory of the GPU that it is built on.",
+                        "end what else uses the GPU (nvidia-smi lists it), or build on one with more memory"),
     "cupti-unavailable": Cause(BuildError, 2, "libcupti was not found, or refused the subscription.",
         "install torch with its CUDA libraries (nvidia-cuda-cupti), and run without another profiler attached"),
     "driver-call-failed": Cause(BuildError, 2, "A CUDA driver call that the recorder needs failed.", errors.GPU_LOG),

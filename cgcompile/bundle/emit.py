@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from cgbundle.validate.exam import check_exam
 
 from ..errors import BuildError
 from ..export.programs import Programs
+from ..export.torch_program import without_weights
 
 TRACES = ("stack_trace", "custom", "from_node")
 """What a node's metadata says of the source."""
@@ -36,15 +36,9 @@ def write_programs(stage: Path, programs: Programs) -> None:
 
 
 def write_program(path: Path, program: ExportedProgram) -> None:
-    """A program without weights: every weight keeps its shape and dtype and is stored as a single zero, seen through strides
-    of 0."""
-    bare = copy.copy(program)
-    bare._state_dict = {name: _hollow(value) for name, value in program.state_dict.items()}
-    bare._constants = {
-        name: _hollow(value) if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()
-    }
-    bare._example_inputs = None
-    with _without_traces(program):
+    """A program: for the CPU, whatever it was exported on, and without weights (see `without_weights`)."""
+    bare = without_weights(program)
+    with _without_traces(bare):
         torch.export.save(bare, made := BytesIO())  # torch does not say why it cannot write to a file
     path.write_bytes(made.getbuffer())
 
@@ -62,18 +56,12 @@ def _without_traces(program: ExportedProgram) -> Iterator[None]:
             node.meta.update(meta)
 
 
-def _hollow(value: torch.Tensor) -> torch.Tensor:
-    one = torch.zeros((), dtype=value.dtype)
-    hollow = one.expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
-    return torch.nn.Parameter(hollow, value.requires_grad) if isinstance(value, torch.nn.Parameter) else hollow
-
-
 def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
-    """Describes the files of the stage in the manifest, checks everything, and writes it.
+    """Describes the files of the stage in the manifest, unless it was sealed before, checks everything, and writes it.
 
     Raises bundle-refused for what a runtime would refuse: it is read back as if a stranger had written it, within the same limits.
     """
-    sealed = replace(manifest, files=archive.describe_files(str(stage)))
+    sealed = manifest if manifest.files else replace(manifest, files=archive.describe_files(str(stage)))
     try:
         _write_checked(stage, sealed)
     except BundleError as error:

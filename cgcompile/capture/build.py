@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,7 +21,6 @@ from ..targets.cuda.emit import cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, split_stage
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
-from ..targets.cuda.tensors import on_gpu
 from ..targets.memory_layout import lay_out
 from ..targets.rows import WHOLE
 from ..targets.weights import shapes_of
@@ -27,9 +28,9 @@ from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
 from ..util.progress import Stages
-from ..util.scratch import scratch_folder
-from .recorder import Recorded, record
-from .request import Call
+from .processes import RecorderProcesses, recorder_processes
+from .recorder import Recorded, priming, record
+from .request import PRIME, RECORD, Call
 
 STATES_FILE = "graphs/modules.bin"
 EAGER = "try --lower eager; if that differs too, please report this model"
@@ -37,43 +38,55 @@ EXAM_SEED = 1
 """Seed of the exam's inputs: others than those that the graphs were captured on."""
 
 
-def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
+@contextmanager
+def started(keys: int, level: str, specialize: str) -> Iterator[RecorderProcesses]:
+    """The processes that `build_parts` needs for so many int_keys, started before it: they are ready when the model is exported."""
+    with recorder_processes() as processes:
+        processes.start(RECORD, 2)
+        processes.start(PRIME, priming(keys, level, specialize))
+        yield processes
+
+
+def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:
     """Records every int_key, and writes tables, images, weights and the exam into `stage`.  Raises the refusals of `record` and
     `split_program`, and proof-failed when a replay is further from eager PyTorch than the dtype allows."""
     prepared = spec.prepared
     programs = prepared.programs
     calls = _calls(spec, SEED)
     tensors = programs.weights()
-    with scratch_folder() as scratch:
-        split = split_stage(programs, spec.placements, {key: call[0] for key, call in calls.items()}, stages)
-        host_only = split.host_only if split else frozenset()
-        hosts = host_stage(split, lay_out(shapes_of(tensors), prepared.state, host_only).rows, scratch, stage, stages)
-        with stages("record") as tell:
-            recorded = record(
-                programs,
-                calls,
-                folder=scratch / "record",
-                level=spec.lower,
-                specialize=spec.specialize,
-                exam=_calls(spec, EXAM_SEED),
-                code=code_of(spec.source, programs),
-                placements=spec.placements if split else {},
-                uploads=split.uploads if split else {},
-                host_only=host_only,
-                written=prepared.written,
-                state=prepared.state,
-                exam_calls=prepared.exam_calls,
-                # what the first process of max-autotune measured and chose, the second has to find in the cache
-                parallel=spec.lower != "max-autotune",
-                tell=tell,
-            )
-            nodes = sum(len(graph.recording.nodes) for graphs in recorded.graphs.values() for graph in graphs)
-            tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
+    scratch = processes.folder
+    split = split_stage(programs, spec.placements, {key: call[0] for key, call in calls.items()}, stages)
+    host_only = split.host_only if split else frozenset()
+    hosts = host_stage(split, lay_out(shapes_of(tensors), prepared.state, host_only).rows, scratch, stage, stages)
+    with stages("record") as tell:
+        recorded = record(
+            programs,
+            calls,
+            folder=scratch / "record",
+            level=spec.lower,
+            specialize=spec.specialize,
+            exam=_calls(spec, EXAM_SEED),
+            code=code_of(spec.source, programs),
+            placements=spec.placements if split else {},
+            uploads=split.uploads if split else {},
+            host_only=host_only,
+            written=prepared.written,
+            state=prepared.state,
+            exam_calls=prepared.exam_calls,
+            stored=stage / archive.WEIGHTS,
+            release=True,
+            processes=processes,
+            # what the first process of max-autotune measured and chose, the second has to find in the cache
+            parallel=spec.lower != "max-autotune",
+            tell=tell,
+        )
+        nodes = sum(len(graph.recording.nodes) for graphs in recorded.graphs.values() for graph in graphs)
+        tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
     with stages("emit") as tell:
         differences = {key: recorded.replays[key].differences for key in calls}
-        bounds = on_gpu(error_bounds(prepared, recorded.weights), programs)
+        bounds = error_bounds(prepared, recorded.weights)
         kept = accepted(spec.dimensions, bounds, differences, spec.waive, "the graph differs", EAGER)
-        written = write_recorded(stage, _program(spec, recorded, split), tensors, recorded.arch, split, hosts)
+        written = write_recorded(stage, _program(spec, recorded, split), recorded.stored, recorded.arch, split, hosts)
         if recorded.states:
             (stage / STATES_FILE).write_bytes(encode_states(recorded.states))
         rows = with_aliases(written.programs, prepared.aliases, prepared.signature.outputs, written.weights)

@@ -1,12 +1,14 @@
 """The capture recorder: an exported program and one call per int_key -> everything a bundle needs, by way of a GPU.
 
 CUPTI has to listen before CUDA starts, hence the processes: some fill the compile cache in parallel, then two capture every key.
+They take the weights from the bundle's own file, so that no process holds a copy in the host's memory.
 Comparing the two names every address (assemble.py); replaying the same inputs in both shows whether the program is deterministic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,23 +17,23 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from cgbundle.format import archive
 from cgbundle.format.schema import IntKey, Weight
-from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables.recording import ModuleState
 
 from ..bundle.exam import ReplayedBytes
 from ..errors import BuildError, ModelError
 from ..export.programs import Programs
-from ..targets.cuda.lowering import cache_environment
+from ..export.torch_program import without_weights
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay_out
-from ..targets.weights import row_major, shapes_of
+from ..targets.weights import add_tables, row_major, shapes_of, write_weights
 from ..util.tolerance import Difference
 from ..util.workers import processors
 from .assemble import Assembled, assemble
-from .processes import run_all
-from .request import Call, Request
+from .processes import RecorderProcesses, recorder_processes
+from .request import PRIME, RECORD, Call, Request
 from .take import Take
 
 
@@ -50,14 +52,15 @@ class Recorded:
     """All that was recorded.  Mappings by int_key hold the keys largest first, as they were captured.
 
     `graphs`: one for a program that is one graph, whose inputs and outputs are those of the call, else one per graph region.
-    `weights`, `tables`, `static` (by key) and the bytes are those of RecordedProgram.  `images` are cubins by sha256.
-    `driver`: the CUDA version of the recording machine's driver (13000 = 13.0).
+    `weights`, `tables`, `static` (by key) and the bytes are those of RecordedProgram.  `stored` are the manifest's rows of the
+    file of weights.  `images` are cubins by sha256.  `driver`: the CUDA version of the recording machine's driver (13000 = 13.0).
     """
 
     graphs: dict[IntKey, tuple[RecordedGraph, ...]]
     static: dict[IntKey, int]
     replays: dict[IntKey, Replay]
     weights: tuple[Weight, ...]
+    stored: tuple[Weight, ...]
     tables: tuple[Table, ...]
     weights_bytes: int
     state_bytes: int
@@ -82,6 +85,9 @@ def record(
     written: tuple[int, ...] = (),
     state: Collection[str] = (),
     exam_calls: int = 1,
+    stored: Path | None = None,
+    release: bool = False,
+    processes: RecorderProcesses | None = None,
     cache: Path | None = None,
     workers: int | None = None,
     parallel: bool = True,
@@ -92,10 +98,13 @@ def record(
     `exam`: other inputs of the same shapes, which are replayed `exam_calls` times from the first state on.  `code`: as in
     `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph; `uploads` is what
     the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.  `written`: positions of
-    the inputs, among the call's tensors, that a program writes to; `state`: buffers that one does, by name.  `folder` takes working
-    files and the processes' logs, `cache` the compile cache (default: inside `folder`, so that nothing leaks between builds).
-    `workers` processes lower at a time (default: half the processors; 1 for max-autotune, whose benchmarks would disturb each
-    other).  Without `parallel` the two recorders run one after the other.
+    the inputs, among the call's tensors, that a program writes to; `state`: buffers that one does, by name.
+
+    `stored` is where the file of weights goes, from which the processes take them (default: inside `folder`).  With `release` the
+    programs' own tensors, but for state, give their memory back once it is written: nothing can run the programs afterwards.
+    `processes`: started ones, which have a cache; else `folder` takes the processes' logs, too, and `cache` is the compile cache
+    (default: inside `folder`, so that nothing leaks between builds).  `workers` processes lower at a time
+    (default: `priming`).  Without `parallel` the two recorders run one after the other, as they do where the GPU's memory is short.
 
     Raises sizes-differ, shared-storage, weight-mutated, recorder-failed, and what `assemble` and a recorder process raise.
     """
@@ -104,6 +113,12 @@ def record(
     tensors = programs.weights()
     _check_apart(state, tensors)
     layout = lay_out(shapes_of(tensors), state, host_only)
+    file = stored or folder / archive.WEIGHTS
+    tell("writing the weights")
+    rows = write_weights(file, tensors, layout.rows)
+    activations = _activations(tensors)
+    if release:
+        _release({name: tensor for name, tensor in tensors.items() if name not in state}, kept=[tensors[name] for name in state])
     files = _saved(programs, folder)
     both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], exam[key])) for key in calls}
     torch.save(both, folder / "calls.pt")
@@ -122,7 +137,8 @@ def record(
             code=code,
             placements={key: dict(placed) for key, placed in placements.items()},
             uploads=dict(uploads),
-            weights=tuple([row for row in layout.rows if row.offset != HOST_ONLY]),
+            stored=file.absolute(),
+            weights=layout.rows,
             weights_end=layout.weights_end,
             state_end=layout.state_end,
             inputs_end=max(static.values(), default=0),
@@ -132,17 +148,55 @@ def record(
             exam_calls=exam_calls,
         )
 
-    environment = cache_environment(cache or folder / "cache")
-    if level != "eager":
-        shares = [(key,) for key in keys] if specialize == "size" else [keys]
-        at_once = workers or (1 if level == "max-autotune" else max(1, processors() // 2))
-        run_all([request("prime", i, share) for i, share in enumerate(shares)], folder, environment, at_once, tell)
-    a, b = run_all([request("record", i, keys) for i in range(2)], folder, environment, 2 if parallel else 1, tell)
+    need = layout.weights_end + 2 * layout.state_end + max(static.values(), default=0) + 2 * activations + MARGIN
+    with ExitStack() as stack:
+        running = processes or stack.enter_context(recorder_processes(folder, cache))
+        if number := workers or priming(len(keys), level, specialize):
+            at_once = fitting(number, need)
+            tell(f"lowering in {at_once} processes")
+            running.run([request(PRIME, i, keys[i::at_once]) for i in range(at_once)], tell, at_once)
+            running.end(PRIME)  # their memory is needed
+        at_once = fitting(2 if parallel else 1, need)
+        tell("recording" if at_once == 2 else "recording, one process after the other")
+        a, b = running.run([request(RECORD, i, keys) for i in range(2)], tell, at_once)
     tell("comparing the recordings")
     if a.mutated:
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
     inputs = {key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()}
-    return _recorded(a, b, assemble(a, b, layout.weights_end), layout, static, inputs)
+    assembled = assemble(a, b, layout.weights_end)
+    rows = add_tables(file, rows, assembled.tables)
+    return _recorded(a, b, assembled, layout, rows, static, inputs)
+
+
+MARGIN = 1 << 30
+"""Bytes of the GPU's memory for a process's context, libraries and workspaces; contexts were seen to take up to 0.6 GB."""
+
+
+def priming(keys: int, level: str, specialize: str) -> int:
+    """How many processes fill the compile cache: half the processors at most, one where benchmarks would disturb each other."""
+    if level == "eager":
+        return 0
+    return 1 if level == "max-autotune" or specialize == "shared" else min(keys, max(1, processors() // 2))
+
+
+def fitting(wanted: int, need: int) -> int:
+    """How many of `wanted` processes the GPU's free memory holds at a time, where each needs so many bytes; one at least."""
+    return max(1, min(wanted, torch.cuda.mem_get_info()[0] // need))
+
+
+def _activations(tensors: Mapping[str, torch.Tensor]) -> int:
+    """The most that eager PyTorch took on the GPU in this process beside the weights, bytes."""
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values() if tensor.is_cuda)
+    return max(0, torch.cuda.max_memory_allocated() - held) if held else 0
+
+
+def _release(tensors: Mapping[str, torch.Tensor], kept: Sequence[torch.Tensor]) -> None:
+    """Gives the memory of tensors on a GPU back, unless a kept one shares it."""
+    held = {tensor.untyped_storage()._cdata for tensor in kept}
+    for tensor in tensors.values():
+        if tensor.is_cuda and tensor.untyped_storage()._cdata not in held:
+            tensor.untyped_storage().resize_(0)
+    torch.cuda.empty_cache()
 
 
 def _recorded(
@@ -150,6 +204,7 @@ def _recorded(
     b: Take,
     assembled: Assembled,
     layout: WeightLayout,
+    stored: tuple[Weight, ...],
     static: Mapping[IntKey, int],
     inputs: Mapping[IntKey, tuple[bytes, ...]],
 ) -> Recorded:
@@ -164,9 +219,10 @@ def _recorded(
         )
     return Recorded(
         graphs=assembled.graphs,
-        static={key: static[key] + PAD for key in assembled.graphs},
+        static={key: end + PAD for key, end in static.items()},  # also of keys without a graph: all of it is on the host
         replays=replays,
         weights=layout.rows,
+        stored=stored,
         tables=assembled.tables,
         weights_bytes=assembled.weights_end + PAD,
         state_bytes=layout.state_end + PAD if layout.state_end else 0,
@@ -182,7 +238,7 @@ def _saved(programs: Programs, folder: Path) -> dict[IntKey, Path]:
     files = {}
     for number, (_, program) in enumerate(programs.each):
         files[id(program)] = folder / f"program{number}.pt2"
-        torch.export.save(program, files[id(program)])
+        torch.export.save(without_weights(program), files[id(program)])
     return {key: files[id(program)] for key, program in programs.by_key.items()}
 
 

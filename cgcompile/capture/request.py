@@ -13,23 +13,24 @@ from ..targets.memory_layout import UploadedValue
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one call: (args, kwargs)."""
 
-PREFIX = "@cgcompile "
-"""Starts a line of progress on a recorder's standard output; every other line is the user's program talking."""
+DONE = "done"
+"""The line by which a recorder says that a result is written; every other line is one of progress."""
 
-REFUSED = 3
-"""Exit status of a recorder process that wrote a refusal (code, message, hint) to its result file."""
+PRIME, RECORD = "prime", "record"
+"""Roles of recorder processes: to fill the compile cache, and to capture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One recorder process.  `keys` come largest first; `result` is the file to write.
+    """What one recorder process is to do.  `keys` come largest first; `result` is the file to write.
 
-    `role`: "prime" lowers and runs the keys once, to fill the compile cache; "record" makes a Take of them.  `programs` are saved
-    ExportedPrograms by key, files that several keys may share, `calls` a file of torch.save with {key: (example call, exam call)},
-    a call being (args, kwargs).  `code` names the model whose code registers operators that a program calls, or is "".
-    `placements` by key, {node of its program: reason}, are on the host: where there are any, programs are several regions, and
-    `uploads` is what the host makes by key.  `written`: positions of the call's tensors that a program writes to.  `exam_calls`:
-    how often the exam replays a key.  `shift` makes this process's addresses differ from another's.
+    `role`: PRIME lowers and runs the keys once; RECORD makes a Take of them.  `programs` are saved ExportedPrograms without weights
+    by key, files that several keys may share, `calls` a file of torch.save with {key: (example call, exam call)}, a call being
+    (args, kwargs).  `code` names the model whose code registers operators that a program calls, or is "".  `placements` by key,
+    {node of its program: reason}, are on the host: where there are any, programs are several regions, and `uploads` is what the
+    host makes by key.  `stored` is the bundle's file of weights, and `weights` are rows of all its tensors, those of the host alone
+    too.  `written`: positions of the call's tensors that a program writes to.  `exam_calls`: how often the exam replays a key.
+    `shift` makes this process's addresses differ from another's.
     """
 
     role: str
@@ -42,6 +43,7 @@ class Request:
     code: str
     placements: dict[IntKey, dict[str, str]]
     uploads: dict[IntKey, tuple[UploadedValue, ...]]
+    stored: Path
     weights: tuple[Weight, ...]
     weights_end: int
     state_end: int

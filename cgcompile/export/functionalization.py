@@ -10,6 +10,7 @@ from ..errors import ModelError
 from ..model.flat_module import PREFIX
 from ..model.module_attributes import ATTRIBUTE_FIX
 from ..model.user_code import first_line
+from .torch_program import without_weights
 from .weights import weight_tensors
 
 RNG_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
@@ -25,6 +26,9 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     if any(keeps_rng_state(node) for part in parts for node in part.graph.nodes):
         return program.graph_signature
+    if any(node.target is torch.ops.aten.lstm.input for part in parts for node in part.graph.nodes):
+        # on CUDA, torch before 2.13 writes it with states that have an extra axis (pytorch issue 151200)
+        program = without_weights(program)
     try:
         return program.run_decompositions({}).graph_signature
     except Exception as error:

@@ -1,6 +1,7 @@
 """An exported program with another graph, which torch has no public way to make; the arguments of its operators.
 
-Private interfaces (torch 2.11, 2.13): the constructor of `ExportedProgram`, and its attribute `_guards_code` where it exists.
+Private interfaces (torch 2.11, 2.13): the constructor of `ExportedProgram`, its attributes `_guards_code` where it exists and
+`_example_inputs`, and `FakeTensor`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def copied_graph(program: ExportedProgram) -> GraphModule:
@@ -52,6 +56,84 @@ def with_graph(
     if hasattr(program, "_guards_code"):
         result._guards_code = program._guards_code
     return result
+
+
+def device_of(program: ExportedProgram) -> torch.device:
+    """The device that a program was exported on: that of its first tensor; the CPU without any."""
+    for node in program.graph.nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor):
+                return value.device
+    return torch.device("cpu")
+
+
+def on_device(program: ExportedProgram, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    """`program` as if it had been exported on `device`, whatever it was exported on.  `tensors` stand for weights, by name; the
+    others are those of `program`, wherever they are.
+
+    torch's own `move_to_device_pass` moves every weight, and leaves regions of autocast.
+    """
+    root = copied_graph(program)
+    for module in root.modules():
+        if isinstance(module, GraphModule):
+            move_graph(module, device)
+    stand = {name: _like(value, tensors[name]) if name in tensors else value for name, value in program.state_dict.items()}
+    constants = {name: tensors.get(name, value) for name, value in program.constants.items()}
+    return with_graph(program, root, {}, state_dict=stand, constants=constants)
+
+
+def without_weights(program: ExportedProgram) -> ExportedProgram:
+    """`program` for the CPU, without example inputs.  Every weight keeps its shape and dtype and is a single zero, seen through
+    strides of 0."""
+    named = {**program.state_dict, **program.constants}
+    hollow = {name: _hollow(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
+    made = on_device(program, torch.device("cpu"), hollow)
+    made._example_inputs = None
+    return made
+
+
+def _hollow(value: torch.Tensor) -> torch.Tensor:
+    one = torch.zeros((), dtype=value.dtype)
+    return one.expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
+
+
+def move_graph(module: GraphModule, device: torch.device) -> None:
+    """The devices that the operators of a graph name, its regions of autocast, and what its nodes know of their values."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.args, node.kwargs = moved_arguments(node, device)
+        if "val" in node.meta:
+            node.meta["val"] = tree_map_only(torch.Tensor, lambda value: _fake_at(value, device), node.meta["val"])
+    module.recompile()
+
+
+def moved_arguments(node: Node, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node with `device` in place of each that they name.  Tensors without memory keep theirs."""
+
+    def there(value: Any) -> Any:
+        return device if isinstance(value, torch.device) and value.type != "meta" else value
+
+    args, kwargs = map_aggregate(node.args, there), map_aggregate(node.kwargs, there)
+    if getattr(node.target, "__name__", "") in AUTOCAST:
+        args = (device.type, args[1] or torch.get_autocast_dtype(str(args[0])), *args[2:])
+    return args, kwargs
+
+
+AUTOCAST = ("wrap_with_autocast", "_enter_autocast")
+"""What begins a region of autocast: (kind of device, dtype, ...)."""
+
+
+def _fake_at(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor like `value` on `device`."""
+    if not isinstance(value, FakeTensor) or value.device in (device, torch.device("meta")):
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, a parameter where `value` is one."""
+    return torch.nn.Parameter(tensor, value.requires_grad) if isinstance(value, torch.nn.Parameter) else tensor
 
 
 def _entry(entry: ModuleCallEntry, renamed: Mapping[str, str]) -> ModuleCallEntry:

@@ -18,7 +18,7 @@ from .devices.conversions import needless_conversions_left_out
 from .devices.tracking import track_devices
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import SideEffects
-from .source import Sample
+from .source import CPU, Sample
 from .user_code import definition
 
 PREFIX = "model."
@@ -32,16 +32,18 @@ def unwatched(effects: SideEffects) -> None:
 class FlatModule(torch.nn.Module):
     """The user's module over flat tensors: a tuple of tensors in, a tuple of tensors out.
 
-    After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects of each call before it begins.  A traced
-    call branches as `earlier` did, a call with real tensors, and takes the reads from it that `known` names by position.
+    `device` is where the module's tensors and those of a call are.  After a call, `result` and `names` say what it gave.  `watch`
+    is given the SideEffects of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, and
+    takes the reads from it that `known` names by position.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
 
-    def __init__(self, model: torch.nn.Module, like: Sample) -> None:
+    def __init__(self, model: torch.nn.Module, like: Sample, device: torch.device = CPU) -> None:
         super().__init__()
         self.model = model
         self.like = like
+        self.device = device
         self.result: Tree | None = None
         self.names: list[str] = []
         self.earlier = SideEffects()
@@ -56,7 +58,10 @@ class FlatModule(torch.nn.Module):
         kwargs = {name: rebuild(trees[name], list(tensors), value) for name, value in self.like.kwargs.items()}
         leaves: list[NamedTensor] = []
         before = [(owner, leaf, owner._buffers[leaf]) for owner, leaf in self.snapshot.owners()]
-        with needless_conversions_left_out(), track_devices(tensors, self.earlier, self.known) as effects:
+        with (
+            needless_conversions_left_out(),
+            track_devices(tensors, self.earlier, self.known, self.device) as effects,
+        ):
             self.watch(effects)
             made = self.model(*args, **kwargs)
         for owner, leaf, tensor in before:

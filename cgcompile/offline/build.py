@@ -28,7 +28,7 @@ from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
 from ..targets.memory_layout import PAD, Table, align, lay_out
-from ..targets.weights import shapes_of
+from ..targets.weights import add_tables, shapes_of, write_weights
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import with_aliases
 from ..transforms.prepared import Prepared
@@ -95,7 +95,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             above = f", {largest / bound - 1:.1%} above the least that the lifetimes allow" if bound else ""
             tell(f"arena {largest:,} bytes{above}")
         with stages("emit") as tell:
-            written = write_recorded(stage, recorded, tensors, target.name, split, hosts)
+            rows = write_weights(stage / archive.WEIGHTS, tensors, layout.rows)
+            rows = add_tables(stage / archive.WEIGHTS, rows, recorded.tables)
+            written = write_recorded(stage, recorded, rows, target.name, split, hosts)
             (stage / KERNELS).write_text(_choices(compiled))
             exams = eager_exam(spec.source, spec.prepared, spec.sizes, written.weights)
             write_exam(stage / archive.EXAM, exams)

@@ -13,7 +13,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from ..export.torch_program import device_of
 from ..export.weights import weight_placeholders, weight_tensors
+from ..model.source import CPU
 from .node_kinds import is_view
 from .region_modules import region_modules
 from .split import Partition, PlannedRegion, new_value
@@ -41,7 +43,7 @@ def isolated_regions(program: ExportedProgram, partition: Partition, tensors: Se
 def eager_values(
     program: ExportedProgram, regions: Sequence[RegionModule], partition: Partition, tensors: Sequence[torch.Tensor], calls: int = 1
 ) -> list[dict[str, torch.Tensor]]:
-    """Call by call, every value by name, computed by eager PyTorch on the device of `tensors`.
+    """Call by call, every value by name, by eager PyTorch: what host regions make on the CPU, the rest where the program is.
 
     Inputs and state have the values that they had before the call.  The program's buffers hold afterwards what they held before.
     """
@@ -51,7 +53,7 @@ def eager_values(
     try:
         with torch.no_grad():
             for _ in range(calls):
-                found.append(_eager_call(regions, partition, tensors, state))
+                found.append(_eager_call(regions, partition, tensors, state, device_of(program)))
     finally:
         with torch.no_grad():
             for name, value in state.items():
@@ -71,12 +73,14 @@ def _eager_call(
     partition: Partition,
     tensors: Sequence[torch.Tensor],
     state: Mapping[str, torch.Tensor],
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     values = dict(zip(partition.inputs, tensors, strict=True)) | {name: value.clone() for name, value in state.items()}
     for region in regions:
         planned = region.planned
         written = {name: values[name].clone() for name in planned.written if name not in state}
-        made = region.module(*[written.get(name, values[name]) for name in planned.inputs])
+        where = CPU if planned.kind == "host" else device
+        made = region.module(*[written.get(name, values[name]).to(where) for name in planned.inputs])
         lasting = {tensor.untyped_storage().data_ptr() for tensor in (*written.values(), *state.values()) if tensor.numel()}
         own = [each.clone() if each.untyped_storage().data_ptr() in lasting else each for each in made]
         values.update(zip(planned.made, own, strict=True))

@@ -56,7 +56,7 @@ SCALAR_CHECKS = (
 TENSOR_CHECKS = (aten._assert_tensor_metadata.default,)
 """Assertions about dtype, layout and device: they hold by the signature, and on another device than export's they would fail."""
 
-CONTROL_FLOW = ("cond", "while_loop", "map_impl", "map", "scan", "associative_scan")
+CONTROL_FLOW = ("cond", "while_loop", "map_impl", "map", "scan")
 """Higher-order operators that run a module or not, or several times: a CUDA graph has one order of kernels."""
 
 NodeKinds = dict[Node, NodeKind]

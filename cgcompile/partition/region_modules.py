@@ -15,8 +15,10 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
+from ..export.torch_program import device_of, move_graph, moved_arguments
 from ..export.weights import weight_placeholders
 from ..model.devices.markers import marker
+from ..model.source import CPU
 from .node_kinds import TENSOR_CHECKS, NodeKind, NodeKinds, higher_order, node_kinds, unbacked
 from .split import Partition, PlannedRegion, value_of
 from .symbolic_sizes import Bindings, bindings, number
@@ -31,6 +33,7 @@ DIRECT = ("cond", "wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequence[torch.Tensor]) -> tuple[GraphModule, ...]:
     """One module per region of `partition`, for the int_key whose inputs have the sizes of `tensors` (their values are not read).
+    A host region is on the CPU, with copies of its weights where these are elsewhere; a graph where the program is.
 
     `module(*inputs) -> tuple`, in the order of the region's `inputs` and `made`.  Weights are attributes under their names in the
     program, the program's own tensors.  `meta["val"]` of a node whose size is known is a fake tensor of its shape, strides and
@@ -57,12 +60,15 @@ class _ModuleBuilder:
         self.names = names
         self.weights = weight_placeholders(program)
         self.state: dict[str, Any] = {**program.constants, **program.state_dict}
+        self.device = device_of(program)
+        self.host = False
         self.mode = FakeTensorMode()
         self.graph = Graph()
         self.made: dict[Node, Any] = {}
         self.held: dict[str, Any] = {}
 
     def module(self, region: PlannedRegion) -> GraphModule:
+        self.host = region.kind == "host" and self.device != CPU
         nodes = [self.names[name] for name in region.nodes]
         for name in region.inputs:
             source = self.names[name]
@@ -84,8 +90,8 @@ class _ModuleBuilder:
     def _call(self, node: Node) -> Node:
         if higher_order(node):
             return self._call_higher_order(node)
-        args = torch.fx.map_arg(node.args, self._value)
-        kwargs = torch.fx.map_arg(node.kwargs, self._value)
+        given = moved_arguments(node, CPU) if self.host else (node.args, node.kwargs)
+        args, kwargs = torch.fx.map_arg(given, self._value)
         return self._described(self.graph.create_node(node.op, node.target, args, kwargs, name=node.name), node)
 
     def _value(self, node: Any) -> Any:
@@ -99,7 +105,7 @@ class _ModuleBuilder:
 
     def _weight(self, node: Node) -> Node:
         target = self.weights[node.name]
-        self.held[target] = self.state[target]
+        self.held[target] = self.state[target].to(CPU) if self.host else self.state[target]
         return self._described(self.graph.get_attr(target), node)
 
     def _call_higher_order(self, node: Node) -> Node:
@@ -109,7 +115,10 @@ class _ModuleBuilder:
             for source in node.all_input_nodes
             if self.known[source] is NodeKind.SUBMODULE
         }
-        args = list(node.args)
+        if self.host:
+            for part in [part for each in modules.values() for part in each.modules() if isinstance(part, GraphModule)]:
+                move_graph(part, CPU)
+        args = list(moved_arguments(node, CPU)[0] if self.host else node.args)
         if node.target.name() in DIRECT:
             start = 1 + max(index for index, each in enumerate(args) if each in modules)
             nested = node.target.name() == "cond"
@@ -142,7 +151,7 @@ class _ModuleBuilder:
         shape = [number(size, self.sizes) for size in value.shape]
         strides = [number(stride, self.sizes) for stride in value.stride()]
         with self.mode:
-            return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+            return torch.empty_strided(shape, strides, dtype=value.dtype, device=CPU if self.host else value.device)
 
 
 def number_of(node: Node, sizes: Bindings) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..export.export import export, refuse_branches
 from ..export.programs import Programs
 from ..export.signature import describe_signature
 from ..model.declared_sizes import count_keys, declared_sizes
+from ..model.devices.placing import placed
 from ..model.flat_module import PREFIX
 from ..model.load import load_source
 from ..targets.build_spec import BuildSpec, ManifestParts
@@ -40,13 +43,21 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
     """See `cgcompile.build`."""
     stages = Stages(options.progress)
     chosen = choose(options.target, options.lower, options.specialize, options.recorder, options.prove)
-    with stages("source") as tell:
-        source = load_source(model, inputs)
-        sizes = declared_sizes(options.sizes, source.dimensions, source.saved)
-        keys = count_keys(sizes, options.max_keys)
-        destination = destination_path(options.out, source.name)
-        tell(f"{source.name}, {_counted(keys, 'int_key')}")
-    with staged_bundle(destination, options.force) as folder:  # from here on the destination is this process's
+    with ExitStack() as stack:
+        with stages("source") as tell:
+            loaded = load_source(model, inputs)
+            sizes = declared_sizes(options.sizes, loaded.dimensions, loaded.saved)
+            keys = count_keys(sizes, options.max_keys)
+            destination = destination_path(options.out, loaded.name)
+            folder = stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
+            source = stack.enter_context(placed(loaded, chosen.device))
+            tell(f"{source.name}, {_counted(keys, 'int_key')}")
+        # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
+        build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
+        if chosen.recorder == "capture":
+            from ..capture.build import started
+
+            build_parts = partial(build_parts, processes=stack.enter_context(started(keys, options.lower, options.specialize)))
         with stages("export") as tell:
             exported = export(source, sizes)
             refuse_branches(exported)
@@ -66,8 +77,7 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
             waive=options.waive, torch_version=torch.__version__.partition("+")[0],
         )  # fmt: skip
-        # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
-        parts: ManifestParts = import_module(BUILDERS[chosen.recorder]).build_parts(spec, folder, stages)
+        parts = build_parts(spec, folder, stages)
         write_programs(folder, prepared.programs)
         origin = provenance(source.label, _recorded_options(options, chosen.recorder))
         manifest = _manifest(spec, parts, checked.findings, options.waive, origin)

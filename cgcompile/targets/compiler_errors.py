@@ -44,17 +44,20 @@ CODE = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """`operator`: as --host-op takes it, "" if unknown.  `where`: "model.py:12", "" if unknown.  `cause`: why, in our words."""
+    """`operator`: what failed, "" if unknown; `where`: "model.py:12", "" if unknown; `cause`: why, in our words.  `host_op`: the
+    operator of the program that it comes from, as --host-op takes it, "" if unknown."""
 
     operator: str
     where: str
     cause: str
+    host_op: str
 
     def hint(self, level: str) -> str:
-        """What to do about it when lowering at `level` failed."""
-        ways = [] if level == "eager" else ["--lower eager"]
-        ways += [f"--host-op {self.operator}, which keeps the operator on the host"] if self.operator else []
-        return f"try {', or '.join(ways)}" if ways else ""
+        """What to do about it when lowering at `level` failed, "" where the catalogue says it."""
+        ways = [] if level == "eager" else ["cgcompile build ... --lower eager"]
+        if self.host_op:
+            ways.append(f"keep it on the host: cgcompile build ... --host-op {self.host_op}")
+        return "; or ".join(ways)
 
     def __str__(self) -> str:
         subject = f"operator {self.operator}" if self.operator else "an operator"
@@ -69,16 +72,25 @@ def explain(error: BaseException, *modules: GraphModule) -> Failure:
     if node is None:
         node = next((found for each in chain if (found := _named_node(str(each), modules)) is not None), None)
     text = next((line for each in chain if (line := _user_line(str(each)))), "")
-    return Failure(operator=operator_name(node) if node is not None else "", where=place(node)[0] or text, cause=_cause(chain))
+    host_op = source_operator(node, modules) if node is not None else ""
+    shown = host_op or (_plain(str(node.target)) if node is not None else "")
+    return Failure(operator=shown, where=place(node)[0] or text, cause=_cause(chain), host_op=host_op)
 
 
-def operator_name(node: Node) -> str:
-    """The operator of the exported program that a node comes from, as --host-op takes it: "aten.topk", "mylib.op"."""
-    sources = [each for each in node.meta.get("from_node") or [] if each.target]
-    target = str(sources[0].target if sources and "." in str(sources[0].target) else node.target)
-    if "original_aten" in node.meta and not sources:
-        target = str(node.meta["original_aten"])
-    return target.removeprefix("torch.ops.").removesuffix(".default")
+def source_operator(node: Node, modules: Iterable[GraphModule]) -> str:
+    """The operator of the exported program that a node comes from, as --host-op takes it ("aten.topk", "mylib.op"); "" where none
+    of `modules`, which are that program, calls it.  A trace leaves in `from_node` where a node was before, the oldest innermost."""
+    known = {str(each.target) for module in modules for each in module.graph.nodes if each.op == "call_function"}
+    names = [str(node.target)]
+    sources = node.meta.get("from_node") or []
+    while sources:
+        names.append(str(sources[-1].target).removeprefix("torch.ops."))
+        sources = getattr(sources[-1], "from_node", None) or []
+    return next((_plain(name) for name in reversed(names) if name in known), "")
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("torch.ops.").removesuffix(".default")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -42,9 +42,14 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
 
 def contents(tensor: torch.Tensor, strides: Iterable[int]) -> bytes:
     """The bytes of a tensor in the order of memory that `strides` (dense, in elements) describe."""
+    return bytes(_bytes(tensor, strides))
+
+
+def _bytes(tensor: torch.Tensor, strides: Iterable[int]) -> memoryview:
+    """What `contents` gives, not copied where the tensor is on the host and lies so."""
     order = sorted(range(tensor.dim()), key=lambda axis: -tuple(strides)[axis])
     dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous().cpu()
-    return raw(dense).numpy().tobytes()
+    return memoryview(raw(dense).numpy())
 
 
 def row_major(tensor: torch.Tensor) -> bytes:
@@ -52,25 +57,40 @@ def row_major(tensor: torch.Tensor) -> bytes:
     return contents(tensor.contiguous(), tensor.contiguous().stride())
 
 
-def write_weights(
-    path: Path, tensors: Mapping[str, torch.Tensor], placed: Iterable[Weight], tables: Sequence[Table] = ()
-) -> tuple[Weight, ...]:
-    """weights.safetensors: the tensors as `lay_out` placed them, and the tables behind them as `cgcompile.table.N`.  `tensors` and
-    `placed` have the program's names.  Returns the manifest's rows, under the model's own.  A weight that is not row-major is
-    stored with its axes in memory order."""
+def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], placed: Iterable[Weight]) -> tuple[Weight, ...]:
+    """weights.safetensors: the tensors as `lay_out` placed them.  `tensors` and `placed` have the program's names.  Returns the
+    manifest's rows, under the model's own.  A weight that is not row-major is stored with its axes in memory order.  Wherever the
+    tensors are, one at a time is copied to the host."""
     rows: list[Weight] = []
     stored: dict[str, safetensors.Tensor] = {}
     for row in placed:
         shape = tuple([row.shape[axis] for axis in memory_order(row.shape, row.strides)])
         tensor = row.tensor.removeprefix(PREFIX)
-        stored[tensor] = row.dtype, shape, partial(contents, tensors[row.tensor], row.strides)
+        stored[tensor] = row.dtype, shape, partial(_bytes, tensors[row.tensor], row.strides)
         rows.append(replace(row, name=row.name.removeprefix(PREFIX), tensor=tensor))
-    for index, table in enumerate(tables):
-        name, size = f"cgcompile.table.{index}", len(table.contents)
-        stored[name] = "uint8", (size,), partial(bytes, table.contents)
-        rows.append(
-            Weight(name=name, tensor=name, dtype="uint8", shape=(size,), strides=(1,), memory="weights", offset=table.offset)
-        )
     with open(path, "wb") as file:
         safetensors.write(file, stored)
     return tuple(rows)
+
+
+def add_tables(path: Path, rows: tuple[Weight, ...], tables: Sequence[Table]) -> tuple[Weight, ...]:
+    """Writes the file of weights anew with the tables behind them, as `cgcompile.table.N`; returns the manifest's rows of all."""
+    if not tables:
+        return rows
+    mapped = safetensors.Mapped(str(path), str(path))
+    stored: dict[str, safetensors.Tensor] = {
+        name: (entry.dtype, entry.shape, partial(mapped.data, name)) for name, entry in mapped.entries.items()
+    }
+    added = []
+    for index, table in enumerate(tables):
+        name, size = f"cgcompile.table.{index}", len(table.contents)
+        stored[name] = "uint8", (size,), partial(bytes, table.contents)
+        added.append(
+            Weight(name=name, tensor=name, dtype="uint8", shape=(size,), strides=(1,), memory="weights", offset=table.offset)
+        )
+    beside = path.with_name(f"{path.name}.tables")
+    with open(beside, "wb") as file:
+        safetensors.write(file, stored)
+    mapped.close()
+    beside.replace(path)
+    return (*rows, *added)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Weight
 
+from ..export.programs import Programs
 from ..model.flat_module import PREFIX
 from ..model.pytree import dtype_name
 from ..util.tolerance import is_float, tolerance
@@ -44,9 +45,50 @@ class ErrorBound:
 
 def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[ErrorBound, ...]:
     """The bounds in the order of `exam_tensors`: outputs, written inputs, and those of `weights` that are state, whose
-    names may be the program's or the user's.  Of several programs the largest counts."""
+    names may be the program's or the user's.  Of several programs the largest counts.
+
+    Where eager PyTorch runs on a GPU, that itself is inexact: it may round float32 to TF32, and outputs may differ by
+    `Prepared.spread` between runs.  A bound is at least SPREADS times that, up to MOST.
+    """
     found = [_program_bounds(program, prepared, weights) for _, program in prepared.programs.each]
-    return tuple([_widest(each) for each in zip(*found, strict=True)])
+    bounds = tuple([_widest(each) for each in zip(*found, strict=True)])
+    if not prepared.spread:
+        return bounds
+    spread = (*prepared.spread, *[0.0] * (len(bounds) - len(prepared.spread)))
+    return tuple([_spread_out(each, error) for each, error in zip(_on_gpu(bounds, prepared.programs), spread, strict=True)])
+
+
+SPREADS, MOST = 4.0, tolerance(torch.bfloat16)
+"""What eager PyTorch differs from itself was measured once, on one draw of inputs.  Beyond MOST a comparison says nothing,
+and the model should be built in a wider dtype."""
+
+
+def _spread_out(bound: ErrorBound, spread: float) -> ErrorBound:
+    return bound if bound.exact else replace(bound, bound=max(bound.bound, min(SPREADS * spread, MOST)))
+
+
+def _on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBound, ...]:
+    """The bounds where eager PyTorch runs on a GPU, which may round float32 to TF32."""
+    nodes = [node for _, program in programs.each for node in program.graph.nodes]
+    convolves = any(isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _CUDNN for node in nodes)
+    tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
+    return tuple([replace(each, bound=max(each.bound, TF32)) if tf32 and each.bound >= FLOAT32 else each for each in bounds])
+
+
+FLOAT32 = tolerance(torch.float32)
+
+TF32 = 2e-3
+"""The bound where eager PyTorch itself rounds float32 operands to TF32 (10 bits of mantissa, 5e-4), which cuDNN does by
+default: the lowered kernels may not.  Measured: 3.8e-4 (a ViT's patches), 4.4e-4 (an LSTM)."""
+
+_CUDNN = frozenset(
+    f"aten::{name}"
+    for name in (
+        "conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding",
+        "convolution", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input",
+        "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input",
+    )
+)  # fmt: skip
 
 
 def _widest(bounds: Sequence[ErrorBound]) -> ErrorBound:

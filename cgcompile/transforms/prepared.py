@@ -15,7 +15,8 @@ from ..export.exported import Exported, Signature
 from ..export.functionalization import functional, state_buffers, written_inputs
 from ..export.programs import Programs
 from ..model.flat_module import ProgramModule, Reference, run_eager
-from ..model.source import all_keys, sample
+from ..model.source import CPU, all_keys, sample
+from .eager_precision import eager_spread
 from .marker_removal import without_markers
 from .output_aliases import OutputAlias, find_aliases
 from .rng.rewrite import generator_buffer, with_generator
@@ -27,7 +28,7 @@ class Prepared:
 
     `written`: positions of the inputs that one of them writes to.  `state`: the buffers that one writes to, by their names in the
     programs.  `generator`: the buffer of the random numbers, named so too, "" without.  `reference` gives what a call has
-    to give, and `exam_calls` is how often the exam calls each int_key.
+    to give, and `exam_calls` is how often the exam calls each int_key.  `spread`: of `eager_spread`, at the smallest int_key.
     """
 
     programs: Programs
@@ -38,6 +39,7 @@ class Prepared:
     aliases: tuple[OutputAlias, ...]
     reference: Reference
     exam_calls: int
+    spread: tuple[float, ...]
 
 
 def prepare(
@@ -48,7 +50,7 @@ def prepare(
     `functionalized`: what `functional` gives for the exported program of a key.  Raises outputs-shared.
     """
     bare = exported.programs if markers else exported.programs.changed(without_markers)
-    programs = bare.changed(partial(with_generator, first=torch.zeros(2, dtype=torch.int64)))
+    programs = bare.changed(partial(with_generator, first=torch.zeros(2, dtype=torch.int64, device=exported.source.device)))
     signatures = [functionalized[key] if program is bare.at(key) else functional(program) for key, program in programs.each]
     state = tuple(sorted({name for each in signatures for name in state_buffers(each)}))
     generator = next((name for _, program in programs.each if (name := generator_buffer(program))), "")
@@ -57,7 +59,7 @@ def prepare(
     return Prepared(
         programs=programs, signature=signature, written=tuple(sorted({i for each in signatures for i in written_inputs(each)})),
         state=state, generator=generator, aliases=aliases, reference=reference,
-        exam_calls=_exam_calls(exported, reference, state),
+        exam_calls=_exam_calls(exported, reference, state), spread=_spread(exported, reference),
     )  # fmt: skip
 
 
@@ -73,3 +75,11 @@ def _exam_calls(exported: Exported, reference: Reference, state: Sequence[str]) 
         except (RuntimeError, IndexError, ValueError):
             return 1
     return 2
+
+
+def _spread(exported: Exported, reference: Reference) -> tuple[float, ...]:
+    """Measured where the model runs on a GPU."""
+    if exported.source.device == CPU:
+        return ()
+    key = all_keys(exported.sizes)[0]
+    return eager_spread(reference, sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors)

@@ -94,6 +94,8 @@ def _more_keys(error: CgbundleError, arguments: Sequence[str]) -> str:
 
 
 def _easier(error: CgbundleError, arguments: Sequence[str]) -> str:
+    if COMMAND in error.hint:
+        return error.hint
     easier = f"{again(arguments, '--lower', 'eager')}, or what to cut out: {_check(arguments)}"
     return error.hint if "eager" in arguments else easier
 

@@ -5,27 +5,36 @@ key's graph would use a workspace in an earlier key's private pool."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export.passes import move_to_device_pass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cgbundle.format.schema import IntKey, Weight
 
 from ...errors import BuildError, ModelError, named
-from ...export.weights import weight_tensors
+from ...export.torch_program import on_device
 from ...model.load import load_code
 from ...targets.compiler_errors import explain
-from ...targets.cuda.lowering import lower, repair
-from ...targets.cuda.tensors import TensorPlace, apply_settings, place_inputs, place_weights, tensor_at, tensor_place, tensors_of
+from ...targets.cuda.lowering import lower, prepare_compiler, repair
+from ...targets.cuda.tensors import (
+    TensorPlace,
+    apply_settings,
+    place_inputs,
+    point_weights,
+    tensor_at,
+    tensor_place,
+    tensors_of,
+    weights_at,
+)
 from ...targets.memory_layout import PAD
 from ...util.progress import Tell
 from ..request import Call, Request
 from .driver import check, driver
+from .weights import digests, on_host, upload
 
 WARMUPS = 3
 SHIFTS = (1 << 20, 34 << 20, 200 << 20)
@@ -35,28 +44,44 @@ SHIFTS = (1 << 20, 34 << 20, 200 << 20)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedProgram:
     """Loaded programs: `modules` by key compute with weights in the buffer `weights` and, those that they write to, in the buffer
-    `state`; `originals` are their values before anything ran.  `sides` by key are the program on the CPU and on the GPU where parts
-    of it stay on the host, else it is empty."""
+    `state`.  `first` are the values of state before anything ran, `digests` those of all weights.  `split` by key is the program on
+    the GPU where parts of it stay on the host, else it is empty."""
 
     request: Request
-    sides: Mapping[IntKey, tuple[torch.export.ExportedProgram, torch.export.ExportedProgram]]
+    split: Mapping[IntKey, torch.export.ExportedProgram]
     modules: Mapping[IntKey, torch.nn.Module]
-    originals: Mapping[str, torch.Tensor]
+    first: Mapping[str, torch.Tensor]
+    digests: Mapping[str, int]
     weights: torch.Tensor
     state: torch.Tensor
     inputs: torch.Tensor
     calls: Mapping[IntKey, tuple[Call, Call]]
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of weights, by memory."""
+        return {"weights": self.weights, "state": self.state}
 
     def tensor_of(self, row: Weight) -> torch.Tensor:
         """Where a weight lies."""
         buffer = self.state if row.memory == "state" else self.weights
         return tensor_at(buffer, row.offset, row.dtype, row.shape, row.strides)
 
-    def restore(self, names: Collection[str] = ()) -> None:
-        """Puts back what these weights, and all buffers that the program writes to, held at first."""
-        for row in self.request.weights:
-            if row.memory == "state" or row.name in names:
-                self.tensor_of(row).copy_(self.originals[row.name])
+    def restore(self) -> None:
+        """Puts back what all buffers that the program writes to held at first."""
+        for name, value in self.first.items():
+            self.tensor_of(self.row(name)).copy_(value)
+
+    def row(self, name: str) -> Weight:
+        """The row of a weight."""
+        return next(row for row in self.request.weights if row.name == name)
+
+    def mutated(self) -> tuple[str, ...]:
+        """Names of the weights that no longer hold their first bytes; they are read again."""
+        now = digests(self.request.weights, self.buffers)
+        changed = tuple([name for name, digest in now.items() if digest != self.digests[name]])
+        upload(self.request.stored, [self.row(name) for name in changed], self.buffers)
+        return changed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,41 +97,48 @@ class Captured:
     kept: tuple[torch.Tensor, ...]
 
 
-def load_program(request: Request) -> LoadedProgram:
-    """Load the programs of the keys, move them to the GPU, and place weights and static inputs."""
-    apply_settings(request.settings)
+def wake() -> None:
+    """What takes time and needs no request: the compiler's imports and processes, and the GPU's context."""
+    prepare_compiler()
     torch.cuda.init()
-    anchor = torch.zeros(1, device="cuda")  # makes the context current for the driver calls below
+    torch.zeros(1, device="cuda")  # makes the context current for the driver calls below
+
+
+def load_program(request: Request) -> LoadedProgram:
+    """Place weights and static inputs, and load the programs of the keys to compute with them.  The host holds no weights."""
+    apply_settings(request.settings)
+    anchor = torch.zeros(1, device="cuda")
     if request.shift:
         for size in SHIFTS:
             check(driver.cuMemAlloc(size))
     if request.code:
         load_code(request.code)
-    weights = torch.zeros(request.weights_end + PAD, dtype=torch.uint8, device="cuda")
-    state = torch.zeros(request.state_end + PAD, dtype=torch.uint8, device="cuda")
-    inputs = torch.zeros(request.inputs_end + PAD, dtype=torch.uint8, device="cuda")
-    originals: dict[str, torch.Tensor] = {}
+    sizes = (request.weights_end, request.state_end, request.inputs_end)
+    weights, state, inputs = [torch.zeros(size + PAD, dtype=torch.uint8, device="cuda") for size in sizes]
+    buffers = {"weights": weights, "state": state}
+    upload(request.stored, request.weights, buffers)
+    placed = weights_at(request.weights, buffers)
+    tensors = {**placed, **on_host(request.stored, request.weights)}
     modules: dict[Path, torch.nn.Module] = {}
-    sides = {}
+    split: dict[Path, torch.export.ExportedProgram] = {}
     for path in dict.fromkeys(request.programs[key] for key in request.keys):
-        program = torch.export.load(path)
-        originals = {**weight_tensors(program), **originals}
-        moved = move_to_device_pass(program, "cuda")
-        modules[path] = repair(moved.module(check_guards=False))  # the signature's checks run before a replay, not inside it
-        known = tuple([row for row in request.weights if row.tensor in originals])  # others are of other keys' programs
-        place_weights(modules[path], known, originals, {"weights": weights, "state": state})
+        program = on_device(torch.export.load(path), anchor.device, tensors)
         if request.placements:
-            sides[path] = torch.export.load(path), moved  # moving changes the program itself
-        del program, moved
+            split[path] = program
+            continue
+        modules[path] = repair(program.module(check_guards=False))  # the signature's checks run before a replay, not inside it
+        point_weights(modules[path], placed)
     calls = torch.load(request.calls, weights_only=False)
     del anchor
     gc.collect()
     torch.cuda.empty_cache()
     return LoadedProgram(
-        request=replace(request, weights=known),
-        sides={key: sides[path] for key, path in request.programs.items() if path in sides},
+        request=request,
+        split={key: split[path] for key, path in request.programs.items() if path in split},
         modules={key: modules[path] for key, path in request.programs.items() if path in modules},
-        originals=originals, weights=weights, state=state, inputs=inputs, calls=calls,
+        first={row.name: placed[row.name].clone() for row in request.weights if row.memory == "state"},
+        digests=digests(request.weights, buffers),
+        weights=weights, state=state, inputs=inputs, calls=calls,
     )  # fmt: skip
 
 

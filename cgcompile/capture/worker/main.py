@@ -1,5 +1,6 @@
-"""A recorder process: `python -m cgcompile.capture.worker.main REQUEST PARENT`, a pickled `Request`'s path and a process.  CUPTI
-must subscribe before CUDA starts, therefore before torch is imported; the parent stays free of both."""
+"""A recorder process: `python -m cgcompile.capture.worker.main ROLE PARENT`, its role and the process that started it.  The path of
+a pickled `Request` comes on standard input, progress and DONE go to standard output.  CUPTI must subscribe before CUDA starts,
+therefore before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,45 +11,42 @@ from pathlib import Path
 
 from ...errors import BuildError
 from ...util.workers import end_with_parent
-from ..request import PREFIX, REFUSED, Request
+from ..request import DONE, RECORD, Request
 from .cupti import ImageLog
 
 
-def tell(text: str) -> None:
-    """A line of progress for the parent."""
-    print(PREFIX + text, flush=True)
+def main(role: str) -> None:
+    """Answers requests: writes (result, None), or (None, a refusal as (code, message, hint)), to the request's file.  A result is a
+    Take, or nothing for the role that fills the compile cache."""
+    log = ImageLog() if role == RECORD else None
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what torch, Triton and the user's code print goes to the log
+    from .record import fill_compile_cache, record, wake  # here: imports torch, after the subscription
 
+    def tell(text: str) -> None:
+        print(f"+ {text}", file=answers, flush=True)
 
-def main(path: str) -> int:
-    """Do what the request says and write its result: a Take, nothing for role "prime", or a refusal as (code, message, hint)."""
-    request: Request = pickle.loads(Path(path).read_bytes())
-    try:
-        result = _run(request)
-    except BuildError as error:
-        request.result.write_bytes(pickle.dumps((error.code, str(error), error.hint)))
-        return REFUSED
-    request.result.write_bytes(pickle.dumps(result))
-    return 0
-
-
-def _run(request: Request) -> object:
-    if request.role == "prime":
-        from .record import fill_compile_cache  # here: imports torch
-
-        fill_compile_cache(request, tell)
-        return None
-    log = ImageLog()
-    from .record import record  # here: imports torch, after the subscription
-
-    try:
-        return record(request, log, tell)
-    finally:
+    wake()
+    for line in requests:
+        request: Request = pickle.loads(Path(line.rstrip("\n")).read_bytes())
+        found, refusal = None, None
+        try:
+            if log is None:
+                fill_compile_cache(request, tell)
+            else:
+                found = record(request, log, tell)
+        except BuildError as error:
+            refusal = error.code, str(error), error.hint
+        request.result.write_bytes(pickle.dumps((found, refusal)))
+        print(DONE, file=answers, flush=True)
+    if log is not None:
         log.close()
 
 
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[2]))
-    status = main(sys.argv[1])
+    main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # libraries unload their kernels in destructors, when no Python callback may run any more
+    os._exit(0)  # libraries unload their kernels in destructors, when no Python callback may run any more

@@ -10,14 +10,13 @@ from functools import cache
 import torch
 from torch.utils._pytree import tree_map_only
 
-from cgbundle.format.schema import IntKey, Weight
+from cgbundle.format.schema import IntKey
 
 from ...errors import ModelError
 from ...targets.cuda.elf import Cubin, read_cubin
 from ...targets.cuda.tensors import TensorPlace, place_inputs, tensors_of
 from ...targets.weights import contents, row_major
 from ...util.progress import Tell
-from ...util.raw_bytes import raw
 from ...util.tolerance import compare
 from ..placement import LARGEST_TABLE
 from ..request import Request
@@ -26,9 +25,11 @@ from .address_map import AddressMap
 from .cupti import ImageLog
 from .driver import check, driver, inspect_pointer, read_device
 from .graph_nodes import walk
-from .loaded_program import Captured, LoadedProgram, capture, load_program, warm_up
+from .loaded_program import Captured, LoadedProgram, capture, load_program, wake, warm_up
 from .module_state import kept_variables
-from .regions import capture_regions, open_regions, replay_regions, warm_up_regions
+from .regions import capture_regions, eager_regions, open_regions, replay_regions, warm_up_regions
+
+__all__ = ["fill_compile_cache", "record", "wake"]
 
 
 def fill_compile_cache(request: Request, tell: Tell) -> None:
@@ -69,9 +70,9 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
     states = kept_variables(used, {image: cubin(image) for image in used}, addresses)
     ranges = _filled(addresses, graphs, states)
     tell("replaying")
-    mutated = _mutated(loaded)
-    exams = [_examine(loaded, key, [item for item in captured if item.key == key], mutated) for key in request.keys]
-    mutated = tuple(dict.fromkeys((*mutated, *_mutated(loaded))))
+    mutated = loaded.mutated()
+    exams = [_examine(loaded, key, [item for item in captured if item.key == key]) for key in request.keys]
+    mutated = tuple(dict.fromkeys((*mutated, *loaded.mutated())))
     return Take(
         ranges=ranges,
         graphs=tuple(graphs),
@@ -129,30 +130,16 @@ def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[
     return tuple(replace(r, words=addresses.known_words(r.contents)) if r.contents else r for r in ranges)
 
 
-def _mutated(loaded: LoadedProgram) -> tuple[str, ...]:
-    """Names of the weights that no longer hold their original bytes; they are put back."""
-    changed = []
-    for row in loaded.request.weights:
-        if row.tensor != row.name:
-            continue
-        now = loaded.tensor_of(row)
-        original = loaded.originals[row.name].to(now.device)
-        if not torch.equal(raw(now), raw(original)):
-            changed.append(row.name)
-            now.copy_(original)
-    return tuple(changed)
-
-
-def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured], mutated: Sequence[str]) -> RawExam:
+def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> RawExam:
     """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.  Raises
     randomness-refused when torch's generator advanced, input-mutated when a static input changed that the program is not known to
     write to."""
     fresh = loaded.calls[key][1]
     values = tensors_of(fresh)
-    opened = open_regions(loaded, key) if loaded.sides else None
+    opened = open_regions(loaded, key) if loaded.split else None
     examples = tensors_of(loaded.calls[key][0])
     inputs = [static.copy_(value) for static, value in zip(place_inputs(examples, loaded.inputs), values, strict=True)]
-    loaded.restore(mutated)
+    loaded.restore()
     for item in items:
         item.graph.instantiate()
     torch.cuda.synchronize()
@@ -171,10 +158,10 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured], muta
     rows = [row for row in loaded.request.weights if row.memory == "state"]
     state = tuple([(row.name, contents(loaded.tensor_of(row), row.strides)) for row in rows])
     kept = [t.clone() for t in (*made, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
-    loaded.restore(mutated)
-    eager = _eager(loaded, key, rows)
+    loaded.restore()
+    eager = [t.clone() for t in (*_eager(loaded, key), *map(loaded.tensor_of, rows))]
     differences = tuple([compare(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)])
-    loaded.restore(mutated)
+    loaded.restore()
     return RawExam(key=key, outputs=outputs, differences=differences, written=written, state=state)
 
 
@@ -184,21 +171,13 @@ def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
     return item.kept
 
 
-def _eager(loaded: LoadedProgram, key: IntKey, rows: Sequence[Weight]) -> list[torch.Tensor]:
-    """Copies of the outputs of eager PyTorch on a key's fresh call, then of the inputs that it writes to, then of state, whose
-    weights are `rows`: on the CPU where a part must be there, else on the GPU."""
-    device, module, call = loaded.inputs.device, loaded.modules[key], loaded.calls[key][1]
-    state = list(map(loaded.tensor_of, rows))
-    if loaded.sides:
-        device, module = torch.device("cpu"), loaded.sides[key][0].module(check_guards=False)
-        buffers = dict(module.named_buffers(remove_duplicate=False))
-        state = [buffers[row.name] for row in rows]
+def _eager(loaded: LoadedProgram, key: IntKey) -> list[torch.Tensor]:
+    """The outputs of eager PyTorch on a key's fresh call, then the inputs that it writes to, on the GPU; of programs of several
+    regions, those of the host are on the CPU."""
+    opened = open_regions(loaded, key) if loaded.split else None
     for _ in range(loaded.request.exam_calls):
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, copy=True), call)
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(loaded.inputs.device, copy=True), loaded.calls[key][1])
+        given = tensors_of((args, kwargs))
         with torch.no_grad():
-            made = tensors_of(module(*args, **kwargs))
-    given = tensors_of((args, kwargs))
-    found = [t.clone() for t in (*made, *[given[i] for i in loaded.request.written], *state)]
-    for row, tensor in zip(rows, state, strict=True):
-        tensor.copy_(loaded.originals[row.name])
-    return found
+            made = list(eager_regions(opened, given)) if opened else tensors_of(loaded.modules[key](*args, **kwargs))
+    return [*made, *[given[i] for i in loaded.request.written]]

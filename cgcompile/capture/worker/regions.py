@@ -5,7 +5,7 @@ run in eager PyTorch on the CPU.  Inputs of a region hold what eager PyTorch com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ...export.weights import weight_placeholders
 from ...partition.isolated import RegionModule, isolated_regions
 from ...partition.split import Partition, partition
 from ...targets.cuda.lowering import lower, repair
-from ...targets.cuda.tensors import TensorPlace, place_inputs, place_weights, tensor_at, tensor_place, tensors_of
+from ...targets.cuda.tensors import TensorPlace, place_inputs, tensor_at, tensor_place, tensors_of
 from ...targets.memory_layout import dense_strides
 from ...util.progress import Tell
 from .loaded_program import Captured, LoadedProgram, capture_call, run_warm
@@ -44,16 +44,12 @@ class OpenedRegions:
 
 def open_regions(loaded: LoadedProgram, key: IntKey) -> OpenedRegions:
     """The regions of a key, with weights and inputs in their places."""
-    program, moved = loaded.sides[key]
+    program = loaded.split[key]
     planned = partition(program, loaded.request.placements[key])
-    given = tensors_of(loaded.calls[key][0])
-    static = tuple(place_inputs(given, loaded.inputs))
-    on_cpu, on_gpu = isolated_regions(program, planned, given), isolated_regions(moved, planned, static)
-    regions = tuple([cpu if cpu.planned.kind == "host" else gpu for cpu, gpu in zip(on_cpu, on_gpu, strict=True)])
-    buffers = {"weights": loaded.weights, "state": loaded.state}
+    static = tuple(place_inputs(tensors_of(loaded.calls[key][0]), loaded.inputs))
+    regions = isolated_regions(program, planned, static)
     for region in regions:
         if region.planned.kind == "graph":
-            place_weights(region.module, loaded.request.weights, loaded.originals, buffers)
             repair(region.module)
     uploads = {
         each.name: tensor_at(loaded.inputs, each.offset, each.dtype, each.shape, each.strides)
@@ -124,6 +120,18 @@ def replay_regions(opened: OpenedRegions, captured: Sequence[Captured]) -> tuple
         ]
 
     values = _run_all(opened, replay)
+    return tuple([values[name] for name in opened.partition.outputs])
+
+
+def eager_regions(opened: OpenedRegions, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What eager PyTorch gives for other inputs, on the GPU: graphs run there, and host regions on the CPU."""
+
+    def run(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            made: Sequence[torch.Tensor] = region.module(*[tensor.cuda() for tensor in given])
+        return made
+
+    values = _run_all(replace(opened, static=tuple(inputs), uploads={}), run)
     return tuple([values[name] for name in opened.partition.outputs])
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from ...errors import BuildError
 from ...util.raw_bytes import moved, seen_as, storage_bytes
 from ..source import CPU, Source
+from ..user_code import first_line
 
 _Replaced = tuple[dict[str, Any], str, Any]
 """Parameters or buffers of a module, a name in it, and what stood there."""
@@ -24,18 +26,21 @@ def placed(source: Source, device: torch.device) -> Iterator[Source]:
     """`source` with its model on `device`, one of its tensors after the other: the host never holds a second copy of the weights.
 
     A model that was made for this build leaves the host.  One that the caller made is at the end what it was: its tensors are the
-    caller's, and its modules have the attributes that they had.
+    caller's, and its modules have the attributes that they had.  Raises gpu-memory.
     """
     own: list[tuple[torch.Tensor, torch.Tensor]] = []
     before = [] if source.owned else [(vars(module), dict(vars(module))) for module in source.model.modules()]
     replaced: list[_Replaced] = []
     try:
         if device != CPU:
-            with torch.no_grad():
-                _replace_others(source.model, device, replaced)
-                for tensors in _by_storage(source.model, device):
-                    own += [] if source.owned else [(tensor, tensor.data) for tensor in tensors]
-                    _move(tensors, device)
+            try:
+                with torch.no_grad():
+                    _replace_others(source.model, device, replaced)
+                    for tensors in _by_storage(source.model, device):
+                        own += [] if source.owned else [(tensor, tensor.data) for tensor in tensors]
+                        _move(tensors, device)
+            except torch.OutOfMemoryError as error:
+                raise BuildError("gpu-memory", f"{source.label}: {first_line(error)}") from error
         yield replace(source, device=device)
     finally:
         for tensor, data in own:

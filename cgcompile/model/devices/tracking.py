@@ -1,8 +1,10 @@
-"""Where the user's code puts its tensors: a mode that keeps a virtual device per tensor while the model runs on the CPU.
+"""Where the user's code puts its tensors: a mode that keeps a virtual device per tensor while the model runs on one device.
 
-cgcompile exports on the CPU, with or without a GPU, so an explicit move (`.cpu()`, `.cuda()`, `.to(device)`, `device=`) would
-vanish from the graph.  `DeviceTracking` answers `tensor.device` as if everything were on a GPU and follows the moves.  It leaves
-a marker operator in the graph for each (markers.py).  A model that never names a device gets no marker.
+A model is exported on one device, the CPU or the GPU that it is built for.  An explicit move (`.cpu()`, `.cuda()`, `.to(device)`,
+`device=`) would vanish from the graph, or break it.  `DeviceTracking` answers `tensor.device` as if everything were on a GPU and
+follows the moves.  It leaves a marker operator in the graph for each (markers.py).  A model that names no device gets no marker.
+
+Where eager PyTorch runs the model on a GPU, moves are moves, and what is on the host runs on the CPU.
 
 Places.  An input of the model is on the device; what an operation makes is where its tensors are.  A tensor that no operation made
 (a parameter, a buffer, a constant) is free: it goes with the others, and is on the device by itself.  A tensor of no dimensions on
@@ -10,14 +12,16 @@ the host may be combined with tensors on the device, as in PyTorch.  Any other m
 
 Private interfaces (torch 2.11, 2.13): `FakeTensor.device` and `FakeTensor.constant`, `get_proxy_mode` and its `tracer`,
 `torch._C._nn._parse_to`, `torch.overrides._get_current_function_mode_stack`, `torch.autocast.__init__`.  Two are replaced while the
-model runs: `FakeTensor.device`, a property of Python that no mode is asked about, and autocast, since tensors are on the CPU and
-autocast for cuda would do nothing to them.
+model runs: `FakeTensor.device`, a property of Python that no mode is asked about, and autocast where tensors are on the CPU, since
+autocast for cuda would do nothing to them.  Of a fake tensor, `fake_device` is the device that it stands for.  Also private:
+`torch.utils._device._device_constructors`, the functions that make a tensor out of none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..side_effects import BRANCH, UNFINISHED, Obstacle, SideEffects
@@ -35,17 +40,22 @@ HOST, DEVICE, FREE = "host", "device", "free"
 """Places of a tensor."""
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+"""What the user's code is told."""
 
 
 class DeviceTracking(TorchFunctionMode):
     """Active around one call of the user's model.
 
-    `inputs`: the model's tensors.  `earlier`: what a call with real tensors did.  A traced call, whose tensors hold no data,
-    branches as that one did, and gets the numbers from it that `known` names by position.  `effects` is filled.
+    `real` is the device of the model's tensors.  `inputs`: those of the call.  `earlier`: what a call with real tensors did.  A
+    traced call, whose tensors hold no data, branches as that one did, and gets the numbers from it that `known` names by position.
+    `effects` is filled.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], earlier: SideEffects, known: Set[int] = frozenset()) -> None:
+    def __init__(
+        self, inputs: Sequence[torch.Tensor], earlier: SideEffects, known: Set[int] = frozenset(), real: torch.device = CPU
+    ) -> None:
         super().__init__()
+        self.real = real
         self.effects = SideEffects()
         self._answers = iter(earlier.answers)
         self._reads, self._known = earlier.reads, known
@@ -75,7 +85,13 @@ class DeviceTracking(TorchFunctionMode):
     # --- any operation ------------------------------------------------------------------------------------------------
 
     def _call(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        wanted = None if isinstance(func, torch._ops.OpOverload) else self._wanted(kwargs)  # not those of a saved program
+        wanted = None
+        if isinstance(func, torch._ops.OpOverload):  # of a saved program, whose devices are those where it was exported
+            args, kwargs = pytree.tree_map_only(torch.device, self._here, (args, kwargs))
+        else:
+            wanted = self._wanted(kwargs)
+            if kwargs.get("device") is None and self.real != CPU and func in _constructors():
+                kwargs["device"] = self.real
         tensors = _tensors((args, kwargs))
         side = self._side(func, args, tensors)
         elsewhere = [tensor for tensor in tensors if self.place(tensor) == _OTHER.get(side) and (tensor.dim() or side == HOST)]
@@ -83,7 +99,36 @@ class DeviceTracking(TorchFunctionMode):
             if func not in _CROSSING:
                 self._mixed(func)
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, side), (args, kwargs))
-        return self._noted_at(_noted(func, args, kwargs), side, wanted)
+        return self._noted_at(self._run(func, args, kwargs, side), side, wanted)
+
+    def _run(self, func: Any, args: list[Any], kwargs: dict[str, Any], side: str) -> Any:
+        """The operation, with its tensors on the real device of `side`.  What it writes to a copy is written back."""
+        if self.real == CPU:
+            return _noted(func, args, kwargs)
+        where = CPU if side == HOST and not self._traced(args, kwargs) else self.real
+        copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+        def there(tensor: torch.Tensor) -> torch.Tensor:
+            if _real_device(tensor).type in (where.type, "meta"):
+                return tensor
+            made = tensor.to(where)
+            copies.append((tensor, made, made._version))
+            return made
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, there, (args, kwargs))
+        result = _noted(func, args, kwargs)
+        own = {id(made): tensor for tensor, made, _ in copies}
+        for tensor, made, version in copies:
+            if made._version != version:
+                tensor.copy_(made)
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: own[id(tensor)] if id(tensor) in own else there(tensor), result)
+
+    def _traced(self, args: Any, kwargs: Any) -> bool:
+        """Whether an operation becomes a part of a graph, or runs on tensors without data."""
+        return get_proxy_mode() is not None or any(isinstance(tensor, FakeTensor) for tensor in _tensors((args, kwargs)))
+
+    def _here(self, device: torch.device) -> torch.device:
+        return device if device.type == "meta" else self.real
 
     def _side(self, func: Any, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
         """Where the operation runs."""
@@ -95,7 +140,7 @@ class DeviceTracking(TorchFunctionMode):
         return DEVICE if DEVICE in places else HOST
 
     def _wanted(self, kwargs: dict[str, Any]) -> str | None:
-        """The place that `device=` names.  The operation itself runs on the CPU."""
+        """The place that `device=` names.  The operation itself runs where everything is."""
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
             self._saw("pinned-memory", "pin_memory=True: pinned memory of the user's is not used")
@@ -103,7 +148,7 @@ class DeviceTracking(TorchFunctionMode):
             return None
         place = self._named(kwargs["device"])
         if place is not None:
-            kwargs["device"] = CPU
+            kwargs["device"] = self.real
         return place
 
     def _named(self, device: Any) -> str | None:
@@ -122,7 +167,11 @@ class DeviceTracking(TorchFunctionMode):
         there = self.place(tensor)
         if there == place or (there == FREE and place == DEVICE):
             return tensor
-        made: torch.Tensor = _noted(TO_HOST if place == HOST else TO_DEVICE, [tensor], {})
+        made: torch.Tensor
+        if self.real == CPU or self._traced([tensor], {}):
+            made = _noted(TO_HOST if place == HOST else TO_DEVICE, [tensor], {})
+        else:
+            made = tensor.to(CPU if place == HOST else self.real, copy=True)
         self._places[made] = place
         return made
 
@@ -186,7 +235,11 @@ class DeviceTracking(TorchFunctionMode):
 
     def _pack(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """A packed sequence holds its data where the input is, and the sizes of its batches on the host."""
-        data, sizes = self._call(func, args, kwargs)
+        if self.real == CPU or self._traced(args, kwargs):
+            data, sizes = self._call(func, args, kwargs)
+        else:
+            data, sizes = func(args[0], args[1].to(CPU), *args[2:], **kwargs)
+            self._places[data] = self.place(args[0])
         self._places[sizes] = HOST
         return data, sizes
 
@@ -194,7 +247,7 @@ class DeviceTracking(TorchFunctionMode):
         """`if tensor:` and its kind.  A traced call has no data to decide by: it goes where the example inputs went."""
         earlier = next(self._answers, None)
         if not any(_unknown(tensor) for tensor in _tensors((args, kwargs))):
-            answer = bool(func(*args, **kwargs))
+            answer = bool(self._run(func, args, kwargs, DEVICE))
         else:
             self._saw("data-dependent-branch", BRANCH)
             self._guess = not self._guess  # beyond the answers: no loop may wait for one of the two for ever
@@ -266,10 +319,12 @@ _SPECIAL: dict[Any, _Handler] = {
 
 
 @contextmanager
-def track_devices(inputs: Sequence[torch.Tensor], earlier: SideEffects, known: Set[int] = frozenset()) -> Iterator[SideEffects]:
+def track_devices(
+    inputs: Sequence[torch.Tensor], earlier: SideEffects, known: Set[int] = frozenset(), real: torch.device = CPU
+) -> Iterator[SideEffects]:
     """A DeviceTracking that is active inside.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own
     code runs, the property asks this one; in what that code calls, the mode is off the stack."""
-    mode = DeviceTracking(inputs, earlier, known)
+    mode = DeviceTracking(inputs, earlier, known, real)
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
 
     def device(tensor: FakeTensor) -> torch.device:
@@ -282,7 +337,8 @@ def track_devices(inputs: Sequence[torch.Tensor], earlier: SideEffects, known: S
         autocast(self, device_type, dtype, *args, **kwargs)
 
     FakeTensor.device = property(device, fake.fset)
-    torch.autocast.__init__ = on_the_cpu
+    if real == CPU:
+        torch.autocast.__init__ = on_the_cpu
     try:
         with mode:
             yield mode.effects
@@ -312,6 +368,17 @@ def _noted(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def _device(value: Any) -> Any:
     """A number names a GPU; torch looks for one when it is asked about it."""
     return torch.device("cuda", value) if type(value) is int else value
+
+
+@cache
+def _constructors() -> frozenset[Any]:
+    """The functions that make a tensor out of none, on the device of their argument `device`."""
+    return frozenset(_device_constructors())
+
+
+def _real_device(tensor: torch.Tensor) -> torch.device:
+    """Where a tensor is, whatever the user's code is told.  Called while no mode of this module is asked."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

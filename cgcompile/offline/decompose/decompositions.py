@@ -1,7 +1,7 @@
 """Decompositions: operations that have no Triton kernel in Inductor, in terms of those that have one.  Two tables: `REPLACED` by
 operation of the exported program, before torch decomposes it, and `decompositions()` by the smaller operations that it is retraced
 to.  Functions there return NotImplemented for what Inductor lowers well itself.  Private interfaces (torch 2.11, 2.13):
-`torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`."""
+`torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`, `generic_associative_scan`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+from torch._higher_order_ops.associative_scan import associative_scan_op, generic_associative_scan
 from torch._inductor.decomposition import select_decomp_table
 
 from ...errors import ModelError
@@ -35,6 +36,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.mm.default: product,
         aten.bmm.default: product,
         aten.addmm.default: added_product,
+        aten._int_mm.default: integer_product,
         aten.baddbmm.default: added_product,
         aten.convolution.default: convolution,
         aten._trilinear.default: trilinear,
@@ -90,6 +92,14 @@ def added_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: 
     wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
     scaled = alpha * (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide)
     return (scaled if beta == 0 else beta * added.to(wide) + scaled).to(a.dtype)
+
+
+def integer_product(a: Tensor, b: Tensor) -> Tensor:
+    """(m, k) uint8 by (k, n) int8 -> (m, n) int32, as a product of int8 factors: the template takes two of one type.  The sums of
+    b's columns depend on weights alone, as a rule, and are folded."""
+    if a.dtype != torch.uint8:
+        return NotImplemented
+    return aten._int_mm((a.to(torch.int32) - 128).to(torch.int8), b) + 128 * b.to(torch.int32).sum(0)
 
 
 def trilinear(
@@ -188,11 +198,18 @@ def embedding_bag(
 
 # --- operations as a whole -------------------------------------------------------------------------------------
 
+
+def associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], more: Sequence[Any] = ()) -> Any:
+    """As PyTorch's on the CPU: slices are combined in as many rounds as their number has binary digits."""
+    return generic_associative_scan(combine, xs, additional_inputs=tuple(more))
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: attention,
     aten.batch_norm.default: normalized,
     aten.embedding_bag.default: embedding_bag,
     aten.embedding_bag.padding_idx: embedding_bag,
+    associative_scan_op: associative_scan,
     **get_decompositions([aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]),
 }
 """Operations of exported programs that are replaced as a whole."""

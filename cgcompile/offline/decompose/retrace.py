@@ -20,6 +20,7 @@ from torch.fx.node import map_aggregate
 from ...errors import CATALOGUE, BuildError, ModelError
 from ...export.exported import memory_order
 from ...model.user_code import first_line, is_user_file
+from ...targets.compiler_errors import source_operator
 from ...targets.cuda.lowering import repair
 from ..lowered import INPUT, WEIGHT
 from .decompositions import REPLACED, decompositions
@@ -49,13 +50,15 @@ KINDS = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retraced:
     """`graph` takes `tensors` (fake, on cuda, made by `mode`), whose kinds and names are `names`, and returns the outputs.  It is
-    functional but for a copy, at its end, of the new value to every tensor that the program writes to: `written`, by position."""
+    functional but for a copy, at its end, of the new value to every tensor that the program writes to: `written`, by position.
+    `program` is the graph that it was traced from."""
 
     graph: torch.fx.GraphModule
     tensors: tuple[torch.Tensor, ...]
     names: tuple[tuple[str, str], ...]
     written: tuple[int, ...]
     mode: FakeTensorMode
+    program: torch.fx.GraphModule
 
 
 ALIGNED = 16
@@ -72,6 +75,7 @@ def retrace(
     """The program at the sizes of `tensors`, inside `fake_device`.  `layouts`: of each output the strides that it must have, None
     for any; () for any of all.  `writes`: it writes to buffers or inputs.  Raises sizes-unlike, state-shared, constant-unknown,
     randomness-refused, operation-needs-gpu."""
+    source = program.graph_module
     if writes or any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
         # new values of what it writes to become outputs, and vmap's batch axes go; most other operations stay as they are
         program = program.run_decompositions({})
@@ -86,7 +90,7 @@ def retrace(
     def run(*given: torch.Tensor) -> tuple[Any, ...]:
         remaining = iter(given)
         arguments = [None if tensor is None else next(remaining) for _, _, tensor in rows]
-        results = _Replacing(module).run(*arguments, enable_io_processing=False)
+        results = _Replacing(module, source).run(*arguments, enable_io_processing=False)
         kept = [result for result, keep in zip(results, wanted, strict=True) if keep]
         made = [_with_strides(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)]
         return (*made, *[results[position] for position, _ in changed])
@@ -99,7 +103,8 @@ def retrace(
     given = [rows[place] for place in places]
     _check_apart([given[index] for index in written], given)
     _copy_back(traced, written)
-    return Retraced(graph=traced, tensors=fakes, names=tuple([(kind, name) for kind, name, _ in given]), written=written, mode=mode)
+    names = tuple([(kind, name) for kind, name, _ in given])
+    return Retraced(graph=traced, tensors=fakes, names=names, written=written, mode=mode, program=source)
 
 
 def source_line(node: torch.fx.Node) -> str:
@@ -107,12 +112,6 @@ def source_line(node: torch.fx.Node) -> str:
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     mine = [f"{file}:{line}" for file, line in found if is_user_file(file)]
     return mine[-1] if mine else ""
-
-
-def source_operator(node: torch.fx.Node) -> str:
-    """The program's operator that a node of a retraced graph comes from, as --host-op takes it; "" if unknown."""
-    sources = node.meta.get("from_node") or []
-    return str(sources[-1].target).removesuffix(".default") if sources else ""
 
 
 def host_hint(operators: Iterable[str]) -> str:
@@ -202,7 +201,12 @@ def _move(value: Any) -> Any:
 
 
 class _Replacing(torch.fx.Interpreter):
-    """Runs a program with the operations of REPLACED replaced, and names what fails with the user's line."""
+    """Runs a program with the operations of REPLACED replaced, and names what fails with the user's line, and by its name in
+    `source`, from which the program was made."""
+
+    def __init__(self, module: torch.fx.GraphModule, source: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self._source = source
 
     def run_node(self, n: torch.fx.Node) -> Any:
         try:
@@ -212,13 +216,13 @@ class _Replacing(torch.fx.Interpreter):
             if error.code != "operation-needs-gpu":
                 raise
             raise ModelError(
-                "operation-needs-gpu", f"{_named(n)}: {error}", host_hint([str(n.target).removesuffix(".default")])
+                "operation-needs-gpu", f"{_named(n)}: {error}", host_hint([source_operator(n, [self._source])])
             ) from error
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             raise ModelError(
                 "operation-needs-gpu",
                 f"{_named(n)}: its result's shape, or what the program does next, depends on data",
-                host_hint([str(n.target).removesuffix(".default")]),
+                host_hint([source_operator(n, [self._source])]),
             ) from error
         except Exception as error:
             raise BuildError(

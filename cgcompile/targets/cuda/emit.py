@@ -7,16 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from cgbundle.format import archive
 from cgbundle.format.schema import KERNEL_CODE, IntKey, Program, Region, Target, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Recording
 
 from ..memory_layout import PAD
 from ..rows import WHOLE, whole_program, whole_region
-from ..weights import write_weights
 from .fills import fill_image, has_memsets, without_memsets
 from .host_regions import HostRegions, SplitProgram, split_rows
 from .recorded import RecordedProgram, RegionKey
@@ -37,14 +33,13 @@ class Written:
 def write_recorded(
     stage: Path,
     recorded: RecordedProgram,
-    tensors: Mapping[str, torch.Tensor],
+    weights: tuple[Weight, ...],
     arch: str,
     split: SplitProgram | None,
     hosts: HostRegions,
 ) -> Written:
-    """Writes weights, kernel images and graph tables into `stage`.  `tensors`: the weights by their names in the program; `arch`:
-    "sm_90".  Raises extra-missing, kernel-failed."""
-    weights = write_weights(stage / archive.WEIGHTS, tensors, recorded.weights, recorded.tables)
+    """Writes kernel images and graph tables into `stage`.  `weights`: the manifest's rows, whose file is there; `arch`: "sm_90".
+    Raises extra-missing, kernel-failed."""
     recordings = {name: graph.recording for name, graph in recorded.graphs.items()}
     images = dict(recorded.images)
     fills = has_memsets(recordings.values())

@@ -34,7 +34,7 @@ from .tensors import input_offsets
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitProgram:
-    """Programs of several regions at every key, and every value as eager PyTorch made it on the CPU.  `uploads`: where in memory
+    """Programs of several regions at every key, and every value as eager PyTorch made it.  `uploads`: where in memory
     `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that no graph reads, off the GPU.  `state`: the
     placeholders of `Partition.state`, and the names of these buffers."""
 
@@ -86,7 +86,7 @@ def host_stage(split: SplitProgram | None, weights: Sequence[Weight], scratch: P
 
 
 def split_program(programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> SplitProgram:
-    """`calls` are example inputs of every key, on the CPU.  Raises the errors of `partition`."""
+    """`calls` are example inputs of every key, where the programs are.  Raises the errors of `partition`."""
     own = {id(program): partition(program, placements[key]) for key, program in programs.each}
     partitions, regions, values, uploads, state = {}, {}, {}, {}, {}
     for key, tensors in calls.items():
@@ -104,7 +104,8 @@ def split_program(programs: Programs, placements: Placements, calls: Mapping[Int
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """A copy as the static buffer of an input holds it."""
     shape = tuple(tensor.shape)
-    return torch.empty_strided(shape, dense_strides(shape, tensor.stride()), dtype=tensor.dtype).copy_(tensor)
+    dense = dense_strides(shape, tensor.stride())
+    return torch.empty_strided(shape, dense, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _uploads(planned: Partition, values: Mapping[str, torch.Tensor], end: int) -> tuple[UploadedValue, ...]:
@@ -142,13 +143,13 @@ def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch
     for key, regions in split.regions.items():
         for region in [each for each in regions if each.planned.kind == "host" and each.planned.operations]:
             name = region.planned.name
-            given = [split.values[key][each] for each in region.planned.inputs]
+            given = [split.values[key][each].cpu() for each in region.planned.inputs]
             code = "".join(module.code for module in region.module.modules() if isinstance(module, GraphModule))
             like = (name, code, tuple((t.dtype, t.shape, t.stride()) for t in given))
             if like not in made:
                 tell(f"compiling {name} for int_key {key}")
                 own = name if len(split.regions) == 1 else f"{name}-{'x'.join(map(str, key))}"
-                expected = [split.values[key][each] for each in region.planned.made]
+                expected = [split.values[key][each].cpu() for each in region.planned.made]
                 made[like], used = _compile(region, own, given, expected, weights, scratch, stage)
                 features |= set(used)
             rows[name, key] = made[like]

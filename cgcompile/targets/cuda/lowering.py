@@ -42,6 +42,15 @@ def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable
     return call
 
 
+def prepare_compiler() -> None:
+    """Imports the compiler and starts the processes that it compiles kernels in, before there is anything to lower."""
+    import torch._inductor.async_compile
+    import torch._inductor.compile_fx
+
+    # a process for every thread, from torch 2.8 on; without it they start when the first kernel is compiled
+    getattr(torch._inductor.async_compile, "maybe_warm_pool", lambda: None)()
+
+
 def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """`module`, changed in place so that Inductor lowers it rightly.  What it computes in eager mode stays the same.  torch before
     2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200).  They are viewed with the

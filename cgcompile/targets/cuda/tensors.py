@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Weight
+from cgbundle.format.spans import HOST_ONLY
 
-from ...export.programs import Programs
-from ...transforms.error_bounds import ErrorBound
-from ...util.tolerance import tolerance
 from ..memory_layout import UploadedValue, align, dense_strides, tensor_bytes
 from ..weights import stored_dtype
 
@@ -67,17 +65,24 @@ def tensor_place(tensor: torch.Tensor) -> TensorPlace:
     return TensorPlace(address=tensor.data_ptr(), dtype=stored_dtype(tensor), shape=tuple(tensor.shape), strides=tensor.stride())
 
 
-def place_weights(
-    module: torch.nn.Module, rows: Iterable[Weight], tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-) -> None:
-    """Copy every tensor to its offset in the buffer of its memory and point the module's parameter, buffer or attribute of that
-    name there, if it has one."""
+def weights_at(rows: Iterable[Weight], buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of `rows` that have a place on the device, by name, at their offsets in the buffer of their memory; tied ones are
+    one tensor."""
     placed: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
     for row in rows:
+        if row.offset == HOST_ONLY:
+            continue
         if row.tensor not in placed:
             placed[row.tensor] = tensor_at(buffers[row.memory], row.offset, row.dtype, row.shape, row.strides)
-            placed[row.tensor].copy_(tensors[row.tensor])
-        owner_name, _, leaf = row.name.rpartition(".")
+        named[row.name] = placed[row.tensor]
+    return named
+
+
+def point_weights(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Makes the module's parameters, buffers and attributes of these names these tensors, as far as it has them."""
+    for path, tensor in tensors.items():
+        owner_name, _, leaf = path.rpartition(".")
         owner: Any = module
         for name in owner_name.split(".") if owner_name else ():
             owner = getattr(owner, name, None)
@@ -85,9 +90,9 @@ def place_weights(
         if held is None:  # a tensor that the graph does not use
             continue
         if isinstance(held, torch.nn.Parameter):
-            held.data = placed[row.tensor]
+            held.data = tensor
         else:
-            setattr(owner, leaf, placed[row.tensor])
+            setattr(owner, leaf, tensor)
 
 
 def tensors_of(call: Any) -> list[torch.Tensor]:
@@ -116,30 +121,6 @@ def place_inputs(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[
 def static_bytes(tensors: Iterable[torch.Tensor], uploads: Iterable[UploadedValue]) -> int:
     """Bytes of memory `inputs`, without PAD, for the call's tensors and what the host makes, which lies behind them."""
     return max([input_offsets(tensors)[-1], *[value.end for value in uploads]])
-
-
-def on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBound, ...]:
-    """The bounds for the errors against eager PyTorch on a GPU, which may round float32 to TF32."""
-    nodes = [node for _, program in programs.each for node in program.graph.nodes]
-    convolves = any(isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _CUDNN for node in nodes)
-    tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
-    return tuple([replace(each, bound=max(each.bound, TF32)) if tf32 and each.bound >= FLOAT32 else each for each in bounds])
-
-
-FLOAT32 = tolerance(torch.float32)
-
-TF32 = 2e-3
-"""The bound where eager PyTorch itself rounds float32 operands to TF32 (10 bits of mantissa, 5e-4), which cuDNN does by
-default: the lowered kernels may not.  Measured: 3.8e-4 (a ViT's patches), 4.4e-4 (an LSTM)."""
-
-_CUDNN = frozenset(
-    f"aten::{name}"
-    for name in (
-        "conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding",
-        "convolution", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input",
-        "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input",
-    )
-)  # fmt: skip
 
 
 def settings() -> dict[str, Any]:

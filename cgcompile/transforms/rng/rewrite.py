@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ...export.torch_program import arguments, copied_graph, with_graph
+from ...export.torch_program import arguments, copied_graph, device_of, with_graph
 from .distributions import BLOCK, Stream, axes_in_memory
 from .operators import COMPOSITES, LEAVES
 from .philox import block, schedule
@@ -85,7 +85,8 @@ def with_generator(program: ExportedProgram, first: Tensor | None = None) -> Exp
         return program
     root = copied_graph(program)
     graph = root.graph
-    state, specs = _add_buffer(graph, program.graph_signature)
+    device = device_of(program)
+    state, specs = _add_buffer(graph, program.graph_signature, device)
     renamed: dict[str, str] = {}
     for node in [node for node in graph.nodes if node.target in RECURRENT and is_random(node)]:
         renamed |= _stand_in(node, split_layers(node, _origin(node)))
@@ -100,11 +101,11 @@ def with_generator(program: ExportedProgram, first: Tensor | None = None) -> Exp
     _spell_counts(graph)
     graph.lint()
     root.recompile()
-    buffer = torch.zeros(2, dtype=torch.int64) if first is None else first
+    buffer = torch.zeros(2, dtype=torch.int64, device=device) if first is None else first
     return with_graph(program, root, renamed, input_specs=specs, state_dict={**program.state_dict, RNG: buffer})
 
 
-def _add_buffer(graph: Graph, signature: ExportGraphSignature) -> tuple[Node, list[InputSpec]]:
+def _add_buffer(graph: Graph, signature: ExportGraphSignature, device: torch.device) -> tuple[Node, list[InputSpec]]:
     """The placeholder of the new buffer, after those of the parameters and buffers, and the inputs with it."""
     specs = list(signature.input_specs)
     place = max([index + 1 for index, spec in enumerate(specs) if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)], default=0)
@@ -112,7 +113,8 @@ def _add_buffer(graph: Graph, signature: ExportGraphSignature) -> tuple[Node, li
     with graph.inserting_before(placeholders[place]):
         state = graph.placeholder(f"b_{RNG}")
     mode = next(value.fake_mode for node in placeholders if isinstance(value := node.meta.get("val"), FakeTensor))
-    state.meta["val"] = mode.from_tensor(torch.zeros(2, dtype=torch.int64), static_shapes=True)
+    with mode:
+        state.meta["val"] = torch.zeros(2, dtype=torch.int64, device=device)
     spec = InputSpec(kind=InputKind.BUFFER, arg=TensorArgument(name=state.name), target=RNG, persistent=True)
     specs.insert(place, spec)
     return state, specs
@@ -194,7 +196,7 @@ def _expand(graph: Graph) -> None:
         return
     shared = blocks[0].args[1]
     with shared.meta["val"].fake_mode:
-        many = torch.empty(2, dtype=torch.int64)
+        many = torch.empty(2, dtype=torch.int64, device=shared.meta["val"].device)
         traced = make_fx(partial(block, number=0))(many, shared.meta["val"])
     first, second = traced.graph.find_nodes(op="placeholder")
     (output,) = traced.graph.find_nodes(op="output")

@@ -86,7 +86,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return Graph(call, made), made
 
     def tensor_of(loaded: regions.LoadedProgram, row: Weight) -> torch.Tensor:
-        return state.setdefault(row.name, weight_tensors(loaded.sides[KEYS[0]][0])[row.name])
+        return state.setdefault(row.name, weight_tensors(loaded.split[KEYS[0]])[row.name])
 
     def warmed(call: Callable[[], Any], where: str, level: str, restore: Callable[[], None]) -> None:
         call(), restore()
@@ -97,7 +97,6 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(
         regions, "place_inputs", lambda tensors, buffer: [placed(-i, t.shape, t.dtype).copy_(t) for i, t in enumerate(tensors)]
     )
-    monkeypatch.setattr(regions, "place_weights", lambda *given: None)
     monkeypatch.setattr(regions, "tensor_at", lambda buffer, at, dtype, shape, strides: placed(at, shape, getattr(torch, dtype)))
     monkeypatch.setattr(regions, "lower", lambda module, level, specialize: module)
     monkeypatch.setattr(regions, "run_warm", warmed)
@@ -105,6 +104,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(regions, "capture_call", captured)
     monkeypatch.setattr(regions, "_here", lambda spot: held[spot.address])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     return asked
 
 
@@ -117,15 +117,15 @@ def planned(folder: Path, source: Source) -> tuple[regions.LoadedProgram, SplitP
     split = split_program(exported.programs, placed, {key: both[0] for key, both in calls.items()})
     request = Request(
         role="record", programs=dict.fromkeys(KEYS, folder), calls=folder, result=folder, keys=KEYS, level="eager",
-        specialize="size", code="", placements=placed, uploads=split.uploads,
+        specialize="size", code="", placements=placed, uploads=split.uploads, stored=folder,
         weights=lay_out(shapes_of(tensors), state_buffers(changed)).rows, written=written_inputs(changed),
         weights_end=0, state_end=0, inputs_end=0,
         settings={}, shift=False,
     )  # fmt: skip
     nothing = torch.empty(0)
     loaded = regions.LoadedProgram(
-        request=request, sides=dict.fromkeys(KEYS, (exported.programs.first, exported.programs.first)),
-        modules=dict.fromkeys(KEYS, exported.flat), originals={name: value.clone() for name, value in tensors.items()},
+        request=request, split=dict.fromkeys(KEYS, exported.programs.first), modules=dict.fromkeys(KEYS, exported.flat),
+        first={name: tensors[name].clone() for name in state_buffers(changed)}, digests={},
         weights=nothing, state=nothing, inputs=nothing,
         calls={key: ((first, {}), (second, {})) for key, (first, second) in calls.items()},
     )  # fmt: skip
@@ -147,8 +147,10 @@ def test_a_replay_with_other_inputs_gives_what_the_model_gives(key: tuple[int, .
     made = regions.replay_regions(opened, captured)
     with torch.no_grad():
         wanted = loaded.modules[key](*fresh)
-    for got, want in zip(made, wanted, strict=True):
+    eager = regions.eager_regions(opened, fresh)
+    for got, want, own in zip(made, wanted, eager, strict=True):
         torch.testing.assert_close(got, want)
+        torch.testing.assert_close(own, want)
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -43,14 +43,14 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     program = export(load_source(network, inputs), {"batch": (1, 4)}).programs.first
     asked = Request(
         role="record", programs={KEY: tmp_path}, calls=tmp_path, result=tmp_path, keys=(KEY,), level="eager", specialize="size",
-        code="", placements={}, uploads={}, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={},
+        code="", placements={}, uploads={}, stored=tmp_path, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={},
         shift=False, written=written,
     )  # fmt: skip
     nothing = torch.empty(0)
     calls = {KEY: ((draw(inputs, 4, 0), {}), (draw(inputs, 4, 1), {}))}
     loaded = recorder.LoadedProgram(
-        request=asked, sides={}, modules={KEY: program.module()}, originals={}, weights=nothing, state=nothing, inputs=nothing,
-        calls=calls,
+        request=asked, split={}, modules={KEY: program.module()}, first={}, digests={}, weights=nothing, state=nothing,
+        inputs=nothing, calls=calls,
     )  # fmt: skip
     return loaded, network
 
@@ -92,7 +92,7 @@ def examined(loaded: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list
 
     item.graph = Graph(replay)
     monkeypatch.setattr(record, "place_inputs", place)
-    return record._examine(loaded, KEY, [item], ())
+    return record._examine(loaded, KEY, [item])
 
 
 def test_the_exam_holds_what_the_replay_leaves_in_the_inputs(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

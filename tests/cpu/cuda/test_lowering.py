@@ -60,10 +60,10 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Inductor(torch.fx.Interpreter):
-    """Goes through a graph as Inductor's lowering does, and knows no cosine."""
+    """Goes through a graph as Inductor's lowering does, and knows neither cosine nor exponential (of which silu is made)."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        if n.target is torch.ops.aten.cos.default:
+        if n.target in (torch.ops.aten.cos.default, torch.ops.aten.exp.default):
             raise NotImplementedError("could not find kernel; auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0);")
         return super().run_node(n)
 
@@ -114,12 +114,21 @@ class Failing(nn.Module):
         return torch.cos(x + 1) * 2
 
 
-def test_a_compilers_failure_names_the_operator_its_line_and_what_to_do() -> None:
-    call = lower(program(Failing(), torch.randn(4)), "inductor", "size")
-    line = Failing.forward.__code__.co_firstlineno + 1
-    with raises("lowering-failed", match=rf"operator aten.cos at \S*test_lowering.py:{line} cannot be lowered: ") as caught:
+class FailingPart(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x + 1)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Failing, "aten.cos"), (FailingPart, "aten.silu")])
+def test_a_compilers_failure_names_the_operator_its_line_and_what_to_do(kind: type[nn.Module], name: str) -> None:
+    call = lower(program(kind(), torch.randn(4)), "inductor", "size")
+    line = kind.forward.__code__.co_firstlineno + 1
+    with raises("lowering-failed", match=rf"operator {name} at \S*test_lowering.py:{line} cannot be lowered: ") as caught:
         call(torch.randn(4))
-    assert "Vectorized" not in str(caught.value) and "--lower eager, or --host-op aten.cos" in caught.value.hint
+    assert (
+        "Vectorized" not in str(caught.value)
+        and f"--lower eager; or keep it on the host: cgcompile build ... --host-op {name}" in caught.value.hint
+    )
 
 
 def test_the_level_eager_lowers_nothing() -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cgcompile.model.devices import placing
 from cgcompile.model.devices.placing import placed
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source, sample
+from tests.helpers.raising import raises
 
 OTHER = torch.device("cpu", 0)
 
@@ -80,3 +82,12 @@ def test_inputs_are_drawn_here_and_go_where_the_model_is() -> None:
         made = sample(there, {"batch": 3})
         assert made.tensors[0].data_ptr() != made.args[0].data_ptr()
         assert made.tensors[1].stride() == (0, 1)  # as the user made it
+
+
+def test_a_model_that_is_too_large_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: list[torch.Tensor], device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB.")
+
+    monkeypatch.setattr(placing, "_move", full)
+    with raises("gpu-memory", match="x: CUDA out of memory. Tried"), placed(source(Tied(), owned=True), OTHER):
+        pass

@@ -25,7 +25,7 @@ from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lowered import KernelVariant
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.memory_layout import PAD, lay_out
-from cgcompile.targets.weights import row_major, shapes_of, write_weights
+from cgcompile.targets.weights import add_tables, row_major, shapes_of, write_weights
 from tests.cpu.offline.written_rows import tensor_of
 from tests.helpers.lowered_programs import assembled
 
@@ -118,7 +118,7 @@ def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: t
     offsets = {row.name: row.offset for row in layout.rows} | {name: table.offset for name, table in folded.items()}
     graph = assembled(traced, compiled, plan(traced), offsets, [0])
     path = folder / "weights.safetensors"
-    rows = write_weights(path, tensors, layout.rows, tuple(folded.values()))
+    rows = add_tables(path, write_weights(path, tensors, layout.rows), tuple(folded.values()))
     return Task(
         key=(1,),
         stages=(Stage(given=((graph.inputs[0], row_major(fresh)),), recording=graph.recording, read=graph.outputs),),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -105,10 +106,17 @@ def test_a_driver_call_fails(drive: Callable[..., SimpleNamespace]) -> None:
 
 
 def test_a_recorder_dies(record: SimpleNamespace, tmp_path: Path) -> None:
+    code = "import os, sys; print('+ lowering', flush=True); input(); sys.stderr.write('one\\n\\nNo more memory\\n'); os._exit(9)"
     log = tmp_path / "record0.log"
-    log.write_text("one\n\nSegmentation fault\n")
-    with raises("recorder-failed", match=r"ended with status -11: Segmentation fault \(log: .*record0.log\)"):
-        record.processes._result(SimpleNamespace(), -11, log)
+    with open(log, "w") as said:
+        running = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, process_group=0
+        )
+    process = record.processes.Process(name="record0", running=running, log=log)
+    told: list[str] = []
+    with raises("recorder-failed", match=r"ended with status 9: No more memory \(log: .*record0.log\)"):
+        record.processes._answer(process, None, tmp_path, told.append)
+    assert told == ["record0: lowering"]
 
 
 # --- lowering and capture -----------------------------------------------------------------------------------------
@@ -177,9 +185,10 @@ def test_a_weight_that_a_replay_changes(
 ) -> None:
     nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams")}
     take = Take(**nothing, images={}, mutated=("whole",), arch="", driver=0)
-    monkeypatch.setattr(record.recorder, "run_all", lambda *_: [take, take])
+    monkeypatch.setattr(record.recorder, "fitting", lambda wanted, need: wanted)
+    processes = SimpleNamespace(run=lambda *_: [take, take])
     with raises("weight-mutated", match="a replay changes whole"):
-        record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, level="eager")
+        record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, level="eager", processes=processes)
 
 
 def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""Weights in a recorder process: read from the bundle's file to where they lie, and compared without a second copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cpu.capture.recorder import regions
+
+assert regions, "modules of the recorder can be imported from here on"
+from cgcompile.capture.worker import weights as module  # noqa: E402
+from cgcompile.targets.memory_layout import Table, lay_out  # noqa: E402
+from cgcompile.targets.weights import add_tables, contents, shapes_of, write_weights  # noqa: E402
+
+TENSORS = {
+    "model.a": torch.randn(1000, 7),
+    "model.across": torch.randn(6, 5).t(),
+    "model.flag": torch.tensor([True, False, True]),
+    "model.none": torch.empty(0, 4),
+    "model.on_host": torch.randn(3, 2),
+    "model.state": torch.arange(5),
+}
+TENSORS["model.tied"] = TENSORS["model.a"]
+
+
+def stored(path: Path) -> tuple[tuple[module.Weight, ...], dict[str, torch.Tensor]]:
+    layout = lay_out(shapes_of(TENSORS), ("model.state",), ("model.on_host",))
+    write_weights(path, TENSORS, layout.rows)
+    return layout.rows, {
+        "weights": torch.zeros(layout.weights_end, dtype=torch.uint8),
+        "state": torch.zeros(256, dtype=torch.uint8),
+    }
+
+
+def test_every_tensor_comes_from_the_file_to_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 1 << 10)  # several blocks for one tensor
+    rows, buffers = stored(tmp_path / "weights.safetensors")
+    module.upload(tmp_path / "weights.safetensors", rows, buffers)
+    for row in rows:
+        if row.name != "model.on_host":
+            expected = contents(TENSORS[row.name], row.strides)
+            assert bytes(buffers[row.memory][row.offset : row.offset + len(expected)].numpy()) == expected, row.name
+    held = module.on_host(tmp_path / "weights.safetensors", rows)
+    assert held.keys() == {"model.on_host"} and torch.equal(held["model.on_host"], TENSORS["model.on_host"])
+
+
+def test_any_changed_element_changes_the_digest_of_its_weight_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORDS", 64)
+    path = tmp_path / "weights.safetensors"
+    rows, buffers = stored(path)
+    module.upload(path, rows, buffers)
+    before = module.digests(rows, buffers)
+    assert before.keys() == {"model.a", "model.across", "model.flag", "model.none", "model.state"}
+    row = next(row for row in rows if row.name == "model.a")
+    for at in (0, 13, 27_996):
+        buffers["weights"][row.offset + at] ^= 1
+        now = module.digests(rows, buffers)
+        assert [name for name in now if now[name] != before[name]] == ["model.a"]
+        module.upload(path, [row], buffers)
+        assert module.digests(rows, buffers) == before
+    swapped = buffers["weights"][row.offset : row.offset + 16].view(torch.int64)
+    swapped.copy_(swapped.flip(0))
+    assert module.digests(rows, buffers)["model.a"] != before["model.a"], "the same words elsewhere"
+
+
+def test_tables_are_added_to_a_file_that_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    layout = lay_out(shapes_of(TENSORS))
+    rows = write_weights(path, TENSORS, layout.rows)
+    assert add_tables(path, rows, ()) is rows
+    both = add_tables(path, rows, (Table(offset=layout.weights_end, contents=b"table"),))
+    assert both[:-1] == rows and both[-1].offset == layout.weights_end
+    mapped = module.safetensors.Mapped(str(path), "weights")
+    assert bytes(mapped.data("cgcompile.table.0")) == b"table"
+    assert bytes(mapped.data("a")) == contents(TENSORS["model.a"], (7, 1))
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]

@@ -1,0 +1,61 @@
+"""The host memory of a command and all that it starts: `python -m tests.gpu.helpers.peak_memory COMMAND...` prints it at last."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+INTERVAL = 0.1
+"""Seconds between two looks."""
+
+
+def run(command: Sequence[str]) -> tuple[int, float, int]:
+    """The exit status, the seconds, and the most bytes that the tree of processes held at one time.
+
+    Counted is memory that is no file's: each process's share of anonymous and shared pages where the kernel tells it, else its
+    anonymous pages, else all that is resident.
+    """
+    begin, most = time.monotonic(), 0
+    process = subprocess.Popen(command)
+    while process.poll() is None:
+        most = max(most, sum(map(_held, _tree(process.pid))))
+        time.sleep(INTERVAL)
+    return process.returncode, time.monotonic() - begin, most
+
+
+def _tree(root: int) -> list[int]:
+    """A process and all below it."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (found := re.search(r"\nPPid:\s+(\d+)", _read(folder / "status"))):
+            parents[int(folder.name)] = int(found[1])
+    tree = [root]
+    for process in tree:
+        tree += [each for each, parent in parents.items() if parent == process]
+    return tree
+
+
+def _held(process: int) -> int:
+    shares = re.findall(r"\nPss_(?:Anon|Shmem):\s+(\d+) kB", _read(Path(f"/proc/{process}/smaps_rollup")))
+    if shares:
+        return sum(map(int, shares)) * 1024
+    status = _read(Path(f"/proc/{process}/status"))
+    found = re.search(r"\nRssAnon:\s+(\d+) kB", status) or re.search(r"\nVmRSS:\s+(\d+) kB", status)
+    return int(found[1]) * 1024 if found else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+if __name__ == "__main__":
+    status, seconds, most = run(sys.argv[1:])
+    print(f"status {status}, {seconds:.1f} s, at most {most / 1e9:.2f} GB of the host's memory")
+    sys.exit(status)

@@ -1,0 +1,191 @@
+"""A model that is built for the GPU that is here lives and runs on it from the start, and on the host only while it is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from tests.gpu.helpers import peak_memory  # noqa: E402
+
+
+class Counted(torch.nn.Module):
+    """`histc` of integers has no kernel for the CPU, as in transformers' mixtures of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 8)
+        self.kept = torch.arange(8.0)  # registered nowhere
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x) + self.kept + torch.arange(8) + torch.tensor([1.0] * 8)
+        counts = torch.histc(y.argmax(-1).int(), bins=8, min=0, max=7)
+        return y + counts.to(y.dtype)
+
+
+class Moving(torch.nn.Module):
+    """A part of it is on the host because the code says so, with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 8)
+        self.scale = torch.nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).cpu()
+        y = y * self.scale.cpu() + torch.arange(8, device="cpu")
+        return self.layer.weight.sum(1) + y.to(x.device).relu()
+
+
+class Drawing(torch.nn.Module):
+    """Random numbers, state that is counted, and autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = self.layer(x + torch.rand(x.shape[0], 16))
+        return y.float() + self.calls
+
+
+class Recurrent(torch.nn.Module):
+    """An LSTM whose last state is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = torch.nn.LSTM(4, 8, batch_first=True)
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x.view(x.shape[0], 4, 4))[1][0][-1])
+
+
+def inputs(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randn(batch, 16),)
+
+
+@pytest.mark.parametrize("made", [Counted, Moving, Recurrent], ids=lambda made: made.__name__.lower())
+def test_a_model_runs_on_the_gpu_alone_and_is_the_callers_again(made: Any, tmp_path: Path) -> None:
+    model = made().eval()
+    before = {name: (value.data_ptr(), value.device) for name, value in model.state_dict().items()}
+    built = cgcompile.build(model, inputs, sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda", lower="eager")
+    assert {name: (value.data_ptr(), value.device) for name, value in model.state_dict().items()} == before
+    there = made().eval()
+    there.load_state_dict(model.state_dict())
+    there.cuda()
+    if isinstance(there, Counted):
+        there.kept = there.kept.cuda()
+    with cgbundle.load(built.path) as program, torch.no_grad(), torch.device("cuda"):
+        x = torch.randn(4, 16)
+        got = program(x)
+        if isinstance(there, Moving):
+            y = there.layer(x) * there.scale + torch.arange(8)
+            want = there.layer.weight.sum(1) + y.relu()
+        else:
+            want = there(x)
+        assert torch.allclose(got, want, rtol=2e-3, atol=2e-3)
+
+
+def test_random_numbers_state_and_autocast(tmp_path: Path) -> None:
+    built = cgcompile.build(Drawing().eval(), inputs, sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda", lower="eager")
+    assert {proof.method for proof in built.manifest.exam.proofs} == {"replay"}
+    program = torch.export.load(tmp_path / "x.cgb" / "program.pt2")  # for the CPU, wherever it was exported
+    devices = {node.meta["val"].device.type for node in program.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)}
+    assert devices == {"cpu"}
+
+
+def test_a_mixture_of_experts_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = transformers.MixtralForCausalLM(config)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.model(ids, use_cache=False).logits
+
+    model = Logits().eval()
+    built = cgcompile.build(
+        model,
+        lambda batch: (torch.randint(0, 100, (batch, 8)),),
+        sizes=[1, 2],
+        out=tmp_path / "x.cgb",
+        target="cuda",
+        lower="eager",
+    )
+    ids = torch.randint(0, 100, (2, 8), device="cuda")
+    with cgbundle.load(built.path) as program, torch.no_grad():
+        assert torch.allclose(program(ids), model.cuda()(ids), rtol=2e-3, atol=2e-3)
+
+
+BIG = """
+import torch
+
+def model():
+    torch.manual_seed(0)
+    width = WIDTH
+    return torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(8)]).eval()
+
+def inputs(batch):
+    return (torch.randn(batch, WIDTH),)
+"""
+
+
+def test_the_host_holds_the_weights_once(tmp_path: Path) -> None:
+    """What a build of a small model takes is that of the processes; the rest are weights."""
+    took = {}
+    for width in (64, 8192):  # 8 x 8192 x 8192 x 4 bytes: 2.1 GB
+        (tmp_path / f"wide{width}.py").write_text(BIG.replace("WIDTH", str(width)))
+        command = [
+            sys.executable, "-m", "cgcompile_cli", "build", str(tmp_path / f"wide{width}.py"), "--sizes", "1,4", "--target", "cuda",
+            "--lower", "eager", "-q", "-o", str(tmp_path / f"wide{width}.cgb"),
+        ]  # fmt: skip
+        status, _, took[width] = peak_memory.run(command)
+        assert status == 0
+    assert took[8192] - took[64] <= 1.3 * 8 * 8192 * 8192 * 4, took
+
+
+def test_a_saved_program_is_built_again_from_the_bundle(tmp_path: Path) -> None:
+    """program.pt2 names the CPU; the GPU that it is built for runs it."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU()).eval()
+    first = cgcompile.build(model, inputs, sizes=[1, 4], out=tmp_path / "first.cgb", target="cuda", lower="eager")
+    kept = torch.export.export(model, (torch.randn(3, 16),), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=9)},))
+    torch.export.save(kept, tmp_path / "kept.pt2")
+    second = cgcompile.build(str(tmp_path / "kept.pt2"), sizes=[1, 4], out=tmp_path / "second.cgb", target="cuda", lower="eager")
+    x = torch.randn(4, 16)
+    with cgbundle.load(first.path) as one, cgbundle.load(second.path) as two:
+        assert torch.allclose(torch.as_tensor(one(x)), torch.as_tensor(two(x)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_bundle_of_a_gpu_is_inspected_and_its_program_read_where_none_is(tmp_path: Path) -> None:
+    built = cgcompile.build(Counted().eval(), inputs, sizes=[1], out=tmp_path / "x.cgb", target="cuda", lower="eager")
+    code = (
+        "import json, sys, torch; import cgcompile.model.devices.markers; program = torch.export.load(sys.argv[1]); "
+        "print(json.dumps([torch.cuda.is_available(), len(program.graph.nodes) > 3]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(built.path / "program.pt2")], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout.splitlines()[-1]) == [False, True]

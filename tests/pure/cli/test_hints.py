@@ -1,0 +1,46 @@
+"""What messages tell people to type is accepted: every option that a text of the compiler or of the commands names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from typer.main import get_command
+
+from cgcompile_cli.main import app
+from tests.helpers.places import ROOT
+
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+OTHERS = {"--strip-all", "--remove-section", "--no-deps", "--version", "--help"}
+"""Of other programs, or Typer's own."""
+
+
+def spelled() -> list[tuple[str, str]]:
+    """(file:line, option) of every option in a text that is no docstring of a module, class or function, and no argument of a
+    process."""
+    found = []
+    for folder in ("cgcompile", "cli/cgcompile_cli"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                    at = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    found += [(at, option) for option in OPTION.findall(node.value)]
+    return found
+
+
+def known() -> set[str]:
+    commands = get_command(app).commands.values()  # type: ignore[attr-defined]
+    return {option for command in commands for each in command.params for option in (*each.opts, *each.secondary_opts)}
+
+
+def test_options_that_messages_name_exist() -> None:
+    named = spelled()
+    assert len(named) > 30
+    assert [each for each in named if each[1] not in known() | OTHERS] == []
+
+
+@pytest.mark.parametrize("option", ["--host-op", "--lower", "--max-keys", "--force", "--waive", "--record"])
+def test_a_build_takes_what_its_hints_name(option: str) -> None:
+    build = get_command(app).commands["build"]  # type: ignore[attr-defined]
+    assert option in {each for parameter in build.params for each in parameter.opts}
