@@ -86,7 +86,7 @@ ARCH ?= sm_90
 tune: ## measure configurations of products and convolutions on this machine's GPU, for builds without one (ARCH=sm_90)
 	@mkdir -p $(TUNE)
 	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tuning/prepare.py $(ARCH) $(TUNE)/$(ARCH).pieces
-	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tuning/measure.py $(TUNE)/$(ARCH).pieces $(TUNE)/$(ARCH).json
+	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tuning/measure.py $(TUNE)/$(ARCH).json $(TUNE)/$(ARCH).pieces
 	@PYTHONPATH=.:cli:bundles $(PYTHON) tests/bench/tuning/table.py $(ARCH) $(TUNE)/$(ARCH).json
 
 clean: ## remove caches and built bundles, but not .venv

@@ -27,7 +27,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "too-many-keys": Cause(BuildError, 2, "The product of the sizes has more int_keys than are built without being asked."),
     # --- the model ---
     "dimension-unused": Cause(ModelError, 1, "A declared dimension changes no shape of the inputs."),
-    "shape-irregular": Cause(ModelError, 1, "An input's size is no multiple of one declared dimension plus a constant."),
+    "shape-irregular": Cause(ModelError, 1,
+        "An input's size is no multiple of one declared dimension plus a constant, or an output's follows no rule in them."),
     "size-excluded": Cause(ModelError, 1, "The model does not work for a declared size: export found a constraint, or it raised."),
     "export-failed": Cause(ModelError, 1, "torch.export cannot take the model; the message carries the user's file and line."),
     "branch-on-data": Cause(ModelError, 1,
@@ -38,6 +39,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "state-changed": Cause(ModelError, 1, "forward() gives a buffer another dtype or shape: state has a fixed place.",
         "keep its dtype and shape from call to call"),
     "dtype-unsupported": Cause(ModelError, 1, "A tensor has a dtype, layout or device that a bundle cannot hold."),
+    "quantization-unsupported": Cause(ModelError, 1, "A module holds weights that are packed for a library, which are no tensors.",
+        "quantize with torchao (quantize_, prepare_pt2e and convert_pt2e), or Linear layers alone with quantize_dynamic"),
     "constant-unknown": Cause(ModelError, 1, "Compiled code reads a constant that is neither an input nor a tensor of the model.",
         "register the tensor as a buffer of the model"),
     "check-refused": Cause(ModelError, 1, "A check of severity `refuse` fired unwaived, or --strict forbade a host region."),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import BuildError, ModelError
+from .quantization.plain_model import plain_model
 from .source import Source
 from .user_code import call_user
 
@@ -62,7 +63,8 @@ def _source(name: str, label: str, code: str, model: Any, inputs: Callable[..., 
     if not isinstance(model, torch.nn.Module):
         raise ModelError("source-invalid", f"{label}: the model is a {type(model).__name__}, expected a torch.nn.Module")
     return Source(
-        name=name, label=label, code=code, model=model, inputs=inputs, dimensions=_dimensions(inputs, label), owned=owned
+        name=name, label=label, code=code, model=plain_model(model, label), inputs=inputs, dimensions=_dimensions(inputs, label),
+        owned=owned,
     )  # fmt: skip
 
 

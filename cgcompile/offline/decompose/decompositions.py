@@ -36,6 +36,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.mm.default: product,
         aten.bmm.default: product,
         aten.addmm.default: added_product,
+        aten._int_mm.default: integer_product,
         aten.baddbmm.default: added_product,
         aten.convolution.default: convolution,
         aten._trilinear.default: trilinear,
@@ -91,6 +92,14 @@ def added_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: 
     wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
     scaled = alpha * (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide)
     return (scaled if beta == 0 else beta * added.to(wide) + scaled).to(a.dtype)
+
+
+def integer_product(a: Tensor, b: Tensor) -> Tensor:
+    """(m, k) uint8 by (k, n) int8 -> (m, n) int32, as a product of int8 factors: the template takes two of one type.  The sums of
+    b's columns depend on weights alone, as a rule, and are folded."""
+    if a.dtype != torch.uint8:
+        return NotImplemented
+    return aten._int_mm((a.to(torch.int32) - 128).to(torch.int8), b) + 128 * b.to(torch.int32).sum(0)
 
 
 def trilinear(

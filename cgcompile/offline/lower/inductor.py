@@ -1,7 +1,7 @@
 """program + key -> Lowered: retrace for cuda at the key's sizes, lower with Inductor, record the launches of its wrapper.  All runs
 inside `fake_device`: no kernel is compiled, nothing is measured.  Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the
 `source_code` of its result, `user_visible_output_idxs` in the metadata of a graph's output, `V.set_choices_handler` with a subclass
-of `InductorChoices`, and the options below."""
+of `InductorChoices`, `KernelTemplateChoice` with its parameters, and the options below."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ from .variants import Configuration, load
 
 Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
 """As `cost_model.choose`."""
+
+More = Callable[[Problem], Sequence[Candidate]]
+"""Configurations of a problem that may be chosen beside those that Inductor offers."""
+
+
+def nothing_more(problem: Problem) -> Sequence[Candidate]:
+    """A `More` of none."""
+    return ()
+
 
 OPTIONS: dict[str, Any] = {
     # products and convolutions become Triton kernels, one candidate each
@@ -95,11 +104,12 @@ def lower_key(
     layouts: Sequence[tuple[int, ...] | None] = (),
     writes: bool = False,
     choose: Choose = choose_candidate,
+    more: More = nothing_more,
     split_factor: SplitFactor = lambda problem: 1,
 ) -> Lowered:
     """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.  `layouts`: of each output the strides,
     dense ones, that it must have, None for any; () for any of all.  `writes`: it writes to buffers or inputs.  `choose` picks the
-    configuration of products and convolutions.  Equal arguments give equal results, in every process.
+    configuration of products and convolutions among Inductor's and `more`.  Equal arguments give equal results, in every process.
 
     Raises operation-needs-gpu, randomness-refused, state-shared, constant-unknown, sizes-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
@@ -110,7 +120,7 @@ def lower_key(
         }
         retraced, constants = fold(retrace(program, tensors, layouts, writes=writes), held)
         retraced = split_k(retraced, arch.name, split_factor)
-        lowered, unknown = lower_graph(retraced, key, arch, layouts, choose)
+        lowered, unknown = lower_graph(retraced, key, arch, layouts, choose, more)
     if unknown:
         origins = [_origin(name, retraced) for name in unknown]
         raise ModelError(
@@ -123,10 +133,15 @@ def lower_key(
 
 
 def lower_graph(
-    retraced: Retraced, key: IntKey, arch: Arch, layouts: Sequence[tuple[int, ...] | None], choose: Choose
+    retraced: Retraced,
+    key: IntKey,
+    arch: Arch,
+    layouts: Sequence[tuple[int, ...] | None],
+    choose: Choose,
+    more: More = nothing_more,
 ) -> tuple[Lowered, tuple[str, ...]]:
     """A retraced graph lowered inside `fake_device`, and what it calls that is no Triton kernel."""
-    handler = _Choices(arch, choose)
+    handler = _Choices(arch, choose, more)
     known = torch._inductor.config.get_config_copy()
     options = {name: value for name, value in OPTIONS.items() if name in known}
     with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad(), warnings.catch_warnings():
@@ -196,10 +211,11 @@ def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
 class _Choices(InductorChoices):
     """Inductor's choices, with one configuration for every template; `selected` says how each was found."""
 
-    def __init__(self, arch: Arch, choose: Choose) -> None:
+    def __init__(self, arch: Arch, choose: Choose, more: More) -> None:
         super().__init__()
         self._arch = arch
         self._choose = choose
+        self._more = more
         self.selected: dict[Configuration, str] = {}
 
     def _finalize_template_configs(self, template_choices: Any, kernel_inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -219,7 +235,8 @@ class _Choices(InductorChoices):
             dtype=str(kernel_inputs.dtype()).removeprefix("torch."),
             arch=self._arch.name,
         )
-        return [offered[self._pick(problem, described)]]
+        picked = self._pick(problem, described)
+        return [offered[described.index(picked)] if picked in described else _like(offered[0], picked, k)]
 
     def get_conv_configs(self, device_type: str | None = "cuda") -> Any:
         """Inductor's configurations of a convolution, reduced to one."""
@@ -227,20 +244,45 @@ class _Choices(InductorChoices):
 
         def one(m: Any, n: Any, k: Any, **kwargs: Any) -> list[Any]:
             offered = list(configs(m, n, k, **kwargs))
-            described = [{**each.kwargs, "num_stages": each.num_stages, "num_warps": each.num_warps} for each in offered]
-            problem = _convolution(V.graph.current_node, self._arch)
-            return [offered[self._pick(problem, [_candidate(each) for each in described])]]
+            settings = [{**each.kwargs, "num_stages": each.num_stages, "num_warps": each.num_warps} for each in offered]
+            described = [_candidate(each) for each in settings]
+            picked = self._pick(_convolution(V.graph.current_node, self._arch), described)
+            if picked in described:
+                return [offered[described.index(picked)]]
+            kwargs = {**offered[0].kwargs, **_blocks(picked)}
+            return [type(offered[0])(kwargs, num_stages=picked.stages, num_warps=picked.warps)]
 
         return one
 
-    def _pick(self, problem: Problem, candidates: Sequence[Candidate]) -> int:
+    def _pick(self, problem: Problem, offered: Sequence[Candidate]) -> Candidate:
+        candidates = list(dict.fromkeys([*offered, *self._more(problem)]))
         try:
             index, how = self._choose(problem, candidates, self._arch)
         except ValueError as error:
             raise ModelError("operation-needs-gpu", str(error)) from error
         picked = candidates[index]
         self.selected[picked.block_m, picked.block_n, picked.block_k, picked.stages, picked.warps] = how
-        return index
+        return picked
+
+
+def _like(choice: Any, candidate: Candidate, k: int) -> Any:
+    """A template's choice with another configuration; k is the length of the inner axis."""
+    given = choice.params.to_kwargs()
+    other = {
+        **_blocks(candidate),
+        "num_stages": candidate.stages,
+        "num_warps": candidate.warps,
+        "EVEN_K": k % candidate.block_k == 0,
+    }
+    settings = {**given, **{name: value for name, value in other.items() if name in given}, "GROUP_M": candidate.group}
+    return type(choice)(
+        template=choice.template, params=type(choice.params)(settings), extra_kwargs=choice.extra_kwargs,
+        layout=choice.layout, inputs=choice.inputs,
+    )  # fmt: skip
+
+
+def _blocks(candidate: Candidate) -> dict[str, int]:
+    return {"BLOCK_M": candidate.block_m, "BLOCK_N": candidate.block_n, "BLOCK_K": candidate.block_k}
 
 
 def _candidate(settings: Mapping[str, Any]) -> Candidate:

@@ -11,7 +11,7 @@ from ...targets.architectures import arch
 from ...targets.cuda.tensors import apply_settings
 from ...util.workers import serve
 from ..lowered import Lowered
-from ..tuning.cost_model import choose
+from ..tuning.cost_model import choose, measured
 from ..tuning.measurements import read_table
 from ..tuning.split_factors import split_factor
 from .inductor import lower_key
@@ -31,6 +31,7 @@ def work(job: WorkerJob) -> Lowered:
         layouts=job.layouts,
         writes=job.writes,
         choose=partial(choose, table=table),
+        more=partial(measured, table=table),
         split_factor=partial(split_factor, arch=target, table=table),
     )
 

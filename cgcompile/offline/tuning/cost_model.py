@@ -78,6 +78,15 @@ def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table:
     return min(fitting, key=lambda index: (cost(problem, candidates[index], arch), index)), "heuristic"
 
 
+def measured(problem: Problem, table: Table) -> list[Candidate]:
+    """What the table has of this problem, else of the nearest one, in blocks no larger than the problem: also what Inductor does
+    not offer."""
+    near = [problem] if problem in table else nearest(problem, table)[:1]
+    largest = [1 << max(4, (size - 1).bit_length()) for size in (problem.m, problem.n, problem.k)]
+    rows = [candidate for each in near for candidate, _ in table[each]]
+    return [each for each in rows if all(a <= b for a, b in zip((each.block_m, each.block_n, each.block_k), largest, strict=True))]
+
+
 def fits(problem: Problem, candidate: Candidate, arch: Arch) -> bool:
     """Whether the pipeline fits the shared memory of a block, and the result the registers (255 a thread)."""
     results = candidate.block_m * candidate.block_n / (32 * candidate.warps)

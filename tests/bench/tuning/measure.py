@@ -1,4 +1,4 @@
-"""Time pieces on the GPU that is here, with the driver alone: `measure.py PIECES OUT.json`.  Part two of three of `make tune`.
+"""Time pieces on the GPU that is here, with the driver alone: `measure.py OUT.json PIECES...`.  Part two of three of `make tune`.
 
 Every launch of a round works on other memory (the pieces' buffers move through a large one), so that weights come from memory and
 not from the cache, as they do in a model.  A round is one CUDA graph of many launches; the piece's time is the median over rounds.
@@ -31,7 +31,7 @@ def check(result: tuple[Any, ...]) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
-def main(path: str, out: str) -> None:
+def main(out: str, *paths: str) -> None:
     """Writes {"gpu", "driver", "date", "problems": [{"problem", "measured": [{"candidate", "microseconds"}]}]}, fastest first."""
     check(cu.cuInit(0))
     device = check(cu.cuDeviceGet(0))
@@ -42,7 +42,7 @@ def main(path: str, out: str) -> None:
     fill(room)
     found: dict[str, Any] = {}
     start = time.monotonic()
-    pieces = pickle.loads(Path(path).read_bytes())
+    pieces = [piece for path in paths for piece in pickle.loads(Path(path).read_bytes())]
     for problem, candidate, launches, _ in pieces:
         row = found.setdefault(repr(problem), {"problem": asdict(problem), "measured": {}})
         try:

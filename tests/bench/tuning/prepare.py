@@ -1,17 +1,21 @@
 """Compile the candidates of every product and convolution of some models for a target, without a GPU: `prepare.py ARCH OUT
-[MODEL ...]`.  Part one of three of `make tune`: measure.py times them on the GPU, table.py makes the table.
+[--part I/N] [--seconds S] [MODEL ...]`.  Part one of three of `make tune`: measure.py times them on the GPU, table.py makes the
+table.
 
-A piece is one operation as a model's graph holds it (shapes, strides, dtypes), with one configuration: its kernel image and how
-it is launched.  OUT is a pickle that only these programs read.  MODEL: of tuned_models.py, default all.
+A piece is one operation as a model's graph holds it (shapes, strides, dtypes) with the pointwise operations behind it, in one
+configuration: its kernel image and how it is launched.  OUT is a pickle that only these programs read.  MODEL: of tuned_models.py,
+default all; `gpt-bf16@8,32` is one at some sizes of its first dimension.  `--part`: every N-th operation from I on.  `--seconds`:
+no kernel is begun after that; those that the model of cost likes best come first.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import pickle
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +40,30 @@ OPERATIONS = (
     torch.ops.aten.convolution.default,
 )  # fmt: skip
 
-MOST = 10
-"""Candidates of a problem that are tried: those that the model of cost likes best."""
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten.reshape.default, aten.permute.default, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
+    aten.expand.default, torch.ops.prims.convert_element_type.default, aten._to_copy.default)  # fmt: skip
+"""Operations that a kernel takes in beside pointwise ones."""
+
+MOST = 16
+"""Candidates of a problem that are tried: those that the model of cost likes best, and LIKELY."""
+
+WIDE = [
+    Candidate(block_m=m, block_n=n, block_k=k, stages=stages, warps=warps, group=8)
+    for (m, n), k, stages, warps in itertools.product(
+        ((64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64), (128, 256), (256, 128)),
+        (32, 64, 128),
+        (2, 3, 4, 5),
+        (4, 8),
+    )
+]
+"""What is tried beside Inductor's configurations."""
+
+LIKELY = frozenset({(128, 256, 64, 3, 8), (128, 256, 64, 4, 8), (256, 128, 64, 3, 8), (128, 128, 64, 3, 4), (128, 128, 64, 4, 8)})
+"""Blocks, stages and warps that other compilers take for large products on this GPU: tried whatever the model of cost says."""
+
+CHUNK = 24
+"""Kernels that are compiled at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,47 +77,76 @@ class Piece:
     nbytes: int
 
 
-def main(name: str, out: str, *models: str) -> None:
+def main(name: str, out: str, part: str, seconds: float, models: Sequence[str]) -> None:
     """Writes the pieces."""
-    target = arch(name)
+    target, start = arch(name), time.monotonic()
+    first, step = map(int, part.split("/"))
     graphs: dict[str, Retraced] = {}
     with fake_device(target):
         for model in models or tuple(tuned_models.MODELS):
             for program, tensors in tuned_models.calls(model):
                 for text, graph in operations(retrace(program, tensors)):
                     graphs.setdefault(text, graph)
-        print(f"{len(graphs)} operations", flush=True)
-        traced = [each for graph in graphs.values() for each in candidates(graph, target)]
-    print(f"{len(traced)} pieces", flush=True)
-    variants = list(dict.fromkeys(variant for _, _, each in traced for variant in each.variants))
-    made = compile_all(variants, target)
-    pieces = [piece(problem, candidate, each, made) for problem, candidate, each in traced if all(v in made for v in each.variants)]
+        mine = list(graphs.values())[first::step]
+        print(f"{len(mine)} of {len(graphs)} operations", flush=True)
+        traced = sorted([each for graph in mine for each in candidates(graph, target)], key=lambda each: each[0])
+    print(f"{len(traced)} pieces after {time.monotonic() - start:.0f} s", flush=True)
+    variants = list(dict.fromkeys(variant for _, _, _, each in traced for variant in each.variants))
+    made: dict[Any, Any] = {}
+    for at in range(0, len(variants), CHUNK):
+        if time.monotonic() - start < seconds:
+            made |= compile_all(variants[at : at + CHUNK], target, 1 if step > 1 else None)
+    pieces = [
+        piece(problem, candidate, each, made) for _, problem, candidate, each in traced if all(v in made for v in each.variants)
+    ]
     Path(out).write_bytes(pickle.dumps([(p.problem, p.candidate, p.launches, p.nbytes) for p in pieces]))
-    print(f"{out}: {len(pieces)} pieces, {Path(out).stat().st_size / 1e6:.1f} MB")
+    print(f"{out}: {len(pieces)} pieces, {Path(out).stat().st_size / 1e6:.1f} MB, {time.monotonic() - start:.0f} s", flush=True)
 
 
 def operations(retraced: Retraced) -> Any:
-    """(description, graph of this operation alone) for every product and convolution."""
+    """(description, graph of this operation and of what may be fused behind it) for every product and convolution."""
+    order = {node: place for place, node in enumerate(retraced.graph.graph.nodes)}
     for node in retraced.graph.graph.nodes:
         if node.op != "call_function" or node.target not in OPERATIONS:
             continue
         graph = torch.fx.Graph()
         values: list[torch.Tensor] = []
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
 
-        def given(argument: torch.fx.Node, graph: torch.fx.Graph = graph, values: list[torch.Tensor] = values) -> torch.fx.Node:
-            placeholder = graph.placeholder(f"x{len(values)}")
-            placeholder.meta["val"] = argument.meta["val"]
-            values.append(argument.meta["val"])
-            return placeholder
+        def given(argument: torch.fx.Node, graph: Any = graph, values: Any = values, copies: Any = copies) -> torch.fx.Node:
+            if argument not in copies:
+                copies[argument] = graph.placeholder(f"x{len(values)}")
+                copies[argument].meta["val"] = argument.meta["val"]
+                values.append(argument.meta["val"])
+            return copies[argument]  # type: ignore[no-any-return]
 
-        made = graph.call_function(node.target, torch.fx.map_arg(node.args, given), torch.fx.map_arg(node.kwargs, given))
-        made.meta["val"] = node.meta["val"]
-        graph.output((made,))
-        text = f"{node.target} {[(tuple(v.shape), v.stride(), v.dtype) for v in values]} {node.args} {node.kwargs}"
-        text = text if node.target is torch.ops.aten.convolution.default else text.partition("] ")[0]
-        yield text, alone(graph, values, retraced)
+        together = [node, *epilogue(node, order)]
+        for each in together:  # placeholders come first in a graph
+            for argument in each.all_input_nodes:
+                if argument not in together:
+                    given(argument)
+        for each in together:
+            made = graph.call_function(each.target, torch.fx.map_arg(each.args, given), torch.fx.map_arg(each.kwargs, given))
+            made.meta["val"] = each.meta["val"]
+            copies[each] = made
+        results = [each for each in together if any(user not in together for user in each.users)]
+        graph.output(tuple([copies[each] for each in results]))
+        plain = [[a for a in each.args if not isinstance(a, torch.fx.Node)] for each in together]
+        text = " ".join([f"{each.target} {args}" for each, args in zip(together, plain, strict=True)])
+        yield f"{text} {[(tuple(v.shape), v.stride(), v.dtype) for v in values]}", alone(graph, values, retraced)
         if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            yield from split(values[-2], values[-1], retraced)
+            yield from split(*[each.meta["val"] for each in node.args[-2:]], retraced)
+
+
+def epilogue(node: torch.fx.Node, order: Any) -> list[torch.fx.Node]:
+    """The pointwise operations and views behind `node` that need nothing that is computed later than it, in order."""
+    found = [node]
+    for each in list(order)[order[node] + 1 :]:
+        fused = torch.Tag.pointwise in getattr(each.target, "tags", ()) or each.target in VIEWS
+        inner = [argument for argument in each.all_input_nodes if argument in found]
+        if fused and inner and all(argument in found or order[argument] < order[node] for argument in each.all_input_nodes):
+            found.append(each)
+    return found[1:]
 
 
 def alone(graph: torch.fx.Graph, values: list[torch.Tensor], retraced: Retraced) -> Retraced:
@@ -126,8 +181,8 @@ def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
         yield f"split {pieces} {m} {n} {k} {a.stride()} {b.stride()} {a.dtype}", alone(graph, [left, right], retraced)
 
 
-def candidates(graph: Retraced, target: Arch) -> list[tuple[Problem, Candidate, Lowered]]:
-    """The operation lowered with each configuration."""
+def candidates(graph: Retraced, target: Arch) -> list[tuple[int, Problem, Candidate, Lowered]]:
+    """The operation lowered with each configuration, and the configuration's place in the order of trying."""
     offered: dict[Problem, Sequence[Candidate]] = {}
 
     def first(problem: Problem, given: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:
@@ -141,10 +196,19 @@ def candidates(graph: Retraced, target: Arch) -> list[tuple[Problem, Candidate, 
         return []
     found = []
     for problem, given in offered.items():
-        fitting = [index for index, each in enumerate(given) if cost_model.fits(problem, each, target)]
-        fitting.sort(key=lambda index: cost_model.cost(problem, given[index], target))
-        for index in fitting[:MOST]:
-            found.append((problem, given[index], lowered(graph, target, partial(always, given[index]))))
+        more = [replace(each, group=0) if problem.kind == "conv" else each for each in WIDE]
+        offers = dict.fromkeys(
+            [*given, *(each for each in more if each.block_m <= 2 * problem.m and each.block_n <= 2 * problem.n)]
+        )
+        fitting = [each for each in offers if cost_model.fits(problem, each, target)]
+        fitting.sort(key=lambda each: cost_model.cost(problem, each, target))
+        likely = [each for each in fitting if (each.block_m, each.block_n, each.block_k, each.stages, each.warps) in LIKELY]
+        others = [each for each in fitting if each not in likely]
+        for rank, candidate in enumerate([*others[:4], *likely, *others[4:MOST]]):
+            try:
+                found.append((rank, problem, candidate, lowered(graph, target, partial(always, candidate), (candidate,))))
+            except BuildError as error:
+                print(f"  left out: {candidate}: {error}", flush=True)
     return found
 
 
@@ -153,16 +217,17 @@ def always(candidate: Candidate, problem: Problem, listed: Sequence[Candidate], 
     return list(listed).index(candidate), "measured"
 
 
-def lowered(graph: Retraced, target: Arch, choose: Any) -> Lowered:
+def lowered(graph: Retraced, target: Arch, choose: Any, more: Sequence[Candidate] = ()) -> Lowered:
     """`inductor.lower_key` from the graph on."""
-    return lower_graph(graph, (), target, (), choose)[0]
+    return lower_graph(graph, (), target, (), choose, lambda problem: more)[0]
 
 
-def compile_all(variants: list[Any], target: Arch) -> dict[Any, Any]:
+def compile_all(variants: list[Any], target: Arch, workers: int | None) -> dict[Any, Any]:
     """Variant -> compiled.  All at once; where one cannot be compiled, one by one, and that one is left out."""
     compiled = partial(
-        compile_variants, arch=target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=lambda text: None
-    )
+        compile_variants, arch=target.name, shared_limit=target.shared_optin, cache=cache_folder(), workers=workers,
+        tell=lambda text: None,
+    )  # fmt: skip
     start, made = time.monotonic(), {}
     try:
         made = dict(zip(variants, compiled(variants), strict=True))
@@ -193,4 +258,11 @@ def piece(problem: Problem, candidate: Candidate, traced: Lowered, made: dict[An
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch")
+    parser.add_argument("out")
+    parser.add_argument("--part", default="0/1")
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("models", nargs="*")
+    told = parser.parse_intermixed_args()
+    main(told.arch, told.out, told.part, told.seconds, told.models)

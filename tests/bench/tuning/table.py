@@ -17,7 +17,7 @@ KEPT = 4
 
 
 def main(arch: str, *measured: str) -> None:
-    """Replaces cgcompile/trace/data/ARCH.json."""
+    """Replaces cgcompile/offline/tuning/ARCH.json: rows of later files replace those of earlier ones for the same problem."""
     files = [json.loads(Path(each).read_text()) for each in measured]
     found = files[0]
     problems = {json.dumps(row["problem"]): row["measured"][:KEPT] for each in files for row in each["problems"]}

@@ -36,14 +36,16 @@ MODELS = {
 
 
 def calls(name: str) -> Iterator[tuple[torch.export.ExportedProgram, tuple[torch.Tensor, ...]]]:
-    """The program with the tensors of each size."""
+    """The program with the tensors of each size.  `name`: "gpt-bf16", or "gpt-bf16@8,32" for some sizes of the first dimension."""
+    name, _, picked = name.partition("@")
     tuned = MODELS[name]
     before = dict(os.environ)
     os.environ.update(tuned.environment)
     try:
         source = load_source(str(children.ROOT / "examples" / f"{tuned.file}.py"))
         exported = export(source, tuned.sizes)
-        keys = [dict(zip(tuned.sizes, key, strict=True)) for key in all_keys(tuned.sizes)]
+        wanted = [key for key in all_keys(tuned.sizes) if not picked or str(key[0]) in picked.split(",")]
+        keys = [dict(zip(tuned.sizes, key, strict=True)) for key in wanted]
         tensors = [sample(source, key).tensors for key in keys]
     finally:
         os.environ.clear()

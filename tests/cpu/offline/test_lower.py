@@ -222,12 +222,38 @@ def test_convolution() -> None:
     assert traced.inputs[0].strides == (4096, 1, 256, 16)
 
 
+@pytest.mark.parametrize("kind", ["addmm", "conv"])
+def test_a_configuration_that_inductor_does_not_offer_can_be_taken(kind: str) -> None:
+    wanted = cost_model.Candidate(block_m=32, block_n=16, block_k=32, stages=6, warps=1, group=3 if kind == "addmm" else 0)
+    offers: list[cost_model.Candidate] = []
+
+    def choose(problem: cost_model.Problem, candidates: list[cost_model.Candidate], *rest: object) -> tuple[int, str]:
+        offers.extend(candidates)
+        return list(candidates).index(wanted), "table"
+
+    model: nn.Module = nn.Linear(64, 96) if kind == "addmm" else nn.Conv2d(16, 32, 3).half()
+    inputs = floats(100, 64) if kind == "addmm" else lambda batch: (torch.randn(batch, 16, 16, 16, dtype=torch.float16),)
+    traced = lowered(model, inputs, choose=choose, more=lambda problem: [wanted])
+    assert offers.count(wanted) == 1 and offers.index(wanted) == len(offers) - 1
+    (variant,) = [each for each in traced.variants if "tl.dot(" in each.source]
+    sizes = {name: int(size) for name, size in BLOCKS.findall(variant.source)}
+    assert (sizes["BLOCK_M"], sizes["BLOCK_N"], sizes["BLOCK_K"]) == (32, 16, 32)
+    assert (variant.stages, variant.warps, variant.selected_by) == (6, 1, "table")
+
+
+def test_integer_product_with_unsigned_factor() -> None:
+    a = torch.arange(256, dtype=torch.uint8).reshape(8, 32)
+    b = (torch.arange(512) * 7 % 255 - 127).to(torch.int8).reshape(32, 16)
+    assert torch.equal(decompositions.integer_product(a, b), a.to(torch.int32) @ b.to(torch.int32))
+    assert decompositions.integer_product(a.to(torch.int8), b) is NotImplemented
+
+
 def test_changed_buffer_is_written_in_place() -> None:
     def count(m: Of, x: torch.Tensor) -> torch.Tensor:
         m.calls.add_(1)
         return x * m.scale + m.calls
 
-    traced = of(count)
+    traced = of(count, writes=True)
     (calls,) = [i for i, buffer in enumerate(traced.buffers) if buffer.name.endswith("calls")]
     written = [
         name
@@ -323,15 +349,16 @@ def test_changed_buffer_in_shared_memory() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("first", torch.zeros(8))
-            self.register_buffer("second", self.first.view(2, 4))
+            both = torch.zeros(16)  # two halves: torch.export follows writes to one of them
+            self.register_buffer("first", both[:8])
+            self.register_buffer("second", both[8:])
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.first.add_(1)
             return x + self.first + self.second.sum()
 
     with raises("state-shared", match=r"first.*second"):
-        lowered(Shared(), floats(8))
+        lowered(Shared(), floats(8), writes=True)
 
 
 def test_control_flow() -> None:

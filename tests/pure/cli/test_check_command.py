@@ -30,7 +30,7 @@ REPORT = Report(
         RegionReport(name="host-1", kind="host", reason="host-scalar", operations=(("item", 1),), reads=(("max", 4),)),
         RegionReport(name="graph-2", kind="graph", reason="", operations=(("linear", 6),), reads=()),
     ),
-    returned=(("y", 1024),), unpartitioned="",
+    returned=(("y", 1024),), unpartitioned="", per_size="",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.offline.tuning.cost_model import Candidate, Problem, choose, cost, fits, nearest, shared_bytes
+from cgcompile.offline.tuning.cost_model import Candidate, Problem, choose, cost, fits, measured, nearest, shared_bytes
 from cgcompile.targets.architectures import ARCHES, arch
 
 H200 = arch("sm_90")
@@ -118,3 +118,14 @@ def test_kinds_and_dtypes_that_run_alike_serve_each_other_after_the_problem_itse
     for rows in (dict(both), dict(reversed(both))):
         assert choose(asked, OFFERED, H200, rows) == (3, "table")
         assert nearest(asked, rows)[0] == asked
+
+
+def test_what_was_measured_may_be_taken_though_inductor_does_not_offer_it() -> None:
+    asked, wide, tall = problem(2048, 3072, 768), candidate(128, 256, 64, 3, 8), candidate(256, 128, 64, 3, 8)
+    table = {asked: ((wide, 1.0), (tall, 2.0))}
+    assert measured(asked, table) == [wide, tall]
+    assert measured(problem(2048, 2304, 768), table) == [wide, tall]  # the nearest
+    assert measured(problem(2048, 128, 3072), {problem(2048, 256, 3072): table[asked]}) == [tall]  # no wider than the problem
+    assert measured(problem(8, 16, 32), table) == []
+    also = [*OFFERED, *measured(asked, table)]
+    assert also[choose(asked, also, H200, table)[0]] == wide

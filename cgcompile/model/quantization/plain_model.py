@@ -1,0 +1,81 @@
+"""A model whose weights are plain tensors: what torch.export can take and weights.safetensors can hold.
+
+Private interface (torch 2.11, 2.13): `torch.ao.nn.quantized.dynamic.Linear`, its `_weight_bias` and `_packed_params`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.ao.nn.quantized.dynamic import Linear
+
+from ...errors import ModelError
+from .dynamic_linear import LEVELS, DynamicLinear
+from .tensor_subclasses import subclass_weights, with_inner_tensors
+
+EXACT = 1e-5
+"""How far the plain operations may be from the library on a probe, in parts of the largest value: more is another rounding."""
+
+PROBE = 8
+"""Rows of that probe."""
+
+
+def plain_model(model: torch.nn.Module, label: str) -> torch.nn.Module:
+    """`model`, or a copy where a weight is a tensor subclass or packed for a library; weights are shared with it, and the model
+    itself stays as it is.  Raises quantization-unsupported."""
+    made: dict[int, torch.nn.Module] = {}
+    return _plain(model, "", label, made)
+
+
+def _plain(module: torch.nn.Module, path: str, label: str, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    if id(module) in made:
+        return made[id(module)]
+    made[id(module)] = module  # a module may hold itself
+    if type(module) is Linear:
+        made[id(module)] = _dynamic_linear(module, path, label)
+        return made[id(module)]
+    _refuse_packed(module, path, label)
+    children = {
+        name: child if child is None else _plain(child, f"{path}.{name}" if path else name, label, made)
+        for name, child in module._modules.items()
+    }
+    changed = any(child is not module._modules[name] for name, child in children.items())
+    if changed or subclass_weights(module):
+        plain = copy.copy(module)
+        plain._modules, plain._parameters, plain._buffers = children, dict(module._parameters), dict(module._buffers)
+        if subclass_weights(plain):
+            with_inner_tensors(plain)
+        made[id(module)] = plain
+    return made[id(module)]
+
+
+def _dynamic_linear(module: Any, path: str, label: str) -> torch.nn.Module:
+    """The module in plain operations, with as many levels as its library has here: they are tried."""
+    if module._packed_params.dtype is not torch.qint8:
+        raise _refusal(module, path, label, f"packs {module._packed_params.dtype} for a library of the CPU")
+    weight, bias = module._weight_bias()
+    probe = torch.linspace(-1.0, 2.0, PROBE * module.in_features).reshape(PROBE, module.in_features).sin()
+    with torch.no_grad():
+        wanted = module(probe)
+        for levels in LEVELS:
+            plain = DynamicLinear(weight, bias, levels).train(module.training)
+            if bool((plain(probe) - wanted).abs().max() <= EXACT * wanted.abs().max()):
+                return plain
+    raise _refusal(module, path, label, "rounds otherwise than PyTorch's quantized::linear_dynamic does")
+
+
+def _refuse_packed(module: torch.nn.Module, path: str, label: str) -> None:
+    """Raises quantization-unsupported for a module that holds opaque objects or tensors of a quantized dtype."""
+    own = {**module._parameters, **module._buffers}
+    quantized = next((name for name, value in own.items() if value is not None and value.is_quantized), "")
+    packed = next((name for name, value in vars(module).items() if type(value) is torch.ScriptObject), "")
+    if quantized or packed or type(module).__module__.startswith("torch.ao.nn.quantized."):
+        what = f"{quantized!r} has the dtype {own[quantized].dtype}" if quantized else "weights are packed for a library of the CPU"
+        raise _refusal(module, path, label, what)
+
+
+def _refusal(module: torch.nn.Module, path: str, label: str, what: str) -> ModelError:
+    kind = type(module)
+    return ModelError("quantization-unsupported", f"{label}: {path or 'the model'} ({kind.__module__}.{kind.__qualname__}): {what}")
