@@ -49,6 +49,11 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+def test_a_report_says_that_sizes_are_exported_apart(call: Any) -> None:
+    lines = call(replace(REPORT, per_size="m.py: batch=1 is excluded")).stdout.splitlines()
+    assert lines[3] == "exported  per size: m.py: batch=1 is excluded"
+
+
 def test_a_report_in_full(call: Any) -> None:
     result = call(REPORT)
     assert (result.exit_code, result.stderr) == (0, "")
