@@ -118,7 +118,7 @@ def operations(retraced: Retraced) -> Any:
                 copies[argument] = graph.placeholder(f"x{len(values)}")
                 copies[argument].meta["val"] = argument.meta["val"]
                 values.append(argument.meta["val"])
-            return copies[argument]  # type: ignore[no-any-return]
+            return copies[argument]
 
         together = [node, *epilogue(node, order)]
         for each in together:  # placeholders come first in a graph
@@ -135,7 +135,8 @@ def operations(retraced: Retraced) -> Any:
         text = " ".join([f"{each.target} {args}" for each, args in zip(together, plain, strict=True)])
         yield f"{text} {[(tuple(v.shape), v.stride(), v.dtype) for v in values]}", alone(graph, values, retraced)
         if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            yield from split(*[each.meta["val"] for each in node.args[-2:]], retraced)
+            left, right = [each.meta["val"] for each in node.args[-2:] if isinstance(each, torch.fx.Node)]
+            yield from split(left, right, retraced)
 
 
 def epilogue(node: torch.fx.Node, order: Any) -> list[torch.fx.Node]:
