@@ -27,7 +27,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "too-many-keys": Cause(BuildError, 2, "The product of the sizes has more int_keys than are built without being asked."),
     # --- the model ---
     "dimension-unused": Cause(ModelError, 1, "A declared dimension changes no shape of the inputs."),
-    "shape-irregular": Cause(ModelError, 1, "An input's size is no multiple of one declared dimension plus a constant."),
+    "shape-irregular": Cause(ModelError, 1,
+        "An input's size is no multiple of one declared dimension plus a constant, or an output's follows no rule in them."),
     "size-excluded": Cause(ModelError, 1, "The model does not work for a declared size: export found a constraint, or it raised."),
     "export-failed": Cause(ModelError, 1, "torch.export cannot take the model; the message carries the user's file and line."),
     "branch-on-data": Cause(ModelError, 1,

@@ -18,14 +18,25 @@ from cgbundle.validate import bundle as verify
 from cgbundle.validate.exam import check_exam
 
 from ..errors import BuildError
+from ..export.programs import Programs
 from ..export.torch_program import without_weights
 
 TRACES = ("stack_trace", "custom", "from_node")
 """What a node's metadata says of the source."""
 
 
+def write_programs(stage: Path, programs: Programs) -> None:
+    """program.pt2, or programs/<int_key>.pt2 where each int_key has its own."""
+    if programs.dynamic:
+        write_program(stage / archive.PROGRAM, programs.first)
+        return
+    (stage / archive.PROGRAMS).mkdir()
+    for key, program in programs.by_key.items():
+        write_program(stage / archive.program_file(key), program)
+
+
 def write_program(path: Path, program: ExportedProgram) -> None:
-    """program.pt2: for the CPU, whatever it was exported on, and without weights (see `without_weights`)."""
+    """A program: for the CPU, whatever it was exported on, and without weights (see `without_weights`)."""
     bare = without_weights(program)
     with _without_traces(bare):
         torch.export.save(bare, made := BytesIO())  # torch does not say why it cannot write to a file

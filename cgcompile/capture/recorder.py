@@ -151,8 +151,8 @@ def record(
     need = layout.weights_end + 2 * layout.state_end + max(static.values(), default=0) + 2 * activations + MARGIN
     with ExitStack() as stack:
         running = processes or stack.enter_context(recorder_processes(folder, cache))
-        if number := workers or priming(len(keys), level, specialize):
-            at_once = fitting(number, need)
+        if number := priming(len(keys), level, specialize):
+            at_once = fitting(min(workers or number, len(keys)), need)
             tell(f"lowering in {at_once} processes")
             running.run([request(PRIME, i, keys[i::at_once]) for i in range(at_once)], tell, at_once)
             running.end(PRIME)  # their memory is needed

@@ -1,45 +1,43 @@
-"""export: torch.export with the declared dimensions dynamic, over flat tensors.
+"""export: torch.export with the declared dimensions dynamic, over flat tensors; where it cannot, once per int_key.
 
 The model is wrapped so that export sees only tensors in and tensors out; the nesting is kept as data (model/pytree.py).
-Tested with torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
-import io
-import logging
-import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.export import ExportedProgram
 
-from cgbundle.format.schema import Size
-from cgbundle.format.size_expressions import linear
+from cgbundle.format.schema import IntKey, Size, Tree
 
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.flat_module import FlatModule, run_eager, unwatched
 from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
-from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
+from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
-from ..model.user_code import first_line, user_line, user_place
-from .composite_operators import without_composites
+from ..model.user_code import first_line, user_line
+from .dynamic_check import check_dynamic
 from .exported import EagerShapes, Exported, memory_order
-from .higher_order import expanded
-from .programs import Programs
+from .programs import Programs, with_shared_constants
+from .torch_export import branch, export_dynamic, export_static, past_branches
 
 STOPPED = ("export-failed", "branch-on-data", "size-excluded")
 """Causes by which torch.export stops."""
 
+OF_SHAPES = ("export-failed", "size-excluded")
+"""Those that constant sizes may remove."""
+
+PROBES = 8
+"""Sizes of a dimension, beside the declared ones, at which eager PyTorch is asked for the shapes of the outputs."""
+
 
 def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
-    """The program for all sizes, whatever it holds.  Where Python branched on the value of a tensor, it is one of several: the
-    obstacles say so, and `refuse_branches` refuses it.
+    """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
+    Where Python branched on the value of a tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), export-failed (with the user's file and line),
     branch-on-data and structure-unsupported.
@@ -54,7 +52,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     flat.earlier = calls[0]
     left = _changed_attributes(source, flat, sizes)
     try:
-        program, obstacles = _past_branches(source, flat, shapes, sizes, calls)
+        made = _made(source, flat, shapes, sizes, calls)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -63,9 +61,8 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
         raise
     flat.watch = unwatched
     return Exported(
-        source=source, sizes=sizes, programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), flat=flat,
-        shapes=tuple(shapes), eager_shapes=tuple(seen),
-        obstacles=(*left, *obstacles),
+        source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
+        eager_shapes=(*seen, *made.eager_shapes), obstacles=(*left, *made.obstacles),
     )  # fmt: skip
 
 
@@ -73,37 +70,75 @@ def refuse_branches(exported: Exported) -> None:
     """Raises branch-on-data where Python branched on the value of a tensor."""
     for obstacle in exported.obstacles:
         if obstacle.rule == "data-dependent-branch":
-            raise _branch(obstacle.where or exported.source.label, obstacle.source)
+            raise branch(obstacle.where or exported.source.label, obstacle.source)
 
 
-def _past_branches(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """Programs, what their calls do beside the operations, and shapes of outputs at further sizes."""
+
+    programs: Programs
+    obstacles: tuple[Obstacle, ...]
+    eager_shapes: tuple[EagerShapes, ...] = ()
+
+
+def _made(
     source: Source,
     flat: FlatModule,
     shapes: Sequence[tuple[Size, ...]],
     sizes: Mapping[str, tuple[int, ...]],
-    calls: list[SideEffects],
-) -> tuple[ExportedProgram, tuple[Obstacle, ...]]:
-    """A branch on a number that Python read out of a tensor stops the export.  It is made again with the number that eager PyTorch
-    had, so that the checks see what comes after."""
-    passed: list[Obstacle] = []
-    while True:
-        try:
-            program = _export(source, flat, shapes, sizes)
-        except ModelError as error:
-            stop = error.__cause__
-            more = calls[-1].reads_of(_free_symbols(stop)) - flat.known
-            if error.code != "branch-on-data" or not more or stop is None:
-                raise
-            where, line = user_place(stop)
-            passed.append(Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
-            flat.known = flat.known | more
-        else:
-            return program, tuple(dict.fromkeys([*passed, *calls[-1].obstacles]))
+    calls: Sequence[SideEffects],
+) -> _Made:
+    """Dynamic, else per size; where neither works, the error that names the user's line."""
+    try:
+        program, obstacles = past_branches(flat, calls, lambda: export_dynamic(source, flat, shapes, sizes))
+        check_dynamic(source, flat, program, shapes, sizes)
+        return _Made(programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), obstacles=obstacles)
+    except ModelError as error:
+        if error.code not in OF_SHAPES or not sizes:
+            raise
+        why = error
+    try:
+        return _per_size(source, flat, sizes, calls, str(why))
+    except ModelError as error:
+        raise (why if error.code == why.code and str(error).startswith(f"{source.label}:") else error) from why.__cause__
 
 
-def _free_symbols(error: BaseException | None) -> frozenset[Any]:
-    """The symbols of the condition that stopped an export."""
-    return frozenset(getattr(getattr(error, "cond", None), "free_symbols", ()))
+def _per_size(
+    source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], calls: Sequence[SideEffects], reason: str
+) -> _Made:
+    """A program for each int_key.  At each the model runs in eager PyTorch first: a branch on data takes the way that it took."""
+    by_key: dict[IntKey, ExportedProgram] = {}
+    obstacles: list[Obstacle] = []
+    seen: list[EagerShapes] = []
+    result = flat.result
+    for key in all_keys(sizes):
+        chosen = dict(zip(sizes, key, strict=True))
+        tensors = sample(source, chosen).tensors
+        flat.known = frozenset()
+        seen.append((chosen, _eager_shapes(source, flat, chosen, tensors)))
+        _check_result(source, result, flat.result)
+        flat.earlier = calls[-1]
+        program, found = past_branches(flat, calls, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
+        by_key[key] = program
+        obstacles += found
+    programs = with_shared_constants(Programs(by_key=by_key, dynamic=False, reason=reason))
+    return _Made(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *_probed(source, flat, sizes)))
+
+
+def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
+    """The shapes of the outputs between the declared sizes, where eager PyTorch runs: what is padded comes from there."""
+    found = []
+    for name, values in sizes.items():
+        between = [size for size in range(1, values[-1] + 3) if size not in values]
+        step = -(-len(between) // PROBES)
+        for size in between[::step] if between else ():
+            chosen = {**{other: each[0] for other, each in sizes.items()}, name: size}
+            try:
+                found.append((chosen, _eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
+            except ModelError:
+                continue  # no declared size: the proof of padding finds out what a call there gets
+    return found
 
 
 def _make_dense(model: torch.nn.Module) -> None:
@@ -122,25 +157,35 @@ def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, 
     results, shapes = [], []
     for pick in (0, -1):
         chosen = {name: values[pick] for name, values in sizes.items()}
-        at = ", ".join(f"{name}={size}" for name, size in chosen.items())
-        try:
-            outputs = run_eager(flat, sample(source, chosen).tensors).outputs
-        except Exception as error:
-            if isinstance(error, ModelError):
-                raise
-            place = user_line(error, source.label) or source.label
-            raise ModelError(
-                "size-excluded", f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {first_line(error)}"
-            ) from error
+        shapes.append((chosen, _eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
         results.append(flat.result)
-        shapes.append((chosen, [tuple(output.shape) for output in outputs]))
-    if results[0] != results[1]:
+    _check_result(source, *results)
+    return shapes
+
+
+def _eager_shapes(
+    source: Source, flat: FlatModule, chosen: Mapping[str, int], tensors: Sequence[torch.Tensor]
+) -> list[tuple[int, ...]]:
+    """The shapes of the outputs.  Raises size-excluded, structure-unsupported."""
+    at = ", ".join(f"{name}={size}" for name, size in chosen.items())
+    try:
+        return [tuple(output.shape) for output in run_eager(flat, tensors).outputs]
+    except Exception as error:
+        if isinstance(error, ModelError):
+            raise
+        place = user_line(error, source.label) or source.label
+        raise ModelError(
+            "size-excluded", f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {first_line(error)}"
+        ) from error
+
+
+def _check_result(source: Source, one: Tree | None, other: Tree | None) -> None:
+    if one != other:
         raise ModelError(
             "structure-unsupported",
-            f"{source.label}: the result's nesting or constants change with the sizes: {results[0]} and {results[1]}",
+            f"{source.label}: the result's nesting or constants change with the sizes: {one} and {other}",
             "return tensors, and numbers that do not depend on a declared dimension",
         )
-    return shapes
 
 
 def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Obstacle, ...]:
@@ -159,119 +204,3 @@ def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tu
             for name, (where, line) in places.items()
         ]
     )
-
-
-def _export(
-    source: Source, flat: FlatModule, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
-) -> ExportedProgram:
-    # export takes a dimension with a single value above 1 for a constant: the range always goes beyond the sizes
-    roots = {name: Dim(name, min=values[0], max=max(values[0] + 3, values[-1])) for name, values in sizes.items()}
-    try:
-        return _torch_export(flat, shapes, roots)
-    except Exception as error:
-        narrower = _narrower(str(error), roots)
-        if narrower is None:
-            raise _explain(source, error, sizes) from error
-    try:
-        return _torch_export(flat, shapes, narrower)
-    except Exception as error:
-        raise _explain(source, error, sizes) from error
-
-
-def _torch_export(flat: FlatModule, shapes: Sequence[tuple[Size, ...]], roots: Mapping[str, Any]) -> ExportedProgram:
-    dynamic = tuple([{axis: _dim(size, roots) for axis, size in enumerate(shape) if not isinstance(size, int)} for shape in shapes])
-    said = io.StringIO()
-    with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
-        program = torch.export.export(flat, _separate(flat.like.tensors), dynamic_shapes=(dynamic,), strict=False)
-    sys.stderr.write(said.getvalue())
-    return without_composites(expanded(program))
-
-
-def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors, each in a storage of its own where it shared one: in a bundle no input is a view of another.
-
-    torch cannot make a program functional that writes to such.  A tensor whose elements share memory stays as it is.
-    """
-    seen: set[int] = set()
-    made = []
-    for tensor in tensors:
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in seen and all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        seen.add(storage)
-        made.append(tensor)
-    return tuple(made)
-
-
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """A failing export logs what it could not guard on, and prints its graph: what they mean is in the exception."""
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-def _dim(size: Size, roots: Mapping[str, Any]) -> Any:
-    rule = linear(size)
-    assert rule is not None, size
-    name, scale, offset = rule
-    made = roots[name] if scale == 1 else scale * roots[name]
-    return made + offset if offset else made
-
-
-def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
-    """torch.export names the constraint that it found as suggested fixes: "batch = Dim('batch', min=2)", "seq = 8*_seq".
-
-    A range or a multiple is taken up, because every declared size is checked against the exported program afterwards; None for
-    anything else, a constant above all.
-    """
-    _, found, fixes = text.partition("Suggested fixes:")
-    if not found:
-        return None
-    made = dict(roots)
-    for name, low, high in re.findall(r"^\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)\s*$", fixes, re.MULTILINE):
-        made[name] = Dim(name, min=int(low or 1), max=int(high) if high else None)
-    for name, scale, root, offset in re.findall(r"^\s*(\w+) = (?:(\d+)\*)?(_\w+)(?: ([+-] \d+))?\s*$", fixes, re.MULTILINE):
-        step = int(offset.replace(" ", "")) if offset else 0
-        base = made.get(root) or Dim(root)
-        made[name] = int(scale or 1) * base + step if step else int(scale or 1) * base
-    return made if made != dict(roots) and made.keys() >= roots.keys() and not _constants(fixes) else None
-
-
-_INPUT_SIZE = r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]"
-"""How export spells the size of an input's axis."""
-
-
-def _constants(fixes: str) -> dict[str, str]:
-    """Dimensions that export found to be constant, with the value."""
-    return dict(re.findall(r"^\s*(\w+) = (\d+)\s*$", fixes, re.MULTILINE))
-
-
-def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
-    text = str(error)
-    constants = _constants(text)
-    for name in sizes:
-        if name in constants:
-            return ModelError(
-                "size-excluded",
-                f"{source.label}: dimension {name!r} cannot vary: the model's code fixes it to {constants[name]}",
-                f"remove what depends on the value of {name} (an if, int(), a constant in a view), or declare no such dimension",
-            )
-        if re.search(rf"\b{name}\b", text) and "onstraint" in text:
-            lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
-            line = next((line for line in lines if line.startswith("Not all values")), lines[0])
-            return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
-    if isinstance(error, GuardOnDataDependentSymNode):
-        place, line = user_place(error)
-        return _branch(place or source.label, line)
-    place = user_line(error, source.label)
-    if not place:
-        found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
-        place = f"{found[1]}:{found[2]}" if found else source.label
-    return ModelError("export-failed", f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
-
-
-def _branch(where: str, line: str) -> ModelError:
-    return ModelError("branch-on-data", f"{where}: data-dependent-branch: {BRANCH}: {line}", BRANCH_FIX)

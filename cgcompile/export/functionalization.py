@@ -9,8 +9,8 @@ from torch.fx import GraphModule, Node
 from ..errors import ModelError
 from ..model.flat_module import PREFIX
 from ..model.module_attributes import ATTRIBUTE_FIX
-from ..model.user_code import first_line
-from .torch_program import without_weights
+from ..model.user_code import first_line, place
+from .torch_program import arguments, without_weights
 from .weights import weight_tensors
 
 RNG_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
@@ -32,8 +32,12 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     try:
         return program.run_decompositions({}).graph_signature
     except Exception as error:
-        if "register it as buffer" in str(error):  # torch's words for an attribute that is written to in place
-            raise ModelError("export-failed", f"model: {first_line(error).rstrip('.')}", ATTRIBUTE_FIX) from error
+        if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # torch's words
+            raise ModelError(
+                "export-failed",
+                f"{where}: forward() writes to a tensor that is an attribute of something and no buffer",
+                f"{ATTRIBUTE_FIX}; let inputs() give a cache of transformers as an argument",
+            ) from error
         if shared := _shared_buffers(program):
             raise ModelError(
                 "export-failed",
@@ -61,6 +65,23 @@ def written_inputs(signature: ExportGraphSignature) -> tuple[int, ...]:
 def state_buffers(signature: ExportGraphSignature) -> tuple[str, ...]:
     """The names of the buffers that the program writes to, sorted; `signature` is that of its functional form."""
     return tuple(sorted(set(signature.buffers_to_mutate.values())))
+
+
+def _written_constant(program: ExportedProgram) -> str:
+    """The user's file:line where the program writes to a tensor that is neither a parameter, a buffer nor an input, or ""."""
+    constants = set(program.graph_signature.inputs_to_lifted_tensor_constants)
+    for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            written = [given for name, given in arguments(node).items() if _writes(node.target, name)]
+            if any(isinstance(given, Node) and given.name in constants for given in written):
+                return place(node)[0] or "model"
+    return ""
+
+
+def _writes(operator: torch._ops.OpOverload, name: str) -> bool:
+    return any(
+        each.name == name and each.alias_info is not None and each.alias_info.is_write for each in operator._schema.arguments
+    )
 
 
 def _shared_buffers(program: ExportedProgram) -> tuple[str, str] | None:

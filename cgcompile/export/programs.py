@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import IntKey
 
+from ..util.raw_bytes import raw
+from ..util.tolerance import tolerance
+from .torch_program import with_graph
 from .weights import weight_tensors
 
 
@@ -18,11 +22,12 @@ class Programs:
     """The program of every int_key, in the order of the keys, at least one.
 
     `dynamic`: all keys have the same program, whose declared dimensions are symbols; else each has its own, all sizes constant.
-    Programs share their weights: one name means one tensor in all of them.
+    `reason`: why they are not dynamic, "" where they are.  Programs share their weights: one name means one tensor in all of them.
     """
 
     by_key: Mapping[IntKey, ExportedProgram]
     dynamic: bool
+    reason: str = ""
 
     def at(self, key: IntKey) -> ExportedProgram:
         """The program that runs at `key`."""
@@ -44,8 +49,61 @@ class Programs:
     def changed(self, change: Callable[[ExportedProgram], ExportedProgram]) -> Programs:
         """What `change` makes of every program, each changed once."""
         made = {id(program): change(program) for _, program in self.each}
-        return Programs(by_key={key: made[id(program)] for key, program in self.by_key.items()}, dynamic=self.dynamic)
+        return Programs(
+            by_key={key: made[id(program)] for key, program in self.by_key.items()}, dynamic=self.dynamic, reason=self.reason
+        )
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The parameters, buffers and constants of all programs, by their names in them."""
         return {name: value for _, program in self.each for name, value in weight_tensors(program).items()}
+
+
+def coarsest(programs: Programs) -> float:
+    """The bound that the coarsest floating dtype of the programs sets: for values on the way, which have no bound of their own."""
+    nodes = [node for _, program in programs.each for node in program.graph.nodes]
+    values = [leaf for node in nodes for leaf in tree_leaves(node.meta.get("val"))]
+    return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
+
+
+def with_shared_constants(programs: Programs) -> Programs:
+    """The programs, where one name means one tensor: equal constants are one, others of one name get names of their own.
+
+    torch.export numbers the literals of every program from 0.
+    """
+    known: dict[str, torch.Tensor] = {name: value for _, program in programs.each for name, value in program.state_dict.items()}
+    by_key: dict[IntKey, ExportedProgram] = {}
+    for key, program in programs.by_key.items():
+        constants, renamed = {}, {}
+        for name, value in program.constants.items():
+            if isinstance(value, torch.Tensor):
+                new = _name(name, value, known)
+                known.setdefault(new, value)
+                renamed[name], constants[new] = new, known[new]
+            else:
+                constants[name] = value
+        by_key[key] = _renamed(program, renamed, constants)
+    return replace(programs, by_key=by_key)
+
+
+def _name(name: str, value: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str:
+    """`name`, or `name_1`, `name_2`, ...: the first that is free or holds the same."""
+    number, new = 0, name
+    while new in known and not _same(known[new], value):
+        number += 1
+        new = f"{name}_{number}"
+    return new
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other or (one.data_ptr() == other.data_ptr() and one.numel()):
+        return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    alike = (one.shape, one.stride(), one.dtype, one.device) == (other.shape, other.stride(), other.dtype, other.device)
+    return alike and torch.equal(raw(one), raw(other))
+
+
+def _renamed(program: ExportedProgram, renamed: Mapping[str, str], constants: Mapping[str, object]) -> ExportedProgram:
+    specs = [
+        replace(spec, target=renamed[spec.target]) if spec.target in renamed else spec
+        for spec in program.graph_signature.input_specs
+    ]
+    return with_graph(program, program.graph_module, {}, input_specs=specs, constants=constants)

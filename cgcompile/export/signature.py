@@ -18,29 +18,35 @@ from ..model.pytree import dtype_name
 from ..model.source import Source
 from .exported import EagerShapes, Exported, Signature, memory_order
 from .index_ranges import index_ranges
+from .output_sizes import fitted, tabled
 
 
 def describe_signature(exported: Exported) -> Signature:
     """Raises size-excluded, export-failed, structure-unsupported, data-dependent-output."""
-    source, program, flat = exported.source, exported.programs.first, exported.flat
+    source, programs, flat = exported.source, exported.programs, exported.flat
     if flat.result is None or not flat.names:
         raise ModelError("structure-unsupported", f"{source.label}: the model's result holds no tensor")
-    symbols = _symbols(source, program, exported.shapes, exported.sizes)
+    ranges = list(map(_widest, zip(*[index_ranges(program) for _, program in programs.each], strict=True)))
     inputs = [
         TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor), range=limits)
-        for (name, tensor), shape, limits in zip(flat.like.leaves, exported.shapes, index_ranges(program), strict=True)
+        for (name, tensor), shape, limits in zip(flat.like.leaves, exported.shapes, ranges, strict=True)
     ]
-    outputs = _outputs(source, program, flat.names, symbols)
+    if programs.dynamic:
+        symbols = symbols_of(source, programs.first, exported.shapes, exported.sizes)
+        made = _outputs(source, programs.first, flat.names, symbols)
+        outputs = [_as_eager(source, spec, index, exported.eager_shapes) for index, spec in enumerate(made)]
+    else:
+        outputs = [_inferred(exported, name, index) for index, name in enumerate(flat.names)]
     return Signature(
         inputs=tuple(inputs),
-        outputs=tuple([_as_eager(source, spec, index, exported.eager_shapes) for index, spec in enumerate(outputs)]),
+        outputs=tuple(outputs),
         call=flat.like.call,
         parameters=flat.like.parameters,
         result=flat.result,
     )
 
 
-def _symbols(
+def symbols_of(
     source: Source, program: ExportedProgram, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> dict[Any, Size]:
     """Export's symbols in terms of the declared dimensions; checks that every declared size satisfies what export found."""
@@ -82,6 +88,40 @@ def _invert(name: str, scale: int, offset: int, inner: int, shift: int) -> Size:
     """symbol from inner*symbol + shift = scale*name + offset."""
     size = axes.expression(name, scale, offset - shift)
     return size if inner == 1 else ("//", size, inner)
+
+
+def _widest(ranges: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """What every program allows of an index: a call outside of it fails at all sizes."""
+    known = [limits for limits in ranges if limits]
+    return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(ranges) else ()
+
+
+def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
+    """An output of programs with constant sizes: its shape follows from what eager PyTorch gave.  Raises structure-unsupported
+    where its dtype or number of axes changes with the sizes, shape-irregular where its sizes follow no rule."""
+    label, nodes = exported.source.label, []
+    for _, program in exported.programs.each:
+        (last,) = [node for node in program.graph.nodes if node.op == "output"]
+        nodes.append(last.args[0][-len(exported.flat.names) :][index].meta["val"])
+    shapes = [(sizes, found[index]) for sizes, found in exported.eager_shapes]
+    if len({node.dtype for node in nodes}) > 1 or len({len(shape) for _, shape in shapes}) > 1:
+        raise ModelError(
+            "structure-unsupported", f"{label}: output {name!r}: its dtype or its number of axes changes with the sizes"
+        )
+    made = []
+    for axis in range(len(shapes[0][1])):
+        points = [(sizes, shape[axis]) for sizes, shape in shapes]
+        at = {tuple(sizes.values()): size for sizes, size in points}
+        declared = [(dict(zip(exported.sizes, key, strict=True)), at[key]) for key in exported.programs.by_key]
+        size = fitted(points) or fitted(declared)
+        if size is None and (size := tabled(declared)) is None:
+            seen = ", ".join(f"{shape[axis]} at {'x'.join(map(str, sizes.values()))}" for sizes, shape in shapes[:4])
+            raise ModelError(
+                "shape-irregular",
+                f"{label}: output {name!r}, axis {axis}: its sizes follow no rule, and are too many for a list: {seen}, ...",
+            )
+        made.append(size)
+    return TensorSpec(name=name, dtype=dtype_name(nodes[0].dtype), shape=tuple(made), order=tuple(range(len(made))), range=())
 
 
 def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], symbols: Mapping[Any, Size]) -> tuple[TensorSpec, ...]:

@@ -18,6 +18,7 @@ from cgbundle.tables.recording import Address
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, write_exam
 from ..bundle.proof import unproved
+from ..export.programs import coarsest
 from ..model.source import all_keys, sample
 from ..targets.architectures import Arch, arch
 from ..targets.build_spec import BuildSpec, ManifestParts
@@ -28,7 +29,7 @@ from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
 from ..targets.memory_layout import PAD, Table, align, lay_out
 from ..targets.weights import add_tables, shapes_of, write_weights
-from ..transforms.error_bounds import coarsest, error_bounds
+from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import with_aliases
 from ..transforms.prepared import Prepared
 from ..util.content_cache import cache_folder

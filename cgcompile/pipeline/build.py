@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from cgbundle.format import archive
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
 from cgbundle.validate import host_code
 
-from ..bundle.emit import seal, write_program
+from ..bundle.emit import seal, write_programs
 from ..bundle.proof import mismatches, replay
 from ..bundle.provenance import provenance
 from ..checks import check, refuse
@@ -84,7 +83,7 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             waive=options.waive, torch_version=torch.__version__.partition("+")[0],
         )  # fmt: skip
         parts = build_parts(spec, folder, stages)
-        write_program(folder / archive.PROGRAM, prepared.programs.first)
+        write_programs(folder, prepared.programs)
         origin = provenance(source.label, _recorded_options(options, chosen.recorder))
         manifest = _manifest(spec, parts, checked.findings, options.waive, origin)
         host_code.attach(folder, manifest)

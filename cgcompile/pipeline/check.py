@@ -60,7 +60,7 @@ def check(
     axes: tuple[tuple[str, str], ...] = ()
     regions: tuple[RegionReport, ...] = ()
     returned: tuple[tuple[str, int], ...] = ()
-    unpartitioned = ""
+    unpartitioned = per_size = ""
     try:
         exported = export(source, wanted)
     except ModelError as error:
@@ -69,6 +69,7 @@ def check(
         found.append(_stopped(error))
         unpartitioned = "the model cannot be exported"
     else:
+        per_size = exported.programs.reason
         shapes = [(name, shape) for (name, _), shape in zip(exported.flat.like.leaves, exported.shapes, strict=True)]
         axes = tuple([(name, standing(name, shapes)) for name in wanted])
         checked = check_rules(exported, target, host_ops)
@@ -94,7 +95,7 @@ def check(
     found.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
     return Report(
         name=source.name, target=target, sizes=tuple(wanted.items()), axes=axes, assumed=assumed, findings=tuple(found),
-        regions=regions, returned=returned, unpartitioned=unpartitioned,
+        regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
     )  # fmt: skip
 
 

@@ -61,6 +61,7 @@ class Report:
 
     `target` is "cuda" or "cpu"; `sizes` those that the report is about, `assumed` the dimensions that the user gave no size for,
     `axes` which axes of the inputs each is the size of, in words.
+    `per_size`: why every int_key is exported by itself, "" where one program is for all.
     `regions` are those that a build would make, `returned` what crosses back to the caller.  Both are empty, and `unpartitioned`
     says why, where nothing can be built.
     """
@@ -74,6 +75,7 @@ class Report:
     regions: tuple[RegionReport, ...]
     returned: tuple[tuple[str, int], ...]
     unpartitioned: str
+    per_size: str
 
     @property
     def refused(self) -> bool:

@@ -12,10 +12,10 @@ WHOLE = "model"
 
 
 def whole_region(
-    kind: Literal["graph", "host"], reason: str = "", file: str = "", constants: tuple[tuple[str, int], ...] = ()
+    kind: Literal["graph", "host"], reason: str = "", file: str = "", constants: tuple[tuple[str, int], ...] = (), name: str = WHOLE
 ) -> Region:
-    """The region, number 0 of the manifest."""
-    return Region(name=WHOLE, kind=kind, reason=reason, file=file, constants=constants)
+    """The region: number 0 of the manifest where it is that of all int_keys."""
+    return Region(name=name, kind=kind, reason=reason, file=file, constants=constants)
 
 
 def whole_program(
@@ -26,8 +26,9 @@ def whole_program(
     file: str = "",
     arena: int = 0,
     static: int = 0,
+    region: int = 0,
 ) -> Program:
-    """The program of an int_key: one step of that region."""
+    """The program of an int_key: one step of the region of that number."""
     given, made = tuple(range(len(inputs))), tuple(range(len(inputs), len(inputs) + len(outputs)))
-    step = Step(kind=kind, region=0, file=file, inputs=given, outputs=made)
+    step = Step(kind=kind, region=region, file=file, inputs=given, outputs=made)
     return Program(key=key, values=(*inputs, *outputs), inputs=given, outputs=made, steps=(step,), arena=arena, static=static)

@@ -113,13 +113,6 @@ def _program_bounds(program: ExportedProgram, prepared: Prepared, weights: Seque
     return tuple([*found, *[_bound(f"state {name}", dtype, lineage.of(buffers.get(name))) for name, dtype in state]])
 
 
-def coarsest(programs: Programs) -> float:
-    """The bound that the coarsest floating dtype of the programs sets: for values on the way, which have no bound of their own."""
-    nodes = [node for _, program in programs.each for node in program.graph.nodes]
-    values = [leaf for node in nodes for leaf in tree_leaves(node.meta.get("val"))]
-    return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
-
-
 def _bound(name: str, dtype: str, passed: Dtypes) -> ErrorBound:
     own: torch.dtype = getattr(torch, dtype)
     exact = not is_float(own)

@@ -3,18 +3,20 @@
 A dimension is "rows" when outputs stay the same whatever the padding and no operation joins rows.  It is "zeros" when they stay
 the same for zeros only (an attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and
 every output has exactly one axis that is a multiple of it.  The tests run in eager PyTorch, within the outputs' bounds: other batch
-sizes take other kernels.
+sizes take other kernels.  One program for all sizes computes the same at all of them, so two sizes are tried.  Where each int_key
+has its own program, Python may have taken another branch at any size: every one between the declared sizes is tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from cgbundle.format.schema import Dimension
-from cgbundle.format.size_expressions import linear, names
+from cgbundle.format.size_expressions import evaluate, linear, names
 
 from ..model.flat_module import PREFIX, run_eager
 from ..model.source import Source, sample
@@ -24,6 +26,10 @@ from .prepared import Prepared
 from .row_mixing import joined
 
 Tensors = Sequence[torch.Tensor]
+
+MOST = 128
+"""Sizes of a dimension that are tried where each int_key has its own program; where more lie between the declared ones, no call is
+padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +69,24 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
     if shared := _partial(prepared, "inputs"):
         return "no", f"output {shared!r} is a part of an input, and the caller's own would not be padded"
     pad, reason = "rows", f"rows along {name} do not depend on each other"
-    for trial in _trials(sizes, name):
+    trials = _trials(sizes, name) if prepared.programs.dynamic else _every_trial(sizes, name)
+    if len(trials) > 2 * MOST:
+        return "no", f"the model was exported per size, and {len(trials) // 2} sizes between the declared ones are too many to try"
+    for trial in trials:
         short, long = sample(source, trial.small).tensors, sample(source, trial.large).tensors
         zeros = [torch.zeros_like(tensor) for tensor in long]
-        expected = run_eager(prepared.reference, short).outputs
-        problem = _compare(prepared, short, zeros, expected)
+        try:
+            expected = run_eager(prepared.reference, short).outputs
+        except (RuntimeError, IndexError, ValueError) as failure:
+            return "no", f"the model fails ({type(failure).__name__}) at {name}={trial.short}"
+        problem = _other_shape(prepared, trial.small, expected) or _compare(prepared, short, zeros, expected)
         if not problem and _compare(prepared, short, long, expected):
             pad, reason = "zeros", f"outputs depend on what {name} is filled up with; zeros were proved to change nothing"
             flipped = [_negated(tensor) for tensor in short]
             problem = _compare(prepared, flipped, zeros, run_eager(prepared.reference, flipped).outputs)
         if problem:
             return "no", f"{problem} when {name}={trial.short} is filled up with zeros to {trial.long}"
-    if pad == "rows" and (why := joined(prepared, name)):
+    if pad == "rows" and (why := joined(prepared, name, tuple(sizes).index(name))):
         return "zeros", f"{why}; zeros were seen to change nothing"
     return pad, reason
 
@@ -96,6 +108,27 @@ def _trials(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
     others = {other: values[0] for other, values in sizes.items()}
     shorts = sorted({long - 1, max(1, long // 3)}, reverse=True)
     return [_Trial(short, long, {**others, name: short}, {**others, name: long}) for short in shorts]
+
+
+def _every_trial(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
+    """Every size up to the largest in the frame that it is padded to; the other dimensions at their smallest, then at their
+    largest."""
+    frames = [(short, next(size for size in sizes[name] if size >= short)) for short in range(1, sizes[name][-1])]
+    others = [{other: values[pick] for other, values in sizes.items()} for pick in (0, -1)]
+    return [
+        _Trial(short, long, {**other, name: short}, {**other, name: long})
+        for other in others
+        for short, long in frames
+        if short < long
+    ]
+
+
+def _other_shape(prepared: Prepared, small: Mapping[str, int], expected: Tensors) -> str:
+    """ "" when outputs have the shapes that the signature says."""
+    for spec, want in zip(prepared.signature.outputs, expected, strict=True):
+        if tuple(want.shape) != tuple([evaluate(size, small) for size in spec.shape]):
+            return f"output {spec.name!r} has a shape of its own, {list(want.shape)},"
+    return ""
 
 
 def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tensors) -> str:
@@ -136,20 +169,29 @@ def _prove_cut(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
     for spec in inputs:
         if any(rule[0] == name and rule[2] != 0 for size in spec.shape if (rule := linear(size))):
             return False, f"input {spec.name!r} has an axis that is not a multiple of {name}, so that a call cannot be cut"
-    long = max(3, next((size for size in sizes[name] if size > 1), 2))
     others = {other: values[0] for other, values in sizes.items()}
-    whole = sample(source, {**others, name: long}).tensors
-    try:
-        expected = run_eager(prepared.reference, whole).outputs
-        for start, stop in ((0, 1), (1, long)):
-            part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(whole, inputs, strict=True)]
-            made = run_eager(prepared.reference, part).outputs
-            for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, made, strict=True):
-                if changed := _changed(_range(want, spec.shape, name, start, stop), output, bound):
-                    return False, f"output {spec.name!r} {changed} when {name}={long} is cut at {start or stop}"
-    except (RuntimeError, IndexError, ValueError) as failure:
-        return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
+    for long, at in _cuts(sizes[name], prepared.programs.dynamic):
+        whole = sample(source, {**others, name: long}).tensors
+        try:
+            expected = run_eager(prepared.reference, whole).outputs
+            for start, stop in ((0, at), (at, long)):
+                part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(whole, inputs, strict=True)]
+                made = run_eager(prepared.reference, part).outputs
+                for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, made, strict=True):
+                    if changed := _changed(_range(want, spec.shape, name, start, stop), output, bound):
+                        return False, f"output {spec.name!r} {changed} when {name}={long} is cut at {at}"
+        except (RuntimeError, IndexError, ValueError) as failure:
+            return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
     return True, f"rows along {name} do not depend on each other"
+
+
+def _cuts(sizes: Sequence[int], dynamic: bool) -> list[tuple[int, int]]:
+    """Sizes to cut, and where.  Programs of their own are also compared with each other, and with sizes beyond the largest."""
+    long = max(3, next((size for size in sizes if size > 1), 2))
+    if dynamic:
+        return [(long, 1)]
+    last = sizes[-1]
+    return [(long, 1), *[(high, low) for low, high in pairwise(sizes)], (last + 1, last), (2 * last, last)]
 
 
 def _range(tensor: torch.Tensor, shape: Sequence[object], name: str, start: int, stop: int) -> torch.Tensor:

@@ -48,6 +48,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "bytes": total(manifest),
         "signature": signature(path),
         "int_keys": [list(program.key) for program in manifest.programs],
+        "exported": "per size" if archive.per_size(manifest) else "dynamic",
         "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.inputs],
         "constants": [each._asdict() for each in constants(manifest)],
         "written": [manifest.inputs[index].name for index in manifest.written],
@@ -141,9 +142,10 @@ def padding(row: Dimension) -> str:
 
 
 def sizes(manifest: Manifest) -> str:
-    """`batch 1, 8 x seq 32, 128: 4 int_keys`."""
+    """`batch 1, 8 x seq 32, 128: 4 int_keys`, and `, exported per size` where each has an exported program of its own."""
     axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in manifest.dimensions])
-    return f"{axes or 'no dimensions'}: {count(len(manifest.programs), 'int_key')}"
+    own = ", exported per size" if archive.per_size(manifest) else ""
+    return f"{axes or 'no dimensions'}: {count(len(manifest.programs), 'int_key')}{own}"
 
 
 def axes(manifest: Manifest) -> list[str]:

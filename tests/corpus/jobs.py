@@ -22,6 +22,9 @@ from tests.helpers.places import ROOT
 from .case import Case
 from .judge import BUILT, CRASHED, MISSING, RIGHT, TIMEOUT, Row
 
+LOADING = 30.0
+"""Seconds that a bundle which was built has at least to be loaded and compared."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -86,7 +89,7 @@ def _run(plan: Plan, job: Job, number: int) -> Row:
     if missing:
         return Row(name=job.case.name, target=job.target, verdict=MISSING, message=", ".join(missing))
     gpu = str(number % plan.gpus) if plan.gpus else None
-    with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="corpus-", ignore_cleanup_errors=True) as scratch:
         bundle = place_of(plan.keep or Path(scratch), job)
         if plan.replay:
             if not bundle.is_dir():
@@ -97,7 +100,8 @@ def _run(plan: Plan, job: Job, number: int) -> Row:
         row = _process(plan, job, number, bundle, Path(scratch), gpu if job.target == "cuda" else "")
         if row.verdict != BUILT or gpu is None or not bundle.is_dir():
             return row
-        after = _process(plan, job, number, bundle, Path(scratch), gpu, "replay")
+        rest = replace(plan, limit=max(LOADING, plan.limit - row.seconds))
+        after = _process(rest, job, number, bundle, Path(scratch), gpu, "replay")
     return replace(after, seconds=row.seconds + after.seconds, stages={**(row.stages or {}), **(after.stages or {})})
 
 

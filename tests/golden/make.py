@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
-A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state` and `cpu_records`.  All are
-tiny, because the tests of every later version read them.
+A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`
+and `traced_state`.  All are tiny, because the tests of every later version read them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,27 @@ TRITON_ONLY = (("TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS", "TRITON"),)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Golden:
-    """A function of models.py, and the bytes that it may take: all goldens for a GPU stay below 500 KB together."""
+    """A function of models.py, and the bytes that it may take: all goldens for a GPU stay below 500 KB together.
+
+    `gpu`: whether the machine that makes it has one.  `target`: what every test machine of that kind has, or need not have.
+    """
 
     sizes: tuple[int, ...]
     gpu: bool
     limit: int
+    target: str = "x86-64-v3"
     level: str = "inductor"
     environment: tuple[tuple[str, str], ...] = ()
 
 
 GOLDENS = {
-    "gpt_two": Golden(sizes=(4,), gpu=True, limit=380_000),
-    "mlp": Golden(sizes=(1, 4), gpu=True, limit=120_000, level="max-autotune", environment=TRITON_ONLY),
+    "gpt_two": Golden(sizes=(4,), gpu=True, limit=380_000, target="auto"),
+    "mlp": Golden(sizes=(1, 4), gpu=True, limit=120_000, target="auto", level="max-autotune", environment=TRITON_ONLY),
     "cpu_cache": Golden(sizes=(1, 4), gpu=False, limit=500_000),
     "cpu_state": Golden(sizes=(1, 4), gpu=False, limit=500_000),
     "cpu_records": Golden(sizes=(1, 4), gpu=False, limit=330_000),
-    "state": Golden(sizes=(1, 4), gpu=True, limit=250_000, level="max-autotune", environment=TRITON_ONLY),
+    "state": Golden(sizes=(1, 4), gpu=True, limit=250_000, target="auto", level="max-autotune", environment=TRITON_ONLY),
+    "traced_state": Golden(sizes=(1, 4), gpu=False, limit=110_000, target="sm_90"),
 }
 
 
@@ -75,9 +80,8 @@ def build(name: str, golden: Golden, out: Path) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network, inputs = getattr(models, name)()
-    target = "auto" if golden.gpu else "x86-64-v3"  # what every test machine has
     os.environ.update(golden.environment)
-    built = cgcompile.build(network.eval(), inputs, sizes=list(golden.sizes), out=out, target=target, lower=golden.level)
+    built = cgcompile.build(network.eval(), inputs, sizes=list(golden.sizes), out=out, target=golden.target, lower=golden.level)
     return f"{built.manifest.target.arch}, exam by {built.manifest.exam.compare}"
 
 

@@ -127,6 +127,33 @@ def cpu_state() -> Made:
     return state()
 
 
+class Kept(nn.Module):
+    """Writes what it made of a row into a cache, a buffer, and counts in an input; hands out the counter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = perceptron()
+        self.register_buffer("cache", torch.zeros(4, TOKENS, 4))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(batch, 16), (1,) int64 -> (batch, 4), the counter."""
+        rows = torch.arange(x.shape[0], device=x.device)
+        self.cache[rows, self.place] = self.network(x)
+        self.place.add_(1).remainder_(TOKENS)
+        count += x.shape[0]
+        return self.cache[: x.shape[0]].sum(1), self.place
+
+
+def traced_state() -> Made:
+    """fp32, with state, an input that calls change, and an output that is state."""
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(batch, 16), torch.randint(0, 9, (1,))
+
+    return Kept(), inputs
+
+
 @dataclass
 class Batch:
     """A call's tensors, and a number that is none."""

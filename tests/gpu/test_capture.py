@@ -13,8 +13,8 @@ from tests.helpers.raising import raises
 torch = pytest.importorskip("torch")
 
 from cgcompile.capture.recorder import record  # noqa: E402
-from cgcompile.targets.cuda.tensors import TF32  # noqa: E402
-from cgcompile.transforms.error_bounds import coarsest  # noqa: E402
+from cgcompile.export.programs import coarsest  # noqa: E402
+from cgcompile.transforms.error_bounds import TF32  # noqa: E402
 from tests.gpu.helpers.models import CASES  # noqa: E402
 from tests.gpu.helpers.recording import export, record_case, replay  # noqa: E402
 

@@ -1,4 +1,5 @@
-"""The golden bundles for a GPU replay their exam bit for bit on a GPU of their architecture, whatever version recorded them."""
+"""The golden bundles for a GPU replay their exam on a GPU of their architecture, whatever version recorded them: bit for bit, and
+within the tolerance of eager PyTorch those that were traced without a GPU."""
 
 from __future__ import annotations
 
@@ -30,9 +31,10 @@ def golden(request: pytest.FixtureRequest) -> Path:
 def test_the_exam_has_the_recorded_bits(golden: Path) -> None:
     answer = exam.fresh(str(golden))
     assert "error" not in answer, answer
-    assert all(row["exact"] for row in answer["results"]) and not answer["torch_imported"]
+    assert all(row["passed"] for row in answer["results"]) and not answer["torch_imported"]
 
 
 def test_stream_mode_has_the_recorded_bits(golden: Path) -> None:
     with cgbundle.load(golden, mode="stream") as program:
-        assert all(result.exact for result in exam.replay_exam(str(golden), program))
+        compare = program.manifest.exam.compare
+        assert all(result.passed(compare) for result in exam.replay_exam(str(golden), program))

@@ -18,7 +18,7 @@ from .schema import File, Manifest
 
 MANIFEST = "manifest.json"
 SIGNATURE, SIGNATURE_BYTES = "manifest.json.sig", 96
-PROGRAM = "program.pt2"
+PROGRAM, PROGRAMS = "program.pt2", "programs/"
 WEIGHTS = "weights.safetensors"
 EXAM = "exam.safetensors"
 GRAPHS, KERNELS, HOST = "graphs/", "kernels/", "host/"
@@ -227,6 +227,21 @@ def exam_entry(key: Sequence[int], kind: str, index: int) -> str:
     """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`.  `kind`: input, output, or
     written, which is what the input of that number holds after the call."""
     return f"{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
+
+
+def program_file(key: Sequence[int]) -> str:
+    """The exported program of an int_key, where each has its own: `programs/8x128.pt2`."""
+    return f"{PROGRAMS}{'x'.join(map(str, key))}.pt2"
+
+
+def program_files(manifest: Manifest) -> tuple[str, ...]:
+    """The files of the exported programs: one for all int_keys, or one for each."""
+    return tuple([program_file(program.key) for program in manifest.programs]) if per_size(manifest) else (PROGRAM,)
+
+
+def per_size(manifest: Manifest) -> bool:
+    """Whether every int_key has an exported program of its own."""
+    return any(file.path.startswith(PROGRAMS) for file in manifest.files)
 
 
 def sha256(path: str) -> str:

@@ -207,7 +207,7 @@ def _check_files(manifest: Manifest) -> None:
     for index, file in enumerate(manifest.files):
         small = file.bytes <= limits.TABLE_BYTES or file.path not in tables
         require(small, f"files[{index}].bytes", f"a table of {file.bytes} bytes, more than the limit of {limits.TABLE_BYTES}")
-    needed = {archive.WEIGHTS, archive.EXAM, archive.PROGRAM}
+    needed = {archive.WEIGHTS, archive.EXAM, *archive.program_files(manifest)}
     needed |= {region.file for region in manifest.regions if region.file}
     needed |= {step.file for program in manifest.programs for step in program.steps if step.file}
     needed |= {manifest.module_state} - {""}

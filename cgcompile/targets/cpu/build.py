@@ -1,4 +1,4 @@
-"""The cpu target's half of a build: the whole model is one host region."""
+"""The cpu target's half of a build: the whole model is one host region, or one per int_key where it was exported per size."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import archive, safetensors
-from cgbundle.format.schema import Exam, Target, Value, Weight
+from cgbundle.format.schema import Exam, IntKey, Region, Target, Value, Weight
 
 from ...bundle.emit import describe_size
 from ...bundle.exam import eager_exam, write_exam
 from ...bundle.proof import unproved
 from ...errors import ModelError
 from ...export.exported import memory_order
+from ...export.programs import Programs
 from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
 from ...transforms.error_bounds import error_bounds
@@ -28,53 +29,66 @@ from ...util.scratch import scratch_folder
 from ..build_spec import BuildSpec, ManifestParts
 from ..instruction_sets import level_of
 from ..memory_layout import lay_out, tensor_bytes
-from ..rows import whole_program, whole_region
+from ..rows import WHOLE, whole_program, whole_region
 from ..weights import shapes_of, write_weights
 from . import layouts
-from .aoti import compile_cpu
+from .aoti import Compiled, compile_cpu
 
-HOST_FILE = "host/model.so"
+REASON = "the cpu target has no graphs"
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
-    """Compiles the model, and writes the shared object, the weights and the exam into `stage`."""
+    """Compiles every program, and writes the shared objects, the weights and the exam into `stage`."""
     prepared, level = spec.prepared, level_of(spec.target)
     with scratch_folder() as scratch:
         with stages("lower") as tell:
             shared = prepared.aliases
             changing = bool(prepared.state) or any(each.name for each in shared)
-            program = inlined(prepared.programs.first)
-            compiled = compile_cpu(program, scratch, tell, [each.output for each in shared], changing, level)
-            tell(f"{HOST_FILE}, {compiled.path.stat().st_size >> 10} KB")
+            inner = prepared.programs.changed(inlined)
+            compiled: dict[IntKey, Compiled] = {}
+            for key, program in inner.each:
+                work = scratch / _name(key, prepared.programs)
+                work.mkdir()
+                compiled[key] = compile_cpu(program, work, tell, [each.output for each in shared], changing, level)
+            size = sum(each.path.stat().st_size for each in compiled.values())
+            tell(f"{_file(next(iter(compiled)), prepared.programs) if len(compiled) == 1 else len(compiled)}, {size >> 10} KB")
         with stages("emit") as tell:
             tensors = dict(sorted(prepared.programs.weights().items()))
             weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, prepared.state))
-            bound = layouts.bind_constants(compiled.path, program, weights)
             exams = eager_exam(spec.source, prepared, spec.sizes, weights)
-            strides = [layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs) for exam in exams]
-            bound.region.close()
-            (stage / HOST_FILE).parent.mkdir()
-            shutil.copyfile(compiled.path, stage / HOST_FILE)
+            (stage / archive.HOST).mkdir()
+            regions: list[Region] = []
+            numbers: dict[IntKey, int] = {}
+            strides: dict[IntKey, list[tuple[int, ...]]] = {}
+            for key, program in inner.each:
+                bound = layouts.bind_constants(compiled[key].path, program, weights)
+                for exam in [exam for exam in exams if inner.at(exam.key) is program]:
+                    numbers[exam.key] = len(regions)
+                    strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
+                bound.region.close()
+                file = _file(key, prepared.programs)
+                shutil.copyfile(compiled[key].path, stage / file)
+                regions.append(whole_region("host", REASON, file, bound.constants, _name(key, prepared.programs)))
             write_exam(stage / archive.EXAM, exams)
             tell(describe_size(stage))
     programs = []
-    for exam, found in zip(exams, strides, strict=True):
+    for exam in exams:
         given = [_value(tensor, tensor.stride()) for tensor in exam.inputs]
-        made = [_value(tensor, stride) for tensor, stride in zip(exam.outputs, found, strict=True)]
-        programs.append(whole_program("host", exam.key, given, made))
+        made = [_value(tensor, stride) for tensor, stride in zip(exam.outputs, strides[exam.key], strict=True)]
+        programs.append(whole_program("host", exam.key, given, made, region=numbers[exam.key]))
     bounds = error_bounds(prepared, weights)
     return ManifestParts(
         target=Target(
             kind="cpu",
             arch=platform.machine(),
             level=level.name if level else "",
-            features=compiled.features,
+            features=tuple(sorted({feature for each in compiled.values() for feature in each.features})),
             torch=spec.torch_version,
             driver=0,
         ),
         weights=weights,
         memories=_memories(weights),
-        regions=(whole_region("host", "the cpu target has no graphs", HOST_FILE, bound.constants),),
+        regions=tuple(regions),
         programs=with_aliases(tuple(programs), prepared.aliases, prepared.signature.outputs, weights),
         module_state="",
         exam=Exam(
@@ -82,6 +96,15 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             proofs=tuple([unproved(exam.key, bounds) for exam in exams]),
         ),
     )  # fmt: skip
+
+
+def _name(key: IntKey, programs: Programs) -> str:
+    """The region of the program of `key`: `model`, or `model-8x128` where each has its own."""
+    return WHOLE if programs.dynamic else f"{WHOLE}-{'x'.join(map(str, key))}"
+
+
+def _file(key: IntKey, programs: Programs) -> str:
+    return f"{archive.HOST}{_name(key, programs)}.so"
 
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> tuple[Weight, ...]:

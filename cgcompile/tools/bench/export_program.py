@@ -155,7 +155,10 @@ def main(path: str, form: str) -> None:
     sys.excepthook = fail
     with open(path) as file:
         job = json.load(file)
-    weights = {row.name: row for row in archive.read_manifest(job["bundle"]).weights}
+    manifest = archive.read_manifest(job["bundle"])
+    weights = {row.name: row for row in manifest.weights}
+    if archive.per_size(manifest):
+        raise BuildError("peer-unwritable", "programs/: the model was exported per size, and a peer takes one program for all")
     program = load(f"{job['bundle']}/{archive.PROGRAM}", job["target"] if form == "python" else "cpu")
     if form == "python":
         with open(job["program"], "w") as file:

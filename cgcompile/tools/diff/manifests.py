@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+from cgbundle.format import archive
 from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.schema import Alias, Manifest, Program, Value, Weight
 from cgbundle.tensors.tensor import dense
@@ -30,6 +31,7 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from compare_fields("target", "", *[as_row(each.target, "features") for each in both])
     yield from _sets("target", "features", a.target.features, b.target.features)
     yield from _signature(a, b)
+    yield from compare_fields("sizes", "", *[{"exported": "per size" if archive.per_size(each) else "dynamic"} for each in both])
     yield from compare_rows("sizes", *[{each.name: as_row(each, "name") for each in found.dimensions} for found in both])
     yield from _memory(a, b)
     yield from compare_rows("weights", *[{each.name: _weight(each) for each in found.weights} for found in both])

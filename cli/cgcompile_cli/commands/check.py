@@ -75,7 +75,10 @@ def _head(report: Report) -> RenderableType:
     assumed = f" (assumed: name yours with --sizes {report.assumed[0]}=...)" if report.assumed else ""
     axes = [f"{name}: {where}" for name, where in report.axes]
     return record([
-        ("model", f"{report.name}, for {report.target}"), ("sizes", [sizes + assumed, *axes]), ("findings", _summary(report))
+        ("model", f"{report.name}, for {report.target}"),
+        ("sizes", [sizes + assumed, *axes]),
+        *([("exported", f"per size: {safe(report.per_size)}")] if report.per_size else []),
+        ("findings", _summary(report)),
     ])  # fmt: skip
 
 

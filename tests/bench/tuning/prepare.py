@@ -62,7 +62,7 @@ WIDE = [
 LIKELY = frozenset({(128, 256, 64, 3, 8), (128, 256, 64, 4, 8), (256, 128, 64, 3, 8), (128, 128, 64, 3, 4), (128, 128, 64, 4, 8)})
 """Blocks, stages and warps that other compilers take for large products on this GPU: tried whatever the model of cost says."""
 
-CHUNK = 16
+CHUNK = 24
 """Kernels that are compiled at a time."""
 
 
@@ -118,7 +118,7 @@ def operations(retraced: Retraced) -> Any:
                 copies[argument] = graph.placeholder(f"x{len(values)}")
                 copies[argument].meta["val"] = argument.meta["val"]
                 values.append(argument.meta["val"])
-            return copies[argument]  # type: ignore[no-any-return]
+            return copies[argument]
 
         together = [node, *epilogue(node, order)]
         for each in together:  # placeholders come first in a graph
@@ -135,7 +135,8 @@ def operations(retraced: Retraced) -> Any:
         text = " ".join([f"{each.target} {args}" for each, args in zip(together, plain, strict=True)])
         yield f"{text} {[(tuple(v.shape), v.stride(), v.dtype) for v in values]}", alone(graph, values, retraced)
         if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            yield from split(*[each.meta["val"] for each in node.args[-2:]], retraced)
+            left, right = [each.meta["val"] for each in node.args[-2:] if isinstance(each, torch.fx.Node)]
+            yield from split(left, right, retraced)
 
 
 def epilogue(node: torch.fx.Node, order: Any) -> list[torch.fx.Node]:
@@ -182,7 +183,7 @@ def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
 
 
 def candidates(graph: Retraced, target: Arch) -> list[tuple[int, Problem, Candidate, Lowered]]:
-    """The operation lowered with each configuration, and the configuration's place by the model of cost."""
+    """The operation lowered with each configuration, and the configuration's place in the order of trying."""
     offered: dict[Problem, Sequence[Candidate]] = {}
 
     def first(problem: Problem, given: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:
@@ -202,8 +203,9 @@ def candidates(graph: Retraced, target: Arch) -> list[tuple[int, Problem, Candid
         )
         fitting = [each for each in offers if cost_model.fits(problem, each, target)]
         fitting.sort(key=lambda each: cost_model.cost(problem, each, target))
-        likely = [each for each in fitting[MOST:] if (each.block_m, each.block_n, each.block_k, each.stages, each.warps) in LIKELY]
-        for rank, candidate in enumerate([*fitting[:MOST], *likely]):
+        likely = [each for each in fitting if (each.block_m, each.block_n, each.block_k, each.stages, each.warps) in LIKELY]
+        others = [each for each in fitting if each not in likely]
+        for rank, candidate in enumerate([*others[:4], *likely, *others[4:MOST]]):
             try:
                 found.append((rank, problem, candidate, lowered(graph, target, partial(always, candidate), (candidate,))))
             except BuildError as error:

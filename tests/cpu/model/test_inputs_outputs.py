@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from cgbundle.call.structure import builder, flattener
 from cgbundle.format.pytree import check
 from cgcompile.export.export import export
+from cgcompile.export.functionalization import functional
 from cgcompile.model.dynamic_axes import input_shapes
 from cgcompile.model.load import load_source
 from cgcompile.model.pytree import NamedTensor, contexts, describe, rebuild
@@ -306,3 +307,23 @@ def test_a_cache_that_counts_in_python_is_an_output_and_no_input() -> None:
     assert [path for path, _ in leaves] == ["layers.0.keys", "layers.0.values"]
     with raises("structure-unsupported", match=r"x\.layers\.0: DynamicSlidingWindowLayer counts its tokens in a number of Python"):
         sample(load_source(Gives(lambda x: x), lambda: cache), {})
+
+
+class Holder(nn.Module):
+    """Keeps a tensor in an object that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Registered(torch.zeros(1), None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.a.add_(x)
+        return x + self.kept.a
+
+
+def test_a_write_to_a_tensor_that_an_object_keeps_is_refused_with_its_line_and_what_to_do() -> None:
+    line = Holder.forward.__code__.co_firstlineno + 1
+    made = export(load_source(Holder(), lambda: torch.ones(1)), {})
+    with raises("export-failed", match=rf"^{HERE}:{line}: forward\(\) writes to a tensor that is an attribute") as caught:
+        functional(made.programs.first)
+    assert "buffer" in caught.value.hint and "let inputs() give a cache" in caught.value.hint

@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgcompile.model.devices import placing
 from cgcompile.model.devices.placing import placed
+from cgcompile.model.flat_module import FlatModule, run_eager
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source, sample
 from tests.helpers.raising import raises
@@ -91,3 +92,36 @@ def test_a_model_that_is_too_large_for_the_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(placing, "_move", full)
     with raises("gpu-memory", match="x: CUDA out of memory. Tried"), placed(source(Tied(), owned=True), OTHER):
         pass
+
+
+class Moving(torch.nn.Module):
+    """Goes to the host and back, writes there, and makes tensors out of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.told: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.told = [str(each.device) for each in (x, x.cpu(), torch.zeros(1), torch.ones(1, device="cpu"), self.layer.weight)]
+        y = self.layer(x).cpu()
+        self.seen += y.sum(0).to(x.device)
+        return y.to(x.device) + torch.arange(4) + torch.tensor([1.0] * 4), y * torch.ones(4, device="cpu")
+
+
+def test_eager_pytorch_runs_a_model_where_it_was_placed() -> None:
+    """Moves between the devices are moves then; the user's code is told what they say."""
+    model = Moving().eval()
+    x = torch.randn(3, 4)
+    inside = model.layer(x).detach()
+    made = Source(
+        name="x", label="x", code="", model=model, inputs=lambda batch: (torch.ones(batch, 4),), dimensions=("batch",), owned=True
+    )
+    with placed(made, OTHER) as there:
+        ran = run_eager(FlatModule(model, sample(there, {"batch": 3}), there.device), [x])
+    first, second = ran.outputs
+    torch.testing.assert_close(first, inside + torch.arange(4) + 1)
+    torch.testing.assert_close(second, inside)
+    torch.testing.assert_close(ran.state["seen"], inside.sum(0))
+    assert model.told == ["cuda:0", "cpu", "cuda:0", "cpu", "cuda:0"] and not model.seen.any()

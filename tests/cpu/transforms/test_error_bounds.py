@@ -13,9 +13,10 @@ from torch import nn
 from cgbundle.format.schema import Weight
 from cgcompile.export.export import export
 from cgcompile.export.functionalization import functional
+from cgcompile.export.programs import coarsest
 from cgcompile.export.signature import describe_signature
 from cgcompile.model.load import load_source
-from cgcompile.transforms.error_bounds import ErrorBound, coarsest, error_bounds
+from cgcompile.transforms.error_bounds import ErrorBound, error_bounds
 from cgcompile.transforms.prepared import Prepared, prepare
 from cgcompile.util.tolerance import compare, tolerance
 from tests.cpu.models import Batched

@@ -30,7 +30,7 @@ REPORT = Report(
         RegionReport(name="host-1", kind="host", reason="host-scalar", operations=(("item", 1),), reads=(("max", 4),)),
         RegionReport(name="graph-2", kind="graph", reason="", operations=(("linear", 6),), reads=()),
     ),
-    returned=(("y", 1024),), unpartitioned="",
+    returned=(("y", 1024),), unpartitioned="", per_size="",
 )  # fmt: skip
 
 
@@ -47,6 +47,11 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Any:
         return CliRunner().invoke(app, ["check", "m.py", *arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
     return run
+
+
+def test_a_report_says_that_sizes_are_exported_apart(call: Any) -> None:
+    lines = call(replace(REPORT, per_size="m.py: batch=1 is excluded")).stdout.splitlines()
+    assert lines[3] == "exported  per size: m.py: batch=1 is excluded"
 
 
 def test_a_report_in_full(call: Any) -> None:

@@ -492,6 +492,17 @@ def test_a_file_that_is_needed_is_listed(path: str) -> None:
         check_manifest(replace(made, files=tuple(file for file in made.files if file.path != path)))
 
 
+def test_programs_of_their_own_are_needed_for_every_int_key() -> None:
+    made = cpu()
+    rest = tuple([file for file in made.files if file.path != archive.PROGRAM])
+    own = tuple([File(path=archive.program_file(program.key), bytes=1, sha256=SHA) for program in made.programs])
+    whole = replace(made, files=tuple(sorted((*rest, *own), key=lambda file: file.path)))
+    check_manifest(whole)
+    assert archive.per_size(whole) and not archive.per_size(made) and archive.program_files(made) == (archive.PROGRAM,)
+    with raises("file-damaged", match=f"^{own[0].path}: the manifest needs it and does not list it"):
+        check_manifest(replace(whole, files=tuple([file for file in whole.files if file.path != own[0].path])))
+
+
 def test_tables_and_module_states_are_listed() -> None:
     with raises("file-damaged", match=r"^graphs/g1-4\.bin: "):
         check_manifest(replace(cuda(), files=(*FILES, *TABLES[:3])))

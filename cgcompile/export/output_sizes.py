@@ -1,0 +1,106 @@
+"""The size of an output's axis in terms of the declared dimensions, from the sizes that eager PyTorch gave.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import combinations_with_replacement
+
+from cgbundle.format import limits
+from cgbundle.format.schema import Size
+from cgbundle.format.size_expressions import evaluate, operands
+
+Points = Sequence[tuple[Mapping[str, int], int]]
+"""Sizes of the declared dimensions, and the size of the axis at them."""
+
+DIVISORS, SHIFTS = (2, 3, 4, 5, 6, 7, 8, 16, 32, 64), range(-64, 65)
+"""Of quotients: what strides, pools and patches divide by."""
+
+
+def fitted(points: Points) -> Size | None:
+    """The simplest expression that holds at all points, or None: a number; a sum of multiples of dimensions, then also of their
+    products; a dimension divided and rounded down."""
+    for size in _candidates(points):
+        if size is not None and all(evaluate(size, sizes) == value for sizes, value in points):
+            return size
+    return None
+
+
+def tabled(points: Points) -> Size | None:
+    """An expression with the right value at each of the points and nowhere else, or None where there are too many.
+
+    1 // (1 + (d - k) * (d - k)) is 1 for d = k and 0 for any other d.
+    """
+    made: Size = 0
+    for sizes, value in points:
+        term: Size = value
+        for name, size in sizes.items():
+            distance = ("-", name, size)
+            term = ("*", term, ("//", 1, ("+", 1, ("*", distance, distance))))
+        made = ("+", made, term) if made else term
+    return made if operands(made) <= limits.SIZE_OPERATORS else None
+
+
+def _candidates(points: Points) -> Iterator[Size | None]:
+    names = list(points[0][0])
+    yield points[0][1]
+    for name in names:
+        yield _sum(points, [(name,)])
+    yield _sum(points, [(name,) for name in names])
+    products: list[tuple[str, ...]] = [tuple(pair) for pair in combinations_with_replacement(names, 2)]
+    for product in products:
+        yield _sum(points, [product])
+    yield _sum(points, [*[(name,) for name in names], *products])
+    for exact in (True, False):  # where nothing was rounded at any point, a divisor that rounds is no better
+        for name in names:
+            for divisor in DIVISORS:
+                for shift in sorted(SHIFTS, key=abs):
+                    if exact == all((sizes[name] + shift) % divisor == 0 for sizes, _ in points):
+                        base: Size = ("//", _plus(name, shift), divisor)
+                        yield _plus(base, points[0][1] - evaluate(base, points[0][0]))
+
+
+def _plus(size: Size, number: int) -> Size:
+    return size if not number else ("+", size, number) if number > 0 else ("-", size, -number)
+
+
+def _sum(points: Points, terms: Sequence[tuple[str, ...]]) -> Size | None:
+    """A whole number plus whole multiples of the terms, each a product of dimensions; None where there is none, or several."""
+    rows = [[Fraction(1), *[_product(sizes, term) for term in terms], Fraction(value)] for sizes, value in points]
+    factors = _solved(rows, 1 + len(terms))
+    if factors is None or any(factor.denominator != 1 for factor in factors):
+        return None
+    size: Size | None = None
+    for factor, term in sorted(zip(map(int, factors[1:]), terms, strict=True), key=lambda pair: pair[0] < 0):
+        if not factor:
+            continue
+        made: Size = term[0]
+        for name in term[1:]:
+            made = ("*", made, name)
+        made = made if abs(factor) == 1 else ("*", made, abs(factor))
+        size = (made if factor > 0 else ("-", 0, made)) if size is None else ("+" if factor > 0 else "-", size, made)
+    return int(factors[0]) if size is None else _plus(size, int(factors[0]))
+
+
+def _product(sizes: Mapping[str, int], term: Sequence[str]) -> Fraction:
+    made = Fraction(1)
+    for name in term:
+        made *= sizes[name]
+    return made
+
+
+def _solved(rows: list[list[Fraction]], unknown: int) -> list[Fraction] | None:
+    """The solution of linear equations (Gauss), None where they have none or several."""
+    for column in range(unknown):
+        pivot = next((row for row in rows[column:] if row[column]), None)
+        if pivot is None:
+            return None
+        rows.remove(pivot)
+        rows.insert(column, pivot)
+        scale = pivot[column]
+        pivot[:] = [value / scale for value in pivot]
+        for row in rows:
+            if row is not pivot and row[column]:
+                factor = row[column]
+                row[:] = [value - factor * other for value, other in zip(row, pivot, strict=True)]
+    return [row[unknown] for row in rows[:unknown]] if not any(row[unknown] for row in rows[unknown:]) else None

@@ -1,0 +1,188 @@
+"""Calls of torch.export over flat tensors: with the declared dimensions dynamic, or with every size a constant.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from cgbundle.format.schema import Size
+from cgbundle.format.size_expressions import linear
+
+from ..errors import ModelError
+from ..model.flat_module import FlatModule
+from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
+from ..model.source import Source
+from ..model.user_code import first_line, user_line, user_place
+from .composite_operators import without_composites
+from .higher_order import expanded
+
+
+def export_dynamic(
+    source: Source, flat: FlatModule, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
+) -> ExportedProgram:
+    """One program for all sizes.  Raises size-excluded, export-failed, branch-on-data."""
+    # export takes a dimension with a single value above 1 for a constant: the range always goes beyond the sizes
+    roots = {name: Dim(name, min=values[0], max=max(values[0] + 3, values[-1])) for name, values in sizes.items()}
+    tensors = flat.like.tensors
+    try:
+        return _export(flat, tensors, _dynamic(shapes, roots))
+    except Exception as error:
+        narrower = _narrower(str(error), roots)
+        if narrower is None:
+            raise _explain(source, error, sizes) from error
+    try:
+        return _export(flat, tensors, _dynamic(shapes, narrower))
+    except Exception as error:
+        raise _explain(source, error, sizes) from error
+
+
+def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
+    """The program for the sizes of `tensors`.  Raises export-failed, branch-on-data."""
+    try:
+        return _export(flat, tensors, None)
+    except Exception as error:
+        raise _explain(source, error, {}) from error
+
+
+def past_branches(
+    flat: FlatModule, calls: Sequence[SideEffects], attempt: Callable[[], ExportedProgram]
+) -> tuple[ExportedProgram, tuple[Obstacle, ...]]:
+    """A branch on a number that Python read out of a tensor stops the export.  It is made again with the number that eager PyTorch
+    had, so that the checks see what comes after.  `calls`: grows by what each call of `flat` does."""
+    passed: list[Obstacle] = []
+    while True:
+        try:
+            program = attempt()
+        except ModelError as error:
+            stop = error.__cause__
+            more = calls[-1].reads_of(_free_symbols(stop)) - flat.known
+            if error.code != "branch-on-data" or not more or stop is None:
+                raise
+            where, line = user_place(stop)
+            passed.append(Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
+            flat.known = flat.known | more
+        else:
+            return program, tuple(dict.fromkeys([*passed, *calls[-1].obstacles]))
+
+
+def _free_symbols(error: BaseException | None) -> frozenset[Any]:
+    """The symbols of the condition that stopped an export."""
+    return frozenset(getattr(getattr(error, "cond", None), "free_symbols", ()))
+
+
+def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
+    said = io.StringIO()
+    with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
+        program = torch.export.export(flat, _separate(tensors), dynamic_shapes=dynamic, strict=False)
+    sys.stderr.write(said.getvalue())
+    return without_composites(expanded(program))
+
+
+def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors, each in a storage of its own where it shared one: in a bundle no input is a view of another.
+
+    torch cannot make a program functional that writes to such.  A tensor whose elements share memory stays as it is.
+    """
+    seen: set[int] = set()
+    made = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in seen and all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        seen.add(storage)
+        made.append(tensor)
+    return tuple(made)
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """A failing export logs what it could not guard on, and prints its graph: what they mean is in the exception."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _dynamic(shapes: Sequence[tuple[Size, ...]], roots: Mapping[str, Any]) -> Any:
+    return (tuple([{axis: _dim(size, roots) for axis, size in enumerate(shape) if not isinstance(size, int)} for shape in shapes]),)
+
+
+def _dim(size: Size, roots: Mapping[str, Any]) -> Any:
+    rule = linear(size)
+    assert rule is not None, size
+    name, scale, offset = rule
+    made = roots[name] if scale == 1 else scale * roots[name]
+    return made + offset if offset else made
+
+
+def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
+    """torch.export names the constraint that it found as suggested fixes: "batch = Dim('batch', min=2)", "seq = 8*_seq".
+
+    A range or a multiple is taken up, because every declared size is checked against the exported program afterwards; None for
+    anything else, a constant above all.
+    """
+    _, found, fixes = text.partition("Suggested fixes:")
+    if not found:
+        return None
+    made = dict(roots)
+    for name, low, high in re.findall(r"^\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)\s*$", fixes, re.MULTILINE):
+        made[name] = Dim(name, min=int(low or 1), max=int(high) if high else None)
+    for name, scale, root, offset in re.findall(r"^\s*(\w+) = (?:(\d+)\*)?(_\w+)(?: ([+-] \d+))?\s*$", fixes, re.MULTILINE):
+        step = int(offset.replace(" ", "")) if offset else 0
+        base = made.get(root) or Dim(root)
+        made[name] = int(scale or 1) * base + step if step else int(scale or 1) * base
+    return made if made != dict(roots) and made.keys() >= roots.keys() and not _constants(fixes) else None
+
+
+# --- what torch.export says when it stops, in our words ------------------------------------------------------------
+
+_INPUT_SIZE = r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]"
+"""How export spells the size of an input's axis."""
+
+
+def _constants(fixes: str) -> dict[str, str]:
+    """Dimensions that export found to be constant, with the value."""
+    return dict(re.findall(r"^\s*(\w+) = (\d+)\s*$", fixes, re.MULTILINE))
+
+
+def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
+    """The error for what torch.export raised; `sizes` are those of the dimensions that were dynamic."""
+    text = str(error)
+    fixed = _constants(text)
+    for name in sizes:
+        if name in fixed:
+            return ModelError(
+                "size-excluded",
+                f"{source.label}: dimension {name!r} cannot vary: the model's code fixes it to {fixed[name]}",
+                f"remove what depends on the value of {name} (an if, int(), a constant in a view), or declare no such dimension",
+            )
+        if re.search(rf"\b{name}\b", text) and "onstraint" in text:
+            lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
+            line = next((line for line in lines if line.startswith("Not all values")), lines[0])
+            return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
+    if isinstance(error, GuardOnDataDependentSymNode):
+        place, line = user_place(error)
+        return branch(place or source.label, line)
+    place = user_line(error, source.label)
+    if not place:
+        found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
+        place = f"{found[1]}:{found[2]}" if found else source.label
+    return ModelError("export-failed", f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
+
+
+def branch(where: str, line: str) -> ModelError:
+    """Python branched on the value of a tensor at `where`."""
+    return ModelError("branch-on-data", f"{where}: data-dependent-branch: {BRANCH}: {line}", BRANCH_FIX)

@@ -1,0 +1,235 @@
+"""Models that torch.export cannot keep dynamic: a program for every int_key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cgcompile.checks import check
+from cgcompile.export.export import export, refuse_branches
+from cgcompile.export.exported import Exported
+from cgcompile.export.functionalization import functional
+from cgcompile.export.signature import describe_signature
+from cgcompile.model.flat_module import run_eager
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
+from cgcompile.targets.weights import shapes_of
+from cgcompile.transforms.padding_proof import prove_padding
+from cgcompile.transforms.prepared import Prepared, prepare
+from tests.helpers.raising import raises
+
+
+class Holding(nn.Module):
+    """A function over a module's tensors."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(8, 8)
+        self.experts = nn.Parameter(torch.randn(4, 8, 8))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self.function(self, *tensors)
+
+
+def rows(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randn(batch, 8),)
+
+
+def exported(function: Callable[..., Any], inputs: Callable[..., Any] = rows, **sizes: tuple[int, ...]) -> Exported:
+    torch.manual_seed(0)
+    return export(load_source(Holding(function).eval(), inputs), sizes or {"batch": (1, 3, 8)})
+
+
+def prepared(made: Exported) -> Prepared:
+    functionalized = {key: functional(program) for key, program in made.programs.each}
+    return prepare(made, describe_signature(made), functionalized, markers=False)
+
+
+def branch(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x) if x.shape[0] > 4 else x * 2
+
+
+def alone(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x) if x.shape[0] == 1 else x * 2
+
+
+def order_statistic(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    return x.kthvalue((x.shape[0] + 1) // 2, dim=0).values
+
+
+def loop(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    h = x[0] * 1
+    for i in range(1, x.shape[0]):
+        h = torch.tanh(h + x[i])
+    return h
+
+
+def number(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor(float(int(x.shape[0])))
+
+
+def halves(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    return x.topk(max(1, int(x.shape[0] * 0.5)), dim=0).values
+
+
+@pytest.mark.parametrize("function", [branch, alone, order_statistic, loop, number, halves])
+def test_every_key_has_a_program_that_gives_what_the_model_gives(function: Callable[..., Any]) -> None:
+    made = exported(function)
+    assert not made.programs.dynamic and "batch" in made.programs.reason
+    ready = prepared(made)
+    for key in made.programs.by_key:
+        tensors = sample(made.source, {"batch": key[0]}).tensors
+        (want,) = run_eager(ready.reference, tensors).outputs
+        (got,) = ready.programs.at(key).module()(*tensors)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda m, x: m.linear(x), lambda m, x: torch.einsum("bi,bij->bj", x, m.experts[x.argmax(-1) % 4])]
+)
+def test_what_can_be_dynamic_stays_dynamic(function: Callable[..., Any]) -> None:
+    made = exported(function)
+    if torch.__version__ >= "2.13":  # torch 2.11 cannot keep `w[index]` dynamic
+        assert made.programs.dynamic and len(made.programs.each) == 1 and not made.programs.reason
+
+
+def test_a_mixture_of_experts_is_right_at_every_size() -> None:
+    made = prepared(
+        exported(lambda m, x: torch.einsum("bi,bij->bj", x, m.experts[x.argmax(-1) % 4]) * (2 if x.shape[0] > 4 else 1))
+    )
+    assert made.signature.outputs[0].shape == ("batch", 8) and len(made.programs.each) == 3
+
+
+def test_literals_of_one_name_that_differ_get_names_of_their_own() -> None:
+    made = exported(number)
+    values = {name: value.item() for name, value in made.programs.weights().items() if "lifted" in name}
+    assert sorted(values.values()) == [1.0, 3.0, 8.0]
+    for key, program in made.programs.by_key.items():
+        (name,) = [name for name in program.constants if "lifted" in name]
+        assert values[name] == key[0]
+
+
+def test_weights_are_shared() -> None:
+    programs = exported(branch).programs
+    storages = {program.state_dict["model.linear.weight"].data_ptr() for _, program in programs.each}
+    assert len(storages) == 1 and len(shapes_of(programs.weights())) == 4
+
+
+def test_state_is_the_union_of_what_the_programs_write() -> None:
+    def counting(m: Holding, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 4:
+            m.calls.add_(1)
+        return x + m.calls
+
+    ready = prepared(exported(counting, batch=(2, 8)))
+    assert ready.state == ("model.calls",) and ready.exam_calls == 2
+
+
+def test_random_numbers_of_some_sizes() -> None:
+    ready = prepared(exported(lambda m, x: x + torch.rand_like(x) if x.shape[0] > 4 else x * 2, batch=(2, 8)))
+    assert ready.generator and ready.state == (ready.generator,)
+    for size in (2, 8):
+        ran = run_eager(ready.reference, (torch.zeros(size, 8),), calls=2)
+        assert ran.state[ready.generator.removeprefix("model.")].tolist() == [0, 2 if size == 8 else 0]
+
+
+def test_two_dimensions_and_their_product() -> None:
+    def joined(m: Holding, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(x) if x.shape[1] > 4 else x
+        return y.reshape(-1, 8), torch.cat([x[0], x[:, 0]])
+
+    made = exported(joined, lambda batch, seq: (torch.randn(batch, seq, 8),), batch=(1, 3), seq=(2, 8))
+    first, second = describe_signature(made).outputs
+    assert first.shape == (("*", "batch", "seq"), 8) and second.shape == (("+", "batch", "seq"), 8)
+
+
+# --- padding ------------------------------------------------------------------------------------------------------
+
+
+def proved(function: Callable[..., Any], **sizes: tuple[int, ...]) -> tuple[str, bool, str]:
+    made = exported(function, **sizes)
+    (dimension,) = prove_padding(made.source, prepared(made), made.sizes, lambda text: None)
+    return dimension.pad, dimension.chunk, dimension.reason
+
+
+def test_a_branch_between_the_sizes_is_found() -> None:
+    pad, chunk, reason = proved(branch, batch=(1, 2, 8))
+    assert (pad, chunk) == ("no", False) and "when batch=3 is filled up with zeros to 8" in reason
+
+
+def test_a_branch_that_changes_nothing_is_padded_with_zeros() -> None:
+    pad, chunk, reason = proved(lambda m, x: m.linear(x) if x.shape[0] > 4 else torch.mul(m.linear(x), 1), batch=(2, 8))
+    assert (pad, chunk) == ("zeros", False) and "operations differ between the sizes of batch" in reason
+
+
+def test_programs_of_the_same_operations_are_padded_and_cut() -> None:
+    assert proved(lambda m, x: m.linear(x) * (2.0 + 0 * int(x.shape[0])), batch=(2, 5))[:2] == ("rows", True)
+
+
+def test_what_joins_rows_is_read_off_two_programs() -> None:
+    pad, chunk, reason = proved(lambda m, x: x * float(int(x.shape[0]) > 0) + 0 * x.sum(0), batch=(2, 5))
+    assert (pad, chunk) == ("zeros", False) and reason.startswith("sum joins what lies along batch")
+
+
+def test_a_shape_of_its_own_between_the_sizes_is_not_padded() -> None:
+    pad, _, reason = proved(lambda m, x: torch.zeros(max(1, int(x.shape[0] * 0.5)), 8), batch=(1, 8))
+    assert pad == "no" and "has a shape of its own" in reason
+
+
+# --- findings -----------------------------------------------------------------------------------------------------
+
+
+def test_findings_are_told_once_with_the_keys_where_they_differ() -> None:
+    def read(m: Holding, x: torch.Tensor) -> torch.Tensor:
+        y = x * x.sum().item()
+        if x.shape[0] > 4:
+            y = y + x.max().item()
+        return y
+
+    made = exported(read, batch=(2, 8))
+    checked = check(made)
+    assert sorted(finding.message for finding in checked.findings if finding.severity == "host") == [
+        "the CPU reads a number out of a tensor and waits for the GPU",
+        "the CPU reads a number out of a tensor and waits for the GPU (at batch=8)",
+    ]
+    assert checked.placements[2,].keys() < checked.placements[8,].keys()
+
+
+# --- what stays refused -------------------------------------------------------------------------------------------
+
+
+def test_a_size_at_which_eager_pytorch_fails_is_refused_with_the_line() -> None:
+    def fails(m: Holding, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, 4, 8).sum(1) if x.shape[0] != 8 else x
+
+    with raises("size-excluded", match=r"test_per_size.py:\d+: the model fails in eager PyTorch at batch=6: "):
+        exported(fails, batch=(4, 6, 8))
+
+
+def test_an_output_whose_axes_change_is_refused() -> None:
+    with raises("structure-unsupported", match="its dtype or its number of axes changes with the sizes"):
+        describe_signature(exported(lambda m, x: x if x.shape[0] > 4 else x.sum(0)))
+
+
+def test_a_branch_on_data_is_no_matter_of_sizes() -> None:
+    made = exported(lambda m, x: x * 2 if x.sum() > 0 else x)
+    assert made.programs.dynamic
+    with raises("branch-on-data", match="test_per_size.py"):
+        refuse_branches(made)
+
+
+def test_sizes_without_a_rule_are_listed_up_to_a_limit() -> None:
+    def ragged(m: Holding, x: torch.Tensor) -> torch.Tensor:
+        return x[0].repeat(1 + (int(x.shape[0]) * 7919) % 13, 1)
+
+    made = exported(ragged, batch=(1, 2, 3, 5))
+    shape = describe_signature(made).outputs[0].shape
+    assert shape != (1, 8)
+    with raises("shape-irregular", match="its sizes follow no rule, and are too many for a list"):
+        describe_signature(exported(ragged, batch=tuple(range(1, 40, 2))))
