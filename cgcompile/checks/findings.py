@@ -15,7 +15,7 @@ from ..export.functionalization import functional
 from ..export.weights import weight_placeholders
 from .context import HOST, REFUSE, RuleContext
 from .host_placement import data_dependent_nodes, moved_nodes, placements
-from .operators import check_host_ops
+from .operators import check_host_ops, operators_without_code
 from .rules import RULES, names
 
 GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
@@ -83,8 +83,10 @@ def _check_program(exported: Exported, program: ExportedProgram, target: str, ho
     found = tuple([finding for rule in RULES for finding in rule(context)])
     if target == "cpu":
         kept = tuple([finding for finding in found if finding.severity != HOST and finding.rule not in GPU_ONLY])
+        kept += tuple(operators_without_code(program))
         return _CheckedProgram(findings=kept, placements={}, functionalized=functionalized)
     placed = placements(program.graph, found, context.data_dependent, context.moved)
+    found += tuple(operators_without_code(program, placed)) if placed else ()
     return _CheckedProgram(findings=found, placements=placed, functionalized=functionalized)
 
 

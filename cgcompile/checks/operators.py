@@ -4,7 +4,7 @@ user."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch.export import ExportedProgram
@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Finding
 
-from ..errors import BuildError
+from ..errors import CATALOGUE, BuildError, ModelError
 from ..export.torch_program import arguments
+from ..transforms.inlining import custom_operators, inlined
 from .context import HOST, NOTE, REFUSE, RuleContext, all_calls, finding, operator
 
 aten = torch.ops.aten
@@ -47,6 +48,10 @@ DETERMINISTIC_SCATTER = frozenset({
 """What PyTorch names under deterministic algorithms, and the same operators written in place."""
 
 INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default)
+
+WITHOUT_CODE, WITHOUT_KERNEL = "operator-without-code", "operator-without-kernel"
+"""Rules about what an operator runs as: on the host (`operators_without_code`), and on a GPU that is not here
+(offline/lower/coverage.py)."""
 
 PYTORCH = frozenset({"aten", "prim", "prims", "higher_order", "cgcompile", "inductor", "quantized_decomposed"})
 """Namespaces whose operators are PyTorch's or ours."""
@@ -185,6 +190,35 @@ def custom_operator(context: RuleContext) -> Iterable[Finding]:
                 "custom-operator", NOTE, f"{operator(node)} is an operator of another library", node,
                 "it is recorded as it is: it must not wait for the GPU, nor allocate outside PyTorch",
                 f"keep it on the host with --host-op {operator(node)} if it cannot be captured", top,
+            )  # fmt: skip
+
+
+def operators_without_code(program: ExportedProgram, on_host: Collection[str] | None = None) -> Iterable[Finding]:
+    """Operators of other libraries that would need Python at run time.
+
+    What it looks for: such operators among the nodes `on_host`, all nodes for None, whose code PyTorch cannot trace.
+    Why: code for the host is compiled, and the process that serves it has no Python of the library's.
+    Effect: no bundle can be built.
+    Fix: write it with torch.library.custom_op over PyTorch's own operations, or take it out of the model.
+    Source: transforms/inlining.py, which traces those that can be.
+    """
+    foreign = custom_operators(program)
+    if not foreign:
+        return
+    module = program.graph_module
+    assert isinstance(module, torch.fx.GraphModule)
+    seen = set()
+    for node, top in all_calls(module):
+        if node.target not in foreign or node.target in seen or (on_host is not None and top not in on_host):
+            continue
+        seen.add(node.target)
+        try:
+            inlined(program, {node.target})
+        except ModelError as error:
+            reason = str(error).partition(": ")[2]
+            yield finding(
+                WITHOUT_CODE, REFUSE, f"{operator(node)} {reason or 'needs Python'}", node, "no bundle can be built",
+                CATALOGUE[WITHOUT_CODE].hint, top,
             )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from cgbundle.tensors.exam_tensors import WAIVER
 from . import control, devices, operators, randomness, scalars, shapes, sizes, writes
 from .context import RuleContext
 from .host_placement import FOLLOWER
+from .operators import WITHOUT_CODE, WITHOUT_KERNEL
 
 Rule = Callable[[RuleContext], Iterable[Finding]]
 
@@ -43,9 +44,9 @@ RULES: tuple[Rule, ...] = (
 )
 """Refusals first: the first finding is the one that a build names."""
 
-ELSEWHERE = (FOLLOWER, "too-many-keys", "small-region", WAIVER)
-"""Rules that are no function of a RuleContext: host_placement.py has the first, `cgcompile check` finds two more, a build's proof
-the last."""
+ELSEWHERE = (FOLLOWER, WITHOUT_CODE, WITHOUT_KERNEL, "too-many-keys", "small-region", WAIVER)
+"""Rules that are no function of a RuleContext: host_placement.py and operators.py have one each, offline/lower/coverage.py the
+third, `cgcompile check` finds two more, a build's proof the last."""
 
 
 def name(rule: Rule) -> str:

@@ -33,6 +33,7 @@ from ..transforms.padding_proof import prove_padding
 from ..transforms.prepared import prepare
 from ..util.progress import Stages
 from .destination import destination_path, staged_bundle
+from .kernel_coverage import operators_without_kernel
 from .records import Built, Options
 
 BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "trace": "cgcompile.offline.build"}
@@ -67,6 +68,10 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             checked = check(exported, "cpu" if chosen.recorder == "host" else "cuda", options.host_ops)
             refuse(checked, options.strict, options.waive, options.specialize)
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
+            if chosen.recorder == "trace":
+                without = operators_without_kernel(prepared, checked.placements, sizes, chosen.target)
+                checked = replace(checked, findings=(*checked.findings, *without))
+                refuse(checked, options.strict, options.waive, options.specialize)
             tell(_counted(len(checked.findings), "finding"))
         with stages("padding") as tell:
             dimensions = prove_padding(source, prepared, sizes, tell)

@@ -31,8 +31,9 @@ from ..model.user_code import user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
-from ..targets.architectures import arch
-from ..targets.instruction_sets import level_of
+from ..targets.choice import recorder_for
+from ..transforms.prepared import prepare
+from .kernel_coverage import operators_without_kernel
 from .records import RegionReport, Report
 
 ASSUMED = (2, 8)
@@ -50,11 +51,8 @@ def check(
     max_keys: int,
 ) -> Report:
     """See `cgcompile.check`."""
-    if level_of(target):
-        target = "cpu"
-    elif target not in ("cpu", "cuda"):
-        arch(target)  # raises target-unavailable
-        target = "cuda"
+    named, recorder = target, recorder_for(target)
+    target = "cpu" if recorder == "host" else "cuda"
     source = load_source(model, inputs)
     assumed = () if sizes else tuple(source.dimensions)
     wanted = assumed_sizes(assumed, source.saved, ASSUMED) if assumed else declared_sizes(sizes, source.dimensions, source.saved)
@@ -77,7 +75,10 @@ def check(
         checked = check_rules(exported, target, host_ops)
         found += checked.findings
         if not any(finding.severity == "refuse" for finding in found):
-            describe_signature(exported)  # raises what a build would
+            signature = describe_signature(exported)  # raises what a build would, and so does the next
+            prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
+            if recorder == "trace":
+                found += operators_without_kernel(prepared, checked.placements, wanted, named)
         if target == "cuda":
             try:
                 largest = tuple([values[-1] for values in wanted.values()])

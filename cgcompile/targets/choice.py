@@ -75,6 +75,16 @@ def choose(target: str, lower: str, specialize: str = "size", recorder: str = "a
     return _trace(wanted, lower, specialize, wanted == here)
 
 
+def recorder_for(target: str) -> str:
+    """The recorder of a build for `target` on this machine, "cuda" taken for a GPU that is here.  Raises target-unavailable."""
+    if target == "cpu" or level_of(target) is not None:
+        return "host"
+    if target in ("cuda", _here()):
+        return "capture"
+    arch(target)  # raises where there is no such architecture
+    return "trace"
+
+
 def _here() -> str:
     """The architecture of this machine's GPU, or ""."""
     if not torch.cuda.is_available():

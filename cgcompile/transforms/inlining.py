@@ -8,7 +8,7 @@ Private interface (torch 2.11, 2.13): `torch._library.custom_ops`, for the Pytho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -24,12 +24,14 @@ OWN = frozenset({"aten", "prims", "prim", "quantized", "cgcompile"})
 """Namespaces of operators that PyTorch registers itself, or we do."""
 
 
-def inlined(program: ExportedProgram) -> ExportedProgram:
-    """The same program without operators that need Python at run time.  Raises operator-without-code, torch-unsupported."""
+def inlined(program: ExportedProgram, only: Collection[Any] | None = None) -> ExportedProgram:
+    """The same program without operators that need Python at run time, or without those of `only` among them.  Raises
+    operator-without-code, torch-unsupported."""
     if any(node.target in SPELLED for node in program.graph.nodes):
         program = program.run_decompositions(dict(SPELLED))
+    kept = set() if only is None else custom_operators(program) - set(only)
     for _ in range(8):  # an operator may be written with others
-        operators = custom_operators(program)
+        operators = custom_operators(program) - kept
         if not operators:
             return program
         try:

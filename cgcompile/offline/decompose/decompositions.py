@@ -33,6 +33,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         **get_decompositions(
             [aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default, aten.upsample_trilinear3d.default]
         ),
+        aten._adaptive_avg_pool3d.default: averaged,
+        aten.addbmm.default: lambda x, a, b, beta=1, alpha=1: x * beta + torch.bmm(a, b).sum(0) * alpha,
         aten.mm.default: product,
         aten.bmm.default: product,
         aten.addmm.default: added_product,
@@ -196,6 +198,29 @@ def embedding_bag(
     return bags.to(weight.dtype), torch.zeros_like(indices), count, torch.zeros_like(offsets)
 
 
+# --- cells and pools ------------------------------------------------------------------------------------------
+
+
+def lstm_cell(
+    x: Tensor, state: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The new hidden and cell states, (batch, hidden) each; PyTorch's own kernel for a GPU is one of a library."""
+    hidden, cell = state
+    gates = torch.nn.functional.linear(x, w_ih, b_ih) + torch.nn.functional.linear(hidden, w_hh, b_hh)
+    enter, forget, new, leave = gates.chunk(4, 1)
+    cell = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
+    return torch.sigmoid(leave) * torch.tanh(cell), cell
+
+
+def averaged(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """`x` (..., d, h, w) averaged over windows that overlap where a length is no multiple of the size wanted."""
+    for axis, size in zip((-3, -2, -1), sizes, strict=True):
+        length = x.shape[axis]
+        windows = [(index * length // size, -(-(index + 1) * length // size)) for index in range(size)]
+        x = torch.stack([x.narrow(axis, start, end - start).mean(axis) for start, end in windows], axis)
+    return x
+
+
 # --- operations as a whole -------------------------------------------------------------------------------------
 
 
@@ -207,6 +232,7 @@ def associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], more: Se
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: attention,
     aten.batch_norm.default: normalized,
+    aten.lstm_cell.default: lstm_cell,
     aten.embedding_bag.default: embedding_bag,
     aten.embedding_bag.padding_idx: embedding_bag,
     associative_scan_op: associative_scan,

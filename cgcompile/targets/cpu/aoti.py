@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
 
 from cgbundle.cpu.processor import processor_flags
 
 from ...errors import BuildError
-from ...model.user_code import first_line
+from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from .compiler import compiler, wrap
+from .complex_numbers import complex_decompositions
+from .dispatch import dispatched
 
 TESTED = "2.13"
 
@@ -44,6 +47,9 @@ FILE_NAME = re.compile(rb"/c[a-z2-7]{51}\.")
 UNFOLDED = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
 """More of them for a program whose weights may change.  Inductor makes numbers of the code of small constants, and of those whose
 elements are all equal, also of buffers that are written to: every call would begin where the build did (seen with 2.13)."""
+
+UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
+"""For a program with complex numbers: it would make `aten.full` of those whose elements are equal, behind complex_numbers.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +82,7 @@ def compile_cpu(
         raise BuildError("compiler-failed", f"no C++ compiler: {compiler()!r} is not on the PATH", "install g++, or set CXX")
     target = work / "model.so"
     known = torch._inductor.config.get_config_copy()
-    wanted = OPTIONS | (UNFOLDED if changing else {})
+    wanted = OPTIONS | (UNFOLDED_COMPLEX if _has_complex(program) else {}) | (UNFOLDED if changing else {})
     if changing and (missing := sorted(UNFOLDED.keys() - known.keys())):
         raise BuildError(
             "torch-unsupported",
@@ -87,7 +93,7 @@ def compile_cpu(
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    with _private_cache(work / "cache"), _watched(work, tell), torch.no_grad():
+    with _private_cache(work / "cache"), _watched(work, tell), dispatched(), complex_decompositions(), torch.no_grad():
         try:
             made = torch._inductor.aot_compile(
                 _apart(program.module(), shared),
@@ -95,13 +101,26 @@ def compile_cpu(
                 options={**options, "aot_inductor.output_path": str(target)},
             )
         except Exception as error:
-            raise BuildError("compiler-failed", f"Inductor failed: {type(error).__name__}: {first_line(error)}") from error
+            raise _own(error) or BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
     if not isinstance(made, str) or not target.exists():
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
         )
     _make_reproducible(target, work)
     return Compiled(path=target, features=needed(compiler(), wrapped.options(), os.uname().machine, processor_flags()))
+
+
+def _has_complex(program: ExportedProgram) -> bool:
+    values = [leaf for node in program.graph.nodes for leaf in tree_leaves(node.meta.get("val"))]
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
+
+
+def _own(error: BaseException) -> BuildError | None:
+    """The error of ours that Inductor passed on as its own."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, BuildError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.GraphModule:

@@ -22,6 +22,7 @@ from ...export.programs import Programs
 from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
 from ...transforms.error_bounds import error_bounds
+from ...transforms.inlining import inlined
 from ...transforms.output_aliases import with_aliases
 from ...util.progress import Stages
 from ...util.scratch import scratch_folder
@@ -43,8 +44,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         with stages("lower") as tell:
             shared = prepared.aliases
             changing = bool(prepared.state) or any(each.name for each in shared)
+            inner = prepared.programs.changed(inlined)
             compiled: dict[IntKey, Compiled] = {}
-            for key, program in prepared.programs.each:
+            for key, program in inner.each:
                 work = scratch / _name(key, prepared.programs)
                 work.mkdir()
                 compiled[key] = compile_cpu(program, work, tell, [each.output for each in shared], changing, level)
@@ -58,9 +60,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             regions: list[Region] = []
             numbers: dict[IntKey, int] = {}
             strides: dict[IntKey, list[tuple[int, ...]]] = {}
-            for key, program in prepared.programs.each:
+            for key, program in inner.each:
                 bound = layouts.bind_constants(compiled[key].path, program, weights)
-                for exam in [exam for exam in exams if prepared.programs.at(exam.key) is program]:
+                for exam in [exam for exam in exams if inner.at(exam.key) is program]:
                     numbers[exam.key] = len(regions)
                     strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
                 bound.region.close()

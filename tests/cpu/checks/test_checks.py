@@ -241,10 +241,31 @@ def test_what_a_graph_can_hold_is_passed(function: Callable[..., Any]) -> None:
     assert told(findings) == [] and placed(checked) == {}
 
 
+@torch.library.custom_op("cgchecks::of_numpy", mutates_args=())
+def of_numpy(x: torch.Tensor) -> torch.Tensor:
+    """Doubles, as PyTorch cannot trace."""
+    return torch.from_numpy(x.numpy() * 2)
+
+
+of_numpy.register_fake(lambda x: torch.empty_like(x))
+
+
+def test_an_operator_that_needs_python_is_refused_where_the_host_runs_it() -> None:
+    made = exported(lambda self, x: plain(of_numpy(x)))
+    assert not [each for each in check(made).findings if each.severity == "refuse"], "a capture records what it launches"
+    for checked in (check(made, "cpu"), check(made, host_ops=["cgchecks::of_numpy", "cgchecks::plain"])):
+        (found,) = [each for each in checked.findings if each.severity == "refuse"]
+        assert found.rule == "operator-without-code" and found.message.startswith(
+            "cgchecks.of_numpy runs on the host without Python"
+        )
+        assert found.where.startswith("tests/cpu/checks/test_checks.py:")
+
+
 def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
     own = {
         "sparse-output", "deterministic-scatter", "host-op", "overlapping-input", "non-tensor-input", "too-many-keys",
         "small-region", "data-dependent-follower", "assert-scalar", "mismatched-integers",
+        "operator-without-code", "operator-without-kernel",
     }  # fmt: skip
     assert {case[0].split()[1] for case in CASES} | own == names()
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cgcompile.export.programs import Programs
 from cgcompile.model.load import load_source
 from cgcompile.transforms.inlining import code_of, custom_operators, inlined
 from tests.helpers.raising import raises
@@ -113,11 +114,14 @@ def test_what_cannot_be_traced_is_named(function: Callable[..., object], message
     assert "torch.library.custom_op" in caught.value.hint
 
 
+def programs(function: Callable[..., object]) -> Programs:
+    return Programs(by_key={(): torch.export.export(Calling(function), (torch.randn(3),), strict=False)}, dynamic=True)
+
+
 def test_a_model_of_a_script_cannot_bring_operators() -> None:
-    program = torch.export.export(Calling(doubled), (torch.randn(3),), strict=False)
+    program = programs(doubled)
     source = load_source(Calling(doubled), lambda: (torch.randn(3),))
     assert code_of(source, program) == __name__
     with raises("operator-without-code", match="cgcompile_tests::doubled: registered where"):
         code_of(replace(source, code=""), program)
-    plain = torch.export.export(Calling(torch.relu), (torch.randn(3),), strict=False)
-    assert code_of(source, plain) == ""
+    assert code_of(source, programs(torch.relu)) == ""

@@ -1,0 +1,222 @@
+"""Which operations of a program have no Triton kernel, found without lowering all of it: every operation is decomposed for itself,
+as `retrace` does with the whole program, and Inductor is asked for each of the results whether it makes a kernel of it.
+
+Some of Inductor's lowerings make kernels for some arguments and GPUs only: those operations are lowered, each alone.  Private
+interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, the tables `lowerings` and `fallbacks` of `torch._inductor.lowering`,
+and `_is_fallback_handler` at a function of the first.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator as python_operators
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch._inductor.lowering import fallbacks, lowerings
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from cgbundle.format.schema import Finding
+
+from ...checks.context import REFUSE, computes, finding, operator
+from ...checks.operators import WITHOUT_KERNEL
+from ...errors import BuildError
+from ...export.functionalization import functional
+from ...export.weights import weight_placeholders
+from ...targets.architectures import Arch
+from ..decompose.decompositions import REPLACED, decompositions
+from ..decompose.retrace import ASSERTIONS, DEVICE, Retraced, host_hint
+from ..lowered import INPUT
+from ..tuning.cost_model import choose
+from .fake_device import fake_device
+from .inductor import lower_graph
+
+FREE = frozenset({torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default, torch.ops.aten.copy_.default})
+"""What retracing takes out, or makes a launch of without a lowering of its own."""
+
+CHOOSING = frozenset({"median", "nanmedian", "mode", "kthvalue", "scatter", "scatter_add", "scatter_reduce", "index_put"})
+"""Operators whose lowering chooses, beside those of the table `fallbacks` (torch/_inductor/lowering.py, 2.13)."""
+
+
+def operators_without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch) -> tuple[Finding, ...]:
+    """An operation that no Triton kernel computes, in a program for a GPU that is not here.
+
+    What it looks for: operations outside `on_host` that decompose into something which Inductor has no lowering for, or a fallback
+    to torch's own operators; and complex numbers, for which it has fallbacks alone.
+    Why: without the GPU no library can be asked for its kernels.
+    Effect: no bundle can be built for it without the GPU.
+    Fix: the host can compute it (--host-op), the GPU's libraries can where that GPU is, or another operation does the same.
+    Source: `make_fallback` in torch/_inductor/lowering.py.
+    """
+    found: dict[Node, str] = {}
+    folded = _folded(program)
+    with fake_device(arch), _quiet():
+        asked: dict[Any, str] = {}
+        for node in program.graph.nodes:
+            if node.name not in on_host and _is_asked(node):
+                like = node in folded, _like(node)
+                if like not in asked:
+                    asked[like] = _missing(node, arch, node in folded)
+                if asked[like]:
+                    found[node] = asked[like]
+    hint = host_hint([str(node.target).removesuffix(".default") for node in found])
+    return tuple([_finding(node, missing, hint) for node, missing in found.items()])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs of operations that cannot be traced alone."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _folded(program: ExportedProgram) -> set[Node]:
+    """What depends on weights alone, of which no kernel computes single tensors (constant_folding.py)."""
+    weights = weight_placeholders(program)
+    written = set(functional(program).buffers_to_mutate.values())
+    found = {node for node in program.graph.nodes if node.name in weights and weights[node.name] not in written}
+    for node in program.graph.nodes:
+        if computes(node) and isinstance(node.meta.get("val"), torch.Tensor) and node.all_input_nodes:
+            found |= {node} if found.issuperset(node.all_input_nodes) else set()
+    return found
+
+
+def _finding(node: Node, missing: str, hint: str) -> Finding:
+    name = operator(node)
+    inside = "" if missing.removeprefix("aten.").partition(".")[0] == name else f" ({missing})"
+    made = finding(
+        WITHOUT_KERNEL, REFUSE, f"{name} has no Triton kernel{inside}", node, "without the GPU all is compiled by Triton", ""
+    )
+    return replace(made, fix=hint)
+
+
+def _missing(node: Node, arch: Arch, folded: bool) -> str:
+    """The operator without a kernel that an operation comes down to, or ""."""
+    values = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
+    if any(
+        None in ([*map(_number, leaf.shape)] if isinstance(leaf, torch.Tensor) else [_number(leaf)])
+        for leaf in values
+        if leaf is not None
+    ):
+        return ""  # of sizes that only data decides: on the host, or refused
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors: list[torch.Tensor] = []
+    places: dict[Node, list[tuple[bool, Any]]] = {}
+    with mode:
+        for source in node.all_input_nodes:
+            values, _ = tree_flatten(source.meta.get("val"))
+            places[source] = [_place(value, tensors) for value in values]
+    target = REPLACED.get(node.target, node.target)
+
+    def run(*given: torch.Tensor) -> Any:
+        def value(source: Node) -> Any:
+            _, spec = tree_flatten(source.meta.get("val"))
+            leaves = [given[what] if tensor else what for tensor, what in places[source]]
+            return tree_unflatten(leaves, spec)
+
+        args = map_aggregate(map_arg(node.args, value), _on_device)
+        kwargs = map_aggregate(map_arg(node.kwargs, value), _on_device)
+        return tuple([leaf for leaf in tree_leaves(target(*args, **kwargs)) if isinstance(leaf, torch.Tensor)])
+
+    try:
+        with mode, torch.no_grad():
+            traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*tensors)
+    except (DynamicOutputShapeException, DataDependentOutputException):
+        return ""  # other rules know what depends on data
+    except BuildError as error:
+        return str(error)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"it cannot be traced for a GPU: {type(error).__name__}"
+    found = next(_without_lowering(traced.graph, folded), "")
+    if found or folded or not any(_may_fall_back(each) for each in traced.graph.nodes):
+        return found
+    names = tuple([(INPUT, str(index)) for index in range(len(tensors))])
+    retraced = Retraced(graph=traced, tensors=tuple(tensors), names=names, written=(), mode=mode, program=traced)
+    try:
+        _, unknown = lower_graph(retraced, (), arch, (), choose)
+    except BuildError as error:
+        return str(error)
+    return next(iter(unknown), "").removeprefix("torch.ops.").removesuffix(".default")
+
+
+def _place(value: Any, tensors: list[torch.Tensor]) -> tuple[bool, Any]:
+    """(True, a position among `tensors`, which gets the fake tensor) or (False, the number itself)."""
+    if not isinstance(value, torch.Tensor):
+        return False, _number(value)
+    shape, strides = [_number(size) for size in value.shape], [_number(stride) for stride in value.stride()]
+    tensors.append(torch.empty_strided(shape, strides, dtype=value.dtype, device=DEVICE))
+    return True, len(tensors) - 1
+
+
+def _number(value: Any) -> Any:
+    """A size as the example inputs have it."""
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+def _on_device(value: Any) -> Any:
+    return DEVICE if isinstance(value, torch.device) else value
+
+
+def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
+    """Operators of a decomposed graph that Inductor makes no kernel of; `folded`: those that give several tensors, which alone are
+    not computed beforehand."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is python_operators.getitem or not computes(node) or node.target in FREE:
+            continue
+        if folded and isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        values = [leaf for leaf in tree_leaves([node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]])]
+        is_complex = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
+        if isinstance(node.target, torch._ops.OpOverload) and (is_complex or _falls_back(node.target)):
+            yield str(node.target).removesuffix(".default")
+
+
+def _is_asked(node: Node) -> bool:
+    """Whether an operation stands for itself: no assertion, and no control flow, whose branches other rules look at."""
+    alone = all(source.op != "get_attr" for source in node.all_input_nodes)
+    return computes(node) and isinstance(node.target, torch._ops.OpOverload) and node.target not in ASSERTIONS and alone
+
+
+def _may_fall_back(node: Node) -> bool:
+    """Whether Inductor makes a kernel of it for some arguments and GPUs, and calls torch's own operator for others."""
+    name = str(node.target).partition(".")[2].partition(".")[0].rstrip("_")
+    return node.op == "call_function" and (name in CHOOSING or name in _names_of_fallbacks())
+
+
+@cache
+def _names_of_fallbacks() -> frozenset[str]:
+    """Their names without overloads, in place or not: the lowering of one may be that of another."""
+    return frozenset([str(each).removeprefix("aten.").partition(".")[0].rstrip("_") for each in fallbacks])
+
+
+def _falls_back(op: torch._ops.OpOverload) -> bool:
+    """Whether Inductor calls torch's own operator instead of a kernel, whatever the arguments."""
+    lowered = lowerings.get(op)
+    return lowered is None or getattr(lowered, "_is_fallback_handler", False)
+
+
+def _like(node: Node) -> Any:
+    """What two operations have in common that are asked for once."""
+
+    def told(source: Node) -> tuple[Any, ...]:
+        return tuple(
+            [
+                (leaf.dtype, *map(_number, leaf.shape), *map(_number, leaf.stride())) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in tree_leaves(source.meta.get("val"))
+            ]
+        )
+
+    return node.target, repr(map_arg((node.args, node.kwargs), told))

@@ -1,0 +1,31 @@
+"""The rule that one recorder adds to those of every model: without the GPU, all must come down to Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from cgbundle.format.schema import Finding, IntKey
+
+from ..checks.findings import merged_findings
+from ..targets.architectures import arch
+from ..transforms.prepared import Prepared
+
+
+def operators_without_kernel(
+    prepared: Prepared, placements: Mapping[IntKey, Mapping[str, str]], sizes: Mapping[str, tuple[int, ...]], target: str
+) -> tuple[Finding, ...]:
+    """The findings of the rule "operator-without-kernel" for `target`, an architecture whose GPU is not here.
+
+    Empty in a process that sees another GPU, which cannot look for them: the build's own processes name such an operation later.
+    """
+    if torch.cuda.device_count():
+        return ()
+    from ..offline.lower import coverage  # late: Inductor's tables take seconds to import, and only this recorder needs them
+
+    found = {
+        key: coverage.operators_without_kernel(program, placements.get(key, {}), arch(target))
+        for key, program in prepared.programs.each
+    }
+    return merged_findings(found, sizes)

@@ -1,0 +1,147 @@
+"""Decompositions of operators on complex numbers, for AOTInductor.
+
+Inductor makes no kernels for complex numbers: it calls torch's operators.  Those that take a `Scalar` cannot be called without
+Python (dispatch.py), so they become others here.  Private interface (torch 2.11, 2.13):
+`torch._inductor.compile_fx.select_decomp_table`, the table that a program is retraced with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._inductor.compile_fx as compile_fx
+from torch import Tensor
+
+from ...errors import BuildError
+
+aten = torch.ops.aten
+
+Number = bool | int | float | complex
+
+
+@contextmanager
+def complex_decompositions() -> Iterator[None]:
+    """While it lasts, Inductor retraces programs with these decompositions, too.  Raises torch-unsupported."""
+    plain = getattr(compile_fx, "select_decomp_table", None)
+    if plain is None:
+        raise BuildError(
+            "torch-unsupported",
+            f"torch {torch.__version__}: Inductor has no select_decomp_table; cgcompile was tested with 2.11 and 2.13",
+        )
+
+    def table() -> dict[Any, Callable[..., Any]]:
+        known = plain()
+        return {**known, **{op: _for_complex(function, known.get(op)) for op, function in DECOMPOSITIONS.items()}}
+
+    with patch.object(compile_fx, "select_decomp_table", table):
+        yield
+
+
+def _for_complex(function: Callable[..., Any], plain: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`function` where a result may be complex, else what Inductor does."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        if _complex([*args, *kwargs.values()]):
+            return function(*args, **kwargs)
+        return NotImplemented if plain is None else plain(*args, **kwargs)
+
+    return decomposed
+
+
+def _complex(values: Sequence[Any]) -> bool:
+    return any(
+        isinstance(value, complex)
+        or (isinstance(value, torch.dtype) and value.is_complex)
+        or (isinstance(value, Tensor) and value.is_complex())
+        for value in values
+    )
+
+
+def full(size: Sequence[int], value: Number, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Tensor:
+    part = (dtype or torch.complex64).to_real()
+    parts = [torch.full(size, each, dtype=part, device=device) for each in (complex(value).real, complex(value).imag)]
+    return torch.complex(*parts)
+
+
+def scalar(value: Number, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    return full((), value, dtype=dtype)
+
+
+def sub(x: Tensor, y: Tensor, *, alpha: Number = 1) -> Tensor:
+    return x + _scaled(-y if isinstance(y, Tensor | complex | float | int) else y, alpha)
+
+
+def rsub(x: Tensor, y: Tensor, alpha: Number = 1) -> Tensor:
+    return _scaled(-x, alpha) + y
+
+
+def addmm(x: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
+    return _scaled(x, beta) + _scaled(torch.mm(a, b), alpha)
+
+
+def baddbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
+    return _scaled(x, beta) + _scaled(torch.bmm(a, b), alpha)
+
+
+def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Number = 1) -> Tensor:
+    return x + _scaled(a * b, value)
+
+
+def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Number = 1) -> Tensor:
+    return x + _scaled(a / b, value)
+
+
+def multiply(x: Tensor, value: Number) -> Tensor:
+    return x * _tensor(value, x)
+
+
+def equal(x: Tensor, value: Number) -> Tensor:
+    return torch.eq(x, _tensor(value, x))
+
+
+def unequal(x: Tensor, value: Number) -> Tensor:
+    return torch.ne(x, _tensor(value, x))
+
+
+def pad(x: Tensor, lengths: Sequence[int], value: Number = 0) -> Tensor:
+    real, imag = torch.view_as_real(x.resolve_conj()).unbind(-1)
+    number = complex(value)
+    return torch.complex(aten.constant_pad_nd(real, lengths, number.real), aten.constant_pad_nd(imag, lengths, number.imag))
+
+
+def variance(x: Tensor, dim: Sequence[int] | None = None, *, correction: Number | None = None, keepdim: bool = False) -> Tensor:
+    parts = torch.view_as_real(x.resolve_conj()).unbind(-1)
+    one, two = [torch.var(part, dim, correction=correction, keepdim=keepdim) for part in parts]
+    return one + two
+
+
+def _scaled(x: Any, factor: Number) -> Any:
+    return x if factor == 1 else multiply(x, factor) if isinstance(x, Tensor) else x * factor
+
+
+def _tensor(value: Number, like: Tensor) -> Tensor:
+    """A number as a tensor of no dimensions and of the dtype of `like`."""
+    return full((), value, dtype=like.dtype) if like.is_complex() else full((), value)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.full.default: full,
+    aten.scalar_tensor.default: scalar,
+    aten.sub.Tensor: sub,
+    aten.rsub.Tensor: rsub,
+    aten.addmm.default: addmm,
+    aten.baddbmm.default: baddbmm,
+    aten.addcmul.default: addcmul,
+    aten.addcdiv.default: addcdiv,
+    aten.mul.Scalar: multiply,
+    aten.eq.Scalar: equal,
+    aten.ne.Scalar: unequal,
+    aten.constant_pad_nd.default: pad,
+    aten.var.correction: variance,
+    aten._conj.default: lambda x: x.conj_physical(),  # else a kernel would read the values without the conjugation
+}
+"""By operator, what it is where something is complex."""

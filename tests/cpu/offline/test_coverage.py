@@ -1,0 +1,97 @@
+"""What `check` says of a GPU that is not here is what lowering says: the same operations have no Triton kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cgcompile
+from cgcompile.errors import BuildError
+from cgcompile.export.export import export
+from cgcompile.model.load import load_source
+from cgcompile.offline.lower.coverage import operators_without_kernel
+from cgcompile.offline.lower.inductor import lower_key
+from cgcompile.targets.architectures import arch
+
+H200 = arch("sm_90")
+
+
+class Of(nn.Module):
+    """A function of an input and of a weight."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.eye(8) * 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x, self.weight)
+
+
+CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
+    "a product": ("", lambda x, w: F.gelu(x @ w)),
+    "a sum along an axis": ("", lambda x, w: x.cumsum(-1).logcumsumexp(-1)),
+    "order": ("", lambda x, w: x.sort(-1).values + x.topk(2).values.sum()),
+    "attention": ("", lambda x, w: F.scaled_dot_product_attention(x[None], w[None, :, :], w[None])),
+    "of a weight alone": ("", lambda x, w: x @ torch.linalg.matrix_exp(w)),
+    "a part of a result": ("aten.linalg_inv", lambda x, w: x @ torch.linalg.inv(w)),
+    "a cell": ("", lambda x, w: torch.ops.aten.lstm_cell(x, [x, x], *[torch.cat([w] * 4)] * 2, *[torch.cat([w[0]] * 4)] * 2)[0]),
+    "a pool": ("", lambda x, w: F.adaptive_avg_pool3d(x.view(1, 1, -1, 4, 4), (1, 3, 2)).sum() + x),
+    "batches": ("", lambda x, w: torch.addbmm(x, x[None], w[None], beta=0.5)),
+    "fft": ("aten.fft_rfft", lambda x, w: torch.fft.irfft(torch.fft.rfft(x), n=8)),
+    "complex": ("aten.complex", lambda x, w: torch.complex(x, x).abs()),
+    "median": ("aten.median.dim", lambda x, w: x.median(-1).values),
+    "digamma": ("aten.digamma", lambda x, w: torch.digamma(x)),
+    "solve": ("aten.linalg_solve", lambda x, w: torch.linalg.solve(w + x.T @ x, w)),
+    "a scatter": ("aten.scatter_reduce.two", lambda x, w: x.scatter_reduce(1, (x > 0).long(), x, "amax")),
+}
+"""What `--host-op` is told of the first operation without a kernel, "" where there is none."""
+
+
+def inputs(batch: int) -> tuple[Tensor]:
+    return (torch.randn(batch, 8),)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_check_names_what_lowering_refuses(name: str) -> None:
+    expected, function = CASES[name]
+    program = export(load_source(Of(function).eval(), inputs), {"batch": (4, 8)}).programs.first
+    found = operators_without_kernel(program, (), H200)
+    assert [bool(found), expected in "".join(each.fix for each in found)] == [bool(expected), True]
+    assert all(each.where.startswith("tests/cpu/offline/test_coverage.py:") for each in found)
+    try:
+        lower_key(program, (4,), inputs(4), H200)
+    except BuildError as error:
+        assert expected, error
+        assert error.exit_code == 1
+    else:
+        assert not expected
+
+
+def test_what_is_on_the_host_needs_no_kernel() -> None:
+    program = export(load_source(Of(CASES["median"][1]).eval(), inputs), {"batch": (4, 8)}).programs.first
+    (node,) = [node.name for node in program.graph.nodes if "median" in str(node.target)]
+    assert not operators_without_kernel(program, (node,), H200)
+
+
+def model_of(name: str) -> Callable[..., Any]:
+    return lambda **options: cgcompile.check(Of(CASES[name][1]).eval(), inputs, sizes=[4, 8], **options)
+
+
+def test_the_report_of_a_target_has_the_rules_of_its_recorder() -> None:
+    check = model_of("median")
+    assert not check(target="cpu").refused and not check(target="cuda").refused
+    report = check(target="sm_90")
+    (found,) = [each for each in report.findings if each.severity == "refuse"]
+    assert (found.rule, found.message) == ("operator-without-kernel", "median has no Triton kernel")
+    assert found.fix.endswith("--host-op aten.median.dim")
+    assert not check(target="sm_90", host_ops=hinted(found.fix)).refused, "what the hint says works when pasted"
+
+
+def hinted(fix: str) -> Sequence[str]:
+    return [word for word in fix.split() if word.startswith("aten.")]
