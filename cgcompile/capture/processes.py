@@ -24,6 +24,11 @@ from ..util.workers import end_group, processors
 from .request import DONE, PRIME, RECORD, Request
 
 
+COMPILERS = 8
+"""Processes of Inductor's that compile for one of ours.  A program has a few dozen kernels, and each process takes a second to start:
+with 128 processors, 42 to 64 of them delayed a build by half a minute (tests/gpu/REPORT.md)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
     """A recorder process that waits for a request or works on one; `log` gets what it says beside progress."""
@@ -43,7 +48,8 @@ class RecorderProcesses:
 
     def start(self, role: str, number: int) -> None:
         """Starts processes until there are `number` of a role.  Call it in the thread that lives longest: they end with it."""
-        threads = max(1, processors() // max(1, number)) if role == PRIME else 1  # recorders take everything from the cache
+        share = max(1, min(processors() // max(1, number), COMPILERS))
+        threads = share if role == PRIME else 1  # recorders take everything from the cache
         while len(self._started[role]) < number:
             self._started[role].append(self._new(role, len(self._started[role]), threads))
 
