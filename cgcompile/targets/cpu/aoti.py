@@ -50,8 +50,8 @@ UNFOLDED = {"always_keep_tensor_constants": True, "joint_graph_constant_folding"
 elements are all equal, also of buffers that are written to: every call would begin where the build did (seen with 2.13)."""
 
 KEPT = {"always_keep_tensor_constants": True}
-"""For a program that hands a weight of no dimensions to a library: Inductor would make a number of it, and of that a constant of its
-own, whose value is nowhere in what it hands out (seen with 2.13: the scales of `_scaled_mm`)."""
+"""For a program that hands a weight of no dimensions to a library: Inductor would make a number of it, and of that a constant of
+its own, whose value is nowhere in what it hands out (seen with 2.13: the scales of `_scaled_mm`)."""
 
 UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
 """For a program with complex numbers: it would make `aten.full` of those whose elements are equal, behind complex_numbers.py."""
@@ -125,12 +125,8 @@ def _libraries_take_numbers(program: ExportedProgram) -> bool:
     """Whether a weight of no dimensions goes into an operation that is not pointwise (GraphLowering.get_attr: it is a number)."""
     inputs = program.graph_signature.input_specs
     weights = {spec.arg.name for spec in inputs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)}
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.name in weights and isinstance(value, torch.Tensor) and not value.dim():
-            if any(torch.Tag.pointwise not in getattr(user.target, "tags", ()) for user in node.users):
-                return True
-    return False
+    numbers = [node for node in program.graph.nodes if node.name in weights and not node.meta["val"].dim()]
+    return any(torch.Tag.pointwise not in getattr(user.target, "tags", ()) for node in numbers for user in node.users)
 
 
 def _own(error: BaseException) -> BuildError | None:
