@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,7 @@ from tests.helpers import state_checks as checks  # noqa: E402
 from tests.helpers.state_models import SIZES, Between, HostDraws, between, singles  # noqa: E402
 
 
-def built(model: torch.nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]], folder: Path, recorder: str) -> Path:
+def built(model: Any, inputs: Any, folder: Path, recorder: str) -> Path:
     sizes, path = list(SIZES), folder / "host.cgb"
     return cgcompile.build(model.eval(), inputs, sizes=sizes, out=path, target="cuda", recorder=recorder).path
 
