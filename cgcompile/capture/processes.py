@@ -23,10 +23,9 @@ from ..util.scratch import scratch_folder
 from ..util.workers import end_group, processors
 from .request import DONE, PRIME, RECORD, Request
 
-
 COMPILERS = 8
-"""Processes of Inductor's that compile for one of ours.  A program has a few dozen kernels, and each process takes a second to start:
-with 128 processors, 42 to 64 of them delayed a build by half a minute (tests/gpu/REPORT.md)."""
+"""Processes of Inductor's that compile for one of ours: a program has a few dozen kernels at most.  The first costs as much as ours
+does (importing torch and Triton, 5 s of a slow processor); each one more is forked from it and costs 40 ms, and memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,7 +43,7 @@ from .compile.kernels import CompiledKernel, compile_variants
 from .interpret.interpret import Outcome, interpret
 from .lower.jobs import lower_all
 from .lowered import KernelVariant, Lowered, LoweredProgram
-from .lowering_jobs import region_jobs, whole_jobs
+from .lowering_jobs import live_weights, region_jobs, whole_jobs
 from .proof import Trial, kernel_sources, make_task, make_trial, proved
 from .tuning.measurements import table_file
 
@@ -67,7 +67,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         split = split_stage(exported, spec.placements, calls, stages)
         with stages("lower") as tell:
             writes = bool(spec.prepared.state or spec.prepared.written)
-            jobs = region_jobs(split) if split else whole_jobs(exported, calls, writes)
+            live = live_weights(tensors, spec.prepared.aliases, spec.prepared.state)
+            jobs = region_jobs(split, live) if split else whole_jobs(exported, calls, writes, live)
             lowered = lower_all(jobs, target.name, scratch, cache=cache_folder(), table=table_file(target.name), tell=tell)
             joined = _programs(lowered, split)
             traced = {key: each.lowered for key, each in joined.items()}

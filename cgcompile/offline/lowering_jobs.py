@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.export import ExportedProgram
@@ -11,25 +11,38 @@ from cgbundle.format.schema import IntKey
 
 from ..errors import BuildError
 from ..export.programs import Programs
+from ..model.flat_module import PREFIX
 from ..model.user_code import first_line
 from ..partition.isolated import RegionModule
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.memory_layout import dense_strides
 from ..targets.rows import WHOLE
+from ..transforms.output_aliases import OutputAlias
 from .lower.jobs import LoweringJob, RegionKey
 
 
-def whole_jobs(programs: Programs, calls: Mapping[IntKey, Sequence[torch.Tensor]], writes: bool) -> dict[RegionKey, LoweringJob]:
-    """Programs that are one graph, at every key.  `writes`: they write to buffers or to inputs."""
+def live_weights(tensors: Mapping[str, torch.Tensor], aliases: Sequence[OutputAlias], state: Collection[str]) -> tuple[str, ...]:
+    """The weights that may change between calls: those that outputs share memory with, for a caller may write to these outputs, and
+    state.  `tensors` of all programs, by name."""
+    names = {PREFIX + each.name for each in aliases if each.name} | set(state)
+    memory = {tensors[name].untyped_storage().data_ptr() for name in names if name in tensors and tensors[name].numel()}
+    shared = {name for name, value in tensors.items() if value.numel() and value.untyped_storage().data_ptr() in memory}
+    return tuple(sorted(shared))
+
+
+def whole_jobs(
+    programs: Programs, calls: Mapping[IntKey, Sequence[torch.Tensor]], writes: bool, live: tuple[str, ...]
+) -> dict[RegionKey, LoweringJob]:
+    """Programs that are one graph, at every key.  `writes`: they write to buffers or to inputs; `live` as `live_weights` says."""
     return {
-        (WHOLE, key): LoweringJob(program=programs.at(key), tensors=tuple(tensors), layouts=(), writes=writes)
+        (WHOLE, key): LoweringJob(program=programs.at(key), tensors=tuple(tensors), layouts=(), writes=writes, live=live)
         for key, tensors in calls.items()
     }
 
 
-def region_jobs(split: SplitProgram) -> dict[RegionKey, LoweringJob]:
+def region_jobs(split: SplitProgram, live: tuple[str, ...]) -> dict[RegionKey, LoweringJob]:
     """Every graph region at every key.  What another region reads has the strides that eager PyTorch gives it, dense ones where
-    these leave gaps: the regions are lowered apart and must agree.  Raises lowering-broken."""
+    these leave gaps: the regions are lowered apart and must agree.  `live` as `live_weights` says.  Raises lowering-broken."""
     jobs = {}
     for key, regions in split.regions.items():
         read = {name for region in regions for name in region.planned.inputs}
@@ -40,7 +53,9 @@ def region_jobs(split: SplitProgram) -> dict[RegionKey, LoweringJob]:
                 given = tuple([values[name] for name in planned.inputs])
                 layouts = tuple([values[name].stride() if name in read else None for name in planned.outputs])
                 program = _exported(region, key, given)
-                jobs[planned.name, key] = LoweringJob(program=program, tensors=given, layouts=layouts, writes=bool(planned.written))
+                jobs[planned.name, key] = LoweringJob(
+                    program=program, tensors=given, layouts=layouts, writes=bool(planned.written), live=live
+                )
     return jobs
 
 

@@ -21,7 +21,7 @@ from tests.gpu.helpers import peak_memory  # noqa: E402
 
 
 class Counted(torch.nn.Module):
-    """`histc` of integers has no kernel for the CPU, as in transformers' mixtures of experts."""
+    """`histc` of integers has no kernel for the CPU, as in the mixtures of experts of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +99,8 @@ def test_a_model_runs_on_the_gpu_alone_and_is_the_callers_again(made: Any, tmp_p
         else:
             want = there(x)
         assert torch.allclose(got, want, rtol=2e-3, atol=2e-3)
+    if isinstance(there, Counted):
+        read_where_no_gpu_is(built.path)
 
 
 def test_random_numbers_state_and_autocast(tmp_path: Path) -> None:
@@ -107,36 +109,6 @@ def test_random_numbers_state_and_autocast(tmp_path: Path) -> None:
     program = torch.export.load(tmp_path / "x.cgb" / "program.pt2")  # for the CPU, wherever it was exported
     devices = {node.meta["val"].device.type for node in program.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)}
     assert devices == {"cpu"}
-
-
-def test_a_mixture_of_experts_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=4, max_position_embeddings=64, use_cache=False,
-    )  # fmt: skip
-
-    class Logits(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = transformers.MixtralForCausalLM(config)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.model(ids, use_cache=False).logits
-
-    model = Logits().eval()
-    built = cgcompile.build(
-        model,
-        lambda batch: (torch.randint(0, 100, (batch, 8)),),
-        sizes=[1, 2],
-        out=tmp_path / "x.cgb",
-        target="cuda",
-        lower="eager",
-    )
-    ids = torch.randint(0, 100, (2, 8), device="cuda")
-    with cgbundle.load(built.path) as program, torch.no_grad():
-        assert torch.allclose(program(ids), model.cuda()(ids), rtol=2e-3, atol=2e-3)
 
 
 BIG = """
@@ -166,26 +138,24 @@ def test_the_host_holds_the_weights_once(tmp_path: Path) -> None:
     assert took[8192] - took[64] <= 1.3 * 8 * 8192 * 8192 * 4, took
 
 
-def test_a_saved_program_is_built_again_from_the_bundle(tmp_path: Path) -> None:
-    """program.pt2 names the CPU; the GPU that it is built for runs it."""
+def test_a_saved_program_for_the_cpu_is_built_for_the_gpu(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU()).eval()
-    first = cgcompile.build(model, inputs, sizes=[1, 4], out=tmp_path / "first.cgb", target="cuda", lower="eager")
     kept = torch.export.export(model, (torch.randn(3, 16),), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=9)},))
     torch.export.save(kept, tmp_path / "kept.pt2")
-    second = cgcompile.build(str(tmp_path / "kept.pt2"), sizes=[1, 4], out=tmp_path / "second.cgb", target="cuda", lower="eager")
+    built = cgcompile.build(str(tmp_path / "kept.pt2"), sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda", lower="eager")
     x = torch.randn(4, 16)
-    with cgbundle.load(first.path) as one, cgbundle.load(second.path) as two:
-        assert torch.allclose(torch.as_tensor(one(x)), torch.as_tensor(two(x)), rtol=1e-4, atol=1e-4)
+    with cgbundle.load(built.path) as program:
+        assert torch.allclose(torch.as_tensor(program(x)), model(x), rtol=2e-3, atol=2e-3)
 
 
-def test_a_bundle_of_a_gpu_is_inspected_and_its_program_read_where_none_is(tmp_path: Path) -> None:
-    built = cgcompile.build(Counted().eval(), inputs, sizes=[1], out=tmp_path / "x.cgb", target="cuda", lower="eager")
+def read_where_no_gpu_is(path: Path) -> None:
+    """Raises unless a process without a GPU reads the program of a bundle."""
     code = (
         "import json, sys, torch; import cgcompile.model.devices.markers; program = torch.export.load(sys.argv[1]); "
         "print(json.dumps([torch.cuda.is_available(), len(program.graph.nodes) > 3]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(built.path / "program.pt2")], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-c", code, str(path / "program.pt2")], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout.splitlines()[-1]) == [False, True]

@@ -1,4 +1,4 @@
-"""State, written inputs and random numbers in bundles of both recorders: traced ones, and those with host regions beside graphs."""
+"""State, written inputs and random numbers in traced bundles."""
 
 from __future__ import annotations
 
@@ -15,24 +15,12 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle import exam  # noqa: E402
-from cgbundle.format import archive  # noqa: E402
 from cgbundle.tensors.tensor import from_bytes  # noqa: E402
+from tests.gpu.helpers.exams import passed  # noqa: E402
 from tests.helpers import state_checks as checks  # noqa: E402
 from tests.helpers import written_models  # noqa: E402
 from tests.helpers.places import ROOT  # noqa: E402
-from tests.helpers.state_models import (  # noqa: E402
-    SIZES,
-    Between,
-    HostDraws,
-    between,
-    draws,
-    looks,
-    pairs,
-    rows,
-    running,
-    singles,
-)
+from tests.helpers.state_models import SIZES, draws, looks, pairs, rows, running, singles  # noqa: E402
 
 CARRIED = Path(os.environ.get("CGCOMPILE_STATE_BUNDLES", "/nowhere"))
 """Bundles of `running`, `draws` and `looks` that a machine without a GPU made, by these names."""
@@ -41,28 +29,27 @@ MODELS: dict[str, Any] = {
     "running": (running, rows),
     "draws": (draws, singles),
     "looks": (looks, pairs),
-    "between": (lambda: Between().eval(), between),
-    "hostdraws": (lambda: HostDraws().eval(), singles),
 }
 
 
-def traced(name: str, folder: Path, recorder: str = "trace") -> Path:
+def traced(name: str, folder: Path, recorder: str) -> Path:
     if recorder == "carried":
         if not (CARRIED / f"{name}.cgb").exists():
             pytest.skip("CGCOMPILE_STATE_BUNDLES has no such bundle")
         return CARRIED / f"{name}.cgb"
     made, inputs = MODELS[name]
-    return cgcompile.build(made(), inputs, sizes=list(SIZES), out=folder / f"{name}.cgb", target="cuda", recorder=recorder).path
+    return build(made(), inputs, list(SIZES), folder / f"{name}.cgb", recorder)
+
+
+def build(model: Any, inputs: Any, sizes: Any, path: Path, recorder: str = "trace") -> Path:
+    """The path of a bundle; a traced one is not interpreted (tests/cpu does that), for the tests replay it."""
+    prove = "none" if recorder == "trace" else "interpret"
+    return cgcompile.build(model, inputs, sizes=sizes, out=path, target="cuda", recorder=recorder, prove=prove).path
 
 
 @pytest.fixture(scope="module", params=["trace", "carried"])
 def stateful(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return traced("running", tmp_path_factory.mktemp("running"), request.param)
-
-
-@pytest.fixture(scope="module", params=["trace", "capture"])
-def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return traced("between", tmp_path_factory.mktemp("between"), request.param)
 
 
 @pytest.mark.parametrize("mode", ["graph", "stream"])
@@ -94,29 +81,10 @@ def test_outputs_that_share_memory_share_it(tmp_path: Path, recorder: str) -> No
     checks.check_looks_as_views(path, "cuda")
 
 
-@pytest.mark.parametrize("mode", ["graph", "stream"])
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_state_and_written_inputs_beside_host_regions(cut: Path, device: str, mode: str) -> None:
-    assert any(region.kind == "host" for region in archive.read_manifest(str(cut)).regions)
-    for outputs in ("copy", "view"):
-        checks.check_between(cut, device, mode, outputs)
-
-
-def test_the_exam_beside_host_regions_passes_without_torch(cut: Path) -> None:
-    passed(cut)
-
-
-@pytest.mark.parametrize("recorder", ["trace", "capture"])
-def test_random_numbers_beside_host_regions(tmp_path: Path, recorder: str) -> None:
-    path = traced("hostdraws", tmp_path, recorder)
-    checks.check_random(path, "cuda")
-    passed(path)
-
-
 @pytest.mark.parametrize("name", ["step", "views", "kinds"])
 def test_written_inputs_are_handed_back(tmp_path: Path, name: str) -> None:
     made, inputs, written = written_models.MODELS[name]
-    path = cgcompile.build(made(), inputs, sizes=list(SIZES), out=tmp_path / "written.cgb", target="cuda", recorder="trace").path
+    path = build(made(), inputs, list(SIZES), tmp_path / "written.cgb")
     network = made().cuda()
     for device in ("cuda", "cpu"):
         with cgbundle.load(path) as program:
@@ -138,7 +106,7 @@ def test_a_decoder_generates_the_tokens_that_eager_pytorch_does(tmp_path: Path, 
     monkeypatch.setenv("DECODER_WIDTH", "128")
     source = str(ROOT / "examples/decoder.py")
     sizes = {"batch": [1, 2], "seq": [1, 8]}
-    path = cgcompile.build(source, sizes=sizes, out=tmp_path / "decoder.cgb", target="cuda", recorder="trace").path
+    path = build(source, None, sizes, tmp_path / "decoder.cgb")
     generate = runpy.run_path(str(ROOT / "examples/generate.py"))["generate"]
     network = runpy.run_path(source)["model"]().cuda()
     prompt = [[(7 + 31 * row + 17 * place) % 50257 for place in range(8)] for row in range(2)]
@@ -156,10 +124,3 @@ def test_a_decoder_generates_the_tokens_that_eager_pytorch_does(tmp_path: Path, 
             assert generate(program, prompt, 40) == expected
             ids, _ = other(from_bytes(bytes(8), "int64", (1, 1)))
     passed(path)
-
-
-def passed(path: Path) -> None:
-    """A process with the runtime alone replays the exam."""
-    answer = exam.fresh(str(path))
-    assert [row["passed"] for row in answer["results"]] == [True] * len(answer["results"]), answer
-    assert answer["results"] and not answer["torch_imported"]

@@ -69,7 +69,9 @@ def test_a_branch_on_the_batch_size(recorder: str, tmp_path: Path) -> None:
 
 def test_two_dimensions_with_padding_and_chunks(tmp_path: Path) -> None:
     sizes = {"batch": (1, 4), "seq": (4, 6)}
-    path = cgcompile.build(Statistic(), grid, sizes=sizes, out=tmp_path / "s.cgb", target="cuda", recorder="capture").path
+    path = cgcompile.build(
+        Statistic(), grid, sizes=sizes, out=tmp_path / "s.cgb", target="cuda", recorder="capture", lower="eager"
+    ).path
     assert archive.per_size(archive.read_manifest(str(path)))
     with cgbundle.load(path) as program:
         for batch, seq in [(1, 4), (4, 6), (1, 6), (4, 4), (3, 4), (2, 6), (7, 4), (9, 6)]:
@@ -85,7 +87,9 @@ def test_operations_on_the_host_at_some_sizes_only(tmp_path: Path) -> None:
                 y = (y * y.sum().item()).exp().tanh().sin().cos().relu()
             return y
 
-    path = cgcompile.build(Reading(), rows, sizes=[2, 8], out=tmp_path / "h.cgb", target="cuda", recorder="capture").path
+    path = cgcompile.build(
+        Reading(), rows, sizes=[2, 8], out=tmp_path / "h.cgb", target="cuda", recorder="capture", lower="eager"
+    ).path
     with cgbundle.load(path) as program:
         for batch in (2, 8, 2, 8):
             (x,) = rows(batch)

@@ -29,6 +29,7 @@ def main(role: str) -> None:
 
     wake()
     for line in requests:
+        tell("loading the program")
         request: Request = pickle.loads(Path(line.rstrip("\n")).read_bytes())
         found, refusal = None, None
         try:

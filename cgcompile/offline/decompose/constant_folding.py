@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -32,11 +32,13 @@ GROWTH = 1.25
 """A larger result may have so many times the bytes of the weights that it comes from."""
 
 
-def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
+def fold(
+    retraced: Retraced, values: Mapping[str, torch.Tensor], live: Collection[str] = ()
+) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
     """`retraced`, its graph changed in place, with folded constants as further weights; and these constants.  `values`: the
-    program's tensors by name, on the CPU.  Weights that the program changes are left alone."""
+    program's tensors by name, on the CPU.  Weights that the program changes are left alone, and those in `live`."""
     graph = retraced.graph.graph
-    known = _weights(retraced, values)
+    known = _weights(retraced, values, live)
     derived = _derived(graph, known)
     constants: dict[str, FoldedConstant] = {}
     tensors, names = list(retraced.tensors), list(retraced.names)
@@ -60,12 +62,12 @@ def fold(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> tuple[Retrac
     return replace(retraced, tensors=tuple(tensors), names=tuple(names)), tuple(constants.values())
 
 
-def _weights(retraced: Retraced, values: Mapping[str, torch.Tensor]) -> dict[Node, torch.Tensor]:
+def _weights(retraced: Retraced, values: Mapping[str, torch.Tensor], live: Collection[str]) -> dict[Node, torch.Tensor]:
     """The placeholders of weights that nothing writes to, with their values."""
     placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
     found = {}
     for index, (node, (kind, name)) in enumerate(zip(placeholders, retraced.names, strict=True)):
-        if kind == WEIGHT and index not in retraced.written:
+        if kind == WEIGHT and index not in retraced.written and name not in live:
             found[node] = values[name].detach()
     return found
 

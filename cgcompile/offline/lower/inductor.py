@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,13 +104,15 @@ def lower_key(
     *,
     layouts: Sequence[tuple[int, ...] | None] = (),
     writes: bool = False,
+    live: Collection[str] = (),
     choose: Choose = choose_candidate,
     more: More = nothing_more,
     split_factor: SplitFactor = lambda problem: 1,
 ) -> Lowered:
     """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.  `layouts`: of each output the strides,
-    dense ones, that it must have, None for any; () for any of all.  `writes`: it writes to buffers or inputs.  `choose` picks the
-    configuration of products and convolutions among Inductor's and `more`.  Equal arguments give equal results, in every process.
+    dense ones, that it must have, None for any; () for any of all.  `writes`: it writes to buffers or inputs.  `live`: weights
+    that may change between calls.  `choose` picks the configuration of products and convolutions among
+    Inductor's and `more`.  Equal arguments give equal results, in every process.
 
     Raises operation-needs-gpu, randomness-refused, state-shared, constant-unknown, sizes-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
@@ -119,7 +121,7 @@ def lower_key(
         held = {
             name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
         }
-        retraced, constants = fold(retrace(program, tensors, layouts, writes=writes), held)
+        retraced, constants = fold(retrace(program, tensors, layouts, writes=writes), held, live)
         retraced = split_k(retraced, arch.name, split_factor)
         lowered, unknown = lower_graph(retraced, key, arch, layouts, choose, more)
     if unknown:

@@ -29,12 +29,13 @@ Layouts = tuple[tuple[int, ...] | None, ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweringJob:
     """A program to lower at the sizes of `tensors`, which are like those that it takes, on the CPU.  `writes`: it writes to buffers
-    or to inputs."""
+    or to inputs.  `live`: names of weights that may change between calls, so that nothing computed from them is kept."""
 
     program: ExportedProgram = field(repr=False)
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
     layouts: Layouts
     writes: bool
+    live: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,7 @@ class WorkerJob:
     tensors: tuple[torch.Tensor, ...]
     layouts: Layouts
     writes: bool
+    live: tuple[str, ...]
     key: IntKey
     arch: str
     settings: Mapping[str, Any]
@@ -66,12 +68,8 @@ def lower_all(
     without an answer."""
     rest = arch, table.read_bytes() if table else b"", settings()
     about = _contents([job.program for job in jobs.values()])
-    kept = {
-        name: cache_path(
-            cache, "lowered", about[id(job.program)], rest, name[1], [_meta(each) for each in job.tensors], job.layouts, job.writes
-        )
-        for name, job in jobs.items()
-    }
+    asked = {name: ([_meta(each) for each in job.tensors], job.layouts, job.writes, job.live) for name, job in jobs.items()}
+    kept = {name: cache_path(cache, "lowered", about[id(job.program)], rest, name[1], *asked[name]) for name, job in jobs.items()}
     known: dict[RegionKey, Lowered] = {name: found for name, path in kept.items() if (found := recall(path, Lowered)) is not None}
     if len(known) == len(jobs):
         tell(f"all {len(known)} were lowered before")
@@ -80,7 +78,7 @@ def lower_all(
     requests = {}
     for name, job in left.items():
         content = WorkerJob(
-            program=files[id(job.program)], tensors=job.tensors, layouts=job.layouts, writes=job.writes,
+            program=files[id(job.program)], tensors=job.tensors, layouts=job.layouts, writes=job.writes, live=job.live,
             key=name[1], arch=arch, settings=settings(), table=table,
         )  # fmt: skip
         requests[name] = Request(content=content, what=f"lowering {name[0]} for int_key {name[1]}")

@@ -30,6 +30,7 @@ def work(job: WorkerJob) -> Lowered:
         target,
         layouts=job.layouts,
         writes=job.writes,
+        live=job.live,
         choose=partial(choose, table=table),
         more=partial(measured, table=table),
         split_factor=partial(split_factor, arch=target, table=table),

@@ -5,19 +5,27 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from cgcompile.export.export import export
+from cgcompile.export.signature import describe_signature
+from cgcompile.model.load import load_source
 from cgcompile.offline.decompose.constant_folding import fold
 from cgcompile.offline.decompose.retrace import Retraced, retrace
 from cgcompile.offline.lower.fake_device import fake_device
+from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lowered import WEIGHT, FoldedConstant
+from cgcompile.offline.lowering_jobs import live_weights, whole_jobs
 from cgcompile.targets.architectures import arch
+from cgcompile.targets.weights import contents
+from cgcompile.transforms.output_aliases import OutputAlias, find_aliases
+from tests.helpers.state_models import WIDTH, looks
 
 
-def folded(model: nn.Module, x: torch.Tensor) -> tuple[Retraced, tuple[FoldedConstant, ...], list[object]]:
+def folded(model: nn.Module, x: torch.Tensor, writes: bool = False) -> tuple[Retraced, tuple[FoldedConstant, ...], list[object]]:
     """The graph before and after: what is left of operations, after `fold`."""
     program = torch.export.export(model.eval(), (x,))
     values = {**program.state_dict, **program.constants}
     with fake_device(arch("sm_90")):
-        made, constants = fold(retrace(program, (x,)), values)
+        made, constants = fold(retrace(program, (x,), writes=writes), values)
     return made, constants, [node.target for node in made.graph.graph.nodes if node.op == "call_function"]
 
 
@@ -111,5 +119,29 @@ def test_a_buffer_that_the_program_changes_is_left_alone() -> None:
             self.calls.add_(1)
             return x + self.calls.sqrt()
 
-    _, constants, left = folded(Counting(), torch.randn(3))
+    _, constants, left = folded(Counting(), torch.randn(3), writes=True)
     assert constants == () and torch.ops.aten.sqrt.default in left
+
+
+def test_a_weight_that_a_caller_may_write_to_is_left_alone() -> None:
+    """An output that shares memory with a weight hands it out: the next call begins with what the caller left in it."""
+    torch.manual_seed(0)
+    model, x = looks(), torch.randn(1, WIDTH)
+    source = load_source(model, lambda batch: (torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)))
+    exported = export(source, {"batch": (1,)})
+    aliases = find_aliases(exported, describe_signature(exported).outputs, ())
+    tensors = exported.programs.weights()
+    live = live_weights(tensors, aliases, ())
+    assert live == ("model.linear.bias",)
+    ((_, job),) = whole_jobs(exported.programs, {(1,): (x, x)}, False, live).items()
+    kept = [lower_key(job.program, (1,), job.tensors, arch("sm_90"), live=names).constants for names in (job.live, ())]
+    assert kept[0] == () and [constant.contents for constant in kept[1]] == [contents(model.linear.bias, (1,))]
+
+
+def test_live_weights_are_state_too_and_all_that_lies_in_their_memory() -> None:
+    """State that one int_key's program writes to is read by another's, which must not keep what it computes from it."""
+    weight, counter = torch.ones(3), torch.ones(4)
+    tensors = {"model.a": weight, "model.tied": weight[1:], "model.count": counter, "model.b": torch.ones(3), "c": torch.empty(0)}
+    alias = OutputAlias(output=0, memory="weights", index=0, name="a", views={})
+    given = OutputAlias(output=1, memory="inputs", index=0, name="", views={})
+    assert live_weights(tensors, [alias, given], ["model.count"]) == ("model.a", "model.count", "model.tied")

@@ -14,12 +14,13 @@ import torch
 
 from cgcompile.errors import CATALOGUE
 from tests.helpers.raising import raises
+from tests.helpers.uncompiled import uncompiled
 
 pytest.importorskip("triton")
 
 import cgcompile
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, Dimension, IntKey, Manifest, Program, Proof, Region, Weight
+from cgbundle.format.schema import MEMORIES, Dimension, IntKey, Manifest, Program, Proof
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode, Recording
@@ -40,7 +41,7 @@ from cgcompile.offline.lowering_jobs import region_jobs
 from cgcompile.offline.proof import Trial, proved
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.cuda import host_regions
-from cgcompile.targets.cuda.host_regions import HostRegions, SplitProgram, split_program
+from cgcompile.targets.cuda.host_regions import split_program
 from cgcompile.targets.memory_layout import PAD
 from cgcompile.transforms.error_bounds import ErrorBound
 
@@ -167,7 +168,7 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(build_trace, "merge", lambda key, regions, *rest: _noted(alone, key, regions, rest))
                 if not compiled:
-                    patch.setattr(host_regions, "compile_host_regions", _uncompiled)
+                    patch.setattr(host_regions, "compile_host_regions", uncompiled)
                 out = tmp_path_factory.mktemp(name) / f"{name}.cgb"
                 built = cgcompile.build(
                     environment / f"{name}.py", sizes=list(sizes), out=out, target="sm_90", host_ops=tuple(host_ops)
@@ -181,18 +182,6 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
 def _noted(alone: dict[IntKey, list[int]], key: IntKey, regions: Sequence[LoweredRegion], rest: Any) -> LoweredProgram:
     alone[key] = [plan(region.lowered).arena - PAD for region in regions if region.lowered]
     return merge(key, regions, *rest)
-
-
-def _uncompiled(split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: object) -> HostRegions:
-    """In the place of `compile_host_regions`: rows and files of its kind."""
-    rows = {}
-    for key, planned in split.partitions.items():
-        for region in [region for region in planned.regions if region.kind == "host" and region.operations]:
-            own = f"{region.name}-{'x'.join(map(str, key))}"
-            (stage / "host").mkdir(exist_ok=True)
-            (stage / "host" / f"{own}.so").write_bytes(b"\x7fELF")
-            rows[region.name, key] = Region(name=own, kind="host", reason=region.reason, file=f"host/{own}.so", constants=())
-    return HostRegions(rows=rows, features=())
 
 
 def sound(build: Build, keys: Sequence[IntKey]) -> None:
@@ -385,7 +374,7 @@ def test_regions_agree_on_the_layout_of_what_crosses() -> None:
     exported = export(source, {"batch": (3, 4)})
     placed = check(exported).placements
     split = split_program(exported.programs, placed, {(3,): sample(source, {"batch": 3}).tensors})
-    jobs = region_jobs(split)
+    jobs = region_jobs(split, ())
     lowered = {
         name: lower_key(work.program, name[1], work.tensors, arch("sm_90"), layouts=work.layouts) for name, work in jobs.items()
     }

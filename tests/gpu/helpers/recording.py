@@ -16,12 +16,16 @@ from cgcompile.capture.assemble import Assembled, assemble
 from cgcompile.capture.recorder import Recorded
 from cgcompile.capture.take import Take
 from cgcompile.export.functionalization import functional, state_buffers
-from cgcompile.export.programs import Programs
+from cgcompile.export.programs import Programs, coarsest
 from cgcompile.targets.weights import contents
+from cgcompile.transforms.error_bounds import TF32
 from tests.gpu.helpers.models import CASES
 from tests.helpers.census import count
 
 HERE = Path(__file__).parent
+
+RECORDED = ("mlp_small", "gpt_two", "lstm", "fft", "conv", "counting", "sorting")
+"""Cases that are recorded at every level."""
 
 
 def export(name: str, device: str = "cpu") -> tuple[Programs, dict]:
@@ -69,6 +73,18 @@ def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorde
     (folder / "plain.pkl").write_bytes(pickle.dumps(plain))
     plain["census"] = {graph.key: census for graph, census in zip(takes[0].graphs, count(*takes), strict=True)}
     return recorded, plain
+
+
+def check_recording(name: str, folder: Path, level: str) -> Recorded:
+    """Record a case: it is deterministic, near eager PyTorch, at other addresses in both processes, and replays elsewhere."""
+    recorded, plain = record_case(name, folder, level)
+    assert replay(folder) == "exact"
+    bound = max(TF32, coarsest(export(name)[0]))
+    for key, replayed in recorded.replays.items():
+        assert replayed.deterministic and all(each.error <= bound for each in replayed.differences), (key, replayed.differences)
+        census = plain["census"][key]
+        assert census.shifted == census.relocations, "the two recordings had the same addresses: nothing was proved"
+    return recorded
 
 
 def other_calls(calls: dict) -> dict:

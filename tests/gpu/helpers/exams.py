@@ -1,0 +1,14 @@
+"""The stored exam of a bundle, replayed by a process with the runtime alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cgbundle import exam
+
+
+def passed(path: Path) -> None:
+    """All of it passes, and torch was not imported."""
+    answer = exam.fresh(str(path))
+    assert [row["passed"] for row in answer["results"]] == [True] * len(answer["results"]), answer
+    assert answer["results"] and not answer["torch_imported"]

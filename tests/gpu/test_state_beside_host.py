@@ -1,0 +1,47 @@
+"""State, written inputs and random numbers in bundles with host regions beside graphs, of both recorders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgcompile  # noqa: E402
+from cgbundle.format import archive  # noqa: E402
+from tests.gpu.helpers.exams import passed  # noqa: E402
+from tests.helpers import state_checks as checks  # noqa: E402
+from tests.helpers.state_models import SIZES, Between, HostDraws, between, singles  # noqa: E402
+
+
+def built(model: Any, inputs: Any, folder: Path, recorder: str) -> Path:
+    sizes, path = list(SIZES), folder / "host.cgb"
+    return cgcompile.build(model.eval(), inputs, sizes=sizes, out=path, target="cuda", recorder=recorder).path
+
+
+@pytest.fixture(scope="module", params=["trace", "capture"])
+def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(Between(), between, tmp_path_factory.mktemp("between"), request.param)
+
+
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_state_and_written_inputs_beside_host_regions(cut: Path, device: str, mode: str) -> None:
+    assert any(region.kind == "host" for region in archive.read_manifest(str(cut)).regions)
+    for outputs in ("copy", "view"):
+        checks.check_between(cut, device, mode, outputs)
+
+
+def test_the_exam_beside_host_regions_passes_without_torch(cut: Path) -> None:
+    passed(cut)
+
+
+@pytest.mark.parametrize("recorder", ["trace", "capture"])
+def test_random_numbers_beside_host_regions(tmp_path: Path, recorder: str) -> None:
+    path = built(HostDraws(), singles, tmp_path, recorder)
+    checks.check_random(path, "cuda")
+    passed(path)
