@@ -6,7 +6,8 @@ generated code calls `torch_call_dispatcher` instead, a function of torch's stab
 So are the operators `MISREAD`, whose C functions are wrong.
 
 Private interfaces (torch 2.11, 2.13): `CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot`,
-`FallbackKernel.export_extern_kernel_node`, `cexpr`, the table of `torchgen.aoti.fallback_ops`, and torch/csrc/stable/stableivalue_conversions.h in the generated code.
+`FallbackKernel.export_extern_kernel_node`, `cexpr`, the table of `torchgen.aoti.fallback_ops`, and
+torch/csrc/stable/stableivalue_conversions.h in the generated code.
 """
 
 from __future__ import annotations
