@@ -25,7 +25,7 @@ from .exported import EagerShapes, Exported, memory_order
 from .programs import Programs, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
 
-STOPPED = ("export-failed", "branch-on-data", "size-excluded")
+STOPPED = ("export-failed", "branch-on-data", "size-excluded", "shape-depends-on-data")
 """Causes by which torch.export stops."""
 
 OF_SHAPES = ("export-failed", "size-excluded")
@@ -39,8 +39,8 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
     Where Python branched on the value of a tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.
 
-    Raises dimension-unused, shape-irregular, size-excluded (with the dimension), export-failed (with the user's file and line),
-    branch-on-data and structure-unsupported.
+    Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
+    file and line), branch-on-data, shape-depends-on-data and structure-unsupported.
     """
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
@@ -153,12 +153,21 @@ def _make_dense(model: torch.nn.Module) -> None:
 
 
 def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
-    """Runs the model at its smallest and largest sizes.  Raises size-excluded, structure-unsupported."""
-    results, shapes = [], []
+    """Runs the model at its smallest and largest sizes.  Raises size-excluded, eager-failed, structure-unsupported."""
+    results, shapes, failed = [], [], []
     for pick in (0, -1):
         chosen = {name: values[pick] for name, values in sizes.items()}
-        shapes.append((chosen, _eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
+        try:
+            shapes.append((chosen, _eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
+        except ModelError as error:
+            if error.code != "size-excluded":
+                raise
+            failed.append(error)
         results.append(flat.result)
+    if len(failed) == len(results):
+        raise ModelError("eager-failed", str(failed[0])) from failed[0].__cause__
+    if failed:
+        raise failed[0]
     _check_result(source, *results)
     return shapes
 

@@ -21,7 +21,7 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     """The signature of the functional form: export itself leaves writes in place as operations of the graph.
 
     torch makes none of a program that saves states of random generators: it is the program's own then, and the rule
-    rng-state-operation refuses the program.  Raises export-failed.
+    rng-state-operation refuses the program.  Raises state-changed, state-shared, export-failed.
     """
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     if any(keeps_rng_state(node) for part in parts for node in part.graph.nodes):
@@ -34,13 +34,13 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     except Exception as error:
         if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # torch's words
             raise ModelError(
-                "export-failed",
+                "state-changed",
                 f"{where}: forward() writes to a tensor that is an attribute of something and no buffer",
                 f"{ATTRIBUTE_FIX}; let inputs() give a cache of transformers as an argument",
             ) from error
         if shared := _shared_buffers(program):
             raise ModelError(
-                "export-failed",
+                "state-shared",
                 f"model: the buffers {shared[0]!r} and {shared[1]!r} share memory, and torch.export cannot follow writes to them",
                 "give each a tensor of its own",
             ) from error

@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -32,7 +33,7 @@ from .higher_order import expanded
 def export_dynamic(
     source: Source, flat: FlatModule, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> ExportedProgram:
-    """One program for all sizes.  Raises size-excluded, export-failed, branch-on-data."""
+    """One program for all sizes.  Raises size-excluded, export-failed, branch-on-data, shape-depends-on-data."""
     # export takes a dimension with a single value above 1 for a constant: the range always goes beyond the sizes
     roots = {name: Dim(name, min=values[0], max=max(values[0] + 3, values[-1])) for name, values in sizes.items()}
     tensors = flat.like.tensors
@@ -49,7 +50,7 @@ def export_dynamic(
 
 
 def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
-    """The program for the sizes of `tensors`.  Raises export-failed, branch-on-data."""
+    """The program for the sizes of `tensors`.  Raises export-failed, branch-on-data, shape-depends-on-data."""
     try:
         return _export(flat, tensors, None)
     except Exception as error:
@@ -180,6 +181,9 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
     if not place:
         found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
         place = f"{found[1]}:{found[2]}" if found else source.label
+    if isinstance(error, DynamicOutputShapeException) or (isinstance(error, TypeError) and "but got FakeTensor" in text):
+        what = f" ({error.func})" if isinstance(error, DynamicOutputShapeException) else ""
+        return ModelError("shape-depends-on-data", f"{place}: the size of a tensor depends on data{what}")
     return ModelError("export-failed", f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
 
 

@@ -64,7 +64,7 @@ def check(
     try:
         exported = export(source, wanted)
     except ModelError as error:
-        if error.code not in ("export-failed", "branch-on-data"):
+        if error.code not in ("export-failed", "branch-on-data", "shape-depends-on-data"):
             raise
         found.append(_stopped(error))
         unpartitioned = "the model cannot be exported"
@@ -105,6 +105,8 @@ def _stopped(error: ModelError) -> Finding:
     where, line = user_place(cause) if cause is not None else ("", "")
     if error.code == "branch-on-data":
         rule, message, fix = "data-dependent-branch", BRANCH, BRANCH_FIX
+    elif error.code == "shape-depends-on-data":
+        rule, message, fix = "data-dependent-shape", "torch.export cannot follow a size that depends on data", error.hint
     elif isinstance(cause, UnsupportedOperatorException) and re.search("sparse|nested", str(cause.func)):
         rule, message, fix = "sparse-output", "a tensor that is not dense", "use dense tensors, and masks"
     elif isinstance(cause, UnsupportedOperatorException) or "There was no fake impl registered" in str(cause):

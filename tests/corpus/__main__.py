@@ -32,6 +32,7 @@ def main() -> int:
     )
     parser.add_argument("--target", action="append", choices=TARGETS, help="may be repeated; all for one case after the other")
     parser.add_argument("--only", default="", metavar="REGEX", help="of the names of the cases")
+    parser.add_argument("--first", default="", metavar="REGEX", help="what is begun before the others")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--gpus", type=int, default=0, help="to share out among the processes")
     parser.add_argument("--minutes", type=float, default=0.0, help="after which no case is begun")
@@ -49,6 +50,8 @@ def main() -> int:
     cases = [case for case in all_cases() if re.search(given.only, case.name)]
     members = [each for case in all_cases() for each in case.members if given.only and re.search(given.only, each.name)]
     cases += [each for each in members if not any(each in case.members for case in cases)]
+    if given.first:
+        cases.sort(key=lambda case: not re.search(given.first, case.name))
     if given.list:
         print("\n".join([case.name for case in cases]))
         return 0

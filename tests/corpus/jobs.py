@@ -84,11 +84,17 @@ def _share(number: int, jobs: int) -> set[int]:
     return {every[(number * len(every) // jobs + more) % len(every)] for more in range(max(2, len(every) // jobs))}
 
 
+def _gpu(number: int, gpus: int, visible: str) -> str | None:
+    """The GPU of a job, by its name in CUDA_VISIBLE_DEVICES where that is set; None where there are none to share out."""
+    names = visible.split(",") if visible else [str(index) for index in range(gpus)]
+    return names[number % min(gpus, len(names))] if gpus else None
+
+
 def _run(plan: Plan, job: Job, number: int) -> Row:
     missing = job.case.missing()
     if missing:
         return Row(name=job.case.name, target=job.target, verdict=MISSING, message=", ".join(missing))
-    gpu = str(number % plan.gpus) if plan.gpus else None
+    gpu = _gpu(number, plan.gpus, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     with tempfile.TemporaryDirectory(prefix="corpus-", ignore_cleanup_errors=True) as scratch:
         bundle = place_of(plan.keep or Path(scratch), job)
         if plan.replay:

@@ -29,9 +29,12 @@ TARGETS = (CHECK, "cpu", "sm_90", "cuda")
 
 FINDINGS = frozenset({
     "check-refused", "branch-on-data", "state-changed", "structure-unsupported", "data-dependent-output", "operation-needs-gpu",
-    "size-excluded", "dtype-unsupported", "outputs-shared", "operator-without-code", "state-shared", "input-changed",
+    "size-excluded", "eager-failed", "shape-depends-on-data", "dtype-unsupported", "outputs-shared", "operator-without-code",
+    "state-shared", "input-changed", "randomness-refused",
 })  # fmt: skip
 """Errors that say what in the model cannot be in a bundle.  Every other is a defect of the compiler's."""
+
+PLACE = re.compile(r"[^\s:'\"()]+\.py:\d+")
 
 RIGHT, REFUSED, MISSING, BUILT = "right", "refused", "not installed", "built"
 FAILED, WRONG, CRASHED, TIMEOUT = "compiler error", "wrong", "crash", "timeout"
@@ -102,7 +105,7 @@ def checked(case: Case, module: torch.nn.Module, inputs: Any) -> Row:
 def refusal(case: Case, target: str, error: CgbundleError) -> Row:
     """The verdict on an error of ours: a finding that names a line of the model's, a wrong result, or a defect."""
     text = str(error)
-    found = next((place for place in re.findall(r"[^\s:'\"]+\.py:\d+", text) if "/torch/" not in place), "")
+    found = next((place for place in PLACE.findall(text) if "-packages/torch/" not in place), "")
     verdict = REFUSED if error.code in FINDINGS and error.exit_code == 1 and found else FAILED
     if error.code == "proof-failed" and "differ" in text:
         verdict = WRONG

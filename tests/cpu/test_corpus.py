@@ -1,9 +1,10 @@
-"""A few models of the corpus: exported and checked, and two of them built; all of it is `python -m tests.corpus`."""
+"""A few models of the corpus: exported and checked, and one built; all of it is `python -m tests.corpus`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,10 +12,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from tests.corpus.jobs import Job, Plan, run
+from tests.corpus.case import Case, Made
+from tests.corpus.jobs import Job, Plan, _gpu, run
 from tests.corpus.judge import BUILT, CHECK, FAILED, REFUSED, RIGHT, TIMEOUT, WRONG, judge, refusal, replayed
 from tests.corpus.models import all_cases, find
 from tests.corpus.report import summary
+from tests.cpu.conftest import MODEL
 
 
 def test_there_are_enough_models_and_each_has_a_name() -> None:
@@ -27,7 +30,7 @@ def test_there_are_enough_models_and_each_has_a_name() -> None:
     assert sum(len(case.members) for case in cases) >= 100
 
 
-CHECKED = ("layers/group-03", "layers/group-09", "transformers/causal/llama", "transformers/sequence/t5-encoder")
+CHECKED = ("layers/group-09", "transformers/causal/llama", "transformers/sequence/t5-encoder")
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -39,14 +42,17 @@ def test_a_published_model_passes_the_checks(name: str, tmp_path: Path) -> None:
     assert (row.verdict, row.message) == (BUILT, "graph")
 
 
-def test_a_layer_is_built_and_right_with_other_inputs_and_between_the_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = find("layers/Linear")
-    row = judge(case, "cpu", tmp_path / "linear.cgb", "none")
+def test_a_bundle_is_called_with_other_inputs_and_between_the_sizes(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> Made:
+        tiny: dict[str, Any] = {}
+        exec(MODEL, tiny)
+        return tiny["model"](), tiny["inputs"]
+
+    case = Case(name="tiny", make=made)
+    row = replayed(case, "cpu", bundle, {"export": 1.0})
     assert (row.verdict, row.message, row.between) == (RIGHT, "", "right")
     assert 0 < row.error < 1  # other inputs than the exam's, rounded elsewhere
-    assert row.stages is not None and {"export", "lower", "load", "compare"} <= row.stages.keys()
+    assert row.stages is not None and row.stages.keys() == {"export", "load", "compare"}
 
     def changed(module: torch.nn.Module) -> torch.nn.Module:
         with torch.no_grad():
@@ -54,8 +60,21 @@ def test_a_layer_is_built_and_right_with_other_inputs_and_between_the_sizes(
         return module
 
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: changed(module))
-    row = replayed(case, "cpu", tmp_path / "linear.cgb", {})
-    assert row.verdict == WRONG and "output 0: by " in row.message
+    row = replayed(case, "cpu", bundle, {})
+    assert row.verdict == WRONG and "output: by " in row.message
+
+
+def test_a_layer_is_built_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    row = judge(find("layers/ReLU"), "sm_90", tmp_path / "relu.cgb", "none")
+    assert (row.verdict, row.message) == (BUILT, "")
+    assert row.stages is not None and {"export", "lower", "verify"} <= row.stages.keys()
+
+
+def test_the_gpus_of_a_run_are_those_that_are_visible() -> None:
+    assert [_gpu(number, 2, "") for number in range(3)] == ["0", "1", "0"]
+    assert [_gpu(number, 2, "3,5,7") for number in range(3)] == ["3", "5", "3"]
+    assert [_gpu(1, 1, "3"), _gpu(1, 4, "3"), _gpu(0, 0, "3")] == ["3", "3", None]
 
 
 def test_errors_are_told_apart_by_what_they_name() -> None:
@@ -64,6 +83,9 @@ def test_errors_are_told_apart_by_what_they_name() -> None:
     case = find("layers/Linear")
     place = "/site-packages/transformers/modeling.py:12"
     assert refusal(case, "cpu", ModelError("check-refused", f"{place}: rule: message")).verdict == REFUSED
+    elsewhere = "../../opt/torch/lib/site-packages/torchaudio/models.py:12"  # a folder above is called torch, too
+    assert refusal(case, "cpu", ModelError("branch-on-data", f"{elsewhere}: rule: message")).verdict == REFUSED
+    assert refusal(case, "cpu", ModelError("operation-needs-gpu", f"no kernel for aten.x ({place})")).place == place
     assert refusal(case, "cpu", ModelError("check-refused", "model: rule: message")).verdict == FAILED
     assert refusal(case, "cpu", ModelError("check-refused", "/site-packages/torch/nn/functional.py:3: rule")).verdict == FAILED
     assert refusal(case, "cpu", BuildError("compiler-failed", f"{place}: CppCompileError")).verdict == FAILED

@@ -34,6 +34,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
             [aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default, aten.upsample_trilinear3d.default]
         ),
         aten._adaptive_avg_pool3d.default: averaged,
+        aten.adaptive_max_pool3d.default: largest,
+        aten.rrelu_with_noise.default: leaky,
         aten.addbmm.default: lambda x, a, b, beta=1, alpha=1: x * beta + torch.bmm(a, b).sum(0) * alpha,
         aten.mm.default: product,
         aten.bmm.default: product,
@@ -215,10 +217,31 @@ def lstm_cell(
 def averaged(x: Tensor, sizes: Sequence[int]) -> Tensor:
     """`x` (..., d, h, w) averaged over windows that overlap where a length is no multiple of the size wanted."""
     for axis, size in zip((-3, -2, -1), sizes, strict=True):
-        length = x.shape[axis]
-        windows = [(index * length // size, -(-(index + 1) * length // size)) for index in range(size)]
-        x = torch.stack([x.narrow(axis, start, end - start).mean(axis) for start, end in windows], axis)
+        x = torch.stack([x.narrow(axis, *window).mean(axis) for window in _windows(x.shape[axis], size)], axis)
     return x
+
+
+def largest(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The maxima of `x` (..., d, h, w) over such windows, and where each stands in d * h * w: the first of equal ones."""
+    places = torch.arange(math.prod(x.shape[-3:]), device=x.device).view(x.shape[-3:]).expand(x.shape)
+    for axis, size in zip((-1, -2, -3), reversed(sizes), strict=True):
+        windows = _windows(x.shape[axis], size)
+        found = [x.narrow(axis, *window).max(axis, keepdim=True) for window in windows]
+        places = torch.cat(
+            [places.narrow(axis, *window).gather(axis, one.indices) for window, one in zip(windows, found, strict=True)], axis
+        )
+        x = torch.cat([one.values for one in found], axis)
+    return x, places
+
+
+def _windows(length: int, size: int) -> list[tuple[int, int]]:
+    """(start, length) of each of `size` windows over an axis."""
+    return [(index * length // size, -(-(index + 1) * length // size) - index * length // size) for index in range(size)]
+
+
+def leaky(x: Tensor, noise: Tensor, lower: float, upper: float, training: bool = False, generator: Any = None) -> Tensor:
+    """RReLU's slope is the mean of its bounds where nothing is drawn."""
+    return NotImplemented if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
 
 
 # --- operations as a whole -------------------------------------------------------------------------------------

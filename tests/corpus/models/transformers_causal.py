@@ -56,6 +56,7 @@ class Decoder(torch.nn.Module):
             for name in STATE:
                 if hasattr(self, f"{name}_{index}"):
                     setattr(layer, name, getattr(self, f"{name}_{index}"))
+            layer.device = layer.keys.device  # where the layer makes its positions
         return self.network(
             input_ids=input_ids, position_ids=position[None], cache_position=position, past_key_values=cache, use_cache=True
         ).logits

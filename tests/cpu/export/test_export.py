@@ -104,6 +104,12 @@ def test_a_dimension_that_cannot_vary_keeps_its_one_size(function: Callable[...,
     assert not made.programs.dynamic and "'batch' cannot vary" in made.programs.reason
 
 
+def ctc(x: torch.Tensor) -> torch.Tensor:
+    """A loss whose operation has a second result as large as the longest target, which lengths tell that are data."""
+    targets, lengths = x.argsort(-1)[:, :2].clamp(min=1), torch.full_like(x[:, 0], 2, dtype=torch.int64)
+    return torch.nn.functional.ctc_loss(x.expand(6, *x.shape).log_softmax(-1), targets, lengths * 3, lengths)
+
+
 @pytest.mark.parametrize(
     ("function", "sizes", "error", "said"),
     [
@@ -113,7 +119,8 @@ def test_a_dimension_that_cannot_vary_keeps_its_one_size(function: Callable[...,
         (lambda x: {1.5: x}, (1, 8), "structure-unsupported", "neither text nor a number"),
         (lambda x: (x, x.shape[0]), (1, 8), "structure-unsupported", "change with the sizes"),
         (lambda x: 3, (1, 8), "structure-unsupported", "no tensor"),
-        (lambda x: x @ x, (1, 8), "size-excluded", "test_export.py:"),
+        (lambda x: x @ x, (1, 8), "eager-failed", "test_export.py:"),
+        (ctc, (2, 8), "shape-depends-on-data", "test_export.py:"),
     ],
 )
 def test_models_that_cannot_be_exported(
