@@ -86,11 +86,19 @@ SPELLED: dict[Any, Callable[..., Any]] = {
 """PyTorch's operators without a C interface in AOTInductor (torch 2.13: its fallback calls them through Python)."""
 
 
+LOWERED = frozenset(
+    f"quantized_decomposed::{name}"
+    for name in ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel", "choose_qparams")
+)
+"""Operators with Python code that Inductor generates code for (torch/_inductor/lowering.py, 2.11 and 2.13): what PT2E leaves."""
+
+
 def custom_operators(program: ExportedProgram) -> set[Any]:
-    """The operators of other libraries that a program calls."""
+    """The operators of other libraries that a program calls, but for those that Inductor lowers."""
     modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     targets = {node.target for module in modules for node in module.graph.nodes if node.op == "call_function"}
-    return {op for op in targets if isinstance(op, torch._ops.OpOverload) and op.namespace not in OWN}
+    calls = {op for op in targets if isinstance(op, torch._ops.OpOverload) and op.namespace not in OWN}
+    return {op for op in calls if op._schema.name not in LOWERED}
 
 
 def code_of(source: Source, programs: Programs) -> str:

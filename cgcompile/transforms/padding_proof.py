@@ -77,7 +77,7 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
         zeros = [torch.zeros_like(tensor) for tensor in long]
         try:
             expected = run_eager(prepared.reference, short).outputs
-        except (RuntimeError, IndexError, ValueError) as failure:
+        except (RuntimeError, IndexError, ValueError, AssertionError) as failure:
             return "no", f"the model fails ({type(failure).__name__}) at {name}={trial.short}"
         problem = _other_shape(prepared, trial.small, expected) or _compare(prepared, short, zeros, expected)
         if not problem and _compare(prepared, short, long, expected):
@@ -140,7 +140,7 @@ def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tenso
         filled.append(made)
     try:
         outputs = run_eager(prepared.reference, filled).outputs
-    except (RuntimeError, IndexError, ValueError) as failure:
+    except (RuntimeError, IndexError, ValueError, AssertionError) as failure:
         return f"the model fails ({type(failure).__name__})"
     bounds = error_bounds(prepared)
     for spec, bound, want, output in zip(prepared.signature.outputs, bounds, expected, outputs, strict=True):
@@ -180,7 +180,7 @@ def _prove_cut(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
                 for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, made, strict=True):
                     if changed := _changed(_range(want, spec.shape, name, start, stop), output, bound):
                         return False, f"output {spec.name!r} {changed} when {name}={long} is cut at {at}"
-        except (RuntimeError, IndexError, ValueError) as failure:
+        except (RuntimeError, IndexError, ValueError, AssertionError) as failure:
             return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
     return True, f"rows along {name} do not depend on each other"
 

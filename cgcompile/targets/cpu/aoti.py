@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves
 
 from cgbundle.cpu.processor import processor_flags
@@ -47,6 +48,10 @@ FILE_NAME = re.compile(rb"/c[a-z2-7]{51}\.")
 UNFOLDED = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
 """More of them for a program whose weights may change.  Inductor makes numbers of the code of small constants, and of those whose
 elements are all equal, also of buffers that are written to: every call would begin where the build did (seen with 2.13)."""
+
+KEPT = {"always_keep_tensor_constants": True}
+"""For a program that hands a weight of no dimensions to a library: Inductor would make a number of it, and of that a constant of
+its own, whose value is nowhere in what it hands out (seen with 2.13: the scales of `_scaled_mm`)."""
 
 UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
 """For a program with complex numbers: it would make `aten.full` of those whose elements are equal, behind complex_numbers.py."""
@@ -83,6 +88,7 @@ def compile_cpu(
     target = work / "model.so"
     known = torch._inductor.config.get_config_copy()
     wanted = OPTIONS | (UNFOLDED_COMPLEX if _has_complex(program) else {}) | (UNFOLDED if changing else {})
+    wanted = wanted | (KEPT if _libraries_take_numbers(program) else {})
     if changing and (missing := sorted(UNFOLDED.keys() - known.keys())):
         raise BuildError(
             "torch-unsupported",
@@ -113,6 +119,14 @@ def compile_cpu(
 def _has_complex(program: ExportedProgram) -> bool:
     values = [leaf for node in program.graph.nodes for leaf in tree_leaves(node.meta.get("val"))]
     return any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
+
+
+def _libraries_take_numbers(program: ExportedProgram) -> bool:
+    """Whether a weight of no dimensions goes into an operation that is not pointwise (GraphLowering.get_attr: it is a number)."""
+    inputs = program.graph_signature.input_specs
+    weights = {spec.arg.name for spec in inputs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)}
+    numbers = [node for node in program.graph.nodes if node.name in weights and not node.meta["val"].dim()]
+    return any(torch.Tag.pointwise not in getattr(user.target, "tags", ()) for node in numbers for user in node.users)
 
 
 def _own(error: BaseException) -> BuildError | None:

@@ -30,7 +30,8 @@ from cgcompile.offline.lower.fake_device import fake_device
 from cgcompile.offline.lower.inductor import lower_graph
 from cgcompile.offline.lowered import Launch, Lowered, Pointer
 from cgcompile.offline.tuning import cost_model
-from cgcompile.offline.tuning.cost_model import Candidate, Problem
+from cgcompile.offline.tuning.cost_model import Candidate, Problem, Table
+from cgcompile.offline.tuning.measurements import read_table, table_file
 from cgcompile.targets.architectures import Arch, arch
 from cgcompile.util.content_cache import cache_folder
 from tests.bench.tuning import tuned_models
@@ -89,7 +90,9 @@ def main(name: str, out: str, part: str, seconds: float, models: Sequence[str]) 
                     graphs.setdefault(text, graph)
         mine = list(graphs.values())[first::step]
         print(f"{len(mine)} of {len(graphs)} operations", flush=True)
-        traced = sorted([each for graph in mine for each in candidates(graph, target)], key=lambda each: each[0])
+        path = table_file(name)
+        table = read_table(path) if path else {}
+        traced = sorted([each for graph in mine for each in candidates(graph, target, table)], key=lambda each: each[0])
     print(f"{len(traced)} pieces after {time.monotonic() - start:.0f} s", flush=True)
     variants = list(dict.fromkeys(variant for _, _, _, each in traced for variant in each.variants))
     made: dict[Any, Any] = {}
@@ -182,8 +185,9 @@ def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
         yield f"split {pieces} {m} {n} {k} {a.stride()} {b.stride()} {a.dtype}", alone(graph, [left, right], retraced)
 
 
-def candidates(graph: Retraced, target: Arch) -> list[tuple[int, Problem, Candidate, Lowered]]:
-    """The operation lowered with each configuration, and the configuration's place in the order of trying."""
+def candidates(graph: Retraced, target: Arch, table: Table) -> list[tuple[int, Problem, Candidate, Lowered]]:
+    """The operation lowered with each configuration, and the configuration's place in the order of trying: first what the table
+    has, for new rows replace old ones."""
     offered: dict[Problem, Sequence[Candidate]] = {}
 
     def first(problem: Problem, given: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:
@@ -197,15 +201,16 @@ def candidates(graph: Retraced, target: Arch) -> list[tuple[int, Problem, Candid
         return []
     found = []
     for problem, given in offered.items():
+        known = [candidate for candidate, _ in table.get(problem, ())]
         more = [replace(each, group=0) if problem.kind == "conv" else each for each in WIDE]
         offers = dict.fromkeys(
-            [*given, *(each for each in more if each.block_m <= 2 * problem.m and each.block_n <= 2 * problem.n)]
+            [*known, *given, *(each for each in more if each.block_m <= 2 * problem.m and each.block_n <= 2 * problem.n)]
         )
         fitting = [each for each in offers if cost_model.fits(problem, each, target)]
         fitting.sort(key=lambda each: cost_model.cost(problem, each, target))
         likely = [each for each in fitting if (each.block_m, each.block_n, each.block_k, each.stages, each.warps) in LIKELY]
-        others = [each for each in fitting if each not in likely]
-        for rank, candidate in enumerate([*others[:4], *likely, *others[4:MOST]]):
+        others = [each for each in fitting if each not in likely and each not in known]
+        for rank, candidate in enumerate(dict.fromkeys([*known, *others[:4], *likely, *others[4:MOST]])):
             try:
                 found.append((rank, problem, candidate, lowered(graph, target, partial(always, candidate), (candidate,))))
             except BuildError as error:

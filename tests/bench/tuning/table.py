@@ -19,11 +19,11 @@ KEPT = 4
 def main(arch: str, *measured: str) -> None:
     """Replaces cgcompile/offline/tuning/ARCH.json: rows of later files replace those of earlier ones for the same problem."""
     files = [json.loads(Path(each).read_text()) for each in measured]
-    found = files[0]
+    found, gpus = files[-1], dict.fromkeys([name for each in files for name in each["gpu"].split(", ")])
     problems = {json.dumps(row["problem"]): row["measured"][:KEPT] for each in files for row in each["problems"]}
     lines = [f'{{"problem": {problem}, "measured": {json.dumps(rows)}}}' for problem, rows in problems.items()]
     about = {
-        "arch": arch, "gpu": found["gpu"], "driver": found["driver"], "date": found["date"],
+        "arch": arch, "gpu": ", ".join(gpus), "driver": found["driver"], "date": found["date"],
         "versions": {"torch": version("torch"), "triton": version("triton")},
         "how": "tests/bench/tuning/measure.py: median of 7 graphs of 24 launches each, operands from memory, microseconds",
     }  # fmt: skip

@@ -100,6 +100,15 @@ def test_the_same_without_it(function: Callable[..., object], x: torch.Tensor) -
     torch.testing.assert_close(made.module()(x), Calling(function)(x))
 
 
+def test_what_inductor_lowers_stays() -> None:
+    import torch.ao.quantization.fx._decomposed  # registers the operators that PT2E leaves
+
+    quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
+    program = torch.export.export(Calling(lambda x: quantize(x, 0.1, 3, 0, 255, torch.uint8)), (torch.randn(3),), strict=False)
+    assert quantize in {node.target for node in program.graph.nodes}
+    assert not custom_operators(program) and inlined(program) is program
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

@@ -92,3 +92,13 @@ def test_rows_that_are_joined_where_no_example_shows_it() -> None:
     """The sum over all rows scales a softmax that is saturated anyway."""
     found = decide(Batched(lambda x: torch.softmax(1e6 * x * x.sum(), -1)), rows, {"batch": (1, 8)})["batch"]
     assert found[:2] == ("zeros", False) and "sum joins what lies along batch" in found[2]
+
+
+class Asserting(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[0] == 4
+        return x * 2
+
+
+def test_a_model_that_asserts_its_size_is_not_padded() -> None:
+    assert decide(Asserting(), rows, {"batch": (4,)})["batch"] == ("no", False, "the model fails (AssertionError) at batch=1")
