@@ -99,6 +99,12 @@ def test_a_multiple_that_export_finds_is_taken_up() -> None:
         signature(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 5, 8))
 
 
+@pytest.mark.parametrize("function", [lambda x: x + 1 if x.shape[0] == 8 else x, lambda x: x + torch.ones(8, 1)])
+def test_a_dimension_that_cannot_vary_keeps_its_one_size(function: Callable[..., Any]) -> None:
+    made = exported(function, batch=(8,))
+    assert not made.programs.dynamic and "'batch' cannot vary" in made.programs.reason
+
+
 def test_an_assertion_about_a_whole_tensor_can_be_made_functional() -> None:
     """torch 2.11 cannot trace again what torch.export makes of it."""
 
