@@ -280,7 +280,7 @@ def _attention(
     groups = query.size(1) // key.size(1)
     if groups > 1:
         key, value = [t.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (key, value)]
-    scores = (query.to(exact) @ key.to(exact).transpose(-2, -1)) * scale
+    scores = _product(query.to(exact), key.to(exact).transpose(-2, -1)) * scale
     places = [torch.arange(size, device=query.device) for size in scores.shape]
     kept = _over_positions(masked, (), len(of_mask))(*places, *of_mask)
     scores = _over_positions(scored, (0,), len(of_score))(scores, *places, *of_score).to(exact)
@@ -289,10 +289,15 @@ def _attention(
     level = torch.where(largest == float("-inf"), 0.0, largest)  # rows without any position give zeros
     weights = torch.exp(scores - level)
     total = weights.sum(-1, keepdim=True)
-    mixed = (weights / torch.where(total == 0, 1.0, total)).to(query.dtype) @ value
+    mixed = _product((weights / torch.where(total == 0, 1.0, total)).to(query.dtype), value)
     unit = 1 / 0.6931471805599453
     sums = ((level + torch.log(total)).squeeze(-1) * unit) if 1 in wanted else None
     return mixed, sums, largest.squeeze(-1) * unit if 2 in wanted else None
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left @ right` of four axes each, without `matmul`: traced by torch 2.11, that fixes declared dimensions."""
+    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
 
 
 def _over_positions(function: Callable[..., torch.Tensor], prefix: tuple[int, ...], buffers: int) -> Callable[..., torch.Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, cast_symbool_to_symint_guardless
 
 from cgbundle.format.schema import Size
 from cgbundle.format.size_expressions import linear
@@ -88,7 +89,26 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
         program = torch.export.export(flat, _separate(tensors), dynamic_shapes=dynamic, strict=False)
     sys.stderr.write(said.getvalue())
+    _spell_conditions(program)
     return without_composites(expanded(program))
+
+
+def _spell_conditions(program: ExportedProgram) -> None:
+    """torch 2.11 writes an assertion about a condition (torch._check_tensor_all) as comparisons of a number made of it, which it
+    cannot trace again: those with 1 become the condition itself."""
+    for node in list(program.graph.nodes):
+        if node.target is cast_symbool_to_symint_guardless:
+            (condition,) = node.args
+            for user in list(node.users):
+                asserts = all(each.target is torch.ops.aten._assert_scalar.default for each in user.users)
+                if user.args == (node, 1) and (
+                    user.target in (operator.eq, operator.ge) or (user.target is operator.le and asserts)
+                ):
+                    user.replace_all_uses_with(condition)
+                    program.graph.erase_node(user)
+            if not node.users:
+                program.graph.erase_node(node)
+    program.graph_module.recompile()
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,7 @@
 """program + key -> Lowered: retrace for cuda at the key's sizes, lower with Inductor, record the launches of its wrapper.  All runs
 inside `fake_device`: no kernel is compiled, nothing is measured.  Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the
 `source_code` of its result, `user_visible_output_idxs` in the metadata of a graph's output, `V.set_choices_handler` with a subclass
-of `InductorChoices`, `KernelTemplateChoice` with its parameters, and the options below."""
+of `InductorChoices`, `bmm_template`, `KernelTemplateChoice` with its parameters, and the options below."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 import torch._inductor.config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.kernel.bmm import bmm_template
 from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 from torch.export import ExportedProgram
@@ -219,6 +220,12 @@ class _Choices(InductorChoices):
         self._choose = choose
         self._more = more
         self.selected: dict[Configuration, str] = {}
+
+    def get_template_configs(self, kernel_inputs: Any, templates: Any, op_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Also of `bmm` with a result of another dtype than the factors', for which torch 2.11 offers no template."""
+        if op_name == "bmm" and not templates:
+            templates = [bmm_template]
+        return super().get_template_configs(kernel_inputs, templates, op_name, *args, **kwargs)
 
     def _finalize_template_configs(self, template_choices: Any, kernel_inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
         offered = [choice for choices in template_choices.values() for choice in choices]

@@ -3,9 +3,11 @@
 AOTInductor would leave them to a *proxy executor*, an object of the serving process that needs torch's C++ classes.  The
 generated code calls `torch_call_dispatcher` instead, a function of torch's stable C interface (torch/csrc/stable/c/shim.h, since
 2.10).  It takes tensors, numbers, text, devices, lists and optional ones, but no `Scalar`, which may be of any kind of number.
+So are the operators `MISREAD`, whose C functions are wrong.
 
 Private interfaces (torch 2.11, 2.13): `CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot`,
-`FallbackKernel.export_extern_kernel_node`, `cexpr`, and torch/csrc/stable/stableivalue_conversions.h in the generated code.
+`FallbackKernel.export_extern_kernel_node`, `cexpr`, the table of `torchgen.aoti.fallback_ops`, and
+torch/csrc/stable/stableivalue_conversions.h in the generated code.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch._inductor import ir
 from torch._inductor.codegen.cpp_utils import cexpr
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.virtualized import V
+from torchgen.aoti.fallback_ops import inductor_fallback_ops
 
 from ...errors import BuildError, ModelError
 from ...model.user_code import place
@@ -31,6 +34,10 @@ BOXED = "torch::stable::detail::from"
 
 CPU = "0xFFFFFFFFULL"
 """The device "cpu" without an index, as `StableIValue`: its type 0 in the upper half, -1 in the lower."""
+
+MISREAD = frozenset({"aten.histogram.bin_ct", "aten._histogramdd_from_bin_cts.default"})
+"""Their C functions read an optional list of numbers after it was freed (torch 2.11: `pointer_to_optional_list` in
+torch/csrc/inductor/aoti_torch/utils.h)."""
 
 METHODS = ((CppWrapperCpu, "generate_fallback_kernel_with_runtime_lookup_aot"), (ir.FallbackKernel, "export_extern_kernel_node"))
 
@@ -56,7 +63,13 @@ def dispatched() -> Iterator[None]:
         _refuse_unboxed(kernel, given)
         return given
 
-    with patch.object(*METHODS[0], _call), patch.object(*METHODS[1], arguments), _quiet():
+    others = {name: row for name, row in inductor_fallback_ops.items() if name not in MISREAD}
+    with (
+        patch.object(*METHODS[0], _call),
+        patch.object(*METHODS[1], arguments),
+        patch.dict(inductor_fallback_ops, others, clear=True),
+        _quiet(),
+    ):
         yield
 
 

@@ -14,6 +14,7 @@ from cgbundle.format.schema import Parameter
 from cgcompile.checks import check, refuse
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
+from cgcompile.export.functionalization import functional
 from cgcompile.export.signature import describe_signature
 from cgcompile.model.declared_sizes import assumed_sizes, declared_sizes
 from cgcompile.model.load import load_source
@@ -96,6 +97,23 @@ def test_a_multiple_that_export_finds_is_taken_up() -> None:
     assert made.inputs[0].shape == ("batch", 4)
     with raises("size-excluded", match="batch=5 is excluded: the model needs a multiple of 2|batch=5"):
         signature(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 5, 8))
+
+
+@pytest.mark.parametrize("function", [lambda x: x + 1 if x.shape[0] == 8 else x, lambda x: x + torch.ones(8, 1)])
+def test_a_dimension_that_cannot_vary_keeps_its_one_size(function: Callable[..., Any]) -> None:
+    made = exported(function, batch=(8,))
+    assert not made.programs.dynamic and "'batch' cannot vary" in made.programs.reason
+
+
+def test_an_assertion_about_a_whole_tensor_can_be_made_functional() -> None:
+    """torch 2.11 cannot trace again what torch.export makes of it."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all(x < 10)
+        return x + 1
+
+    program = exported(function, batch=(2, 4)).programs.first
+    assert len(functional(program).user_outputs) == 1
 
 
 def ctc(x: torch.Tensor) -> torch.Tensor:

@@ -172,6 +172,13 @@ def test_scan_brings_its_helper() -> None:
     assert compile_variant(variant, "sm_90").image
 
 
+def test_parts_of_a_half_precision_product_are_summed_in_float32() -> None:
+    """torch 2.11 offers no template for results of another dtype than the factors'."""
+    traced = lowered(nn.Linear(64, 48).half(), floats(64, dtype=torch.float16), split_factor=lambda problem: 2)
+    (product,) = [each for each in traced.variants if "tl.dot(" in each.source]
+    assert "*fp32" in {kind for _, kind in product.signature}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_attention(dtype: torch.dtype) -> None:
     traced = lowered(Attention().to(dtype), ids)
