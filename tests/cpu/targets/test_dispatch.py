@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import Layout
+from cgbundle.format.schema import Weight
 from cgcompile.model.pytree import dtype_name
 from cgcompile.targets.cpu import complex_numbers, dispatch, layouts
 from cgcompile.targets.cpu.aoti import compile_cpu
@@ -47,9 +48,20 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 """Of x (4, 8), complex z (4, 6) and well-conditioned m (4, 4, 4)."""
 
 
+SCALE = "a scale that is a weight of no dimensions"
+
+
 class Many(nn.Module):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(0.25))
+
     def forward(self, x: Tensor, z: Tensor, m: Tensor) -> tuple[Tensor, ...]:
-        return tuple(function(x, z, m) for function in CALLS.values())
+        left, right = x.repeat(1, 2).to(torch.float8_e4m3fn), torch.eye(16).to(torch.float8_e4m3fn)
+        product = torch._scaled_mm(left, right.t(), self.scale, self.scale, out_dtype=torch.float32)
+        return *(function(x, z, m) for function in CALLS.values()), product
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +71,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor,
     x, parts = torch.randn(4, 8, generator=generator), torch.randn(4, 6, 2, generator=generator)
     given = [x, torch.view_as_complex(parts), torch.randn(4, 4, 4, generator=generator) + 4 * torch.eye(4)]
     with torch.no_grad():
-        expected = Many()(*given)
-        program = torch.export.export(Many(), tuple(given), strict=False)
+        model = Many()
+        expected = model(*given)
+        program = torch.export.export(model, tuple(given), strict=False)
     compiled = compile_cpu(program, tmp_path_factory.mktemp("many"), lambda text: None)
     library = libtorch.load(torch.__version__)
-    bound = layouts.bind_constants(compiled.path, program, [])
+    scale = Weight(name="scale", tensor="scale", dtype="float32", shape=(), strides=(), memory="weights", offset=0)
+    bound = layouts.bind_constants(compiled.path, program, [scale])
     made = [Layout(library.dtype(dtype_name(each.dtype)), each.shape, each.stride()) for each in given]
     handles = bound.region.run([each.data_ptr() for each in given], made, len(expected))
     try:
@@ -72,7 +86,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor,
         for handle in handles:
             library.delete(handle)
         bound.region.close()
-    return dict(zip(CALLS, zip(expected, found, strict=True), strict=True))
+    return dict(zip((*CALLS, SCALE), zip(expected, found, strict=True), strict=True))
 
 
 def _read(library: libtorch.LibTorch, handle: int | None, like: Tensor) -> Tensor:
@@ -86,7 +100,7 @@ def _read(library: libtorch.LibTorch, handle: int | None, like: Tensor) -> Tenso
     return torch.frombuffer(memory, dtype=like.dtype).as_strided(shape, strides).clone()
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", (*CALLS, SCALE))
 def test_the_code_gives_what_eager_pytorch_does(name: str, results: dict[str, tuple[Tensor, Tensor]]) -> None:
     expected, found = results[name]
     torch.testing.assert_close(found, expected.resolve_conj(), rtol=1e-4, atol=1e-4)
