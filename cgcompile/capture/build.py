@@ -18,7 +18,7 @@ from ..bundle.proof import accepted, measured
 from ..model.source import SEED, all_keys, sample
 from ..targets.build_spec import BuildSpec, ManifestParts
 from ..targets.cuda.emit import cuda_target, write_recorded
-from ..targets.cuda.host_regions import SplitProgram, host_stage, split_stage
+from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
 from ..targets.memory_layout import lay_out
@@ -56,8 +56,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
     tensors = programs.weights()
     scratch = processes.folder
     split = split_stage(programs, spec.placements, {key: call[0] for key, call in calls.items()}, stages)
-    host_only = split.host_only if split else frozenset()
-    hosts = host_stage(split, lay_out(shapes_of(tensors), prepared.state, host_only).rows, scratch, stage, stages)
+    shapes = shapes_of(tensors)
+    unplaced = lay_out(shapes, prepared.state, split.host_only if split else ()).rows
+    hosts = host_stage(split, unplaced, scratch, stage, stages)
     with stages("record") as tell:
         recorded = record(
             programs,
@@ -69,7 +70,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
             code=code_of(spec.source, programs),
             placements=spec.placements if split else {},
             uploads=split.uploads if split else {},
-            host_only=host_only,
+            host_only=off_gpu(split, hosts, unplaced),
             written=prepared.written,
             state=prepared.state,
             exam_calls=prepared.exam_calls,

@@ -23,7 +23,7 @@ from ..model.source import all_keys, sample
 from ..targets.architectures import Arch, arch
 from ..targets.build_spec import BuildSpec, ManifestParts
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
-from ..targets.cuda.host_regions import SplitProgram, host_stage, split_stage
+from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
@@ -77,9 +77,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             compiled = _compile(traced, target, tell)
             images = {kernel.sha256: kernel.image for kernel in compiled.values()}
             tell(f"{len(images)} kernel images")
-        layout = lay_out(shapes_of(tensors), spec.prepared.state, split.host_only if split else ())
+        shapes = shapes_of(tensors)
+        unplaced = lay_out(shapes, spec.prepared.state, split.host_only if split else ()).rows
+        hosts = host_stage(split, unplaced, scratch, stage, stages)
+        layout = lay_out(shapes, spec.prepared.state, off_gpu(split, hosts, unplaced))
         folded, end = folded_tables(traced, layout.weights_end)
-        hosts = host_stage(split, layout.rows, scratch, stage, stages)
         with stages("plan") as tell:
             graphs, bound = _assemble(joined, compiled, _places(layout.rows, folded), calls, split, spec.prepared.written)
             uploads = split.uploads if split else {}

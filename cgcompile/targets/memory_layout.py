@@ -92,9 +92,8 @@ class WeightLayout:
 
 def lay_out(shapes: Mapping[str, Shape], state: Collection[str] = (), host_only: Collection[str] = ()) -> WeightLayout:
     """Offsets of the program's tensors, in their order: those named in `state` in memory `state`, the others in `weights`.  Those
-    in `host_only` have no place on the GPU; their rows are the last."""
+    in `host_only` have no place on the GPU."""
     rows: list[Weight] = []
-    last: list[Weight] = []
     offsets: dict[str, int] = {}
     ends = {"weights": 0, "state": 0}
     for name, s in shapes.items():
@@ -102,10 +101,10 @@ def lay_out(shapes: Mapping[str, Shape], state: Collection[str] = (), host_only:
         memory = "state" if name in state and name not in host_only else "weights"
         row = Weight(name=name, tensor=tensor, dtype=s.dtype, shape=s.shape, strides=s.strides, memory=memory, offset=HOST_ONLY)
         if name in host_only:
-            last.append(row)
+            rows.append(row)
             continue
         if tensor not in offsets:
             offsets[tensor] = ends[memory]
             ends[memory] = align(ends[memory] + tensor_bytes(s.dtype, s.shape))
         rows.append(replace(row, offset=offsets[tensor]))
-    return WeightLayout(rows=(*rows, *last), weights_end=ends["weights"], state_end=ends["state"])
+    return WeightLayout(rows=tuple(rows), weights_end=ends["weights"], state_end=ends["state"])

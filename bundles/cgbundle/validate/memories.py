@@ -24,7 +24,8 @@ def check_memories(manifest: Manifest) -> None:
 def check_weight_rows(manifest: Manifest) -> None:
     """Raises manifest-invalid unless every weight has a layout without gaps and a place of its own; tied ones share theirs."""
     require(len({weight.name for weight in manifest.weights}) == len(manifest.weights), "weights", "a name stands twice")
-    used = {weight for region in manifest.regions for _, weight in region.constants if region.kind == "host"}
+    positions = {weight for region in manifest.regions for _, weight in region.constants if region.kind == "host"}
+    used = {weight.tensor for index, weight in enumerate(manifest.weights) if index in positions}
     for index, weight in enumerate(manifest.weights):
         where = f"weights[{index}]"
         require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
@@ -36,7 +37,7 @@ def check_weight_rows(manifest: Manifest) -> None:
         if manifest.target.kind == "cpu":
             require(weight.offset == 0, f"{where}.offset", "a weight of the cpu target lies where the file has it")
         elif weight.offset == HOST_ONLY:
-            require(index in used, f"{where}.offset", "is not on the GPU, and no host region uses it")
+            require(weight.tensor in used, f"{where}.offset", "is not on the GPU, and no host region uses it")
         else:
             require(weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
     _check_ties(manifest.weights)

@@ -35,7 +35,7 @@ from .tensors import input_offsets
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitProgram:
     """Programs of several regions at every key, and every value as eager PyTorch made it.  `uploads`: where in memory
-    `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that no graph reads, off the GPU.  `state`: the
+    `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that only host regions read.  `state`: the
     placeholders of `Partition.state`, and the names of these buffers."""
 
     partitions: dict[IntKey, Partition] = field(repr=False)
@@ -83,6 +83,13 @@ def host_stage(split: SplitProgram | None, weights: Sequence[Weight], scratch: P
         hosts = compile_host_regions(split, weights, scratch, stage, tell)
         tell(", ".join(region.file for region in dict.fromkeys(hosts.rows.values())) or "copies only")
     return hosts
+
+
+def off_gpu(split: SplitProgram | None, hosts: HostRegions, weights: Sequence[Weight]) -> frozenset[str]:
+    """The weights of `split.host_only` that compiled code takes as constants, tied ones together.  Of others it holds the values:
+    Inductor makes numbers of those with eight elements or fewer.  `weights`: those that the host regions were compiled with."""
+    taken = {weights[index].tensor for region in hosts.rows.values() for _, index in region.constants}
+    return frozenset([row.name for row in weights if split and row.name in split.host_only and row.tensor in taken])
 
 
 def split_program(programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> SplitProgram:

@@ -100,9 +100,12 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.table, self.out = nn.Parameter(torch.randn(5000, 16)), nn.Linear(16, 4)
+        self.tied, self.scale = self.table, nn.Parameter(torch.tensor([2.0]))
 
     def forward(self, ids, x):
-        found = F.embedding(ids.cpu(), self.table).to(x.device)
+        ids = ids.cpu()
+        found = F.embedding(ids, self.table) * self.scale.cpu() + F.embedding(ids, self.tied)
+        found = found.to(x.device)
         return self.out(torch.relu(found).mean(1) + x)
 
 
@@ -246,11 +249,12 @@ def test_a_table_that_the_host_reads_stays_off_the_gpu(make: Make) -> None:
     (program,) = build.manifest.programs
     assert build.regions(program) == ["copy", "host-1", "copy", "graph-1"]
     offsets = {weight.name: weight.offset for weight in build.manifest.weights}
-    assert offsets["table"] == HOST_ONLY and offsets["out.weight"] >= 0
+    assert offsets["table"] == offsets["tied"] == HOST_ONLY and offsets["out.weight"] >= 0
+    assert offsets["scale"] >= 0, "the compiled code has a number in its place"
     assert dict(build.manifest.memories)["weights"] < 5000 * 16 * 4
     (row,) = [region for region in build.manifest.regions if region.kind == "host"]
     ((_, weight),) = row.constants
-    assert build.manifest.weights[weight].name == "table"
+    assert build.manifest.weights[weight].name in ("table", "tied")
     assert (build.path / row.file).read_bytes().startswith(b"\x7fELF")
     assert build.manifest.target.torch == torch.__version__.partition("+")[0] and build.manifest.target.features
 

@@ -86,6 +86,8 @@ def test_a_weight_lies_in_memory_weights_or_state() -> None:
 def test_a_weight_of_host_regions_alone_is_one_that_they_use() -> None:
     used = put_row("weights", 0, offset=-1)(cuda())
     check_manifest(used)
+    tied = (*used.weights, replace(used.weights[0], name="tied"))
+    check_manifest(replace(used, weights=tied))
     graph = (*used.regions[:1], replace(used.regions[1], constants=()), *used.regions[2:])
     reject(replace(used, regions=graph), "weights[0].offset", "no host region uses it")
     moved = (replace(used.regions[0], constants=(("c", 0),)), *graph[1:])
