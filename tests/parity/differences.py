@@ -30,6 +30,10 @@ DIFFERENCES: dict[str, str] = {
     "table-in-an-attribute": LITERAL,
     "rotary-complex": LITERAL,
     "positions-moved": ("only the `cudagraphs` backend; Inductor makes positions where they are used, on the GPU, and so do we"),
+    "scan": (
+        "PyTorch makes a loop of it, whose counter is on the CPU; the export unrolls a scan with a fixed number of steps "
+        "(cgcompile/export/higher_order.py)"
+    ),
     "write-by-mask": (
         "PyTorch flags every index_put with a mask; Inductor lowers one mask and one number as a masked fill, and its scheduler "
         "leaves that in the graph, as we do"

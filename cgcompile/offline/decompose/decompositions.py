@@ -239,8 +239,11 @@ def _windows(length: int, size: int) -> list[tuple[int, int]]:
     return [(index * length // size, -(-(index + 1) * length // size) - index * length // size) for index in range(size)]
 
 
-def leaky(x: Tensor, noise: Tensor, lower: float, upper: float, training: bool = False, generator: Any = None) -> Tensor:
-    """RReLU's slope is the mean of its bounds where nothing is drawn."""
+def leaky(
+    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Tensor:
+    """RReLU's slope is the mean of its bounds where nothing is drawn.  The bounds' defaults are the operator's: torch
+    leaves out arguments that equal these."""
     return NotImplemented if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
 
 

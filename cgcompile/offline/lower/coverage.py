@@ -32,6 +32,7 @@ from ...checks.operators import WITHOUT_KERNEL
 from ...errors import BuildError
 from ...export.functionalization import functional
 from ...export.weights import weight_placeholders
+from ...model.devices.markers import marker
 from ...targets.architectures import Arch
 from ..decompose.decompositions import REPLACED, decompositions
 from ..decompose.retrace import ASSERTIONS, DEVICE, Retraced, host_hint
@@ -185,8 +186,8 @@ def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
 
 
 def _is_asked(node: Node) -> bool:
-    """Whether an operation stands for itself: no assertion, and no control flow, whose branches other rules look at."""
-    alone = all(source.op != "get_attr" for source in node.all_input_nodes)
+    """Whether an operation stands for itself: no assertion, no marker, and no control flow, whose branches other rules look at."""
+    alone = all(source.op != "get_attr" for source in node.all_input_nodes) and not marker(node)
     return computes(node) and isinstance(node.target, torch._ops.OpOverload) and node.target not in ASSERTIONS and alone
 
 

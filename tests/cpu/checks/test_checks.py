@@ -477,17 +477,26 @@ def test_strict_and_host_ops_in_a_report() -> None:
     ("function", "rule"),
     [
         (lambda m, x: faceless(x) + 1, "custom-operator"),
-        (lambda m, x: x.to_sparse().to_dense(), "sparse-output"),
+        (lambda m, x: torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([x, x + 1]), 0.0), "sparse-output"),
         (lambda m, x: x + 1 if x.nonzero().shape[0] > 3 else x, "data-dependent-branch"),
     ],
-    ids=["faceless", "sparse", "branch"],
+    ids=["faceless", "nested", "branch"],
 )
 def test_what_stops_the_export_is_a_finding(function: Callable[..., Any], rule: str) -> None:
     report = cgcompile.check(Model(function), rows)
     assert told(report.findings) == [f"refuse {rule}"]
     assert report.findings[0].where.startswith("tests/cpu/checks/test_checks.py:") and report.findings[0].source
-    exports = rule == "sparse-output" and torch.__version__ < "2.13"  # 2.11 goes on, and the rule finds it in the program
-    assert exports or ("was not checked" in report.findings[0].effect and report.unpartitioned)
+    assert "was not checked" in report.findings[0].effect and report.unpartitioned
+
+
+def test_what_stops_only_a_dynamic_export_is_found_in_the_programs_of_the_sizes() -> None:
+    report = cgcompile.check(Model(lambda m, x: x.to_sparse().to_dense()), rows)
+    (found,) = report.findings
+    assert (found.severity, found.rule) == ("refuse", "sparse-output")
+    assert found.where.startswith("tests/cpu/checks/test_checks.py:") and "to_sparse" in found.source
+    assert found.message == "to_sparse gives a tensor of the layout torch.sparse_coo"
+    assert "was not checked" not in found.effect
+    assert "to_sparse" in report.per_size
 
 
 def test_other_failures_stay_errors() -> None:

@@ -301,8 +301,8 @@ def again(name: str, folder: Path) -> None:
     cgcompile.build(str(model.__file__), sizes=[4], out=folder / f"{name}.cgb", target="sm_90")
 
 
-def trial(crossing: torch.Tensor, outputs: torch.Tensor) -> Trial:
-    return Trial(key=(1,), stages=(), crossing=(crossing,), outputs=(outputs,))
+def trial(crossing: torch.Tensor, output: torch.Tensor) -> Trial:
+    return Trial(key=(1,), stages=(), crossing=(crossing,), left=(output,))
 
 
 @pytest.mark.parametrize(("flipped", "passes"), [(0, True), (1, True), (3, False)])

@@ -357,4 +357,4 @@ def test_a_tensor_that_is_no_weight() -> None:
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
         module.graph.get_attr("own")
     with raises("constant-unknown", match="tensors of its own: own"):
-        _check(module, [], [])
+        _check(module)

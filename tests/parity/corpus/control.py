@@ -49,8 +49,19 @@ class Scan(nn.Module):
         return scan(step, torch.zeros_like(x[:, 0]), x, dim=1)[1]
 
 
+class ScanOfTheBatch(nn.Module):
+    """A scan along an axis whose size is declared: how often it turns is not fixed in the program."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            state = 0.9 * state + row
+            return state, state.clone()
+
+        return scan(step, torch.zeros_like(x[0]), x, dim=0)[1]
+
+
 class AssociativeScan(nn.Module):
-    """The same recurrence as a parallel scan: one kernel."""
+    """The recurrence of `Scan` as a parallel scan: one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         return associative_scan(torch.add, x, dim=1, combine_mode="pointwise")
@@ -81,7 +92,8 @@ CASES = (
     _case(CondOnSize, rows, near=("control-flow",)),
     _case(WhileLoop, rows, "control-flow"),
     _case(MapRows, rows, "control-flow"),
-    _case(Scan, sequences, "control-flow"),
+    _case(Scan, sequences, near=("control-flow",)),
+    _case(ScanOfTheBatch, rows, "control-flow"),
     _case(AssociativeScan, sequences, near=("control-flow",)),
     _case(UnrolledLoop, rows, near=("control-flow",)),
     _case(LoopOverTime, sequences, near=("control-flow",)),
