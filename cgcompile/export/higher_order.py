@@ -65,7 +65,7 @@ def _without_dead(program: ExportedProgram) -> ExportedProgram:
 
 
 def _in_place(functional: ExportedProgram, program: ExportedProgram) -> ExportedProgram:
-    """The functional form of `program` with its writes as operations again, as torch.export leaves them and what follows expects."""
+    """The functional form of `program` with its writes as operations again, as torch.export leaves them and what follows wants."""
     root, signature = functional.graph_module, functional.graph_signature
     output = root.graph.output_node()
     inputs = {spec.target: spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.BUFFER}
