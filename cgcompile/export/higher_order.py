@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
@@ -46,7 +47,9 @@ def expanded(program: ExportedProgram) -> ExportedProgram:
     # only another trace by torch writes down the casts of autocast, which the dispatcher makes, and takes out the batch axes of
     # vmap; it leaves composite operators whole
     traced_again = any(_name(node) == AUTOCAST or getattr(node.target, "__module__", "") == VMAP for node in nodes)
-    return _without_dead(program.run_decompositions({})) if traced_again else program
+    if not traced_again:
+        return program
+    return _in_place(_without_dead(program.run_decompositions({})), program)
 
 
 def _without_dead(program: ExportedProgram) -> ExportedProgram:
@@ -59,6 +62,30 @@ def _without_dead(program: ExportedProgram) -> ExportedProgram:
             program.graph.erase_node(node)
     program.graph_module.recompile()
     return program
+
+
+def _in_place(functional: ExportedProgram, program: ExportedProgram) -> ExportedProgram:
+    """The functional form of `program` with its writes as operations again, as torch.export leaves them and what follows wants."""
+    root, signature = functional.graph_module, functional.graph_signature
+    output = root.graph.output_node()
+    inputs = {spec.target: spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.BUFFER}
+    places = {node.name: node for node in root.graph.find_nodes(op="placeholder")}
+    kept, specs = [], []
+    for value, spec in zip(output.args[0], signature.output_specs, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            kept.append(value)
+            specs.append(spec)
+            continue
+        assert spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION), spec
+        written = places[inputs.get(spec.target, spec.target)]
+        with root.graph.inserting_before(output):
+            copied = root.graph.call_function(torch.ops.aten.copy_.default, (written, value))
+        copied.meta = {name: value.meta[name] for name in ("stack_trace", "nn_module_stack") if name in value.meta}
+        copied.meta["val"] = written.meta["val"]
+    output.args = (tuple(kept),)
+    root.graph.lint()
+    root.recompile()
+    return with_graph(functional, root, {}, dialect=program, output_specs=specs)
 
 
 def _without_loops(program: ExportedProgram) -> ExportedProgram:

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry
-from torch.export.graph_signature import ExportGraphSignature, InputSpec
+from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputSpec
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -36,22 +36,30 @@ def with_graph(
     input_specs: Sequence[InputSpec] | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     constants: Mapping[str, Any] | None = None,
+    dialect: ExportedProgram | None = None,
+    output_specs: Sequence[OutputSpec] | None = None,
 ) -> ExportedProgram:
-    """`program` with the graph of `root`, whose outputs have new names where `renamed` says so.  Weights are shared, not copied."""
+    """`program` with the graph of `root`, whose outputs have new names where `renamed` says so.  Weights are shared, not copied.
+
+    `dialect`: a program whose dialect the new one has, `program` by default.  That of `torch.export` allows operators that write.
+    """
     signature = program.graph_signature
     result = ExportedProgram(
         root=root,
         graph=root.graph,
         graph_signature=ExportGraphSignature(
             input_specs=list(signature.input_specs if input_specs is None else input_specs),
-            output_specs=[replace(spec, arg=_renamed(spec.arg, renamed)) for spec in signature.output_specs],
+            output_specs=[
+                replace(spec, arg=_renamed(spec.arg, renamed))
+                for spec in (signature.output_specs if output_specs is None else output_specs)
+            ],
         ),
         state_dict=dict(program.state_dict if state_dict is None else state_dict),
         range_constraints=copy.deepcopy(program.range_constraints),
         module_call_graph=[_entry(entry, renamed) for entry in copy.deepcopy(program.module_call_graph)],
         example_inputs=program.example_inputs,
         constants=program.constants if constants is None else dict(constants),
-        verifiers=program.verifiers,
+        verifiers=(dialect or program).verifiers,
     )
     if hasattr(program, "_guards_code"):
         result._guards_code = program._guards_code

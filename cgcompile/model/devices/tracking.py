@@ -233,6 +233,15 @@ class DeviceTracking(TorchFunctionMode):
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
+    def _lstm(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """`torch.lstm` with states of the initial states' shapes.  On a GPU torch before 2.13 traces them with an extra axis
+        (pytorch issue 151200), and what follows would be traced wrongly."""
+        output, *states = self._call(func, args, kwargs)
+        first = args[1] if isinstance(args[1], tuple | list) else args[2]  # packed sequences come with their lengths
+        return output, *[
+            made if made.dim() == like.dim() else made.view(like.shape) for made, like in zip(states, first, strict=True)
+        ]
+
     def _pack(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """A packed sequence holds its data where the input is, and the sizes of its batches on the host."""
         if self.real == CPU or self._traced(args, kwargs):
@@ -304,6 +313,7 @@ _SPECIAL: dict[Any, _Handler] = {
     torch.Tensor.get_device: lambda mode, func, args, kwargs: 0 if mode.device(args[0], CPU) == CUDA else -1,
     torch.get_device: lambda mode, func, args, kwargs: 0 if mode.device(args[0], CPU) == CUDA else -1,
     torch._VF._pack_padded_sequence: DeviceTracking._pack,
+    torch._VF.lstm: DeviceTracking._lstm,
     **dict.fromkeys(
         (
             torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.Tensor.equal, torch.allclose,

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from cgcompile.export.higher_order import expanded
 from cgcompile.model.flat_module import _traced_per_size
 from cgcompile.model.user_code import place
+from cgcompile.transforms.rng.rewrite import with_generator
 
 BATCH = torch.export.Dim("batch", min=2, max=64)
 
@@ -87,6 +88,20 @@ def test_an_operator_becomes_its_operations(kind: type[Net]) -> None:
         x = torch.randn(rows, 6, 8)
         with torch.no_grad(), _traced_per_size():
             torch.testing.assert_close(stored(x), model(x))
+
+
+def test_random_numbers_and_writes_beside_autocast_stay_operations() -> None:
+    class Draws(Modes):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x + torch.rand(6, 8))
+
+    made = program(Draws())
+    assert {spec.kind.name for spec in made.graph_signature.output_specs} == {"USER_OUTPUT"}
+    module = with_generator(made).module(check_guards=False)  # it adds an operator that writes
+    x = torch.randn(2, 6, 8)
+    with torch.no_grad():
+        first, second = module(x), module(x)
+    assert module.calls == 2 and not torch.equal(first, second)
 
 
 def test_what_has_no_such_operator_stays_the_same_program() -> None:

@@ -15,6 +15,7 @@ from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
 from cgcompile.model import flat_module as flat
 from cgcompile.model.devices.markers import TO_DEVICE, TO_HOST
+from cgcompile.model.devices.tracking import DeviceTracking, track_devices
 from cgcompile.model.flat_module import run_eager
 from cgcompile.model.load import load_source
 from cgcompile.model.side_effects import SideEffects
@@ -279,3 +280,20 @@ def test_an_operation_has_the_innermost_line_of_the_users() -> None:
     nodes = traced(lambda m, x: helper(x)).programs.first.graph.nodes
     (node,) = [node for node in nodes if node.target is torch.ops.aten.sin.default]
     assert place(node)[1] == "return x.sin()"
+
+
+def test_states_of_an_lstm_have_the_shapes_of_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 traces an extra axis on a GPU."""
+    call = DeviceTracking._call
+    monkeypatch.setattr(DeviceTracking, "_call", lambda *args: _with_an_axis(args[1], call(*args)))
+    net, x = torch.nn.LSTM(3, 5, num_layers=2, bidirectional=True), torch.randn(7, 2, 3)
+    with track_devices([x], SideEffects()), torch.no_grad():
+        output, (hidden, cell) = net(x)
+    want, (first, second) = net(x)
+    assert hidden.shape == cell.shape == (4, 2, 5)
+    for got, wanted in ((output, want), (hidden, first), (cell, second)):
+        torch.testing.assert_close(got, wanted)
+
+
+def _with_an_axis(func: object, result: Any) -> Any:
+    return (result[0], result[1][:, None], result[2][:, None]) if func == torch._VF.lstm else result

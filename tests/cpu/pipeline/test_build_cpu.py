@@ -19,11 +19,11 @@ from cgbundle.cpu.processor import processor_flags
 from cgbundle.format import archive
 from cgbundle.format.safetensors import Mapped
 from cgbundle.validate import bundle as verify
-from cgcompile.targets.cpu.build import HOST_FILE
 from cgcompile.targets.instruction_sets import LEVELS
 from cgcompile_cli import summary
 from tests.cpu.models import Everything, Image, State, everything_inputs, image_inputs
 from tests.helpers.raising import raises
+from tests.helpers.support import HOST_FILE
 
 LEVEL = LEVELS[1]
 TARGET = LEVEL.name if set(LEVEL.features) <= processor_flags() else "cpu"

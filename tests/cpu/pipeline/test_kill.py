@@ -11,8 +11,8 @@ import pytest
 
 import cgbundle
 import cgcompile
-from cgcompile.targets.cpu.build import HOST_FILE
 from tests.helpers.places import ROOT
+from tests.helpers.support import HOST_FILE
 
 BUILD = """
 import os, shutil, signal, sys
