@@ -23,7 +23,7 @@ from tests.helpers.places import ROOT  # noqa: E402
 from tests.helpers.state_models import SIZES, draws, looks, pairs, rows, running, singles  # noqa: E402
 
 CARRIED = Path(os.environ.get("CGCOMPILE_STATE_BUNDLES", "/nowhere"))
-"""Bundles of `running`, `draws` and `looks` that a machine without a GPU made, by these names."""
+"""A folder with bundles of `running`, `draws` and `looks`, by these names, that a machine without a GPU made; skipped without."""
 
 MODELS: dict[str, Any] = {
     "running": (running, rows),
