@@ -72,13 +72,13 @@ def symbols_of(
                 if rest:
                     raise ModelError(
                         "size-excluded",
-                        f"{source.label}: {name}={value_of} is excluded: the model needs a multiple of {step // scale}",
+                        f"{source.label}: one program holds for {name} in multiples of {step // scale}, not for {value_of}",
                     )
                 if bounds is not None and not bounds.lower <= whole <= bounds.upper:
                     low, high = [(step * end + shift - offset) // scale for end in (int(bounds.lower), int(bounds.upper))]
                     raise ModelError(
                         "size-excluded",
-                        f"{source.label}: {name}={value_of} is excluded: the model works from {name}={low} to {high}",
+                        f"{source.label}: one program holds from {name}={low} to {high}, not for {value_of}",
                     )
             found.setdefault(symbol, _invert(name, scale, offset, step, shift))
     return found
