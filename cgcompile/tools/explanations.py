@@ -99,9 +99,9 @@ def _of_source(tree: ast.Module) -> Iterator[Explanation]:
         if isinstance(node, ast.FunctionDef) and _is_rule(text := ast.get_docstring(node) or ""):
             yield _finding(_name(node), text, _severities(node) or _severities(tree))  # the file's, where a helper makes it
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(after, ast.Expr):
-            text = after.value.value if isinstance(after.value, ast.Constant) else ""
-            if isinstance(text, str) and _is_rule(text):
-                yield _finding(str(node.value.value), text, ())
+            below = after.value.value if isinstance(after.value, ast.Constant) else ""
+            if isinstance(below, str) and _is_rule(below):
+                yield _finding(str(node.value.value), below, ())
 
 
 def _is_rule(text: str) -> bool:

@@ -1,8 +1,8 @@
 """Writes the reference (`make docs`), or runs the blocks of pages.
 
-    python -m tests.docs                              writes cli/docs/reference anew
-    python -m tests.docs run cli/docs/tutorial.md     runs a page as the tests do
-    python -m tests.docs run --slow PAGE              its dear blocks, too, whole (--gpu: those for a GPU)
+python -m tests.docs                              writes cli/docs/reference anew
+python -m tests.docs run cli/docs/tutorial.md     runs a page as the tests do
+python -m tests.docs run --slow PAGE              its dear blocks, too, whole (--gpu: those for a GPU)
 """
 
 from __future__ import annotations

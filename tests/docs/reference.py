@@ -24,9 +24,9 @@ from tests.docs.pages import USERS
 
 FOLDER = USERS / "reference"
 
-COMPILER = {
-    name: getattr(cgcompile, name) for name in sorted(cgcompile.__all__) if not name.startswith("_")
-} | {name: getattr(cgcompile.errors, name) for name in ("BuildError", "ModelError")}
+COMPILER = {name: getattr(cgcompile, name) for name in sorted(cgcompile.__all__) if not name.startswith("_")} | {
+    name: getattr(cgcompile.errors, name) for name in ("BuildError", "ModelError")
+}
 """What `import cgcompile` gives, and what it raises."""
 
 
@@ -155,7 +155,7 @@ def _prose(doc: str) -> str:
     made: list[str] = []
     for paragraph in inspect.cleandoc(doc).split("\n\n"):
         if all(line.startswith("    ") for line in paragraph.splitlines() if line):
-            made.append(f"```python static\n{textwrap.dedent(paragraph)}\n```" if paragraph.strip() else "")
+            made.append(f"```\n{textwrap.dedent(paragraph)}\n```" if paragraph.strip() else "")  # ruff would format Python
         else:
             made.append(_escaped(paragraph))
     return "\n\n".join(each for each in made if each)
@@ -254,7 +254,11 @@ def _finding(each: Explanation) -> Iterator[str]:
     yield "\n".join(f"- **{FIELDS[label]}**: {_escaped(said)}" for label, said in each.fields)
 
 
-TITLES = {"cgbundle": "When a bundle is loaded and called", "cgcompile": "When a model is built", "cgcompile_cli": "On the command line"}
+TITLES = {
+    "cgbundle": "When a bundle is loaded and called",
+    "cgcompile": "When a model is built",
+    "cgcompile_cli": "On the command line",
+}
 
 
 def errors() -> str:

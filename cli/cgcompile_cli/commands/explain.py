@@ -31,7 +31,9 @@ def explain(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]", help="A finding's rule or an error's code, e.g. host-scalar, input-dtype.", show_default=False,
+            metavar="[NAME]",
+            help="A finding's rule or an error's code, e.g. host-scalar, input-dtype.",
+            show_default=False,
             autocompletion=names,
         ),
     ] = None,

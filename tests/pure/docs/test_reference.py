@@ -23,7 +23,9 @@ def test_no_other_page_lies_there() -> None:
     assert {path.name for path in FOLDER.iterdir()} == set(PAGES)
 
 
-@pytest.mark.parametrize(("page", "package", "names"), [("cgcompile.md", cgcompile, COMPILER), ("cgbundle.md", cgbundle, runtime())])
+@pytest.mark.parametrize(
+    ("page", "package", "names"), [("cgcompile.md", cgcompile, COMPILER), ("cgbundle.md", cgbundle, runtime())]
+)
 def test_every_public_name_has_an_entry_that_says_something(page: str, package: Any, names: dict[str, Any]) -> None:
     assert set(package.__all__) - {"__version__"} <= names.keys()
     headings = [line.removeprefix("## ") for line in PAGES[page].splitlines() if line.startswith("## ")]
