@@ -64,7 +64,7 @@ def build(
     itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `recorder`: capture (a GPU that is here),
     trace (without), or auto.  `prove`: interpret or none, for a bundle whose GPU is not here; all others are replayed.
     `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
-    `progress` is told what happens.
+    `max_keys`: the most int_keys that are built.  `progress` is told what happens.
 
     One build at a time writes to `out`: a second one raises output-busy when it begins.  Readers by path find the old bundle or the
     new one at any moment.  An exception, KeyboardInterrupt too, leaves no files and no processes.  The command turns SIGTERM and
