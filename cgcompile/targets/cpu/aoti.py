@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from cgbundle.cpu.processor import processor_flags
 from ...errors import BuildError
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
-from .compiler import compiler, wrap
+from ..requirements import check_compiler, compiler
+from .compiler import wrap
 from .complex_numbers import complex_decompositions
 from .dispatch import dispatched
+from .parallel_loops import any_number_of_threads
 
 TESTED = "2.13"
 
@@ -83,8 +85,7 @@ def compile_cpu(
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}"
         )
-    if shutil.which(compiler()) is None:
-        raise BuildError("compiler-failed", f"no C++ compiler: {compiler()!r} is not on the PATH", "install g++, or set CXX")
+    check_compiler()
     target = work / "model.so"
     known = torch._inductor.config.get_config_copy()
     wanted = OPTIONS | (UNFOLDED_COMPLEX if _has_complex(program) else {}) | (UNFOLDED if changing else {})
@@ -99,10 +100,13 @@ def compile_cpu(
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    with _private_cache(work / "cache"), _watched(work, tell), dispatched(), complex_decompositions(), torch.no_grad():
+    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), torch.no_grad())
+    with ExitStack() as stack:
+        for each in (_private_cache(work / "cache"), _watched(work, tell), *generated):
+            stack.enter_context(each)
         try:
             made = torch._inductor.aot_compile(
-                _apart(program.module(), shared),
+                _apart(with_buffers(program.module()), shared),
                 program.example_inputs[0],
                 options={**options, "aot_inductor.output_path": str(target)},
             )
@@ -135,6 +139,16 @@ def _own(error: BaseException) -> BuildError | None:
     while cause is not None and not isinstance(cause, BuildError):
         cause = cause.__cause__ or cause.__context__
     return cause
+
+
+def with_buffers(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The module with its constants as buffers: torch 2.11 gives a tensor that is a plain attribute a name of its own."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        owner_name, _, name = str(node.target).rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if isinstance(owner.__dict__.get(name), torch.Tensor):
+            owner.register_buffer(name, owner.__dict__.pop(name), persistent=False)
+    return module
 
 
 def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.GraphModule:
