@@ -10,21 +10,23 @@ from ..format.archive import WEIGHTS as FILE
 from ..format.archive import Archive
 from ..session.initial_state import InitialState
 from . import weights
-from .driver import Context, Relaxed
-from .machine import check_device, check_driver
+from .driver import Context, Relaxed, check_device, check_driver
 from .memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from .modules import Modules, states
 
 
 class Shared:
-    """A bundle on GPU number `device`; `context`, `mode` and `poison` as for `CudaBackend`, as is what it raises.
+    """A bundle on GPU number `device`; `context`, `mode`, `poison` and `threads` as for `CudaBackend`, as is what it raises.
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`.
     """
 
-    def __init__(self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None) -> None:
+    def __init__(
+        self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None, threads: int | None
+    ) -> None:
         manifest = bundle.manifest
+        self.threads = threads
         self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self._shares = 1
