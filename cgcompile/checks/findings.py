@@ -14,6 +14,7 @@ from ..export.exported import Exported
 from ..export.functionalization import functional
 from ..export.weights import weight_placeholders
 from .context import HOST, REFUSE, RuleContext
+from .control import with_moved_control_flow
 from .host_placement import data_dependent_nodes, moved_nodes, placements
 from .operators import check_host_ops, operators_without_code
 from .rules import RULES, names
@@ -44,7 +45,8 @@ def check(exported: Exported, target: str = "cuda", host_ops: Sequence[str] = ()
     """All findings of all rules, over all programs.
 
     `target`: "cuda" or "cpu".  The cpu target is one host region: what severity host means for a GPU does not exist there.
-    `conditionals`: the recorder makes conditional nodes.  `host_ops`: operators that the user keeps on the host, as `aten.topk`, `mylib::op` or `mylib.op.default`.
+    `conditionals`: the recorder makes conditional nodes.  `host_ops`: operators that the user keeps on the host, as `aten.topk`,
+    `mylib::op` or `mylib.op.default`.
     Raises host-op-unknown for one that the program does not call, and export-failed for a program that torch cannot make
     functional.
     """
@@ -89,6 +91,7 @@ def _check_program(
         kept += tuple(operators_without_code(program))
         return _CheckedProgram(findings=kept, placements={}, functionalized=functionalized)
     placed = placements(program.graph, found, context.data_dependent, context.moved)
+    found = with_moved_control_flow(found, placed)
     found += tuple(operators_without_code(program, placed)) if placed else ()
     return _CheckedProgram(findings=found, placements=placed, functionalized=functionalized)
 

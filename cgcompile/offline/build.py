@@ -122,13 +122,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 trials = _interpret(spec.prepared, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
                 kept, proofs = proved(spec.dimensions, bounds, proofs, trials, coarsest(exported), spec.waive)
                 tell(_proved(proofs))
+    driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(
-        target=cuda_target(
-            target.name,
-            max(lowest_driver(target.capability), conditional_driver(written.recordings.values())),
-            hosts,
-            spec.torch_version,
-        ),
+        target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
         memories=written.memories,
         regions=written.regions,

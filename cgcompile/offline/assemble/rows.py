@@ -82,8 +82,8 @@ def assemble(
     `weights`: where a WEIGHT buffer lies, by its name; `inputs`: the offsets of INPUT buffers in memory inputs, by their number.
     `written`: the numbers of those that calls may change.  `conditions`: the kernel that sets conditions, where any are set.
 
-    Raises parameter-mismatch, and place-invalid for a buffer without a place, bytes outside their buffer, and a weight or input that
-    is changed and must not be.
+    Raises parameter-mismatch, and place-invalid for a buffer without a place, bytes outside their buffer, and a weight or input
+    that is changed and must not be.
     """
     lowered = program.lowered
     where = _Where(lowered=lowered, bases=tuple(_bases(lowered, plan, weights, inputs)))
