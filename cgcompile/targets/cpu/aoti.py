@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ..requirements import check_compiler, compiler
 from .compiler import wrap
 from .complex_numbers import complex_decompositions
 from .dispatch import dispatched
+from .parallel_loops import any_number_of_threads
 
 TESTED = "2.13"
 
@@ -99,10 +100,13 @@ def compile_cpu(
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    with _private_cache(work / "cache"), _watched(work, tell), dispatched(), complex_decompositions(), torch.no_grad():
+    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), torch.no_grad())
+    with ExitStack() as stack:
+        for each in (_private_cache(work / "cache"), _watched(work, tell), *generated):
+            stack.enter_context(each)
         try:
             made = torch._inductor.aot_compile(
-                _apart(program.module(), shared),
+                _apart(with_buffers(program.module()), shared),
                 program.example_inputs[0],
                 options={**options, "aot_inductor.output_path": str(target)},
             )
@@ -135,6 +139,16 @@ def _own(error: BaseException) -> BuildError | None:
     while cause is not None and not isinstance(cause, BuildError):
         cause = cause.__cause__ or cause.__context__
     return cause
+
+
+def with_buffers(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The module with its constants as buffers: torch 2.11 gives a tensor that is a plain attribute a name of its own."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        owner_name, _, name = str(node.target).rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if isinstance(owner.__dict__.get(name), torch.Tensor):
+            owner.register_buffer(name, owner.__dict__.pop(name), persistent=False)
+    return module
 
 
 def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.GraphModule:
