@@ -19,7 +19,7 @@ MAX_KEYS = 64
 
 
 @contextmanager
-def _torch(progress: Watcher) -> Iterator[None]:
+def with_torch(progress: Watcher) -> Iterator[None]:
     """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds: the watcher
     is told before."""
     with warnings.catch_warnings():
@@ -77,7 +77,7 @@ def build(
         recorder=recorder, prove=prove, host_ops=tuple(host_ops), force=force, max_keys=max_keys, progress=progress or silent,
     )  # fmt: skip
     check_build(model, options)
-    with _torch(options.progress):
+    with with_torch(options.progress):
         from .build import build as run  # late: it imports torch
 
         return run(model, inputs, options)
@@ -102,7 +102,7 @@ def check(
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
     check_check(model, sizes, target)
-    with _torch(progress or silent):
+    with with_torch(progress or silent):
         from .check import check as run  # late: it imports torch
 
         return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, max_keys=MAX_KEYS)
