@@ -52,9 +52,9 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             destination = destination_path(options.out, loaded.name)
             folder = stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
             source = stack.enter_context(placed(loaded, chosen.device))
+            # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
+            build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
             tell(f"{source.name}, {_counted(keys, 'int_key')}")
-        # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
-        build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
         if chosen.recorder == "capture":
             from ..capture.build import started
 

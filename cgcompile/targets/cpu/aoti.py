@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves
@@ -25,8 +26,6 @@ from ...errors import BuildError
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from .compiler import compiler, wrap
-from .complex_numbers import complex_decompositions
-from .dispatch import dispatched
 
 TESTED = "2.13"
 
@@ -59,10 +58,11 @@ UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """A shared object, and the processor features that its code uses."""
+    """A shared object, and the processor features that its code uses.  `recalled`: an earlier build compiled it."""
 
     path: Path
     features: tuple[str, ...]
+    recalled: bool = False
 
 
 def compile_cpu(
@@ -79,6 +79,12 @@ def compile_cpu(
     names, or a constant, which the caller would free twice (seen with torch 2.13).  `level`: the processors that it is for, None
     for those that are like this one.  Raises compiler-failed, torch-unsupported.
     """
+    tell("loading Inductor")
+    # late: it takes two seconds, and what an earlier build compiled needs none of it
+    from .compilations import side_by_side, unprobed
+    from .complex_numbers import complex_decompositions
+    from .dispatch import dispatched
+
     if not hasattr(torch._inductor, "aot_compile"):
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}"
@@ -99,7 +105,11 @@ def compile_cpu(
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    with _private_cache(work / "cache"), _watched(work, tell), dispatched(), complex_decompositions(), torch.no_grad():
+    with ExitStack() as stack:
+        for each in (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side()):
+            stack.enter_context(each)
+        for each in (dispatched(), complex_decompositions(), torch.no_grad()):
+            stack.enter_context(each)
         try:
             made = torch._inductor.aot_compile(
                 _apart(program.module(), shared),
@@ -186,10 +196,10 @@ def _watched(work: Path, tell: Callable[[str], None]) -> Iterator[None]:
     def watch() -> None:
         said = ""
         while not done.wait(0.25):
-            names = [name for _, _, files in os.walk(work) for name in files]
-            objects = sum(name.endswith(".o") for name in names)
-            sources = sum(name.endswith(".cpp") for name in names)
-            text = f"compiling C++, {objects} of {sources} files" if sources else "generating code"
+            names = {name for _, _, files in os.walk(work) for name in files}
+            sources = [name for name in names if name.endswith(".cpp")]
+            objects = sum(name.removesuffix("cpp") + "o" in names for name in sources)
+            text = f"compiling C++, {objects} of {len(sources)} files" if sources else "generating code"
             if text != said:
                 said = text
                 tell(text)
