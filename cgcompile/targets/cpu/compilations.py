@@ -23,7 +23,7 @@ from torch._inductor import cpp_builder, cpu_vec_isa, exc
 from ...errors import BuildError
 from ...util.workers import end_group
 from ..instruction_sets import macros
-from .compiler import compiler as own_compiler
+from ..requirements import compiler as own_compiler
 
 ASIDE = (".wrapper.cpp", ".kernel.cpp")
 """Endings of the sources of a program: what is made of them is first needed by the linker."""

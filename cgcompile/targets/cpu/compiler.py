@@ -15,6 +15,7 @@ import torch
 
 from ...errors import BuildError
 from ..instruction_sets import SWITCHED_OFF, X86_64, Level
+from ..requirements import compiler
 
 HEADERS = Path(__file__).with_name("headers")
 """Headers of ours, for what Inductor writes."""
@@ -47,11 +48,6 @@ case " $* " in *" -c "*)
 esac
 exec {compiler} "$@"
 """
-
-
-def compiler() -> str:
-    """The user's choice, or GCC."""
-    return os.environ.get("CXX", "g++")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,8 +25,9 @@ from ...errors import BuildError
 from ...util.content_cache import cache_folder, cache_path, recall, remember
 from ..instruction_sets import Level
 from ..program_contents import tensor_layout
+from ..requirements import compiler
 from .aoti import Compiled, compile_cpu
-from .compiler import HEADERS, compiler
+from .compiler import HEADERS
 
 LEFT_OUT = ("cache-unwritable", "disk-full")
 """Why a build goes on without a cache: it needs none."""
