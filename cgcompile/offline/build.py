@@ -53,6 +53,7 @@ KERNELS = "kernels.json"
 BLOCKS = re.compile(r"\b(BLOCK_[MNK]|GROUP_M)\b[^=\n]*= (\d+)$", re.MULTILINE)
 """Configuration in the text of a kernel that Inductor made of a template."""
 
+
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.  Raises the refusals of
     lowering and of `split_program`, and proof-failed when a key differs from eager PyTorch by more than the dtype allows."""

@@ -37,6 +37,7 @@ faults took a third of the time."""
 TEMPLATE_LINES = 20
 """Lines of the loop of a matrix product's kernel."""
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
     """A recording (None where nothing runs), tensors that are written before it, row-major, and those that are read after it."""
@@ -101,7 +102,7 @@ def interpret(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Outcome, ...]:
-    """Run recordings, those in `cache` excepted; the outcomes stand in the order of `tasks`.  The smallest and the largest run first,
+    """Run recordings, those in `cache` excepted; outcomes stand in the order of `tasks`.  The smallest and the largest run first,
     then the others from the smallest on.  What has not ended after `budget` seconds ends, but for the smallest: it has no Outcome.
     `workers` processes run at a time (default: one for each processor); `folder` takes their logs.  Raises order-broken,
     parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
@@ -152,7 +153,8 @@ def _interpret(
     tell(f"0 of {len(tasks)} int_keys, {budget:.0f} s for all")
     began = time.monotonic()
     for count, (key, outcome) in enumerate(ask(kind, requests, workers, budget, [smallest.key]), 1):
-        tell(f"{count} of {len(tasks)} int_keys, {time.monotonic() - began:.0f} s of {budget:.0f} s: {key} took {outcome.seconds:.1f} s")
+        spent = f"{time.monotonic() - began:.0f} s of {budget:.0f} s"
+        tell(f"{count} of {len(tasks)} int_keys, {spent}: {key} took {outcome.seconds:.1f} s")
         yield outcome
 
 

@@ -17,10 +17,12 @@ from ...errors import BuildError
 from ..instruction_sets import SWITCHED_OFF, X86_64, Level
 from ..requirements import compiler
 
-HEADERS = Path(__file__).with_name("headers")
-"""Headers of ours, for what Inductor writes."""
+HEADERS = Path(__file__).parent
+"""Where headers of ours lie, for what Inductor writes: `HEADER` and `REGEX`."""
 
 HEADER = HEADERS / "silent_errors.h"
+
+REGEX = HEADERS / "regex"
 
 RUNTIME = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_runtime"
 
@@ -30,7 +32,7 @@ INTERFACE = RUNTIME / "interface.h"
 MODEL = RUNTIME / "model_base.h"
 
 EXPRESSION = 'std::regex re("(cpu|cuda|xpu|mps)(:([0-9]+))?");'
-"""The only regular expression of `MODEL` (torch 2.11, 2.13), which headers/regex stands for."""
+"""The only regular expression of `MODEL` (torch 2.11, 2.13), which `REGEX` stands for."""
 
 SCRIPT = """#!/bin/sh
 source=$1

@@ -27,7 +27,7 @@ from ..instruction_sets import Level
 from ..program_contents import tensor_layout
 from ..requirements import compiler
 from .aoti import Compiled, compile_cpu
-from .compiler import HEADERS
+from .compiler import HEADER, REGEX
 
 LEFT_OUT = ("cache-unwritable", "disk-full")
 """Why a build goes on without a cache: it needs none."""
@@ -82,7 +82,7 @@ def _dependencies(program: ExportedProgram, shared: tuple[int, ...], changing: b
     yield level, processor_name(), sorted(processor_flags()), os.uname().machine, platform.libc_ver(), os.environ.get(ATEN)
     yield _described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
     yield _described("strip", "--version")
-    yield [path.read_bytes() for path in sorted(HEADERS.iterdir())]
+    yield HEADER.read_bytes(), REGEX.read_bytes()
     yield torch.__version__, torch.version.git_version, torch.get_num_threads(), torch.get_default_dtype()
     yield torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
     for config in (inductor_config, functorch_config):
