@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .call.guards import check_dtype, common_device
+from .call.guards import common_device, unreadable, wrong_dtype
 from .call.inputs import cut, lay_out
 from .call.outputs import Call, Outputs
 from .call.plan import Plan, number_of_key, plan
@@ -19,7 +19,7 @@ from .session.locks import closed
 from .session.sessions import PER_SESSION, Sessions
 from .session.state import State
 from .tensors.detection import library_of
-from .tensors.library import Library
+from .tensors.library import Descriptor, Library
 from .tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -42,12 +42,13 @@ class Program:
     `manifest` everything else.
     """
 
-    def __init__(self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str) -> None:
+    def __init__(self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False) -> None:
         self.manifest = manifest
         self.int_keys = tuple([program.key for program in manifest.programs])
         self.inputs, self.outputs = manifest.inputs, manifest.outputs
         self.memory = dict(manifest.memories)
         self._backend, self._on_miss, self._views = backend, on_miss, outputs == "view"
+        self._cast = cast
         self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call, manifest.parameters)
         self._build = builder(manifest.result)
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
@@ -95,11 +96,17 @@ class Program:
         library = self._libraries.get(type(first))
         if library is None:
             library = self._libraries[type(first)] = library_of(first)
-        values, found, shapes = [], [], []
+        values: list[Any] = []
+        found, shapes = [], []
         for tensor, spec in zip(tensors, self.inputs, strict=True):
-            value, descriptor = library.take(tensor, spec.name)
+            try:
+                value, descriptor = library.take(tensor, spec.name)
+            except CallError as error:
+                raise unreadable(error, spec, tensor) from None
             if descriptor[2] != spec.dtype:
-                check_dtype(spec, descriptor[2])
+                place = len(values)
+                value, descriptor = self._cast_input(library, place, value, descriptor)
+                tensors = [*tensors[:place], value, *tensors[place + 1 :]]
             values.append(value)
             found.append(descriptor)
             shapes.append(descriptor[1])
@@ -146,7 +153,7 @@ class Program:
         loaded; collected when it is forgotten.  Raises ProgramClosed, OutOfMemory.
         """
         root = self._root or self
-        made = Program(root.manifest, root._backend.session(), root._on_miss, "view" if root._views else "copy")
+        made = Program(root.manifest, root._backend.session(), root._on_miss, "view" if root._views else "copy", root._cast)
         made._root = root
         if not root._sessions.add(made):
             made.close()
@@ -216,6 +223,16 @@ class Program:
             self._plans.clear()
         made = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
         return made
+
+    def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
+        """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""
+        from .tensors.casts import is_safe  # few calls need one
+
+        spec, written = self.inputs[place], place in self.manifest.written
+        if written or not self._cast or not is_safe(found[2], spec.dtype):
+            raise wrong_dtype(spec, found[2], written=written)
+        value = library.cast(value, spec.dtype)
+        return value, library.describe(value)
 
     def _pieces(self, call: Call, plan: Plan, values: list[Any]) -> list[Any]:
         """The outputs of a call that is padded or cut."""

@@ -85,6 +85,7 @@ def compile_cpu(
     from .compilations import side_by_side, unprobed
     from .complex_numbers import complex_decompositions
     from .dispatch import dispatched
+    from .parallel_loops import any_number_of_threads
 
     if not hasattr(torch._inductor, "aot_compile"):
         raise BuildError(
@@ -105,10 +106,10 @@ def compile_cpu(
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
+    compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side())
+    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), torch.no_grad())
     with ExitStack() as stack:
-        for each in (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side()):
-            stack.enter_context(each)
-        for each in (dispatched(), complex_decompositions(), torch.no_grad()):
+        for each in (*compiled, *generated):
             stack.enter_context(each)
         try:
             made = torch._inductor.aot_compile(
