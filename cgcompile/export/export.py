@@ -191,7 +191,7 @@ def _eager_shapes(
 
 def _nested(flat: FlatModule) -> str:
     """A remark on arguments that are tuples, where the model may want a tensor."""
-    names = list(flat.like.call["call"])
+    names = [name for name, _ in flat.like.call["call"]]
     given = dict(zip(names, flat.like.args, strict=False)) | flat.like.kwargs
     tuples = [f"{name} is a {type(value).__name__}" for name, value in given.items() if isinstance(value, tuple | list)]
     return (

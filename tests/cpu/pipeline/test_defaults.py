@@ -79,7 +79,7 @@ def test_errors_of_a_model_in_memory_name_the_users_line() -> None:
     line = pairs.__code__.co_firstlineno
     with raises("eager-failed", match=r"input is a tuple: was a tensor meant\? \(x,\) is one argument"):
         cgcompile.check(nn.Linear(4, 4), pairs, sizes=[2])
-    with raises("source-invalid", match=rf"test_defaults.py:{line + 8}: inputs\(\) does not fit the model's forward"):
+    with raises("source-invalid", match=rf"test_defaults.py:{line + 7}: inputs\(\) does not fit the model's forward"):
         cgcompile.check(nn.Linear(4, 4), lambda batch: (*rows(batch), *rows(batch)), sizes=[2])
 
 
