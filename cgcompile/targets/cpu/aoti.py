@@ -113,7 +113,7 @@ def compile_cpu(
             stack.enter_context(each)
         try:
             made = torch._inductor.aot_compile(
-                _apart(program.module(), shared),
+                _apart(with_buffers(program.module()), shared),
                 program.example_inputs[0],
                 options={**options, "aot_inductor.output_path": str(target)},
             )
@@ -146,6 +146,16 @@ def _own(error: BaseException) -> BuildError | None:
     while cause is not None and not isinstance(cause, BuildError):
         cause = cause.__cause__ or cause.__context__
     return cause
+
+
+def with_buffers(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The module with its constants as buffers: torch 2.11 gives a tensor that is a plain attribute a name of its own."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        owner_name, _, name = str(node.target).rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if isinstance(owner.__dict__.get(name), torch.Tensor):
+            owner.register_buffer(name, owner.__dict__.pop(name), persistent=False)
+    return module
 
 
 def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.GraphModule:
