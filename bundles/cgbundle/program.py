@@ -25,7 +25,9 @@ from .tensors.tensor import Tensor
 if TYPE_CHECKING:
     from .call.output_aliases import OutputAliases
     from .call.written_inputs import WrittenInputs
+    from .format.open_files import KeptFile
     from .session.backend import Backend
+    from .session.profile import Profile
 
 PLANS = 4096
 """Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
@@ -42,8 +44,11 @@ class Program:
     `manifest` everything else.
     """
 
-    def __init__(self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False) -> None:
-        self.manifest = manifest
+    def __init__(
+        self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False, exam: KeptFile | None = None
+    ) -> None:
+        """`exam`: the bundle's, which `warmup` reads."""
+        self.manifest, self._exam = manifest, exam
         self.int_keys = tuple([program.key for program in manifest.programs])
         self.inputs, self.outputs = manifest.inputs, manifest.outputs
         self.memory = dict(manifest.memories)
@@ -153,7 +158,8 @@ class Program:
         loaded; collected when it is forgotten.  Raises ProgramClosed, OutOfMemory.
         """
         root = self._root or self
-        made = Program(root.manifest, root._backend.session(), root._on_miss, "view" if root._views else "copy", root._cast)
+        policies = (root._on_miss, "view" if root._views else "copy", root._cast)
+        made = Program(root.manifest, root._backend.session(), *policies, root._exam)
         made._root = root
         if not root._sessions.add(made):
             made.close()
@@ -178,6 +184,32 @@ class Program:
     def state_bytes(self, weight: int) -> bytes:
         """The bytes of number `weight` of the manifest's weights in the order of memory, when the calls before are done."""
         return self.state.fetch(weight)
+
+    def warmup(self, *int_keys: tuple[int, ...]) -> None:
+        """Pays the costs of first calls ahead: reads the weights, builds what `lazy=True` put off, and makes a call of each of
+        `int_keys` (default: all recorded ones), with the inputs that the build proved it with.
+
+        State and random numbers are then what they were; views that were handed out are stale.  OpenMP's threads belong to the
+        thread that calls: do it in the one that serves.  Raises key-missing, and what a call raises.
+        """
+        from .session.warmup import warm_up  # what does not need it loads faster
+
+        if self._exam is None:
+            raise closed(self.manifest.name)
+        for key in int_keys:
+            number_of_key(self.manifest, key)
+        calls = [(self.manifest, key, self.replay) for key in int_keys or self.int_keys]
+        warm_up(self.manifest, self._backend, self._exam, calls)
+
+    def profile(self) -> Profile:
+        """Times the calls that are made inside `with program.profile() as profile:`, and every step of theirs.
+
+        `print(profile)` shows a table, `profile.save("trace.json")` writes a Chrome trace, which chrome://tracing and Perfetto
+        read, `profile.rows()` and `profile.spans` are the numbers.  On a GPU steps are timed there, by two events each.
+        """
+        from .session.profile import Profile  # few programs are profiled
+
+        return Profile(self.manifest.name, self._watch)
 
     def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
         """The static input buffers of a recorded key, in the order of the signature, on the program's device, without gaps.  A call
@@ -205,7 +237,7 @@ class Program:
         self._sessions.close()
         self._backend.close()
         self._outputs.close()
-        self._held = ()
+        self._held, self._exam = (), None
         self._finalizer.detach()
 
     def __enter__(self) -> Program:
@@ -217,6 +249,12 @@ class Program:
     def __repr__(self) -> str:
         keys = ", ".join(map(str, self.int_keys[:6])) + (", ..." if len(self.int_keys) > 6 else "")
         return f"<cgbundle.Program {self.manifest.name!r} for {self.manifest.target.arch}, int_keys {keys}>"
+
+    def _watch(self, profile: Profile | None) -> None:
+        self._backend.watch(profile)
+        self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
+        if profile is not None:
+            self._flatten, self._build = profile.begin(self._flatten), profile.end(self._build)
 
     def _plan(self, shapes: tuple[Any, ...]) -> Plan:
         if len(self._plans) >= PLANS:

@@ -21,7 +21,7 @@ from cgbundle.errors import CgbundleError
 
 from ..targets.architectures import ARCHES
 from ..targets.instruction_sets import LEVELS, Level, check_level
-from ..targets.requirements import DRIVER, check_compiler, check_packages, compiler
+from ..targets.requirements import BINDINGS, DRIVER, EXTRA, check_compiler, check_packages, compiler
 from ..util.version import VERSION
 
 LOWEST = "2.11"
@@ -100,20 +100,20 @@ def _parts() -> tuple[Part, ...]:
     return (
         Part(name="cgcompile", found=f"{VERSION}, {Path(__file__).parents[1]}", use="", fix=""),
         Part(name="python", found=python, use="", fix=""),
-        _package("torch", "building, and running bundles for processors", "compile", _cuda_of_torch()),
-        _package("numpy", "building", "compile"),
-        _package("triton", "building for GPUs", "compile"),
+        _package("torch", "building, and running bundles for processors", EXTRA, _cuda_of_torch()),
+        _package("numpy", "building", EXTRA),
+        _package("triton", "building for GPUs", EXTRA),
         Part(name="C++ compiler", found=_compiler(), use="building for processors", fix="install g++, or set CXX"),
-        _package("cuda-bindings", "running bundles for GPUs, and recording them", "cuda"),
-        _package("cryptography", "signing", "sign"),
+        _package("cuda-bindings", "running bundles for GPUs, and recording them", BINDINGS),
+        _package("cryptography", "signing", "pip install 'cryptography>=43'"),
     )
 
 
-def _package(name: str, use: str, extra: str, more: str = "") -> Part:
+def _package(name: str, use: str, fix: str, more: str = "") -> Part:
     try:
         found = distribution(name)
     except PackageNotFoundError:
-        return Part(name=name, found="", use=use, fix=f"pip install 'cgcompile[{extra}]'")
+        return Part(name=name, found="", use=use, fix=fix)
     return Part(name=name, found=found.version + more, use=use, fix="")
 
 
@@ -189,7 +189,7 @@ def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
     others = {each.arch: each.name for each in gpus if each.arch not in known}
     run = ("", "")
     if find_spec("cuda") is None:
-        run = "cuda-bindings is not installed", "pip install 'cgcompile[cuda]'"
+        run = "cuda-bindings is not installed", BINDINGS
     captured = _refusal(lambda: check_packages("capture"))
     if not captured[0] and not gpus:
         captured = missing, "name the GPU that the bundle is for: --target sm_90, or another"
