@@ -9,10 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 from cgcompile.tools.environment import environment
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_the_gpu_is_the_one_that_torch_sees() -> None:
