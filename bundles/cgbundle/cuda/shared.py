@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from ..cpu.processor import check_features
 from ..format.archive import WEIGHTS as FILE
 from ..format.archive import Archive
+from ..format.entries import each_entry
 from ..session.initial_state import InitialState
 from . import weights
 from .driver import Context, Relaxed
@@ -20,12 +21,13 @@ class Shared:
     """A bundle on GPU number `device`; `context`, `mode` and `poison` as for `CudaBackend`, as is what it raises.
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
-    makes graphs or loads modules holds `lock`.
+    makes graphs or loads modules holds `lock`.  `rows` are the programs of all entries, each with the inputs that its calls change.
     """
 
     def __init__(self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None) -> None:
         manifest = bundle.manifest
         self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
+        self.rows = [(program, each.written) for each in each_entry(manifest) for program in each.programs]
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self._shares = 1
         self._upload: weights.Upload | None = None

@@ -35,7 +35,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
             tensor = Compared(
                 title=BOUND.title, error=error, bound=1e-5, exact=not error, text="1 of 8 values differ" if error else ""
             )
-            rows.append(Result(key=(size,), tensors=(tensor,)).plain(compare))
+            rows.append(Result(entry="forward", key=(size,), tensors=(tensor,)).plain(compare))
         monkeypatch.setattr(proof, "fresh", lambda path: {"results": rows, "torch_imported": False})
 
     return answer
