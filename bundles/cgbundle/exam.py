@@ -79,8 +79,8 @@ class Result:
         return all(each.passed(compare) for each in self.tensors)
 
     def plain(self, compare: str) -> dict[str, Any]:
-        """For JSON: {"entry", "key", "error", "tolerance", "exact", "passed", "tensors": [{"title", "error", "bound", "exact", "text",
-        "passed"}]}."""
+        """For JSON: {"entry", "key", "error", "tolerance", "exact", "passed", "tensors": [{"title", "error", "bound", "exact",
+        "text", "passed"}]}."""
         found = {"entry": self.entry, "key": self.key, "error": self.error, "tolerance": self.tolerance, "exact": self.exact}
         rows = [{**asdict(each), "passed": each.passed(compare)} for each in self.tensors]
         return {**found, "passed": self.passed(compare), "tensors": rows}

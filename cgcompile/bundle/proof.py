@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cgbundle.exam import fresh, key_text
+from cgbundle.format.entries import each_entry
 from cgbundle.format.schema import Dimension, Exam, Finding, IntKey, Manifest, Proof
 from cgbundle.tensors.comparison import nearest
 from cgbundle.tensors.exam_tensors import WAIVER, exam_tensors, is_exact
@@ -69,8 +71,8 @@ def measured(key: IntKey, method: str, differences: Sequence[Difference], bounds
     return Proof(key=key, method=method, error=error, tolerance=bound, errors=errors, distance=0.0)
 
 
-def replay(stage: Path, manifest: Manifest, bounds: Sequence[ErrorBound], waive: Sequence[str]) -> Exam:
-    """The exam with measured proofs.  Raises proof-failed with the first key that fails.
+def replay(stage: Path, manifest: Manifest, bounds: Sequence[Sequence[ErrorBound]], waive: Sequence[str]) -> tuple[Exam, ...]:
+    """The exam of every entry with measured proofs; `bounds` by entry.  Raises proof-failed with the first key that fails.
 
     What is compared with eager PyTorch gets its errors.  Where the exam holds a recording, its errors stay, and each proof says how
     far the replay was from that.
@@ -80,7 +82,18 @@ def replay(stage: Path, manifest: Manifest, bounds: Sequence[ErrorBound], waive:
         raise BuildError("proof-failed", f"the fresh process refused the bundle: {answer['error']}", answer["hint"])
     if answer["torch_imported"]:
         raise BuildError("proof-failed", "the fresh process imported torch: it proves nothing about serving without it")
-    exam, rows = manifest.exam, answer["results"]
+    rows: list[dict[str, Any]] = answer["results"]
+    return tuple(
+        [
+            _examined(each, own, [row for row in rows if row["entry"] == each.entry], waive)
+            for each, own in zip(each_entry(manifest), bounds, strict=True)
+        ]
+    )
+
+
+def _examined(manifest: Manifest, bounds: Sequence[ErrorBound], rows: Sequence[dict[str, Any]], waive: Sequence[str]) -> Exam:
+    """The exam of an entry, given the `rows` that a replay of it gave."""
+    exam = manifest.exam
     if exam.expected == "eager":
         found = {
             proof.key: [Difference(error=each["error"], text=each["text"]) for each in row["tensors"]]

@@ -50,12 +50,13 @@ def make_trial(
     weights: Sequence[Weight],
     recordings: Mapping[str, Recording],
     split: SplitProgram | None,
+    key: IntKey,
 ) -> Trial:
     """The steps of a program on the exam's inputs, as often as the exam calls it.  `weights`: the manifest's rows; `recordings` by
-    the file of the step; `split` None for one graph alone."""
+    the file of the step; `split` None for one graph alone, else by build key, which is `key` here."""
     growing = _Stages()
     crossing = []
-    for contents in _contents(program, exam, prepared, weights, split):
+    for contents in _contents(program, exam, prepared, weights, split, key):
         growing.give([(program.values[index], contents[index]) for index in program.inputs])
         for step in program.steps:
             if step.kind == "graph":
@@ -79,7 +80,7 @@ def make_trial(
 
 
 def _contents(
-    program: Program, exam: KeyExam, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None
+    program: Program, exam: KeyExam, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None, key: IntKey
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Call by call: position of a value -> what eager PyTorch says it holds, on the CPU.  Of inputs and state that is what they
     hold when the call begins."""
@@ -87,10 +88,10 @@ def _contents(
     if split is None:
         yield from [given] * prepared.exam_calls
         return
-    planned, own = split.partitions[exam.key], prepared.programs.at(exam.key)
+    planned, own = split.partitions[key], prepared.programs.at(exam.key)
     rows = {(row.memory, row.offset): row.name for row in weights}
-    names = {name.removeprefix(PREFIX): placeholder for placeholder, name in split.state[exam.key].items()}
-    for values in eager_values(own, split.regions[exam.key], planned, exam.inputs, prepared.exam_calls):
+    names = {name.removeprefix(PREFIX): placeholder for placeholder, name in split.state[key].items()}
+    for values in eager_values(own, split.regions[key], planned, exam.inputs, prepared.exam_calls):
         found = dict(given)
         for index, value in enumerate(program.values):
             if value.memory == "state" and (name := names.get(rows.get((value.memory, value.offset), ""))):
@@ -110,14 +111,20 @@ def kernel_sources(compiled: Mapping[KernelVariant, CompiledKernel]) -> Sources:
 
 
 def make_task(
-    trial: Trial, program: Program, sources: Sources, memories: Sequence[tuple[str, int]], weights: Path, placed: tuple[Weight, ...]
+    trial: Trial,
+    key: IntKey,
+    program: Program,
+    sources: Sources,
+    memories: Sequence[tuple[str, int]],
+    weights: Path,
+    placed: tuple[Weight, ...],
 ) -> Task:
-    """What the interpreter is asked for: the memories are as large as this key needs them."""
+    """What the interpreter is asked for, under the build key `key`: the memories are as large as it needs them."""
     functions = {each for stage in trial.stages if stage.recording for each in stage.recording.functions}
     used = {(function.image, function.symbol) for function in functions}
     shared = [(name, size) for name, size in memories if name in ("weights", "state")]
     return Task(
-        key=trial.key,
+        key=key,
         stages=trial.stages,
         variants=tuple([pair for pair in sources if pair[0] in used]),
         sizes=(*shared, ("inputs", program.static), ("arena", program.arena)),

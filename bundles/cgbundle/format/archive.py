@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from ..errors import BundleError
 from . import limits, manifest_json
-from .open_files import CHUNK, DAMAGE, FOLDER, copied, open_directory, open_entry, open_file, pieces
 from .entries import FORWARD, each_entry
+from .open_files import CHUNK, DAMAGE, FOLDER, copied, open_directory, open_entry, open_file, pieces
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
 

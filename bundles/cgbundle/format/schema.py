@@ -12,7 +12,8 @@ from typing import Any
 FORMAT_VERSION = 5
 """1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state, random numbers,
 outputs that share memory with something else.  4 (2026-11): parameters of the call, a bound for every tensor of the exam, levels of
-processors, ranges of indices, signatures, the rows that a shared object was built for, records in trees.  5 (2026-11): several entries."""
+processors, ranges of indices, signatures, the rows that a shared object was built for, records in trees.  5 (2026-11): several
+entries."""
 
 ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "written"): (2, ()),
@@ -269,8 +270,8 @@ class File:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A callable of the bundle: the method `name` of the module.  Its fields are those of the manifest that have the same names; the
-    manifest's own are of the first entry."""
+    """A callable of the bundle: the method `name` of the module.  Its fields are those of the manifest that have the same names;
+    the manifest's own are of the first entry."""
 
     name: Name
     dimensions: tuple[Dimension, ...]

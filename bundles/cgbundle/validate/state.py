@@ -15,7 +15,8 @@ SHARED = ("inputs", "outputs", "weights", STATE)
 
 
 def check_state(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless every buffer that calls change has bytes and a tensor of its own.  The state of the random numbers is two integers of memory state."""
+    """Raises manifest-invalid unless every buffer that calls change has bytes and a tensor of its own.  The state of the random
+    numbers is two integers of memory state."""
     total = dict(manifest.memories).get(STATE, 0)
     rows = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     users = Counter([weight.tensor for weight in manifest.weights])
@@ -39,6 +40,7 @@ def check_state(manifest: Manifest) -> None:
         row = manifest.weights[manifest.random]
         fits = (row.memory, row.dtype, row.shape) == (STATE, "int64", (2,))
         require(fits, "random", f"weight {row.name!r} is not two integers of memory {STATE}")
+
 
 def check_changes(manifest: Manifest) -> None:
     """Raises manifest-invalid unless `changes` are weights of memory state, and no call of an entry that changes any is padded or
