@@ -16,7 +16,7 @@ BENCH := .cache/bench
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help install demo test check format fuzz sanitize gpu bench golden tune clean
+.PHONY: help install demo test check format docs fuzz sanitize gpu bench golden tune clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ check: $(INSTALLED) ## ruff and mypy
 format: $(INSTALLED) ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
+
+docs: $(INSTALLED) ## write the reference of cli/docs anew, from the code
+	@$(BIN)/python -m tests.docs
 
 FUZZ ?= --minutes 20 --jobs $(shell nproc)
 fuzz: $(INSTALLED) ## mutated golden bundles, 20 minutes on all cores (a sample is in `make test`); FUZZ='--cases 1000 --golden v1/mlp'

@@ -24,7 +24,14 @@ from ..model.devices.markers import TO_DEVICE, TO_HOST
 DEVICE_COPY, CPU_OPERATION = "device-copy", "cpu-operation"
 
 FOLLOWER = "data-dependent-follower"
-"""The reason of an operation that has no finding of its own: it takes or gives a value that depends on data."""
+"""An operation beside another that runs on the host.
+
+What it looks for: operations without a finding of their own that take or give a value whose size, or which itself, depends on data.
+Why: the host holds such a value, and a graph's sizes and addresses are fixed.
+Effect: the operation runs in the host region too; it is a reason of a region and never a finding of its own.
+Fix: what the finding beside it says.
+Source: `data_dependent_nodes` in this file.
+"""
 
 
 def placements(

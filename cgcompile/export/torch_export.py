@@ -28,7 +28,7 @@ from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
 from ..model.source import Source
 from ..model.user_code import first_line, user_line, user_place
 from .composite_operators import without_composites
-from .higher_order import expanded
+from .higher_order.expand import expanded
 
 
 def export_dynamic(

@@ -171,7 +171,7 @@ def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int 
     try:
         for _ in range(calls):
             given = tuple([tensor.clone() for tensor in tensors])
-            with torch.no_grad(), _traced_per_size():
+            with torch.no_grad(), traced_per_size():
                 outputs = reference(*given)
         state = reference.snapshot.current()
         buffers = reference.snapshot.storages()
@@ -181,7 +181,7 @@ def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int 
     return EagerResult(outputs=own, given=given, state=state)
 
 
-def _traced_per_size() -> AbstractContextManager[Any]:
+def traced_per_size() -> AbstractContextManager[Any]:
     """Operators that torch traces even in eager mode (while_loop, scan, flex_attention) are traced for each size: with symbols for
     sizes torch refuses some, and from the ninth trace on all (torch._dynamo.config, 2.11 and 2.13)."""
     from torch._dynamo import config  # late: Dynamo is not needed to read a model

@@ -16,7 +16,8 @@ import torch
 
 from cgbundle.format.entries import FORWARD
 
-from ..errors import BuildError, ModelError
+from ..errors import ModelError
+from ..util.model_file import check_file, kind_of, missing_attribute, missing_module, undefined
 from .quantization.plain_model import plain_model
 from .source import Source
 from .user_code import call_user
@@ -44,21 +45,18 @@ def load_sources(model: str | os.PathLike[str] | torch.nn.Module, inputs: Inputs
         path = type(model).__module__
         return _sources(name, f"{path}.{type(model).__qualname__}", "" if path == "__main__" else path, model, inputs)
     label = os.fspath(model)
-    if label.endswith(".pt2"):
+    kind = kind_of(label)
+    if kind == "saved":
         from .pt2 import load_saved
 
         return (load_saved(label),)
-    if label.endswith(".py") or os.path.exists(label):
+    if kind == "file":
         module = _load_file(label)
         return _from_module(Path(label).stem, label, label, label, _member(module, "model", label), _given_inputs(module, label))
-    if ":" in label:
-        path, _, attribute = label.partition(":")
-        module = _import(path, label)
-        return _from_module(
-            attribute.rpartition(".")[2], label, path, path, _attribute(module, attribute, label), _given_inputs(module, label)
-        )
-    raise BuildError(
-        "source-missing", f"{label}: no such model", "give a model.py, package.module:attribute, or a saved program.pt2"
+    path, _, attribute = label.partition(":")
+    module = _import(path, label)
+    return _from_module(
+        attribute.rpartition(".")[2], label, path, path, _attribute(module, attribute, label), _given_inputs(module, label)
     )
 
 
@@ -136,9 +134,7 @@ def _dimensions(inputs: Callable[..., Any], label: str) -> tuple[str, ...]:
 
 
 def _load_file(label: str) -> ModuleType:
-    path = Path(label)
-    if not path.is_file():
-        raise BuildError("source-missing", f"{label}: {'a directory, not a model file' if path.is_dir() else 'no such file'}")
+    path = check_file(label)
     spec = importlib.util.spec_from_file_location(f"cgcompile_model_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ModelError("source-invalid", f"{label}: not a Python file")
@@ -160,14 +156,14 @@ def _import(path: str, label: str) -> ModuleType:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
             return _import(path, label)
-        raise BuildError("source-missing", f"{label}: no module {path!r}")
+        raise missing_module(path, label)
     module: ModuleType = call_user(importlib.import_module, "importing it", label, path)
     return module
 
 
 def _member(module: ModuleType, name: str, label: str) -> Any:
     if not hasattr(module, name):
-        raise ModelError("source-invalid", f"{label}: no {name}() in it", f"a model file defines {_EXAMPLES[name]}")
+        raise undefined(name, label)
     return getattr(module, name)
 
 
@@ -175,9 +171,6 @@ def _attribute(module: ModuleType, attribute: str, label: str) -> Any:
     value: Any = module
     for part in attribute.split("."):
         if not hasattr(value, part):
-            raise BuildError("source-missing", f"{label}: module {module.__name__!r} has no attribute {attribute!r}")
+            raise missing_attribute(module.__name__, attribute, label)
         value = getattr(value, part)
     return value
-
-
-_EXAMPLES = {"model": "def model() -> torch.nn.Module", "inputs": "def inputs(batch: int) -> tuple[torch.Tensor, ...]"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from ..errors import BuildError, ModelError
+from ..errors import ModelError
+from ..util.model_file import check_file
 from .declared_sizes import SavedDimension
 from .devices import markers  # noqa: F401 (a program may hold these operators)
 from .source import Source
@@ -31,8 +31,7 @@ def load_saved(label: str) -> Source:
     floats normal, integers within the examples' range.  What is no tensor is a constant without a default: the program, too,
     wants it given.
     """
-    if not os.path.isfile(label):
-        raise BuildError("source-missing", f"{label}: no such file")
+    check_file(label)
     extra = {NAMES: ""}
     try:
         program = torch.export.load(label, extra_files=extra)

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import ModelError
+from ..util.model_file import not_python
 
 
 def user_line(error: BaseException, label: str) -> str:
@@ -103,8 +104,7 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
     try:
         return function(*args, **kwargs)
     except SyntaxError as error:
-        where = f"{os.path.relpath(error.filename)}:{error.lineno}" if error.filename else label
-        raise ModelError("source-invalid", f"{where}: {error.msg}: {(error.text or '').strip()}") from None
+        raise not_python(error, label) from None
     except Exception as error:
         raise ModelError(
             "source-invalid", f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import BuildError
 from ..model.declared_sizes import Given
-from ..util.progress import Watcher, silent
+from ..util.progress import Stages, Watcher, silent
 from .records import Built, Options, Report
+from .usage import check_build, check_check
 
 MAX_KEYS = 64
 """int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
 
 
 @contextmanager
-def _torch() -> Iterator[None]:
-    """With torch, and without the warnings of export and Inductor about their own insides.  Raises extra-missing."""
-    for package in ("torch", "numpy"):
-        if importlib.util.find_spec(package) is None:
-            raise BuildError(
-                "extra-missing", f"building needs {package}, which is not installed", "pip install 'cgcompile[compile]'"
-            )
+def _torch(progress: Watcher) -> Iterator[None]:
+    """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds: the watcher
+    is told before."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
+        if "torch" not in sys.modules:
+            with Stages(progress)("import") as tell:
+                tell("torch")
+                import torch
+
+                tell(f"torch {torch.__version__}")
         yield
 
 
@@ -62,7 +64,7 @@ def build(
     itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `recorder`: capture (a GPU that is here),
     trace (without), or auto.  `prove`: interpret or none, for a bundle whose GPU is not here; all others are replayed.
     `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
-    `progress` is told what happens.
+    `max_keys`: the most int_keys that are built.  `progress` is told what happens.
 
     One build at a time writes to `out`: a second one raises output-busy when it begins.  Readers by path find the old bundle or the
     new one at any moment.  An exception, KeyboardInterrupt too, leaves no files and no processes.  The command turns SIGTERM and
@@ -74,7 +76,8 @@ def build(
         sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
         recorder=recorder, prove=prove, host_ops=tuple(host_ops), force=force, max_keys=max_keys, progress=progress or silent,
     )  # fmt: skip
-    with _torch():
+    check_build(model, options)
+    with _torch(options.progress):
         from .build import build as run  # late: it imports torch
 
         return run(model, inputs, options)
@@ -88,16 +91,18 @@ def check(
     target: str = "cuda",
     strict: bool = False,
     host_ops: Sequence[str] = (),
+    progress: Watcher | None = None,
 ) -> Report:
     """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
 
     `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for some.  `target`: cuda, cpu, or an
     architecture such as sm_90.  `strict`: findings that put operations on the host refuse.  `host_ops`: operators that are kept on
-    the host, e.g. "mylib::op".
+    the host, e.g. "mylib::op".  `progress` is told when torch has to be imported, which takes seconds.
 
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
-    with _torch():
+    check_check(model, sizes, target)
+    with _torch(progress or silent):
         from .check import check as run  # late: it imports torch
 
         return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, max_keys=MAX_KEYS)

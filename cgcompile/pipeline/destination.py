@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from cgbundle.format import archive
 from cgbundle.format.publish import staged
 
 from ..errors import BuildError
@@ -19,12 +18,25 @@ OTHER_NAME = "choose another name with -o"
 def destination_path(out: str | os.PathLike[str] | None, name: str) -> Path:
     """The path of a bundle, by default the model's name + `.cgb`.  Raises output-unwritable where none can be written."""
     path = Path(out) if out is not None else Path(f"{name}.cgb")
-    if path.exists() and (not path.is_dir() or not ((path / archive.MANIFEST).exists() or not any(path.iterdir()))):
+    if path.exists() and not _replaceable(path):
         raise BuildError("output-unwritable", f"{path}: exists and is no bundle", OTHER_NAME)
     folder = path.absolute().parent
     if not folder.is_dir():
         raise BuildError("output-unwritable", f"{path}: the folder {folder} does not exist")
     return path
+
+
+def _replaceable(path: Path) -> bool:
+    """Whether what is at `path` is a bundle or an empty folder."""
+    from cgbundle.format import archive  # late: seldom is anything there, and whoever mistypes a name is to know at once
+
+    return path.is_dir() and ((path / archive.MANIFEST).exists() or not any(path.iterdir()))
+
+
+def check_free(path: Path, force: bool) -> None:
+    """Raises output-exists for a path where something is that is not to be replaced."""
+    if not force and os.path.lexists(path):
+        raise _refusal(path, FileExistsError())
 
 
 @contextmanager

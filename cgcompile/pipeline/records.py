@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-from cgbundle.format.schema import Finding, Manifest
+from typing import TYPE_CHECKING
 
 from ..model.declared_sizes import Given
 from ..util.progress import Watcher
+
+if TYPE_CHECKING:
+    from cgbundle.format.schema import Finding, Manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

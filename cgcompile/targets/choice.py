@@ -1,17 +1,21 @@
-"""Targets: what `--target` may name, what this machine can build, and by which recorder."""
+"""Targets: what `--target` may name, what this machine can build, and by which recorder.  Imports torch only where a GPU may be."""
 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from cgbundle.cpu.processor import processor_flags
 
 from ..errors import BuildError
 from .architectures import arch
 from .instruction_sets import check_level, level_of
+from .requirements import has_driver
+
+if TYPE_CHECKING:
+    import torch
 
 LOWERINGS = ("eager", "inductor", "max-autotune")
 SPECIALIZE = ("size", "shared")
@@ -34,6 +38,8 @@ class Chosen:
     @property
     def device(self) -> torch.device:
         """Where the model is exported, checked and compared: the GPU that is captured, else the CPU."""
+        import torch
+
         return torch.device("cuda", 0) if self.recorder == "capture" else torch.device("cpu")
 
 
@@ -48,14 +54,15 @@ def choose(target: str, lower: str, specialize: str = "size", recorder: str = "a
     ):
         if value not in known:
             raise BuildError("target-unavailable", f"{name} {value!r}: expected one of {', '.join(known)}")
-    here = _here()
     level = level_of(target)
     if level is not None:
         check_level(level, os.uname().machine, processor_flags())
+    if level is not None or target == "cpu":
         return _cpu(target, lower, specialize, recorder)
-    if target not in ("auto", "cpu", "cuda", here):
+    here = _here()
+    if target not in ("auto", "cuda", here):
         arch(target)  # raises where there is no such architecture
-    if target == "cpu" or (target == "auto" and not here and recorder != "trace"):
+    if target == "auto" and not here and recorder != "trace":
         return _cpu("cpu", lower, specialize, recorder)
     wanted = here if target in ("auto", "cuda") else target
     if not wanted:
@@ -79,7 +86,7 @@ def recorder_for(target: str) -> str:
     """The recorder of a build for `target` on this machine, "cuda" taken for a GPU that is here.  Raises target-unavailable."""
     if target == "cpu" or level_of(target) is not None:
         return "host"
-    if target in ("cuda", _here()):
+    if target == "cuda" or target == _here():
         return "capture"
     arch(target)  # raises where there is no such architecture
     return "trace"
@@ -87,6 +94,10 @@ def recorder_for(target: str) -> str:
 
 def _here() -> str:
     """The architecture of this machine's GPU, or ""."""
+    if "torch" not in sys.modules and not has_driver():
+        return ""
+    import torch
+
     if not torch.cuda.is_available():
         return ""
     major, minor = torch.cuda.get_device_capability()

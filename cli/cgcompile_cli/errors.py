@@ -40,7 +40,11 @@ class UsageError(CgbundleError):
         super().__init__("usage", message, hint)
 
 
-UsageError.catalogue = {"usage": Cause(UsageError, ENVIRONMENT, "Options or a file that do not fit the command.")}
+UsageError.catalogue = {
+    "usage": Cause(
+        UsageError, ENVIRONMENT, "Options or a file that do not fit the command.", "`cgcompile COMMAND --help` lists the options"
+    )
+}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from . import errors, signals
-from .commands import bench, build, check, diff, inspect, run, sign, sizes, verify
+from .commands import bench, build, check, diff, explain, inspect, run, sign, sizes, verify
 
 
 class Commands(TyperGroup):
@@ -62,6 +62,7 @@ app.command("run")(run.run)
 app.command("bench")(bench.bench)
 app.command("diff")(diff.diff)
 app.command("sizes")(sizes.sizes)
+app.command("explain")(explain.explain)
 
 
 def main() -> None:

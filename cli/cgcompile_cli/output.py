@@ -56,16 +56,26 @@ def show(renderable: RenderableType, stream: IO[str] | None = None) -> None:
 
 def say(text: str) -> None:
     """A message: one line on stderr."""
-    show(safe(text), sys.stderr)
+    sys.stderr.write(safe(text) + "\n")
 
 
 def complain(message: str, hint: str) -> None:
-    """An error: one line on stderr, and one with what to do where there is something."""
-    from rich.text import Text
+    """An error: one line on stderr, and one with what to do where there is something.  Without Rich, which would take longer to
+    import than most errors to find."""
+    colour = coloured(sys.stderr)
+    for label, code, told in (("error: ", RED, message), ("hint: ", CYAN, hint)):
+        if told:
+            head = f"\x1b[{code}m{label}\x1b[0m" if colour else label
+            sys.stderr.write(f"{head}{safe(' '.join(told.split()))}\n")
 
-    show(Text.assemble(("error: ", "bold red"), safe(" ".join(message.split()))), sys.stderr)
-    if hint:
-        show(Text.assemble(("hint: ", "bold cyan"), safe(" ".join(hint.split()))), sys.stderr)
+
+RED, CYAN = "1;31", "1;36"
+"""Bold red and bold cyan, as terminals number them (ECMA-48)."""
+
+
+def coloured(stream: IO[str]) -> bool:
+    """Whether `stream` is a terminal that shows colours, whose user wants them."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
 
 
 def as_json(value: Any) -> str:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from .output import console, duration, safe, say
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
     from rich.table import Table
 
     from cgcompile.util.progress import Event, Watcher
 
 NAMES = 10
 """Columns for the name of a stage."""
+
+IMPORT = "import"
+"""The stage that imports torch.  It is told when it begins, by a plain line: to import Rich first would double the wait."""
 
 
 @contextmanager
@@ -26,44 +30,49 @@ def watching(quiet: bool, verbose: bool = False) -> Iterator[Watcher | None]:
     if quiet:
         yield None
         return
-    target = console(sys.stderr)
-    if not target.is_terminal or target.is_dumb_terminal:
-        yield Progress(verbose)
-        return
-    from rich.live import Live
-
-    shown = Progress(verbose)
-    with Live(console=target, get_renderable=shown.running, refresh_per_second=8, transient=True):
-        shown.console = target  # above the live line
-        yield shown
+    with ExitStack() as stack:
+        yield Progress(stack, verbose)
 
 
 class Progress:
-    """Watches a build: prints a line for every finished stage, with `verbose` also for what happens inside one, and gives a live
-    line for the stage that runs."""
+    """Watches a build: prints a line for every finished stage, with `verbose` also for what happens inside one.  On a terminal the
+    stage that runs has a live line, until `stack` is closed."""
 
-    def __init__(self, verbose: bool = False) -> None:
-        from rich.spinner import Spinner
-
-        self.console: Console | None = None
-        self._verbose = verbose
-        self._spinner = Spinner("line")
+    def __init__(self, stack: ExitStack, verbose: bool = False) -> None:
+        self._stack, self._verbose = stack, verbose
+        self._live: Live | None = None
+        self._spinner: Spinner | None = None
         self._stage, self._detail, self._begin = "", "", 0.0
 
     def __call__(self, event: Event) -> None:
+        if self._live is None and event.stage != IMPORT and sys.stderr.isatty():
+            self._begin_live()
         if event.state == "done":
             self._print(f"{event.stage:<{NAMES}} {duration(event.seconds):>10}  {event.text}")
             self._stage = ""
             return
-        if self._verbose and event.state == "detail" and event.text:
+        if event.stage == IMPORT and event.state == "detail":
+            self._print(f"{event.stage:<{NAMES}} {'...':>10}  {event.text}")
+        elif self._verbose and event.state == "detail" and event.text:
             self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {event.text}")
         self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
 
+    def _begin_live(self) -> None:
+        target = console(sys.stderr)
+        if target.is_dumb_terminal:
+            return
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        self._spinner = Spinner("line")
+        shown = Live(console=target, get_renderable=self.running, refresh_per_second=8, transient=True)
+        self._live = self._stack.enter_context(shown)
+
     def _print(self, line: str) -> None:
-        if self.console is None:
+        if self._live is None:
             say(line.rstrip())
         else:
-            self.console.print(safe(line.rstrip()), no_wrap=True, overflow="ellipsis")
+            self._live.console.print(safe(line.rstrip()), no_wrap=True, overflow="ellipsis")  # above the live line
 
     def running(self) -> Table:
         """The live line: a spinner, the stage, how long it has run, the latest detail."""

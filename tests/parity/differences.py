@@ -32,7 +32,7 @@ DIFFERENCES: dict[str, str] = {
     "positions-moved": ("only the `cudagraphs` backend; Inductor makes positions where they are used, on the GPU, and so do we"),
     "scan": (
         "PyTorch makes a loop of it, whose counter is on the CPU; the export unrolls a scan with a fixed number of steps "
-        "(cgcompile/export/higher_order.py)"
+        "(cgcompile/export/higher_order/loops.py)"
     ),
     "write-by-mask": (
         "PyTorch flags every index_put with a mask; Inductor lowers one mask and one number as a masked fill, and its scheduler "

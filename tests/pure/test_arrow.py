@@ -189,7 +189,7 @@ def test_every_layer_is_there() -> None:
 @pytest.mark.parametrize("folder", list(PACKAGES.values()), ids=PACKAGES)
 def test_a_folder_holds_a_dozen_entries_and_lies_three_deep(folder: Path) -> None:
     for each in [folder, *(path for path in folder.rglob("*") if path.is_dir() and path.name != "__pycache__")]:
-        entries = {path.name for path in each.iterdir()} - {"__init__.py", "py.typed", "__pycache__"}
+        entries = {path.name for path in each.iterdir()} - {"__init__.py", "py.typed", "README.md", "__pycache__"}
         assert len(entries) <= ENTRIES and len(each.relative_to(ROOT).parts) <= DEPTH, f"{each}: {sorted(entries)}"
 
 

@@ -37,10 +37,12 @@ class View:
 
     @property
     def dtype(self) -> str:
+        """As the signature spells it: "float32"."""
         return self._spec.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of this call's output."""
         return tuple(self._value.shape)
 
     @property
@@ -57,6 +59,7 @@ class View:
         return self._library.copy(self.tensor)
 
     def __getitem__(self, index: Any) -> Any:
+        """A part of the tensor, as its library gives it.  Raises stale-view."""
         return self.tensor[index]
 
     def __len__(self) -> int:

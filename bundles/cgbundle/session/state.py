@@ -38,6 +38,7 @@ class State(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
+        """A copy in the host's memory, when the calls before are done.  Raises state-missing, capture-refused."""
         index, weight = self._row(name)
         raw = self.fetch(index)
         memory = from_bytes(raw, "uint8", (len(raw),))
@@ -77,6 +78,7 @@ class State(Mapping[str, Tensor]):
             self._backend.reset(stream)
 
     def seed(self, number: int) -> None:
+        """Begins the random numbers anew, as `Program.seed`."""
         if self._random < 0:
             raise StateMissing("state-missing", f"program {self._program!r} has no seed: its model draws no random numbers")
         if not 0 <= number < SEEDS:

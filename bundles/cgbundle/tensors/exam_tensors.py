@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from ..format.schema import Manifest, Proof
 
 WAIVER = "mismatched-integers"
-"""The rule that a build waives where rounding turns integers over; without it every bound of integers is 0."""
+"""Integers or booleans that come out otherwise than in eager PyTorch, and follow from rounded floats.
+
+What it looks for: outputs of such a dtype that differ when the build compares a bundle with eager PyTorch.
+Why: compiled code leaves roundings out that eager PyTorch makes; an argmax of near-ties turns over.
+Effect: the build fails as proof-failed. With --waive, the share that differed is stored as the output's bound.
+Fix: return the logits and take the argmax outside, or waive it.
+Source: bundles/FORMAT.md, Exam.
+"""
 
 
 @dataclass(frozen=True, slots=True)

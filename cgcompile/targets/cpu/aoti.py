@@ -24,7 +24,8 @@ from cgbundle.cpu.processor import processor_flags
 from ...errors import BuildError
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
-from .compiler import compiler, wrap
+from ..requirements import check_compiler, compiler
+from .compiler import wrap
 from .complex_numbers import complex_decompositions
 from .dispatch import dispatched
 
@@ -83,8 +84,7 @@ def compile_cpu(
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}"
         )
-    if shutil.which(compiler()) is None:
-        raise BuildError("compiler-failed", f"no C++ compiler: {compiler()!r} is not on the PATH", "install g++, or set CXX")
+    check_compiler()
     target = work / "model.so"
     known = torch._inductor.config.get_config_copy()
     wanted = OPTIONS | (UNFOLDED_COMPLEX if _has_complex(program) else {}) | (UNFOLDED if changing else {})

@@ -15,6 +15,7 @@ import torch
 
 from ...errors import BuildError
 from ..instruction_sets import SWITCHED_OFF, X86_64, Level
+from ..requirements import compiler
 
 HEADER = Path(__file__).with_name("silent_errors.h")
 
@@ -37,11 +38,6 @@ case " $* " in *" -c "*)
 esac
 exec {compiler} "$@"
 """
-
-
-def compiler() -> str:
-    """The user's choice, or GCC."""
-    return os.environ.get("CXX", "g++")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

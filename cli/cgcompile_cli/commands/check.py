@@ -10,6 +10,7 @@ import typer
 
 from ..errors import FINDINGS
 from ..output import count, listed, record, safe, show, size, write_json
+from ..progress import watching
 from .options import HostOps, ModelName
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def check(
     ] = "cuda",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
     host_ops: HostOps = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what takes long.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Report what a model does that a CUDA graph cannot replay.
@@ -49,7 +51,10 @@ def check(
     """
     import cgcompile
 
-    report = cgcompile.check(model, sizes=list(sizes or ()), target=target, strict=strict, host_ops=tuple(host_ops or ()))
+    with watching(quiet) as progress:
+        report = cgcompile.check(
+            model, sizes=list(sizes or ()), target=target, strict=strict, host_ops=tuple(host_ops or ()), progress=progress
+        )
     if as_json:
         write_json(asdict(report) | {"refused": report.refused})
     else:

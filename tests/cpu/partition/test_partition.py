@@ -19,7 +19,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import cgcompile.model.devices.tracking  # noqa: F401  defines the marker operators
+import cgcompile.model.devices.markers  # noqa: F401  defines the marker operators
 from cgcompile.partition.crossing import crossings, effect_of
 from cgcompile.partition.region_modules import region_modules
 from cgcompile.partition.split import Partition, partition

@@ -325,7 +325,7 @@ def test_a_constant_that_is_no_weight(exported: Any, tmp_path: Path, monkeypatch
 def test_no_compiler(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cgcompile.targets.cpu.aoti import compile_cpu
 
-    monkeypatch.setattr("cgcompile.targets.cpu.aoti.compiler", lambda: "no-such-compiler")
+    monkeypatch.setattr("cgcompile.targets.requirements.compiler", lambda: "no-such-compiler")
     with raises("compiler-failed", match="no C\\+\\+ compiler: 'no-such-compiler'") as caught:
         compile_cpu(exported, tmp_path, lambda text: None)
     assert "g++" in caught.value.hint

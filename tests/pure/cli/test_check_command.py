@@ -40,6 +40,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(report: Report, *arguments: str) -> Result:
         def check(model: str, **options: Any) -> Report:
+            assert callable(options.pop("progress"))
             run.given = {"model": model, **options}  # type: ignore[attr-defined]
             return report
 

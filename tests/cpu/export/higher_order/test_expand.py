@@ -13,8 +13,8 @@ from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from cgcompile.export.higher_order import expanded
-from cgcompile.model.flat_module import _traced_per_size
+from cgcompile.export.higher_order.expand import expanded
+from cgcompile.model.flat_module import traced_per_size
 from cgcompile.model.user_code import place
 from cgcompile.transforms.rng.rewrite import with_generator
 
@@ -86,7 +86,7 @@ def test_an_operator_becomes_its_operations(kind: type[Net]) -> None:
     stored = torch.export.load(file).module(check_guards=False)
     for rows in (2, 5):
         x = torch.randn(rows, 6, 8)
-        with torch.no_grad(), _traced_per_size():
+        with torch.no_grad(), traced_per_size():
             torch.testing.assert_close(stored(x), model(x))
 
 

@@ -1,0 +1,105 @@
+"""flex_attention as the products, the score function over all positions, and the softmax, as in torch's own `math_attention`
+(torch/_higher_order_ops/flex_attention.py).
+
+torch cannot store the operator in a file (2.11, 2.13: SerializeError), and no compiler for a processor takes it.
+
+Private interfaces (torch 2.11, 2.13): the order of its arguments, `make_fx`, and `ModIndex`, which reads a tensor at a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .inline import Results, body_of, fake_mode, inline
+
+
+def flex_attention(module: GraphModule, node: Node) -> Results | None:
+    """flex_attention(query, key, value, score, block_mask, scale, options, buffers of the score, buffers of the mask)."""
+    mode = fake_mode(node)
+    if mode is None:
+        return None
+    query, key, value, score, block_mask, scale = node.args[:6]
+    of_score, of_mask = [list(each) for each in (*node.args[7:9], (), ())][:2]
+    functions = body_of(module, score), body_of(module, block_mask[-1])
+    if None in functions:
+        return None
+    scored, masked = [_scalar_function(each) for each in functions if each is not None]
+    wanted = {user.args[1] for user in node.users}
+
+    def attend(q: Any, k: Any, v: Any, *buffers: Any) -> tuple[Any, ...]:
+        given = buffers[: len(of_score)], buffers[len(of_score) :]
+        return _attention(q, k, v, scored, masked, scale, *given, wanted)
+
+    operands = [query, key, value, *of_score, *of_mask]
+    values = [each.meta["val"] if isinstance(each, Node) else each for each in operands]
+    with mode, torch.no_grad():
+        traced = make_fx(attend)(*values)
+    traced.graph.eliminate_dead_code()
+    return inline(module, traced, operands, node)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scored: Callable[..., torch.Tensor],
+    masked: Callable[..., torch.Tensor],
+    scale: float,
+    of_score: Sequence[Any],
+    of_mask: Sequence[Any],
+    wanted: set[Any],
+) -> tuple[Any, ...]:
+    """The result, the logarithm of the sum and the largest score, both in units of ln 2, as the operator gives them."""
+    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    groups = query.size(1) // key.size(1)
+    if groups > 1:
+        key, value = [t.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (key, value)]
+    scores = _product(query.to(exact), key.to(exact).transpose(-2, -1)) * scale
+    places = [torch.arange(size, device=query.device) for size in scores.shape]
+    kept = _over_positions(masked, (), len(of_mask))(*places, *of_mask)
+    scores = _over_positions(scored, (0,), len(of_score))(scores, *places, *of_score).to(exact)
+    scores = torch.where(kept, scores, float("-inf"))
+    largest = scores.amax(-1, keepdim=True)
+    level = torch.where(largest == float("-inf"), 0.0, largest)  # rows without any position give zeros
+    weights = torch.exp(scores - level)
+    total = weights.sum(-1, keepdim=True)
+    mixed = _product((weights / torch.where(total == 0, 1.0, total)).to(query.dtype), value)
+    unit = 1 / 0.6931471805599453
+    sums = ((level + torch.log(total)).squeeze(-1) * unit) if 1 in wanted else None
+    return mixed, sums, largest.squeeze(-1) * unit if 2 in wanted else None
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left @ right` of four axes each, without `matmul`: traced by torch 2.11, that fixes declared dimensions."""
+    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+
+
+def _over_positions(function: Callable[..., torch.Tensor], prefix: tuple[int, ...], buffers: int) -> Callable[..., torch.Tensor]:
+    """A function of one score and its position, over all of them: batch, head, row, column."""
+    for axis in reversed(range(4)):
+        function = torch.vmap(function, in_dims=(*prefix, *[0 if each == axis else None for each in range(4)], *[None] * buffers))
+    return function
+
+
+def _scalar_function(body: GraphModule) -> Callable[..., torch.Tensor]:
+    """The score's or the mask's graph as a function.  Where it reads a tensor at a position (`bias[head]`), torch has put a
+    function of its own (`ModIndex`) that only vmap can run: an index does the same."""
+
+    def run(*given: Any) -> torch.Tensor:
+        made: torch.Tensor = _Indexing(body).run(*given)
+        return made[0] if isinstance(made, tuple | list) else made
+
+    return run
+
+
+class _Indexing(torch.fx.Interpreter):
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if getattr(target, "name", lambda: "")() == "flat_apply" and any("ModIndex" in str(each) for each in args):
+            tensors = [each for each in args if isinstance(each, torch.Tensor)]
+            return torch.ops.aten.index.Tensor(tensors[0], tensors[1:])
+        return super().call_function(target, args, dict(kwargs))

@@ -1,0 +1,80 @@
+"""The operations of a graph that an operator calls, copied into the graph around it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
+
+from ...model.user_code import place
+
+Results = Sequence[Any]
+"""The nodes, or values, that an operator's results became."""
+
+
+def body_of(module: GraphModule, node: Any) -> GraphModule | None:
+    """The graph that a node hands to an operator, None where it is none."""
+    made = getattr(module, str(node.target), None) if isinstance(node, Node) and node.op == "get_attr" else None
+    return made if isinstance(made, GraphModule) else None
+
+
+def inlined(first: int, operands: int) -> Callable[[GraphModule, Node], Results | None]:
+    """How to expand an operator whose argument number `first` is a graph, and whose arguments from `operands` on are what it
+    takes."""
+
+    def expand(module: GraphModule, node: Node) -> Results | None:
+        body = body_of(module, node.args[first])
+        return None if body is None else inline(module, body, tree_leaves(node.args[operands:]), node)
+
+    return expand
+
+
+def inline(module: GraphModule, body: GraphModule, operands: Sequence[Any], caller: Node) -> Results | None:
+    """Copies of the body's nodes, for these operands, at the graph's insertion point; its results.  None where they do not fit."""
+    placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(operands):
+        return None
+    made: dict[Node, Any] = dict(zip(placeholders, operands, strict=True))
+    for node in body.graph.nodes:
+        if node.op == "output":
+            return [made[leaf] if isinstance(leaf, Node) else leaf for leaf in tree_leaves(node.args[0])]
+        if node.op == "get_attr":
+            name = _attribute(module, str(node.target).replace(".", "_"), operator.attrgetter(node.target)(body))
+            made[node] = module.graph.get_attr(name)
+            made[node].meta = dict(node.meta)
+        elif node not in made:
+            made[node] = module.graph.node_copy(node, lambda each: made[each])
+            made[node].meta["stack_trace"] = node.meta.get("stack_trace") if place(node)[0] else caller.meta.get("stack_trace")
+            made[node].meta.setdefault("nn_module_stack", caller.meta.get("nn_module_stack", {}))
+    raise AssertionError("a graph without an output")
+
+
+def _attribute(module: GraphModule, name: str, value: Any) -> str:
+    """The name that `value` gets as an attribute of the module."""
+    number, free = 0, name
+    while hasattr(module, free):
+        number, free = number + 1, f"{name}_{number}"
+    setattr(module, free, value)
+    return free
+
+
+def add_call(module: GraphModule, caller: Node, target: Any, *args: Any) -> Node:
+    """A node at the graph's insertion point that calls an operator, with its value and the line of `caller`."""
+    node = module.graph.call_function(target, args)
+    values = map_aggregate(args, lambda each: each.meta["val"] if isinstance(each, Node) else each)
+    with fake_mode(caller):
+        node.meta["val"] = target(*values)
+    node.meta["stack_trace"] = caller.meta.get("stack_trace")
+    node.meta["nn_module_stack"] = caller.meta.get("nn_module_stack", {})
+    return node
+
+
+def fake_mode(node: Node) -> Any:
+    """The mode of the fake tensors that a node takes, None where it takes none."""
+    values = [leaf.meta.get("val") for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
+    modes = [value.fake_mode for value in tree_leaves(values) if hasattr(value, "fake_mode")]
+    return modes[0] if modes else None

@@ -1,0 +1,66 @@
+"""Loops with a fixed number of turns, unrolled.
+
+Private interface (torch 2.11, 2.13): the order of the arguments of scan and map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .inline import Results, add_call, body_of, fake_mode, inline
+
+LONGEST = 4096
+"""Operations that a loop may become."""
+
+
+def scan(module: GraphModule, node: Node) -> Results | None:
+    """scan(body, init, xs, additional): the carries, then what every turn gave, stacked."""
+    body, init, xs, more = body_of(module, node.args[0]), list(node.args[1]), list(node.args[2]), list(node.args[3])
+    turns = _turns(body, xs)
+    if body is None or not turns or fake_mode(node) is None:
+        return None
+    carries, rows = init, []
+    for turn in range(turns):
+        made = inline(module, body, [*carries, *_selected(module, node, xs, turn), *more], node)
+        if made is None:
+            return None
+        carries, row = list(made[: len(init)]), list(made[len(init) :])
+        rows.append(row)
+    return [*carries, *_stacked(module, node, rows)]
+
+
+def map_rows(module: GraphModule, node: Node) -> Results | None:
+    """map_impl(body, xs, more): what every turn gave, stacked."""
+    body, xs, more = body_of(module, node.args[0]), list(node.args[1]), list(node.args[2])
+    turns = _turns(body, xs)
+    if body is None or not turns or fake_mode(node) is None:
+        return None
+    rows = []
+    for turn in range(turns):
+        made = inline(
+            module, body, [*[add_call(module, node, torch.ops.aten.select.int, each, 0, turn) for each in xs], *more], node
+        )
+        if made is None:
+            return None
+        rows.append(list(made))
+    return _stacked(module, node, rows)
+
+
+def _selected(module: GraphModule, node: Node, xs: Sequence[Any], turn: int) -> list[Node]:
+    return [add_call(module, node, torch.ops.aten.select.int, each, 0, turn) for each in xs]
+
+
+def _stacked(module: GraphModule, node: Node, rows: Sequence[Sequence[Any]]) -> list[Node]:
+    return [add_call(module, node, torch.ops.aten.stack.default, list(column)) for column in zip(*rows, strict=True)]
+
+
+def _turns(body: GraphModule | None, xs: Sequence[Any]) -> int:
+    """How often a loop over the first axis of `xs` turns; 0 where that is not fixed, or too often."""
+    if body is None or not xs:
+        return 0
+    size = xs[0].meta["val"].shape[0]
+    return size if isinstance(size, int) and size * len(body.graph.nodes) <= LONGEST else 0

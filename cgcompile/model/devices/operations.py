@@ -1,0 +1,122 @@
+"""An operation of the user's code, run where its tensors are.
+
+Where eager PyTorch runs the model on a GPU, moves are moves, and what is on the host runs on the CPU.
+
+Private interfaces (torch 2.11, 2.13): `torch.utils._device._device_constructors`, the functions that make a tensor out of none,
+and the functions of `torch._VF` for packed sequences and LSTMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
+
+from .tensor_places import CPU, DEVICE, FREE, HOST, TensorPlaces
+from .tracing import called, is_traced, real_device, tensors_in
+
+_OTHER = {HOST: DEVICE, DEVICE: HOST}
+
+_AT_FIRST = frozenset({
+    torch.Tensor.copy_, torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.Tensor.index_put,
+    torch._VF._pack_padded_sequence,
+})  # fmt: skip
+"""What runs where its first tensor is."""
+
+_CROSSING = _AT_FIRST | {torch.tensor_split, torch.Tensor.tensor_split}
+"""What takes tensors of both places in PyTorch, too: copies, and indices and lengths on the host."""
+
+
+def operate(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Any operation that is not one of those below."""
+    wanted = None
+    if isinstance(func, torch._ops.OpOverload):  # of a saved program, whose devices are those where it was exported
+        args, kwargs = pytree.tree_map_only(torch.device, lambda it: it if it.type == "meta" else places.real, (args, kwargs))
+    else:
+        wanted = _wanted(places, kwargs)
+        if kwargs.get("device") is None and places.real != CPU and func in _constructors():
+            kwargs["device"] = places.real
+    tensors = tensors_in((args, kwargs))
+    side = _side(places, func, args, tensors)
+    elsewhere = [tensor for tensor in tensors if places.place(tensor) == _OTHER.get(side) and (tensor.dim() or side == HOST)]
+    if elsewhere:
+        if func not in _CROSSING:
+            name = getattr(func, "__name__", func)
+            places.saw("several-devices", f"{name}: expected all tensors to be on the same device, found the GPU and the CPU")
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: places.moved(tensor, side), (args, kwargs))
+    return places.noted(run_at(places, func, args, kwargs, side), side, wanted)
+
+
+def run_at(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any], side: str) -> Any:
+    """The operation, with its tensors on the real device of `side`.  What it writes to a copy is written back."""
+    if places.real == CPU:
+        return called(func, args, kwargs)
+    where = CPU if side == HOST and not is_traced((args, kwargs)) else places.real
+    copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        if real_device(tensor).type in (where.type, "meta"):
+            return tensor
+        made = tensor.to(where)
+        copies.append((tensor, made, made._version))
+        return made
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, there, (args, kwargs))
+    result = called(func, args, kwargs)
+    own = {id(made): tensor for tensor, made, _ in copies}
+    for tensor, made, version in copies:
+        if made._version != version:
+            tensor.copy_(made)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: own[id(tensor)] if id(tensor) in own else there(tensor), result)
+
+
+def lstm(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.lstm` with states of the initial states' shapes.  On a GPU torch before 2.13 traces them with an extra axis
+    (pytorch issue 151200), and what follows would be traced wrongly."""
+    output, *states = operate(places, func, args, kwargs)
+    first = args[1] if isinstance(args[1], tuple | list) else args[2]  # packed sequences come with their lengths
+    return output, *[made if made.dim() == like.dim() else made.view(like.shape) for made, like in zip(states, first, strict=True)]
+
+
+def pack_sequence(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A packed sequence holds its data where the input is, and the sizes of its batches on the host."""
+    if places.real == CPU or is_traced((args, kwargs)):
+        data, sizes = operate(places, func, args, kwargs)
+    else:
+        data, sizes = func(args[0], args[1].to(CPU), *args[2:], **kwargs)
+        places.note(data, places.place(args[0]))
+    places.note(sizes, HOST)
+    return data, sizes
+
+
+def _side(places: TensorPlaces, func: Any, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
+    """Where the operation runs."""
+    found = [places.place(tensor) for tensor in tensors]
+    if func in _AT_FIRST and isinstance(args[0], torch.Tensor) and places.place(args[0]) != FREE:
+        return places.place(args[0])
+    if HOST not in found:
+        return FREE if found and DEVICE not in found else DEVICE
+    return DEVICE if DEVICE in found else HOST
+
+
+def _wanted(places: TensorPlaces, kwargs: dict[str, Any]) -> str | None:
+    """The place that `device=` names.  The operation itself runs where everything is."""
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+        places.saw("pinned-memory", "pin_memory=True: pinned memory of the user's is not used")
+    if kwargs.get("device") is None:
+        return None
+    place = places.named(kwargs["device"])
+    if place is not None:
+        kwargs["device"] = places.real
+    return place
+
+
+@cache
+def _constructors() -> frozenset[Any]:
+    """The functions that make a tensor out of none, on the device of their argument `device`."""
+    return frozenset(_device_constructors())

@@ -1,0 +1,100 @@
+"""What is wrong with the arguments of build and check, as far as it can be told before torch is imported, which takes seconds.
+
+Nothing of the user's runs: a model file is read as text.  What its text does not tell is told later, in the same words.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from cgbundle.format.entries import FORWARD
+
+from ..errors import ModelError
+from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
+from ..targets.choice import choose, recorder_for
+from ..targets.requirements import check_compiler, check_packages
+from ..util.model_file import Definitions, check_file, definitions, kind_of, missing_attribute, missing_module, undefined
+from .destination import check_free, destination_path
+from .records import Options
+
+
+def check_build(model: Any, options: Options) -> None:
+    """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, sizes-invalid,
+    too-many-keys, output-exists, output-unwritable, target-unavailable, compiler-failed."""
+    check_packages("host")
+    name = _check_model(model, options.sizes, options.max_keys)
+    if name:
+        check_free(destination_path(options.out, name), options.force)
+    recorder = choose(options.target, options.lower, options.specialize, options.recorder, options.prove).recorder
+    check_packages(recorder)
+    if recorder == "host":
+        check_compiler()
+
+
+def check_check(model: Any, sizes: Given, target: str) -> None:
+    """Raises what `check` would raise for these arguments, as `check_build`."""
+    check_packages("host")
+    _check_model(model, sizes, None)
+    recorder_for(target)
+
+
+def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
+    """The name that a bundle of the model would have, "" where only the model tells.  Without `max_keys` sizes may be left out."""
+    if not isinstance(model, str | os.PathLike):
+        return ""
+    label = os.fspath(model)
+    kind, path, attribute = kind_of(label), label, ""
+    if kind == "saved":
+        check_file(label)
+        if not zipfile.is_zipfile(label):
+            raise ModelError("source-invalid", f"{label}: torch.export.load failed: not a zip archive")
+        return Path(label).stem
+    if kind == "file":
+        found: Definitions | None = definitions(check_file(label), label)
+    else:
+        path, _, attribute = label.partition(":")
+        found = _module(path, label)
+    several = found is not None and "entries" in found.names  # what it gives is known when it runs
+    for name in (() if attribute else ("model",)) + (() if several else ("inputs",)):
+        if found is not None and found.lacks(name):
+            raise undefined(name, label)
+    if found is not None and attribute and found.lacks(attribute.partition(".")[0]):
+        raise missing_attribute(path, attribute, label)
+    dimensions = found.parameters("inputs") if found is not None and not several else None
+    if dimensions is not None and (sizes or max_keys is not None):
+        declared = declared_sizes(sizes_of_entries(sizes, {FORWARD: dimensions})[FORWARD], dimensions)
+        if max_keys is not None:
+            count_keys({"": declared}, max_keys)
+    return attribute.rpartition(".")[2] or Path(label).stem
+
+
+def _module(path: str, label: str) -> Definitions | None:
+    """What the module `path` defines, None where that cannot be told without importing it.  Raises source-missing."""
+    if path in sys.modules or not all(part.isidentifier() for part in path.split(".")):
+        return None
+    outer, *inner = path.split(".")
+    places: Sequence[str] | None = None
+    for depth, part in enumerate((outer, *inner)):
+        name = ".".join([outer, *inner][: depth + 1])
+        found = _found(name, places)
+        if found is None and not depth:
+            raise missing_module(part, label)
+        if found is None or (depth < len(inner) and found.submodule_search_locations is None):
+            return None  # a package may say at run time where its modules are
+        places = found.submodule_search_locations
+    file = found.origin if found is not None else None
+    return definitions(Path(file), label) if file and file.endswith(".py") else None
+
+
+def _found(name: str, places: Sequence[str] | None) -> Any:
+    """The specification of a module, found as the importer does, and in the current folder."""
+    for finder in sys.meta_path:
+        if (spec := finder.find_spec(name, places)) is not None:
+            return spec
+    return PathFinder.find_spec(name, [os.getcwd()]) if places is None else None

@@ -1,0 +1,45 @@
+"""What building and running for a target needs of this machine, looked for without importing any of it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+
+from ..errors import BuildError
+
+NEEDED = {"host": ("torch", "numpy"), "capture": ("torch", "numpy"), "trace": ("torch", "numpy", "triton")}
+"""Packages by the recorder of a `choice.Chosen`."""
+
+EXTRA = "pip install 'cgcompile[compile]'"
+
+DRIVER = "libcuda.so.1"
+"""The CUDA driver's library: without it torch sees no GPU either."""
+
+
+def compiler() -> str:
+    """The C++ compiler: the user's choice, or GCC."""
+    return os.environ.get("CXX", "g++")
+
+
+def check_compiler() -> None:
+    """Raises compiler-failed where there is no C++ compiler."""
+    if shutil.which(compiler()) is None:
+        raise BuildError("compiler-failed", f"no C++ compiler: {compiler()!r} is not on the PATH", "install g++, or set CXX")
+
+
+def check_packages(recorder: str) -> None:
+    """Raises extra-missing for a package that a recorder needs."""
+    for package in NEEDED[recorder]:
+        if importlib.util.find_spec(package) is None:
+            raise BuildError("extra-missing", f"building needs {package}, which is not installed", EXTRA)
+
+
+def has_driver() -> bool:
+    """Whether there is a CUDA driver: it is loaded, but not started."""
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""What a model's name refers to, and what its file defines, read as text: nothing in it runs, and torch is not imported."""
+
+from __future__ import annotations
+
+import ast
+import os
+import tokenize
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import BuildError, ModelError
+
+DYNAMIC = frozenset({"exec", "eval", "globals", "locals", "vars", "setattr", "modules", "global"})
+"""What can give a module names that the statements of its top level do not show."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Definitions:
+    """`names` that the top level of a file binds, each with its function where it is a plain one: bound once, undecorated, and by
+    no `if`.  `whole`: there can be no others."""
+
+    names: dict[str, ast.FunctionDef | None]
+    whole: bool
+
+    def lacks(self, name: str) -> bool:
+        """Whether the file certainly has no such name."""
+        return self.whole and name not in self.names
+
+    def parameters(self, name: str) -> tuple[str, ...] | None:
+        """The names of a plain function's parameters; None where they are not known, or where some have none to be called by."""
+        function = self.names.get(name)
+        if function is None or function.args.posonlyargs or function.args.vararg or function.args.kwarg:
+            return None
+        return tuple([each.arg for each in (*function.args.args, *function.args.kwonlyargs)])
+
+
+def kind_of(label: str) -> str:
+    """What a model's name is: "saved" (a .pt2), "file" or "attribute" (of a module).  Raises source-missing."""
+    if label.endswith(".pt2"):
+        return "saved"
+    if label.endswith(".py") or os.path.exists(label):
+        return "file"
+    if ":" in label:
+        return "attribute"
+    raise BuildError(
+        "source-missing", f"{label}: no such model", "give a model.py, package.module:attribute, or a saved program.pt2"
+    )
+
+
+def check_file(label: str) -> Path:
+    """The file that a label names.  Raises source-missing."""
+    path = Path(label)
+    if not path.is_file():
+        raise BuildError("source-missing", f"{label}: {'a directory, not a model file' if path.is_dir() else 'no such file'}")
+    return path
+
+
+def definitions(path: Path, label: str) -> Definitions:
+    """Reads a file.  Raises source-invalid for one that is no Python: the importer would refuse it, too."""
+    try:
+        with tokenize.open(path) as file:  # by its own declaration of an encoding, as the importer reads it
+            text = file.read()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the importer gives them
+            tree = ast.parse(text, os.fspath(path))
+            compile(tree, os.fspath(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise not_python(error, label) from None
+    except (UnicodeDecodeError, ValueError) as error:
+        raise ModelError("source-invalid", f"{label}: not a Python file: {error}") from None
+    found: dict[str, ast.FunctionDef | None] = {}
+    for name, function in _bound(tree.body, plain=True):
+        found[name] = None if name in found else function
+    used = {name for node in ast.walk(tree) for name in _dynamic(node)}
+    return Definitions(names=found, whole="*" not in found and "__getattr__" not in found and not used & DYNAMIC)
+
+
+def missing_module(path: str, label: str) -> BuildError:
+    """The refusal of a module that is not there."""
+    return BuildError("source-missing", f"{label}: no module {path!r}")
+
+
+def missing_attribute(path: str, attribute: str, label: str) -> BuildError:
+    """The refusal of a module that lacks what the model's name asks for."""
+    return BuildError("source-missing", f"{label}: module {path!r} has no attribute {attribute!r}")
+
+
+def undefined(name: str, label: str) -> ModelError:
+    """The refusal of a model file without a function that it has to define."""
+    return ModelError("source-invalid", f"{label}: no {name}() in it", f"a model file defines {EXAMPLES[name]}")
+
+
+EXAMPLES = {"model": "def model() -> torch.nn.Module", "inputs": "def inputs(batch: int) -> tuple[torch.Tensor, ...]"}
+
+
+def _dynamic(node: ast.AST) -> Iterator[str]:
+    """What `node` is, in terms of DYNAMIC."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Global):
+        yield "global"
+
+
+def not_python(error: SyntaxError, label: str) -> ModelError:
+    """The refusal of a file that Python cannot read, with the line."""
+    where = f"{os.path.relpath(error.filename)}:{error.lineno}" if error.filename else label
+    return ModelError("source-invalid", f"{where}: {error.msg}: {(error.text or '').strip()}")
+
+
+def _bound(body: list[ast.stmt], plain: bool) -> Iterator[tuple[str, ast.FunctionDef | None]]:
+    """The names that statements bind, those in branches, loops and blocks, too."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef):
+            yield statement.name, statement if plain and not statement.decorator_list else None
+        elif isinstance(statement, ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name, None
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            for alias in statement.names:
+                yield alias.asname or alias.name.partition(".")[0], None
+        else:
+            nested = [each for each in ast.iter_child_nodes(statement) if not isinstance(each, ast.stmt)]
+            for each in nested:
+                for node in ast.walk(each):
+                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                        yield node.id, None
+            blocks = (getattr(statement, name, []) for name in ("body", "orelse", "finalbody"))
+            handlers = [each.body for each in getattr(statement, "handlers", [])]
+            cases = [each.body for each in getattr(statement, "cases", [])]
+            for block in (*blocks, *handlers, *cases):
+                yield from _bound(block, plain=False)

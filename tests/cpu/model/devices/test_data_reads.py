@@ -1,0 +1,68 @@
+"""Where Python asks tensors for data, a trace goes where the example inputs went, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cgcompile.export.export import export, refuse_branches
+from cgcompile.model.load import load_source
+from tests.cpu.model.devices.function_model import Model, obstacle, operations, rows, traced
+from tests.helpers.raising import raises
+
+BRANCHES: list[tuple[str, Callable[..., Any]]] = [
+    ("an if", lambda m, x: x + 1 if x.sum() > 0 else x - 1),
+    ("an if on a number", lambda m, x: x + 1 if x.sum().item() > 0 else x - 1),
+    ("equal", lambda m, x: x + 1 if torch.equal(x, x) else x - 1),
+    ("int of a float", lambda m, x: x * int(x.sum())),
+]
+
+
+@pytest.mark.parametrize("function", [case[1] for case in BRANCHES], ids=[case[0] for case in BRANCHES])
+def test_obstacles_have_a_place(function: Callable[..., Any]) -> None:
+    assert obstacle(function, __file__) == "data-dependent-branch"
+
+
+def branches(model: Model, x: torch.Tensor) -> torch.Tensor:
+    if x.sum() < 0:
+        x = x.sin()
+    while x.sum() < 100:
+        x = x * 2 + 1
+    if x.max().item() > 0:
+        x = x.cos()
+    return x * x.min().item()
+
+
+def test_a_trace_branches_as_the_inputs_did_and_sees_what_comes_after() -> None:
+    made = traced(branches)
+    found = operations(made)
+    assert "sin" not in found and "cos" in found and "mul" in found
+    assert found.count("item") == 1, "the number that decides a branch is gone, the other is there"
+    assert len({obstacle.where for obstacle in made.obstacles}) == 3
+
+
+def test_a_loop_that_the_inputs_did_not_enter_ends() -> None:
+    def function(model: Model, x: torch.Tensor) -> torch.Tensor:
+        while not torch.allclose(x, x):
+            x = x + 1
+        return x * 2
+
+    assert operations(traced(function))[-1] == "mul"
+
+
+@pytest.mark.parametrize("function", [branches, BRANCHES[0][1], BRANCHES[1][1]])
+def test_nothing_is_built_from_one_branch_of_several(function: Callable[..., Any]) -> None:
+    with raises("branch-on-data", match=r"test_data_reads.py:\d+: data-dependent-branch: ") as caught:
+        refuse_branches(export(load_source(Model(function), rows), {"batch": (1, 8)}))
+    assert "\n" not in str(caught.value) and "torch.where" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "condition", [lambda m, x: x.shape[0] > 3, lambda m, x: m.training, lambda m, x: bool(torch.tensor(1) > 0)]
+)
+def test_what_no_input_decides_is_no_branch_on_data(condition: Callable[..., bool]) -> None:
+    made = export(load_source(Model(lambda m, x: x + 1 if condition(m, x) else x - 1), rows), {"batch": (4, 8)})
+    assert made.obstacles == ()

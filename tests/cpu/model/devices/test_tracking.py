@@ -1,0 +1,108 @@
+"""The user's code is told virtual devices; a model that asks for none has the graph it has without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from cgcompile.export.export import export
+from cgcompile.model import flat_module as flat
+from cgcompile.model.devices import operations as tracked
+from cgcompile.model.devices.tracking import track_devices
+from cgcompile.model.load import load_source
+from cgcompile.model.side_effects import SideEffects
+from tests.cpu.model.devices.function_model import Model, operations, traced
+from tests.cpu.models import Everything, Image, everything_inputs, image_inputs
+from tests.helpers.raising import raises
+
+
+@contextmanager
+def without(*arguments: Any) -> Iterator[SideEffects]:
+    """In the place of `track_devices`: no mode at all."""
+    yield SideEffects()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "sizes"),
+    [
+        (Everything(), everything_inputs, {"batch": (1, 8)}),
+        (Image(), image_inputs, {"batch": (1, 2), "side": (8, 16)}),
+        (nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(), lambda batch: torch.rand(batch, 5, 8), {"batch": (2, 8)}),
+        (nn.LSTM(4, 6, batch_first=True).eval(), lambda batch: torch.rand(batch, 5, 4), {"batch": (2, 8)}),
+    ],
+    ids=["everything", "image", "transformer", "lstm"],
+)
+def test_a_model_that_names_no_device_has_the_graph_it_has_without_the_mode(
+    model: nn.Module, inputs: Any, sizes: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_mode = export(load_source(model, inputs), sizes)
+    monkeypatch.setattr(flat, "track_devices", without)
+    assert str(with_mode.programs.first.graph) == str(export(load_source(model, inputs), sizes).programs.first.graph)
+
+
+def answers(model: Model, x: torch.Tensor) -> torch.Tensor:
+    host = x.cpu()
+    assert x.is_cuda and not x.is_cpu and x.device == torch.device("cuda:0") and x.get_device() == 0
+    assert host.is_cpu and not host.is_cuda and host.device == torch.device("cpu") and host.get_device() == -1
+    assert (x * 2).device == model.plain.device == model.linear.weight.device == torch.device("cuda:0")
+    assert (host * 2).device == (host + model.plain).device == torch.zeros(2, device="cpu").device == torch.device("cpu")
+    assert host[0].device.type == "cpu" and host.view(-1).device.type == "cpu" and host.cuda().device.type == "cuda"
+    assert host.mul_(2).device.type == "cpu" and [each.device.type for each in host.unbind(1)] == ["cpu"] * 4
+    return x * 2
+
+
+def test_devices_are_answered_alike_in_eager_pytorch_and_in_a_trace() -> None:
+    assert operations(traced(answers))[-1] == "mul"
+
+
+def test_autocast_for_the_device_of_a_tensor_touches_its_tensors() -> None:
+    def function(model: Model, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return model.linear(x)
+
+    made = traced(function)
+    (node,) = [node for node in made.programs.first.graph.nodes if node.op == "output"]
+    assert node.args[0][0].meta["val"].dtype is torch.bfloat16
+
+
+def test_nothing_stays_replaced() -> None:
+    device, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
+    with raises("eager-failed", match="boom"):
+        traced(lambda m, x: (_ for _ in ()).throw(ValueError("boom")))
+    assert FakeTensor.__dict__["device"] is device and torch.autocast.__init__ is autocast
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+def test_an_operation_has_the_innermost_line_of_the_users() -> None:
+    from cgcompile.model.user_code import place
+
+    nodes = traced(lambda m, x: helper(x)).programs.first.graph.nodes
+    (node,) = [node for node in nodes if node.target is torch.ops.aten.sin.default]
+    assert place(node)[1] == "return x.sin()"
+
+
+def test_states_of_an_lstm_have_the_shapes_of_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 traces an extra axis on a GPU."""
+    operate = tracked.operate
+    monkeypatch.setattr(tracked, "operate", lambda *args: _with_an_axis(args[1], operate(*args)))
+    net, x = torch.nn.LSTM(3, 5, num_layers=2, bidirectional=True), torch.randn(7, 2, 3)
+    with track_devices([x], SideEffects()), torch.no_grad():
+        output, (hidden, cell) = net(x)
+    want, (first, second) = net(x)
+    assert hidden.shape == cell.shape == (4, 2, 5)
+    for got, wanted in ((output, want), (hidden, first), (cell, second)):
+        torch.testing.assert_close(got, wanted)
+
+
+def _with_an_axis(func: object, result: Any) -> Any:
+    return (result[0], result[1][:, None], result[2][:, None]) if func == torch._VF.lstm else result

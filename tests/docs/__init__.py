@@ -1,0 +1,1 @@
+"""The documentation: its reference is written from the code, its links are followed, its blocks are run."""

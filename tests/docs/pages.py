@@ -1,0 +1,88 @@
+"""The pages, as text: blocks, headings and links of Markdown as GitHub shows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.places import ROOT
+
+USERS = ROOT / "cli/docs"
+"""Where users' pages are; maintainers' pages are the README.md of the folder that they explain."""
+
+SKIPPED = {".git", ".venv", ".cache", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "dist"}
+"""Folders at the top that hold no text of this project's."""
+
+FENCE = re.compile(r"^(`{3,})(.*)$")
+AFTER = re.compile(r"^<!-- after: (\S+) -->$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A fenced block: its language, the words behind it, its text, and the line of the page where the text begins."""
+
+    language: str
+    words: tuple[str, ...]
+    text: str
+    line: int
+
+
+def pages() -> list[Path]:
+    """Every page of the repository."""
+    found = (path for path in ROOT.rglob("*.md") if not SKIPPED & set(path.relative_to(ROOT).parts))
+    return sorted(found)
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The fenced blocks, in order."""
+    fence, opened, lines = "", (), []
+    for number, line in enumerate(text.splitlines(), 1):
+        found = FENCE.match(line)
+        if not fence and found:
+            fence, opened, lines = found[1], (number, found[2]), []
+        elif fence and line == fence:
+            language, *words = opened[1].split() or [""]
+            yield Block(language=language, words=tuple(words), text="\n".join([*lines, ""]), line=opened[0] + 1)
+            fence = ""
+        elif fence:
+            lines.append(line)
+    assert not fence, f"a block that begins at line {opened[0]} has no end"
+
+
+def begins_after(text: str) -> list[str]:
+    """The pages whose folders this page's folder begins with."""
+    return [found[1] for line in text.splitlines() if (found := AFTER.match(line))]
+
+
+def prose(text: str) -> str:
+    """The text without its blocks."""
+    kept, fence = [], ""
+    for line in text.splitlines():
+        found = FENCE.match(line)
+        if not fence and found:
+            fence = found[1]
+        elif line == fence:
+            fence = ""
+        elif not fence:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def anchors(text: str) -> set[str]:
+    """What `#...` may name on a page: its headings, as GitHub spells them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE):
+        name = plain = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)]\([^)]*\)", r"\1", heading)).strip().lower().replace(" ", "-")
+        count = 0
+        while name in found:
+            count += 1
+            name = f"{plain}-{count}"
+        found.add(name)
+    return found
+
+
+def links(text: str) -> list[str]:
+    """The targets of all links of a page, in order; those in `code` are none."""
+    return re.findall(r"]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", prose(text)))

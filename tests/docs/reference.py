@@ -1,0 +1,287 @@
+"""The pages of cli/docs/reference, written from the code.  Nothing here imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import typer
+
+import cgbundle
+import cgbundle.errors
+import cgcompile
+import cgcompile.errors
+from cgcompile.tools.explanations import Explanation, explanations
+from cgcompile_cli.commands.explain import about
+from cgcompile_cli.errors import UsageError
+from cgcompile_cli.main import app
+from tests.docs.pages import USERS
+
+FOLDER = USERS / "reference"
+
+COMPILER = {name: getattr(cgcompile, name) for name in sorted(cgcompile.__all__) if not name.startswith("_")} | {
+    name: getattr(cgcompile.errors, name) for name in ("BuildError", "ModelError")
+}
+"""What `import cgcompile` gives, and what it raises."""
+
+
+def written() -> dict[str, str]:
+    """Every page of the reference by its file name."""
+    return {
+        "commands.md": commands(),
+        "cgcompile.md": python("cgcompile", cgcompile.__doc__, COMPILER),
+        "cgbundle.md": python("cgbundle", cgbundle.__doc__, runtime()),
+        "findings.md": findings(),
+        "errors.md": errors(),
+    }
+
+
+def runtime() -> dict[str, Any]:
+    """What `import cgbundle` gives, what its objects hand out, and what it raises."""
+    from cgbundle.call.records import Record
+    from cgbundle.format.schema import TensorSpec
+    from cgbundle.session.state import State
+
+    raised = {name: value for name, value in vars(cgbundle.errors).items() if _is_error(value)}
+    named = {name: getattr(cgbundle, name) for name in sorted(cgbundle.__all__)}
+    return named | {"State": State, "Record": Record, "TensorSpec": TensorSpec} | raised
+
+
+def _is_error(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, cgbundle.errors.CgbundleError)
+
+
+def _page(title: str, opening: str, parts: Iterator[str]) -> str:
+    note = "<!-- written by `make docs`: change the code, not this page -->"
+    return "\n\n".join([f"# {title}", note, opening, *parts]).rstrip() + "\n"
+
+
+# --- Python -------------------------------------------------------------------------------------------------------
+
+
+def python(package: str, doc: str | None, names: Mapping[str, Any]) -> str:
+    """The reference of a package: functions and classes first, then what it raises."""
+    opening = _prose(doc or "")
+    ordered = sorted(names.items(), key=lambda each: (_is_error(each[1]), not callable(each[1]) or isinstance(each[1], type)))
+    return _page(f"import {package}", opening, (part for name, value in ordered for part in _member(package, name, value)))
+
+
+def _member(package: str, name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, type):
+        yield f"## {name}"
+        yield from _class(name, value)
+    elif inspect.isfunction(value):
+        yield f"## {name}"
+        yield _code(signature(name, value))
+        yield _prose(inspect.getdoc(value) or "")
+    else:
+        yield f"## {name}"
+        yield _code(f"{package}.{name}: {_annotation(value)}")
+
+
+def _class(name: str, value: type) -> Iterator[str]:
+    bases = [base.__name__ for base in value.__bases__ if base is not object]
+    yield _code(f"class {name}({', '.join(bases)})" if bases else f"class {name}")
+    yield _prose(inspect.getdoc(value) or "")
+    if dataclasses.is_dataclass(value):
+        yield "\n".join(f"- `{field.name}: {_annotation(field.type)}`" for field in dataclasses.fields(value))
+    if _is_error(value) and value is not cgbundle.errors.CgbundleError:
+        return  # what they have is their base's
+    for member, found in members(value).items():
+        if isinstance(found, property):
+            yield f"### {name}.{member}"
+            returned = inspect.signature(found.fget).return_annotation if found.fget else "Any"
+            yield _code(f"{member}: {_annotation(returned)}")
+            yield _prose(inspect.getdoc(found) or "")
+        else:
+            yield f"### {name}.{member}"
+            yield _code(signature(member, inspect.unwrap(getattr(found, "__func__", found))))
+            yield _prose(inspect.getdoc(found) or "")
+
+
+SPECIAL = ("__call__", "__getitem__", "__setitem__")
+"""Methods behind an operator that users are meant to use."""
+
+
+def members(value: type) -> dict[str, Any]:
+    """The public methods and properties that a class defines itself or takes from a base of ours, in the order of their
+    definition, `__call__` and its kind first."""
+    own = {
+        member: found
+        for base in reversed(value.__mro__)
+        if base.__module__.startswith(("cgbundle", "cgcompile"))
+        for member, found in vars(base).items()
+        if (member in SPECIAL or not member.startswith("_")) and (callable(found) or isinstance(found, property | classmethod))
+    }
+    return dict(sorted(own.items(), key=lambda each: each[0] not in SPECIAL))
+
+
+def signature(name: str, function: Any) -> str:
+    """`build(model, inputs=None, *, ...) -> Built`, a parameter a line where it is long."""
+    found = inspect.signature(function)
+    given = [parameter for parameter in found.parameters.values() if parameter.name != "self"]
+    shown: list[str] = []
+    for place, each in enumerate(given):
+        if each.kind is each.KEYWORD_ONLY and not any(e.kind in (e.KEYWORD_ONLY, e.VAR_POSITIONAL) for e in given[:place]):
+            shown.append("*")
+        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        kind = "" if each.annotation is each.empty else f": {_annotation(each.annotation)}"
+        default = "" if each.default is each.empty else f" = {each.default!r}" if kind else f"={each.default!r}"
+        shown.append(f"{stars}{each.name}{kind}{default}")
+    returned = "" if found.return_annotation is found.empty else f" -> {_annotation(found.return_annotation)}"
+    line = f"{name}({', '.join(shown)}){returned}"
+    if len(line) <= 110:
+        return line
+    return "\n".join([f"{name}(", *[f"    {each}," for each in shown], f"){returned}"])
+
+
+def _annotation(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return value.__name__ if isinstance(value, type) else re.sub(r"\b\w+\.(?=\w)", "", str(value))
+
+
+def _code(text: str) -> str:
+    return f"```python static\n{text}\n```"
+
+
+def _prose(doc: str) -> str:
+    """A docstring as Markdown: what is indented in it is code."""
+    made: list[str] = []
+    for paragraph in inspect.cleandoc(doc).split("\n\n"):
+        if all(line.startswith("    ") for line in paragraph.splitlines() if line):
+            made.append(f"```\n{textwrap.dedent(paragraph)}\n```" if paragraph.strip() else "")  # ruff would format Python
+        else:
+            made.append(_escaped(paragraph))
+    return "\n\n".join(each for each in made if each)
+
+
+def _escaped(text: str) -> str:
+    """Text outside of `code` without what Markdown would take for its own."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([*_<])", r"\\\1", part) for part in parts)
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+def commands() -> str:
+    """The reference of the command line."""
+    group: Any = typer.main.get_command(app)
+    opening = _prose(_help(group))
+    every = "Every command has `--help`. What is listed as `--name / -n` may be written either way."
+    return _page("Commands", f"{opening}\n\n{every}", (part for name, command in _tree(group) for part in _command(name, command)))
+
+
+def _tree(group: Any, before: str = "cgcompile") -> Iterator[tuple[str, Any]]:
+    """Every command by its full name, those of groups too."""
+    context = group.context_class(group, info_name=before)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if hasattr(command, "list_commands"):
+            yield from _tree(command, f"{before} {name}")
+        elif not command.hidden:
+            yield f"{before} {name}", command
+
+
+def _help(command: Any) -> str:
+    return (command.help or "").replace("\f", "")
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    yield f"## {name}"
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    yield _code_plain(" ".join([name, *[_argument(each) for each in arguments], "[OPTIONS]"]))
+    text, _, example = _help(command).partition("\b\n")  # behind it Typer breaks no lines
+    yield _prose(text)
+    if example.strip():
+        yield _code_plain(textwrap.dedent(example.strip("\n")).strip())
+    rows = [(f"`{_argument(each)}`", each.help or "", _default(each)) for each in arguments]
+    options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+    rows += [(_option(each), each.help or "", _default(each)) for each in options]
+    yield "\n".join(["| | | default |", "|---|---|---|", *[f"| {a} | {_escaped(b)} | {c} |" for a, b, c in rows]])
+
+
+def _argument(each: Any) -> str:
+    return str(each.metavar or each.name.upper())
+
+
+def _option(each: Any) -> str:
+    """`--target TARGET`, `--lower eager\\|inductor`."""
+    kind = "" if each.is_flag else f" {each.metavar or '|'.join(_choices(each)) or each.name.upper()}"
+    more = " (repeatable)" if each.multiple else ""
+    return " / ".join(f"`{name}{kind}`".replace("|", "\\|") for name in [*each.opts, *each.secondary_opts]) + more
+
+
+def _choices(each: Any) -> tuple[str, ...]:
+    """Of an option that is a Literal; Typer has had two ways to say so since 0.26."""
+    kind = getattr(each, "type", None)
+    return tuple(kind.choices) if hasattr(kind, "choices") else typing.get_args(each.type_descriptor.annotation)
+
+
+def _default(each: Any) -> str:
+    given = each.default() if callable(each.default) else each.default
+    return "" if given in (None, False, (), [], "") or each.required else f"`{given}`"
+
+
+def _code_plain(text: str) -> str:
+    return f"```\n{text}\n```"
+
+
+# --- findings and errors ------------------------------------------------------------------------------------------
+
+FIELDS = {"what": "Looks for", "why": "Why", "effect": "Effect", "fix": "What to do", "source": "Source"}
+
+
+def findings() -> str:
+    """Every rule."""
+    known = [each for each in explanations() if each.kind == "finding"]
+    opening = (
+        "What `cgcompile check` and `build` may find in a model; `cgcompile explain NAME` shows the same. A finding of severity "
+        "`refuse` stops a build, `host` puts operations on the CPU between two graphs, `note` is for information."
+    )
+    return _page("Findings", opening, (part for each in known for part in _finding(each)))
+
+
+def _finding(each: Explanation) -> Iterator[str]:
+    yield f"## {each.name}"
+    yield f"{about(each)[0].upper()}{about(each)[1:]}. {_escaped(each.headline)}"
+    yield "\n".join(f"- **{FIELDS[label]}**: {_escaped(said)}" for label, said in each.fields)
+
+
+TITLES = {
+    "cgbundle": "When a bundle is loaded and called",
+    "cgcompile": "When a model is built",
+    "cgcompile_cli": "On the command line",
+}
+
+
+def errors() -> str:
+    """Every code of every catalogue."""
+    known = [each for each in explanations({"cgcompile_cli": UsageError.catalogue}) if each.kind == "error"]
+    opening = (
+        "An error is one line that says what is wrong, where, what was expected and what came; a `hint:` line says what to do. "
+        "`error.code` names the cause, `error.hint` the cure; `--json` spells the code in one word (InputDtype). The hint "
+        "below is the general one; where the place of the error knows better, it says so. "
+        "`cgcompile explain CODE` shows the same."
+    )
+    return _page("Errors", opening, (part for package in TITLES for part in _catalogue(package, known)))
+
+
+def _catalogue(package: str, known: list[Explanation]) -> Iterator[str]:
+    yield f"## {TITLES[package]}"
+    rows = [each for each in known if each.package == package]
+    yield "\n".join([
+        "| code | raised as, exit status | cause | cure |", "|---|---|---|---|",
+        *[f"| `{each.name}` | {each.error}, {each.exit_code} | {_cell(each.headline)} | {_cell(dict(each.fields)['fix'])} |"
+          for each in rows],
+    ])  # fmt: skip
+
+
+def _cell(text: str) -> str:
+    return _escaped(text).replace("|", "\\|")

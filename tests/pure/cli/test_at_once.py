@@ -1,0 +1,155 @@
+"""What needs no torch is answered at once: neither torch nor Rich is imported for it, and few modules of any kind.
+
+Seconds are not measured here, since the machine may be busy: an answer takes 0.1 to 0.2 s of processor time with the modules that
+are counted, where importing torch takes 2 and Rich 0.1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.places import ROOT
+
+COUNTED = """
+import atexit, json, os, sys
+
+class Refusing:
+    def create_module(self, spec):
+        raise AssertionError(f"{spec.name} is imported")
+
+    def exec_module(self, module):
+        pass
+
+class Ban:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {"torch", "triton", "numpy", "rich", "safetensors", "asyncio", "transformers"}:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)):
+                spec.loader = Refusing()
+                return spec
+
+sys.meta_path.insert(0, Ban())
+atexit.register(lambda: open(os.environ["MODULES"], "w").write(json.dumps(list(sys.modules))))
+from cgcompile_cli.main import main
+main()
+"""
+
+MODEL = """
+import torch
+
+def model():
+    raise AssertionError("the model was made")
+
+def inputs(batch: int, seq: int = 8):
+    return torch.zeros(batch, seq)
+"""
+
+MOST = 400
+"""Modules in `sys.modules` at the end: 290 to 370 here, 2000 with torch.  More than half are Typer's."""
+
+
+class Answer:
+    """What a command said, in a process that may import neither torch nor Rich, and which modules it had at the end."""
+
+    def __init__(self, folder: Path, *arguments: object, **more: str) -> None:
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
+        told = folder / "modules.json"
+        done = subprocess.run(
+            [sys.executable, "-c", COUNTED, *map(str, arguments)],
+            env=os.environ | {"PYTHONPATH": paths, "MODULES": str(told), "COLUMNS": "80"} | more,
+            capture_output=True, text=True, check=False, cwd=folder,
+        )  # fmt: skip
+        self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
+        self.modules: list[str] = json.loads(told.read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A current folder with a model, a bundle of that name, and what is none."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "broken.py").write_text("import torch; def\n")
+    (tmp_path / "half.py").write_text("import torch\ndef model(): ...\n")
+    (tmp_path / "false.pt2").write_text("not a program")
+    (tmp_path / "there.cgb").mkdir()
+    (tmp_path / "there.cgb/manifest.json").write_text("{}")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("raise AssertionError('the package was imported')\n")
+    (tmp_path / "package/models.py").write_text(MODEL)
+    return tmp_path
+
+
+BOTH = ("--sizes", "batch=1,4", "--sizes", "seq=8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("build", "nosuch.py"), 2, "nosuch.py: no such file"),
+        (("build", "package"), 2, "package: a directory, not a model file"),
+        (("build", "nonsense"), 2, "nonsense: no such model"),
+        (("build", "nosuch:model"), 2, "nosuch:model: no module 'nosuch'"),
+        (("build", "package.models:other", *BOTH), 2, "module 'package.models' has no attribute 'other'"),
+        (("build", "package.models:model.part", "--sizes", "8"), 2, "the model declares 2 dimensions (batch, seq): name each"),
+        (("build", "nosuch.pt2"), 2, "nosuch.pt2: no such file"),
+        (("build", "false.pt2"), 1, "false.pt2: torch.export.load failed: not a zip archive"),
+        (("build", "broken.py", "--sizes", "1"), 1, "broken.py:1: invalid syntax: import torch; def"),
+        (("build", "half.py", "--sizes", "1"), 1, "half.py: no inputs() in it"),
+        (("build", "model.py", "--sizes", "batch=0", "--sizes", "seq=8"), 2, "batch=0 is not a positive whole number"),
+        (("build", "model.py", "--sizes", "batch=1"), 2, "no size for dimension 'seq'"),
+        (("build", "model.py", "--sizes", "rows=1"), 2, "'rows' is no declared dimension (declared: batch, seq)"),
+        (("build", "model.py", *BOTH, "--max-keys", "1"), 2, "makes 2 int_keys, more than 1"),
+        (("build", "model.py", *BOTH, "-o", "there.cgb"), 2, "there.cgb: exists"),
+        (("build", "model.py", *BOTH, "-o", "missing/new.cgb"), 2, "/missing does not exist"),
+        (("build", "model.py", *BOTH, "--target", "sm_999"), 2, "target 'sm_999': no such architecture"),
+        (("build", "model.py", *BOTH, "--target", "cpu", "--lower", "eager"), 2, "the cpu target has one lowering"),
+        (("check", "nosuch.py"), 2, "nosuch.py: no such file"),
+        (("check", "model.py", "--sizes", "batch=x"), 2, "'x' is not a whole number"),
+        (("check", "model.py", "--target", "sm_999"), 2, "target 'sm_999': no such architecture"),
+        (("inspect", "nosuch.cgb"), 2, "nosuch.cgb: no such bundle"),
+        (("verify", "nosuch.cgb"), 2, "nosuch.cgb: no such bundle"),
+        (("run", "nosuch.cgb"), 2, "nosuch.cgb: no such bundle"),
+        (("bench", "nosuch.cgb"), 2, "nosuch.cgb: no such bundle"),
+        (("diff", "a.cgb", "b.cgb"), 2, "a.cgb: no such bundle"),
+        (("sign", "nosuch.cgb", "--key", "k"), 2, "k: No such file"),
+        (("sizes", "nosuch"), 2, "nosuch: no such file"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_wrong_argument_is_told_at_once(folder: Path, arguments: tuple[str, ...], status: int, said: str) -> None:
+    answer = Answer(folder, *arguments)
+    first, *rest = answer.err.splitlines()
+    assert (answer.status, answer.out) == (status, "") and first.startswith("error: ") and said in first, answer.err
+    assert len(rest) <= 1 and all(line.startswith("hint: ") for line in rest)
+    assert len(answer.modules) < MOST, sorted(answer.modules)
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("build", "--help"), ("bench", "--help")])
+def test_help_and_versions_are_told_at_once(folder: Path, arguments: tuple[str, ...]) -> None:
+    answer = Answer(folder, *arguments)
+    assert (answer.status, answer.err) == (0, "") and len(answer.modules) < MOST
+
+
+@pytest.mark.parametrize("line", ["cgcompile b", "cgcompile build --lower m"])
+def test_completion_comes_at_once(folder: Path, line: str) -> None:
+    asked = {"_CGCOMPILE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    answer = Answer(folder, **asked)
+    assert (answer.status, answer.err) == (0, "") and answer.out and len(answer.modules) < MOST
+
+
+def test_there_is_a_compiler_or_it_is_told_at_once(folder: Path) -> None:
+    answer = Answer(folder, "build", "model.py", *BOTH, "--target", "cpu", CXX="no-such-compiler")
+    assert answer.status == 1 and answer.err.startswith("error: no C++ compiler: 'no-such-compiler' is not on the PATH\n")
+
+
+def test_torch_is_announced_before_it_is_imported(folder: Path) -> None:
+    answer = Answer(folder, "build", "model.py", *BOTH, "--target", "cpu")
+    first, *_, last = answer.err.splitlines()
+    assert (first, last) == ("import            ...  torch", "AssertionError: torch is imported")
+    assert len(answer.modules) < MOST

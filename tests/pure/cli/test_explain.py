@@ -1,0 +1,81 @@
+"""`cgcompile explain`: every finding and every error, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import cgbundle.errors
+import cgcompile.errors
+from cgcompile.tools.explanations import explanations, nearest, spelled
+from cgcompile_cli.commands.explain import names
+from cgcompile_cli.main import app
+
+
+def explain(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["explain", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_finding_is_told_with_cause_effect_and_cure() -> None:
+    text = explain("host-scalar")
+    assert text.startswith("host-scalar  a finding: host (runs on the host between graphs)\n  A number that Python reads")
+    assert [line.split()[0] for line in text.splitlines()[2:]] == ["what", "why", "effect", "fix", "source"]
+
+
+def test_an_error_is_told_with_its_class_and_exit_status() -> None:
+    assert explain("InputDtype") == explain("input-dtype")
+    assert explain("input-dtype").startswith("input-dtype  an error of cgbundle: CallError, exit status 2\n")
+
+
+def test_a_name_of_both_is_told_twice() -> None:
+    both = json.loads(explain("too-many-keys", "--json"))
+    assert [each["kind"] for each in both] == ["finding", "error"]
+
+
+def test_without_a_name_all_are_listed() -> None:
+    text = explain()
+    known = explanations()
+    assert len(known) > 150 and all(f"\n{each.name} " in text for each in known)
+    assert {each["name"] for each in json.loads(explain("--json"))} >= {each.name for each in known}
+
+
+@pytest.mark.parametrize("each", explanations(), ids=lambda each: f"{each.kind} {each.name}")
+def test_every_one_has_a_cause_and_a_cure(each) -> None:  # type: ignore[no-untyped-def]
+    fields = dict(each.fields)
+    assert each.headline.endswith((".", "!")) or ":" in each.headline
+    assert fields["fix"]
+    if each.kind == "finding":
+        assert list(fields) == ["what", "why", "effect", "fix", "source"]
+
+
+def test_every_error_of_the_catalogues_is_there() -> None:
+    told = {each.name for each in explanations() if each.kind == "error"}
+    assert told == cgbundle.errors.CATALOGUE.keys() | cgcompile.errors.CATALOGUE.keys()
+
+
+def test_a_mistyped_name_suggests_the_nearest() -> None:
+    done = CliRunner().invoke(app, ["explain", "hostscaler"])
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[0] == "error: hostscaler: no finding or error has that name"
+    assert "did you mean host-scalar" in done.stderr
+    assert CliRunner().invoke(app, ["explain", "zzz"]).stderr.endswith("hint: `cgcompile explain` lists all names\n")
+    assert (spelled("InputDtype"), spelled("input_dtype")) == ("input-dtype", "input-dtype")
+    assert nearest("input-dtyp", ["input-dtype", "input-kind", "usage"])[0] == "input-dtype"
+
+
+def test_names_are_completed() -> None:
+    assert names("input-d") == ["input-device", "input-dtype"]
+    assert len(names("")) > 150
+
+
+def test_neither_torch_nor_rich_is_imported() -> None:
+    code = "import sys\nfrom cgcompile_cli.main import app\napp(['explain', 'host-scalar'], standalone_mode=False)\n"
+    code += "print({'torch', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
