@@ -16,9 +16,10 @@ import pytest
 
 from cgbundle.cuda import driver, memory
 from cgbundle.cuda.driver import Context, check, cu
-from cgbundle.cuda.executors import GraphExecutor, StreamExecutor
+from cgbundle.cuda.graph_executor import GraphExecutor
 from cgbundle.cuda.memory import Memories
 from cgbundle.cuda.modules import Modules
+from cgbundle.cuda.stream_executor import StreamExecutor
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.loader import MODES

@@ -16,9 +16,10 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import backend, driver, executors, memory, modules, programs, weights
+from cgbundle.cuda import backend, driver, graph_executor, launches, memory, modules, programs, stream_executor, weights
 from cgbundle.cuda import host_steps as hoststeps
 from cgbundle.cuda import stream_order as order
+from cgbundle.tables.table import SET_CONDITION
 from tests.helpers.cuda_bundles import ADD, COMBINE
 
 if TYPE_CHECKING:
@@ -32,7 +33,19 @@ FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | None) -> None:
     """Puts the driver, or none, under the backend."""
-    for module in (backend, driver, executors, hoststeps, memory, modules, order, programs, weights):
+    for module in (
+        backend,
+        driver,
+        graph_executor,
+        launches,
+        stream_executor,
+        hoststeps,
+        memory,
+        modules,
+        order,
+        programs,
+        weights,
+    ):
         monkeypatch.setattr(module, "cu", fake)
 
 
@@ -59,6 +72,9 @@ class FakeDriver:
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUstreamUpdateCaptureDependencies_flags = SimpleNamespace(CU_STREAM_SET_CAPTURE_DEPENDENCIES=1)
+    CUgraph = Handle
+    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_CONDITIONAL=13)
+    CUgraphConditionalNodeType = SimpleNamespace(CU_GRAPH_COND_TYPE_IF=0, CU_GRAPH_COND_TYPE_WHILE=1)
     CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)
     CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
     CUdevice_attribute = SimpleNamespace(
@@ -73,6 +89,8 @@ class FakeDriver:
         self.pinned: dict[int, int] = {}  # bytes of host memory by address
         self.capturing: set[int] = set()  # streams
         self.captured: list[Callable[[], object]] = []  # what was enqueued on them
+        self.captures: dict[int, int] = {}  # streams whose capture is a graph here
+        self.conditions: dict[int, bool] = {}  # by handle
         self.retained = 0
         self.freed = 0
         self._numbers = itertools.count(0x1000)
@@ -284,32 +302,76 @@ class FakeDriver:
         function.attributes[int(attribute)] = value
 
     def do_cuFuncGetParamInfo(self, function: Any, index: int) -> Any:
-        params = {"add": ADD, "combine": COMBINE}[function.symbol]
+        params = PARAMS[function.symbol]
         return (0, *params[index]) if index < len(params) else (1, None, None)
 
     # --- launches ---------------------------------------------------------------------------------------------
 
     def _kernel(self, function: Any, address: int) -> Any:
         """A launch with its parameters copied now."""
-        sizes = [size for _, size in {"add": ADD, "combine": COMBINE}[function.symbol]]
+        sizes = [size for _, size in PARAMS[function.symbol]]
         pointers = (ctypes.c_void_p * len(sizes)).from_address(address)
         block = [ctypes.string_at(pointer or 0, size) for pointer, size in zip(pointers, sizes, strict=True)]
+        if function.symbol == SET_CONDITION:
+            return lambda: self._set_condition(block)
         return lambda: KERNELS[function.symbol](block, function.data)
+
+    def _set_condition(self, block: list[bytes]) -> None:
+        at, handle = [int.from_bytes(word, "little") for word in block]
+        assert handle in self.conditions, "a handle of no graph"
+        self.conditions[handle] = ctypes.string_at(at, 1) != b"\0"
 
     def do_cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> None:
         assert config.numAttrs == len(config.attrs)
         self._enqueue(config.hStream, self._kernel(function, params))
 
     def do_cuGraphCreate(self, flags: int) -> Handle:
-        return self._make(SimpleNamespace(nodes=[], edges=[]))
+        return self._make(SimpleNamespace(nodes=[], edges=[], bodies=[]))
 
     def do_cuGraphDestroy(self, graph: int) -> None:
+        for body in self._drawn(graph).bodies:
+            self.do_cuGraphDestroy(body)
         self._drop(graph)
+
+    def _drawn(self, graph: int) -> Any:
+        return self.live[int(graph)]
 
     def _node(self, graph: int, run: Any) -> Any:
         node = SimpleNamespace(run=run, attributes={})
-        self.live[graph].nodes.append(node)
+        self._drawn(graph).nodes.append(node)
         return node
+
+    # --- conditional nodes ------------------------------------------------------------------------------------
+
+    def CUgraphNodeParams(self) -> Any:
+        return SimpleNamespace(conditional=SimpleNamespace())
+
+    def do_cuGraphConditionalHandleCreate(self, graph: int, context: int, default: int, flags: int) -> Handle:
+        assert int(graph) in self.live and context == 7
+        handle = Handle(next(self._numbers))
+        self.conditions[handle] = False
+        return handle
+
+    def do_cuGraphAddNode(self, graph: int, dependencies: None, data: None, count: int, params: Any) -> Any:
+        given = params.conditional
+        assert (params.type, given.ctx) == (13, 7) and 1 <= given.size <= 2 - given.type
+        bodies = given.phGraph_out = [self.do_cuGraphCreate(0) for _ in range(given.size)]
+        drawn = [self._drawn(body) for body in bodies]
+        self._drawn(graph).bodies += bodies
+
+        def body(number: int) -> None:
+            for run in self._runs(drawn[number]):
+                run()
+
+        def run() -> None:
+            while self.conditions[given.handle]:
+                body(0)
+                if given.type == 0:
+                    return
+            if len(drawn) == 2:
+                body(1)
+
+        return self._node(graph, run)
 
     def do_cuGraphAddKernelNode(self, graph: int, dependencies: None, count: int, params: Any) -> Any:
         return self._node(graph, self._kernel(params.func, params.kernelParams))
@@ -330,10 +392,14 @@ class FakeDriver:
         node.attributes[int(attribute)] = value.pad
 
     def do_cuGraphAddDependencies(self, graph: int, sources: Any, targets: Any, data: Any, count: int) -> None:
-        self.live[graph].edges += zip(sources, targets, strict=True)
+        assert all(node in self._drawn(graph).nodes for node in (*sources, *targets)), "an edge between two graphs"
+        self._drawn(graph).edges += zip(sources, targets, strict=True)
 
     def _in_order(self, graph: int) -> list[Callable[[], object]]:
-        drawn = self.live[graph]
+        return self._runs(self._drawn(graph))
+
+    @staticmethod
+    def _runs(drawn: Any) -> list[Callable[[], object]]:
         left, done = list(drawn.nodes), []
         while left:  # the last node that may run, so that only edges can explain the order
             ready = [n for n in left if not any(target is n and source in left for source, target in drawn.edges)]
@@ -345,6 +411,11 @@ class FakeDriver:
         return self._make(self._in_order(graph))
 
     def do_cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        if int(stream) in self.captures:
+            graph = self.captures[int(stream)]
+            drawn = self._drawn(graph)
+            last = [node for node in drawn.nodes if not any(source is node for source, _ in drawn.edges)]
+            return 0, 1, 7, graph, last, None, len(last)
         assert int(stream) in self.capturing
         return 0, 1, 7, stream, [], [], 0
 
@@ -354,6 +425,9 @@ class FakeDriver:
         return SimpleNamespace(stream=int(graph), run=lambda: [run() for run in runs])
 
     def do_cuStreamUpdateCaptureDependencies(self, stream: int, nodes: list[Any], data: None, count: int, flags: int) -> None:
+        assert count == len(nodes)
+        if int(stream) in self.captures:
+            return
         (node,) = nodes
         assert (node.stream, count, flags) == (int(stream), 1, 1)
         self.captured.append(node.run)
@@ -392,3 +466,4 @@ def combine(block: list[bytes], data: dict[str, Any]) -> None:
 
 
 KERNELS = {"add": add, "combine": combine}
+PARAMS = {"add": ADD, "combine": COMBINE, SET_CONDITION: ((0, 8), (8, 8))}

@@ -1,4 +1,4 @@
-"""The CUDA driver: every call is checked, and the context is current only while it is needed.
+"""The CUDA driver: every call is checked, the context is current only while it is needed, and whether a bundle can run here.
 
 `cu` is `cuda.bindings.driver`, or None where cuda-bindings is not installed: `require` says so, importing this module does not.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MachineError, OutOfMemory
 from ..session.forks import FORKS
+
+if TYPE_CHECKING:
+    from ..format.schema import Target
 
 try:
     from cuda.bindings import driver
@@ -182,3 +185,35 @@ def free_bytes() -> int:
     """Free bytes of the current context's GPU, as the driver counts them."""
     free, _ = check("cuMemGetInfo", cu.cuMemGetInfo())
     return int(free)
+
+
+# --- whether a bundle can run here: asked before anything is put on the GPU -------------------------------------
+
+
+def check_driver(target: Target) -> None:
+    """Raises library-missing, wrong-machine or driver-too-old unless there is a driver, and one new enough."""
+    if target.kind != "cuda":
+        raise MachineError("wrong-machine", f"the bundle is for the {target.kind} target, not for a GPU")
+    require()
+    found = driver_version()
+    if found < target.driver:
+        raise MachineError(
+            "driver-too-old",
+            f"the bundle needs a driver for CUDA {_version(target.driver)}, this machine's is for {_version(found)}",
+            "upgrade the NVIDIA driver, or build the bundle on this machine",
+        )
+
+
+def check_device(target: Target, context: Context) -> None:
+    """Raises wrong-architecture unless the GPU is of the architecture whose machine code the bundle holds."""
+    if context.arch != target.arch.rstrip("af"):
+        raise MachineError(
+            "wrong-architecture",
+            f"the bundle is for {target.arch}, device {context.index} ({context.name}) is {context.arch}",
+            f"build the bundle with --target {context.arch}",
+        )
+
+
+def _version(number: int) -> str:
+    """13000 as "13.0"."""
+    return f"{number // 1000}.{number % 1000 // 10}"

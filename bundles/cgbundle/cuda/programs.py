@@ -12,7 +12,8 @@ from ..format.spans import span
 from ..tables.table import Table
 from . import memory
 from .driver import cu
-from .executors import Executor, GraphExecutor, StreamExecutor
+from .graph_executor import GraphExecutor
+from .launches import Executor
 from .memory import HOST, Memories, Output
 from .modules import Modules
 from .shared import Shared
@@ -76,6 +77,8 @@ class Executors(dict[str, Executor]):
         if shared.mode == "graph":
             executor = GraphExecutor(shared.context, table, self._modules, bases, self._stream, shared.poison)
         else:
+            from .stream_executor import StreamExecutor  # what serves launches graphs
+
             executor = StreamExecutor(table, self._modules, bases, shared.poison)
         self[file] = executor
         return executor

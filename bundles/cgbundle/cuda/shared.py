@@ -11,8 +11,7 @@ from ..format.archive import Archive
 from ..format.entries import each_entry
 from ..session.initial_state import InitialState
 from . import weights
-from .driver import Context, Relaxed
-from .machine import check_device, check_driver
+from .driver import Context, Relaxed, check_device, check_driver
 from .memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from .modules import Modules, states
 

@@ -56,5 +56,8 @@ TABLE_BYTES = 64 << 20
 TABLE_ROWS = 1 << 20
 """Every count of rows in a table; its bytes of symbols and of contents are limited by TABLE_BYTES."""
 
+BODY_DEPTH = 64
+"""Bodies of conditional nodes inside each other."""
+
 HELD_BYTES = 256 << 20
 """Bytes of another file that is held in memory as a whole: a kernel image, a shared object."""

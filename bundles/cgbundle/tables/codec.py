@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import count
 
-from .column_file import Data, bounds, pack
+from .column_file import Data, bounds, invalid, pack
 from .module_state import relocation_columns, symbol_columns
-from .recording import Address, Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
-from .table import EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
+from .recording import (
+    TYPES,
+    Address,
+    ConditionalNode,
+    Edge,
+    EmptyNode,
+    Function,
+    Handle,
+    KernelNode,
+    MemcpyNode,
+    MemsetNode,
+    Node,
+    Recording,
+    Relocation,
+)
+from .table import BRANCHING, CONDITIONAL, EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
 
 MEMSET_FIELDS = ("value", "element", "width", "height", "pitch")
 EXTENT_FIELDS = ("width", "height", "depth")
@@ -23,6 +38,8 @@ def encode(recording: Recording) -> bytes:
     kernels = [node for node in nodes if isinstance(node, KernelNode)]
     memsets = [node for node in nodes if isinstance(node, MemsetNode)]
     memcpys = [node for node in nodes if isinstance(node, MemcpyNode)]
+    conditionals = [node for node in nodes if isinstance(node, ConditionalNode)]
+    handles = [(row, item) for row, node in enumerate(kernels) for item in node.handles]
     params = [pair for function in functions for pair in function.params]
     settings = [pair for function in functions for pair in function.attributes]
     relocations = [item for node in kernels for item in node.relocations]
@@ -62,14 +79,25 @@ def encode(recording: Recording) -> bytes:
         "memcpy_pitch": [getattr(node, name) for node in memcpys for name in PITCH_FIELDS],
         **{f"edge_{name}": [getattr(edge, name) for edge in edges] for name in EDGE_FIELDS},
         "blocks": blocks,
+        "conditional_type": [TYPES.index(node.type) for node in conditionals],
+        "conditional_bounds": bounds(len(node.bodies) for node in conditionals),
+        "conditional_body": [body for node in conditionals for body in node.bodies],
+        "body_begin": recording.bodies,
+        "handle_kernel": [row for row, _ in handles],
+        "handle_at": [item.at for _, item in handles],
+        "handle_conditional": [item.conditional for _, item in handles],
     }
     counts = {
         "keys": len(recording.key), "functions": len(functions), "params": len(params), "function_attributes": len(settings),
         "symbol_bytes": len(columns["symbols"]), "nodes": len(nodes), "kernels": len(kernels), "relocations": len(relocations),
         "undefined": len(undefined), "attributes": len(attributes), "memsets": len(memsets), "memcpys": len(memcpys),
-        "edges": len(edges), "block_bytes": len(blocks),
+        "edges": len(edges), "block_bytes": len(blocks), "conditionals": len(conditionals), "bodies": len(recording.bodies),
+        "handles": len(handles),
     }  # fmt: skip
-    return pack(RECORDING, counts, columns)
+    if not conditionals and (recording.bodies or handles):
+        raise invalid("nodes", "bodies or handles without a conditional node")
+    layout = BRANCHING if conditionals else RECORDING
+    return pack(layout, {name: counts[name] for name in layout.counts}, columns)
 
 
 def decode(data: Data, where: str = "table") -> Recording:
@@ -82,6 +110,7 @@ def decode(data: Data, where: str = "table") -> Recording:
         edges=tuple(
             Edge(**{name: getattr(table, f"edge_{name}")[row] for name in EDGE_FIELDS}) for row in range(table.counts["edges"])
         ),
+        bodies=tuple(table.body_begin),
     )
 
 
@@ -97,8 +126,14 @@ def _function(table: Table, row: int) -> Function:
 
 
 def _nodes(table: Table) -> tuple[Node, ...]:
+    handles: dict[int, list[Handle]] = {}
+    for kernel, at, conditional in zip(table.handle_kernel, table.handle_at, table.handle_conditional, strict=True):
+        handles.setdefault(kernel, []).append(Handle(at=at, conditional=conditional))
     rows = [count() for _ in _READERS]  # the next row of each kind
-    return tuple([_READERS[kind](table, next(rows[kind])) for kind in table.kind])
+    nodes = [_READERS[kind](table, next(rows[kind])) for kind in table.kind]
+    kernels = enumerate([node for node in nodes if isinstance(node, KernelNode)]) if handles else ()
+    changed = {id(node): replace(node, handles=tuple(handles[row])) for row, node in kernels if row in handles}
+    return tuple([changed.get(id(node), node) for node in nodes])
 
 
 def _kernel(table: Table, row: int) -> KernelNode:
@@ -139,8 +174,19 @@ def _memcpy(table: Table, row: int) -> MemcpyNode:
     )
 
 
-_KINDS: dict[type, int] = {EmptyNode: EMPTY, KernelNode: KERNEL, MemsetNode: MEMSET, MemcpyNode: MEMCPY}
-_READERS = (lambda table, row: EmptyNode(), _kernel, _memset, _memcpy)
+def _conditional(table: Table, row: int) -> ConditionalNode:
+    own = slice(*table.conditional_bounds[row : row + 2])
+    return ConditionalNode(type=TYPES[table.conditional_type[row]], bodies=tuple(table.conditional_body[own]))
+
+
+_KINDS: dict[type, int] = {
+    EmptyNode: EMPTY,
+    KernelNode: KERNEL,
+    MemsetNode: MEMSET,
+    MemcpyNode: MEMCPY,
+    ConditionalNode: CONDITIONAL,
+}
+_READERS = (lambda table, row: EmptyNode(), _kernel, _memset, _memcpy, _conditional)
 
 
 def _axes(name: str, sizes: Iterable[tuple[int, int, int]]) -> dict[str, list[int]]:

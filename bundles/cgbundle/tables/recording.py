@@ -27,6 +27,15 @@ class Relocation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Handle:
+    """The 8 bytes at `at` of a parameter block hold the handle of the recording's conditional node number `conditional`, counted
+    among its conditional nodes.  The driver gives it out when a graph is built, and it belongs to that graph."""
+
+    at: int
+    conditional: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
     """A kernel of an image: identified by the image's sha256 and the symbol, never by name alone.
 
@@ -43,7 +52,10 @@ class Function:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelNode:
     """A launch.  `block` is the whole parameter block, its undefined bytes and relocated words zeroed.  `undefined` lists
-    (offset, size) of bytes that no kernel reads; `attributes` are CUlaunchAttributeID numbers with up to three values."""
+    (offset, size) of bytes that no kernel reads; `attributes` are CUlaunchAttributeID numbers with up to three values.
+
+    One with `handles` is a launch of SET_CONDITION: see there.
+    """
 
     function: int
     grid: tuple[int, int, int]
@@ -53,6 +65,7 @@ class KernelNode:
     relocations: tuple[Relocation, ...]
     undefined: tuple[tuple[int, int], ...]
     attributes: tuple[tuple[int, tuple[int, int, int]], ...]
+    handles: tuple[Handle, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +100,20 @@ class EmptyNode:
     """A node that only orders others."""
 
 
-Node = KernelNode | MemsetNode | MemcpyNode | EmptyNode
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConditionalNode:
+    """A branch or a loop of the device's own.  `type` "if": the first of the `bodies` runs where the condition is true, else the
+    second, if there is one.  "while": the only body runs as long as the condition is true, which is asked before each turn.
+    `bodies` are positions in `Recording.bodies`.  Launches of SET_CONDITION, here and in the loop's body, set the condition."""
+
+    type: str
+    bodies: tuple[int, ...]
+
+
+Node = KernelNode | MemsetNode | MemcpyNode | EmptyNode | ConditionalNode
+
+TYPES = ("if", "while")
+"""Types of conditional nodes, as column `conditional_type` numbers them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,12 +129,17 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """A graph region at one int_key."""
+    """A graph region at one int_key.
+
+    `bodies` are the positions in `nodes` of the first node of each body of a conditional node: a body's nodes end where the next
+    one's begin, and those before the first body are the graph's own.  An edge joins nodes of one graph or body.
+    """
 
     key: IntKey
     functions: tuple[Function, ...]
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
+    bodies: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

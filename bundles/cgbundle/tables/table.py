@@ -5,13 +5,24 @@ Making a `Table` checks its structure (header, bounds, references); `validate/re
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..format.schema import MEMORIES
 from .column_file import Column, Data, Layout, check_below, check_bounds, invalid, symbols, unpack
 
-EMPTY, KERNEL, MEMSET, MEMCPY = range(4)
+EMPTY, KERNEL, MEMSET, MEMCPY, CONDITIONAL = range(5)
 """Kinds of nodes, as column `kind` holds them."""
+
+IF, WHILE = range(2)
+"""Types of conditional nodes, as column `conditional_type` holds them."""
+
+SET_CONDITION = "cgcompile_set_condition"
+"""The symbol of the kernel that sets a conditional node's condition.
+
+It takes the address of a byte, and 8 bytes further the handle.  The condition is true where the byte is not 0.
+"""
 
 RECORDING = Layout(
     magic=b"cgtable\0",
@@ -76,6 +87,26 @@ RECORDING = Layout(
     ),
 )  # fmt: skip
 
+BRANCHING = Layout(
+    magic=RECORDING.magic,
+    version=2,
+    counts=(*RECORDING.counts, "conditionals", "bodies", "handles"),
+    columns=(
+        *RECORDING.columns,
+        Column("conditional_type", "B", "conditionals"),
+        Column("conditional_bounds", "I", "conditionals", 1, 1),
+        Column("conditional_body", "I", "bodies"),
+        Column("body_begin", "I", "bodies"),  # a position among the nodes
+        Column("handle_kernel", "I", "handles"),
+        Column("handle_at", "I", "handles"),
+        Column("handle_conditional", "I", "handles"),
+    ),
+)
+"""The layout of a recording with conditional nodes; one without any has the other."""
+
+_VERSION = 8
+"""Where a table's header has its version, in bytes."""
+
 
 class Table:
     """A recording's columns, by their names in RECORDING: memoryviews of ints over the bytes given, which must stay.
@@ -83,7 +114,7 @@ class Table:
     `images` and `symbols` are the functions' identities, `where` what messages start with.  Raises table-invalid.
     """
 
-    __slots__ = ("counts", "images", "symbols", "where", *(column.name for column in RECORDING.columns if column.name != "symbols"))
+    __slots__ = ("counts", "images", "symbols", "where", *(column.name for column in BRANCHING.columns if column.name != "symbols"))
 
     if TYPE_CHECKING:
 
@@ -91,7 +122,13 @@ class Table:
 
     def __init__(self, data: Data, where: str = "table") -> None:
         self.where = where
-        self.counts, columns = unpack(RECORDING, data, where)
+        branching = bytes(memoryview(data).cast("B")[_VERSION : _VERSION + 8]) == BRANCHING.version.to_bytes(8, "little")
+        self.counts, columns = unpack(BRANCHING if branching else RECORDING, data, where)
+        if not branching:
+            self.counts |= dict.fromkeys(BRANCHING.counts[len(RECORDING.counts) :], 0)
+            columns |= {column.name: _NOTHING for column in BRANCHING.columns[len(RECORDING.columns) :]}
+        elif not self.counts["conditionals"]:
+            raise invalid(where, f"version {BRANCHING.version} without a conditional node")
         names = columns.pop("symbols")
         for name, view in columns.items():
             setattr(self, name, view)
@@ -107,16 +144,44 @@ class Table:
         check_bounds(self.undefined_bounds, counts["undefined"], f"{where}: nodes.undefined")
         check_bounds(self.attribute_bounds, counts["attributes"], f"{where}: nodes.attributes")
         kinds = bytes(self.kind)
-        for kind, rows in ((KERNEL, "kernels"), (MEMSET, "memsets"), (MEMCPY, "memcpys")):
+        for kind, rows in ((KERNEL, "kernels"), (MEMSET, "memsets"), (MEMCPY, "memcpys"), (CONDITIONAL, "conditionals")):
             if kinds.count(kind) != counts[rows]:
                 raise invalid(f"{where}: nodes.kind", f"{kinds.count(kind)} {rows}, expected {counts[rows]}")
-        check_below(kinds, MEMCPY + 1, f"{where}: nodes.kind")
+        check_below(kinds, CONDITIONAL + 1, f"{where}: nodes.kind")
         check_below(self.function, counts["functions"], f"{where}: nodes.function")
         check_below(self.edge_source, counts["nodes"], f"{where}: edges.source")
         check_below(self.edge_target, counts["nodes"], f"{where}: edges.target")
         for memory in (self.relocation_memory, self.memset_memory, self.memcpy_memory):
             check_below(memory, len(MEMORIES), f"{where}: memory")
         _check_blocks(self.block_offset, self.block_size, self.blocks, where)
+        if counts["conditionals"]:
+            _check_bodies(self)
+
+    def graph(self, position: int) -> int:
+        """Of a node the graph that it is in: 0 for the recording's own, 1 for the first body, and so on."""
+        return bisect_right(self.body_begin, position)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(first node, behind the last) of the recording's own graph and of each body, in order."""
+        return list(pairwise([0, *self.body_begin, self.counts["nodes"]]))
+
+
+def _check_bodies(table: Table) -> None:
+    where, counts = table.where, table.counts
+    check_bounds(table.conditional_bounds, counts["bodies"], f"{where}: nodes.bodies")
+    check_below(table.conditional_type, WHILE + 1, f"{where}: nodes.type")
+    check_below(table.conditional_body, counts["bodies"], f"{where}: nodes.bodies")
+    begins = table.body_begin.tolist()
+    if any(map(int.__gt__, begins, [*begins[1:], counts["nodes"]])):
+        raise invalid(f"{where}: bodies", f"must rise to {counts['nodes']} nodes at most")
+    check_below(table.handle_kernel, counts["kernels"], f"{where}: nodes.handles")
+    check_below(table.handle_conditional, counts["conditionals"], f"{where}: nodes.handles")
+    handles = list(zip(table.handle_kernel, table.handle_at, strict=True))
+    if any(map(tuple.__ge__, handles, handles[1:])):
+        raise invalid(f"{where}: nodes.handles", "must rise by kernel and place")
+    for row, (source, target) in enumerate(zip(table.edge_source, table.edge_target, strict=True)):
+        if table.graph(source) != table.graph(target):
+            raise invalid(f"{where}: edges[{row}]", f"joins nodes {source} and {target} of two graphs")
 
 
 def _check_blocks(offsets: memoryview, sizes: memoryview, blocks: memoryview, where: str) -> None:
@@ -132,8 +197,14 @@ def _check_blocks(offsets: memoryview, sizes: memoryview, blocks: memoryview, wh
         raise invalid(f"{where}: nodes.block", f"the blocks end at {end} of {len(blocks)} bytes")
 
 
+_NOTHING = memoryview(b"")
+
+
 def launch_order(table: Table) -> list[int]:
-    """Positions of the nodes so that every edge points forward: as recorded where possible.  Raises table-invalid on a cycle."""
+    """Positions of the nodes so that every edge points forward: as recorded where possible.  Raises table-invalid on a cycle.
+
+    Bodies stand among them as if they were parts of one graph: what matters is the order inside each.
+    """
     total = table.counts["nodes"]
     if all(map(int.__lt__, table.edge_source, table.edge_target)):
         return list(range(total))

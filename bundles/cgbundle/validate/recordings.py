@@ -13,6 +13,7 @@ from ..errors import BundleError
 from ..format.schema import MEMORIES
 from ..tables.column_file import invalid
 from ..tables.table import KERNEL, MEMCPY, MEMSET, Table, launch_order
+from .conditionals import check_conditionals
 
 if TYPE_CHECKING:
     from ..tables.recording import ModuleState
@@ -54,6 +55,7 @@ def check_recording(table: Table, memories: Mapping[str, int], images: Collectio
     _check_memsets(table, sizes)
     _check_memcpys(table, sizes)
     _check_edges(table)
+    check_conditionals(table)
 
 
 def _check_functions(table: Table, images: Collection[str]) -> list[int]:

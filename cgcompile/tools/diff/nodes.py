@@ -6,9 +6,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from cgbundle.format.schema import MEMORIES
-from cgbundle.tables.recording import Address, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording
+from cgbundle.tables.recording import (
+    Address,
+    ConditionalNode,
+    EmptyNode,
+    Function,
+    KernelNode,
+    MemcpyNode,
+    MemsetNode,
+    Node,
+    Recording,
+)
 
-KINDS: dict[type, str] = {KernelNode: "kernel", MemsetNode: "memset", MemcpyNode: "memcpy", EmptyNode: "empty"}
+KINDS: dict[type, str] = {
+    KernelNode: "kernel",
+    MemsetNode: "memset",
+    MemcpyNode: "memcpy",
+    EmptyNode: "empty",
+    ConditionalNode: "conditional",
+}
 
 IMAGE = "image"
 """What differs between two nodes that launch one symbol from two images."""
@@ -24,7 +40,7 @@ SMALL = 1 << 24
 
 
 def kind(node: Node) -> str:
-    """kernel, memset, memcpy or empty."""
+    """kernel, memset, memcpy, empty or conditional."""
     return KINDS[type(node)]
 
 
@@ -88,6 +104,8 @@ def _parameters(mine: Function, one: KernelNode, theirs: Function, other: Kernel
         return
     unread = _unread(one) | _unread(other) if mine.image == theirs.image else _unread(one) & _unread(other)
     places = [{each.at: place(each.target) for each in node.relocations} for node in (one, other)]
+    for found, node in zip(places, (one, other), strict=True):
+        found.update({each.at: f"condition {each.conditional}" for each in node.handles})
     moved = {at for at in {**places[0], **places[1]} if places[0].get(at) != places[1].get(at)}
     moved |= {at for at in range(len(one.block)) if one.block[at] != other.block[at] and at not in unread}
     for number, (offset, size) in enumerate(mine.params):

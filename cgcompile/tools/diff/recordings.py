@@ -88,6 +88,9 @@ def compare_recordings(where: str, a: Recording, b: Recording) -> Iterator[Diffe
         side, longer = ("A", a) if len(a.nodes) > together else ("B", b)
         note = f"node {together} ({title(longer, together)}) and what follows it: only in {side}"
         yield Difference(part="nodes", name=where, note=note, facts={"first": together})
+    if a.bodies != b.bodies and counts[0] == counts[1]:
+        texts = [", ".join(map(str, found.bodies)) for found in (a, b)]
+        yield Difference(part="nodes", name=where, field="first nodes of bodies", a=texts[0], b=texts[1])
     edges = [Counter(found.edges) for found in (a, b)]
     if counts[0] == counts[1] and edges[0] != edges[1]:
         facts = {"edges_a": (edges[0] - edges[1]).total(), "edges_b": (edges[1] - edges[0]).total()}

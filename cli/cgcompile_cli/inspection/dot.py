@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 LOOKS = {
     "kernel": "shape=box", "memset": "shape=note", "memcpy": "shape=box, style=rounded", "empty": "shape=point",
+    "conditional": "shape=diamond",
     "copy": "shape=box, style=rounded", "host": "shape=box3d",
 }  # fmt: skip
 LINE = 60
@@ -42,7 +43,7 @@ def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRo
             for node in nodes:
                 yield "  " + _box(node, str(node.number))
             yield "}"
-        first = [_name(node) for node in nodes if not node.after]
+        first = [_name(node) for node in nodes if not node.after and not node.depth]
         if len(last) * len(first) > 1:  # a point between them keeps many ends and many starts readable
             yield f"s{index} [shape=point, width=0.05];"
             yield from [f"{each} -> s{index} [style=dashed];" for each in last]
@@ -53,8 +54,17 @@ def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRo
             for source in node.after:
                 style = ' [label="early"]' if source in node.early else ""
                 yield f"n{index}_{source} -> {_name(node)}{style};"
+        for node in nodes:
+            for body, word in zip(node.bodies, _words(node), strict=True):
+                heads = [_name(each) for each in nodes if each.body == body and not each.after]
+                yield from [f"{_name(node)} -> {each} [style=dotted, label={word}];" for each in heads]
         leads = {source for node in nodes for source in node.after}
-        last = [_name(node) for node in nodes if node.number not in leads] or last
+        last = [_name(node) for node in nodes if node.number not in leads and not node.depth] or last
+
+
+def _words(node: NodeRow) -> tuple[str, ...]:
+    """What leads to each body of a conditional node."""
+    return ("turn",) if node.what.startswith("while") else ("true", "false")[: len(node.bodies)]
 
 
 def _name(node: NodeRow) -> str:

@@ -3,18 +3,20 @@
 A recording knows addresses and not what a kernel does there.  What follows all the same:
 - memory `weights` is only read, and so are inputs, of the call and of a step, that the manifest does not list as `written`;
 - a memset writes, a memcpy reads its source and writes its target, copy and host steps say what they read and write;
+- what sets the condition of a branch or loop reads one byte;
 - a kernel that writes nothing does nothing: where all its addresses but one are only read, it writes that one.
 Of every other address it is only known that the kernel refers to it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Manifest, Program, Step
 from cgbundle.format.spans import graph_memories, span
-from cgbundle.tables.table import Table, launch_order
+from cgbundle.tables.table import CONDITIONAL, SET_CONDITION, WHILE, Table, launch_order
 from cgbundle.validate.recordings import check_recording
 
 from ..output import size
@@ -43,10 +45,10 @@ class Reference(NamedTuple):
 class NodeRow(NamedTuple):
     """A node of a recording, or a whole copy or host step.
 
-    `kind` is kernel, memset, memcpy, empty, copy or host; `number` the node's position in its recording.  `what` is the kernel's
-    symbol, or in words what is done.  `after` are the numbers of the nodes that it waits for; `early` those of them with
-    programmatic edges.  `grid`, `block` and `cluster` are (x, y, z), () where there is none; `shared` are bytes of dynamic shared
-    memory.
+    `kind` is kernel, memset, memcpy, empty, conditional, copy or host; `number` the node's position in its recording.  `what` is
+    the kernel's symbol, or in words what is done.  `after` are the numbers of the nodes that it waits for; `early` those of them
+    with programmatic edges.  `grid`, `block` and `cluster` are (x, y, z), () where there is none; `shared` are bytes of dynamic
+    shared memory.  `body` is that of a conditional node which it is in, -1 for none, inside `depth` of them; `bodies` are its own.
     """
 
     step: int
@@ -61,6 +63,9 @@ class NodeRow(NamedTuple):
     after: tuple[int, ...]
     early: tuple[int, ...]
     references: tuple[Reference, ...]
+    body: int = -1
+    depth: int = 0
+    bodies: tuple[int, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -87,7 +92,7 @@ def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[Nod
 
 
 def graph_rows(table: Table, manifest: Manifest, program: Program, index: int, names: Names) -> list[NodeRow]:
-    """The nodes of a graph step, as `launch_order` puts them."""
+    """The nodes of a graph step, as `launch_order` puts them, those of bodies behind the node that they belong to."""
     step = program.steps[index]
     reader = _Reader(manifest, program, step, names)
     after: dict[int, list[int]] = {}
@@ -96,16 +101,33 @@ def graph_rows(table: Table, manifest: Manifest, program: Program, index: int, n
         after.setdefault(target, []).append(source)
         if kind == PROGRAMMATIC:
             early.setdefault(target, []).append(source)
-    rows, seen = [], [0, 0, 0, 0]
+    rows, seen = [], [0, 0, 0, 0, 0]
     for kind in table.kind:
         rows.append(seen[kind])
         seen[kind] += 1
     made = []
-    for number in launch_order(table):
+    for number, depth in _nested(table, rows):
         done = _READ[table.kind[number]](table, rows[number], reader)
         before, sooner = (tuple(sorted(each.get(number, ()))) for each in (after, early))
-        made.append(done._replace(step=index, number=number, after=before, early=sooner))
+        body = table.graph(number) - 1
+        made.append(done._replace(step=index, number=number, after=before, early=sooner, body=body, depth=depth))
     return made
+
+
+def _nested(table: Table, rows: list[int]) -> Iterator[tuple[int, int]]:
+    """(position, depth) of every node."""
+    graphs: list[list[int]] = [[] for _ in table.spans()]
+    for number in launch_order(table):
+        graphs[table.graph(number)].append(number)
+
+    def walk(graph: int, depth: int) -> Iterator[tuple[int, int]]:
+        for number in graphs[graph]:
+            yield number, depth
+            if table.kind[number] == CONDITIONAL:
+                for body in table.conditional_body[slice(*table.conditional_bounds[rows[number] : rows[number] + 2])]:
+                    yield from walk(body + 1, depth + 1)
+
+    yield from walk(0, 0)
 
 
 class _Reader(NamedTuple):
@@ -142,6 +164,8 @@ def _kernel(table: Table, row: int, reader: _Reader) -> NodeRow:
     open_ones = [each for each in addresses if not reader.only_read(*each)]
     how = WRITES if len(open_ones) == 1 else REFERS
     references = tuple([reader.reference(how if each in open_ones else READS, *each) for each in addresses])
+    if table.symbols[function] == SET_CONDITION:
+        references = tuple([reader.reference(READS, *each, 1) for each in addresses])
     cluster: tuple[int, ...] = ()
     for attribute in range(*table.attribute_bounds[row : row + 2]):
         if table.attribute_id[attribute] == CLUSTER:
@@ -178,7 +202,16 @@ def _memcpy(table: Table, row: int, reader: _Reader) -> NodeRow:
     return _BARE._replace(kind="memcpy", what=f"memcpy {size(width * height * depth)}", references=tuple(ends))
 
 
-_READ = (_empty, _kernel, _memset, _memcpy)
+def _conditional(table: Table, row: int, reader: _Reader) -> NodeRow:
+    bodies = tuple(table.conditional_body[slice(*table.conditional_bounds[row : row + 2])])
+    if table.conditional_type[row] == WHILE:
+        what = f"while: body {bodies[0]}"
+    else:
+        what = f"if: body {bodies[0]}" + (f", else body {bodies[1]}" if len(bodies) > 1 else "")
+    return _BARE._replace(kind="conditional", what=what, bodies=bodies)
+
+
+_READ = (_empty, _kernel, _memset, _memcpy, _conditional)
 """By the kinds of nodes in cgbundle.tables.table."""
 
 

@@ -66,7 +66,8 @@ def node_columns(nodes: Sequence[NodeRow]) -> list[tuple[str, list[str]]]:
     found: list[tuple[str, Iterable[str]]] = [
         ("#", [str(node.number) for node in nodes]),
         ("after", map(waits, nodes) if not is_chain(nodes) else ()),
-        ("kernel", [safe(node.what) for node in nodes]),
+        ("body", [str(node.body) if node.depth else "" for node in nodes]),
+        ("kernel", ["  " * node.depth + safe(node.what) for node in nodes]),
         ("grid", [axes(node.grid) for node in nodes]),
         ("cluster", [axes(node.cluster) for node in nodes]),
         ("block", [axes(node.block) for node in nodes]),

@@ -158,7 +158,7 @@ def _row(node: NodeRow, lane: Html, chain: bool) -> Html:
     if not chain:
         cells.append(tag("td", waits(node), class_="s", data_h="after"))
     cluster = f" cluster {axes(node.cluster)}" if node.cluster else ""
-    cells.append(tag("td", node.what, class_="k"))
+    cells.append(tag("td", "\u2003" * node.depth + node.what, class_="k"))
     for name, value in (("grid", axes(node.grid) + cluster), ("block", axes(node.block)), ("shared", size(node.shared))):
         cells.append(tag("td", value if node.kind == "kernel" and value != "0 B" else "", class_="s", data_h=name))
     parts = []

@@ -19,7 +19,7 @@ WATCHED = {
     "cgbundle.cuda.memory": (("Memories.__init__", "memories"),),
     "cgbundle.cuda.weights": (("Upload.__init__", "start of the weights"), ("Upload.wait", "waiting for the weights")),
     "cgbundle.cuda.modules": (("Modules.function", "modules"),),
-    "cgbundle.cuda.executors": (("GraphExecutor.__init__", "graphs"),),
+    "cgbundle.cuda.graph_executor": (("GraphExecutor.__init__", "graphs"),),
 }
 """Module -> (function, label of its time)."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import driver, executors, memory, weights
+from cgbundle.cuda import driver, graph_executor, launches, memory, stream_executor, weights
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
@@ -95,8 +95,8 @@ def test_poison_changes_nothing(fake: FakeDriver, bundle: tuple[Manifest, Path],
 def test_poison_fills_undefined_bytes_only(bundle: tuple[Manifest, Path]) -> None:
     _, folder = bundle
     table = Table((folder / "graphs/g0-4.bin").read_bytes())
-    plain = executors.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), None).tobytes()
-    poisoned = executors.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), 0xA5).tobytes()
+    plain = launches.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), None).tobytes()
+    poisoned = launches.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), 0xA5).tobytes()
     assert [i for i in range(len(plain)) if plain[i] != poisoned[i]] == [20, 21, 22, 23]
     assert int.from_bytes(plain[0:8], "little") == (4 << 40) + cuda_bundles.RESULT
     assert int.from_bytes(plain[56:64], "little") == 3 << 40
@@ -337,14 +337,15 @@ def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Ma
 
 def test_the_real_bindings_take_our_parameters(bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     real = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    monkeypatch.setattr(executors, "cu", real)
+    for module in (graph_executor, launches, stream_executor):
+        monkeypatch.setattr(module, "cu", real)
     recording = cuda_bundles.recording("ab" * 32, 4)
     attributes = ((2, (1, 0, 0)), (4, (2, 3, 4)), (8, (-5, 0, 0)), (9, (0, 1, 0)), (14, (2**32 - 1, 0, 0)))
     combine = recording.nodes[0]
     assert isinstance(combine, KernelNode)
     nodes = (replace(combine, attributes=attributes), *recording.nodes[1:])
     table = Table(tables.encode(replace(recording, nodes=nodes)))
-    found = dict(executors.attributes(table, 0))
+    found = dict(launches.attributes(table, 0))
     names = real.CUlaunchAttributeID
     size = found[names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION].clusterDim
     assert (size.x, size.y, size.z) == (2, 3, 4)
@@ -353,13 +354,13 @@ def test_the_real_bindings_take_our_parameters(bundle: tuple[Manifest, Path], mo
     assert found[names.CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP].memSyncDomainMap.remote == 1
     assert found[names.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT].sharedMemCarveout == 2**32 - 1
     bases = (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0)
-    copied = executors.copy_params(table, 0, bases)
+    copied = launches.copy_params(table, 0, bases)
     assert int(copied.dstDevice) == (4 << 40) + cuda_bundles.TWO
     assert (copied.WidthInBytes, copied.Height, copied.Depth, copied.srcPitch) == (64, 4, 1, 64)
-    launches = executors.Launches.__new__(executors.Launches)
-    launches.functions, launches.params = [real.CUfunction(1), real.CUfunction(2)], [16, 32]
-    params = executors._kernel_params(table, launches)(1)
+    made = launches.Launches.__new__(launches.Launches)
+    made.functions, made.params = [real.CUfunction(1), real.CUfunction(2)], [16, 32]
+    params = graph_executor._kernel_params(table, made)(1)
     assert (int(params.func), params.gridDimX, params.blockDimX, params.kernelParams) == (1, 4, 32, 32)
-    assert int(executors._memset_params(table, 0, bases).dst) == 4 << 40
-    executors._kernel_step(table, 0, launches, "")
-    executors._kernel_step(table, 1, launches, "")
+    assert int(graph_executor._memset_params(table, 0, bases).dst) == 4 << 40
+    stream_executor._kernel_step(table, 0, made, "")
+    stream_executor._kernel_step(table, 1, made, "")

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import executors, weights
 from cgbundle.cuda import host_steps as hoststeps
+from cgbundle.cuda import launches, weights
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.schema import Manifest, Program, Region, Step, Value
 from cgbundle.loader import MODES
@@ -243,8 +243,8 @@ def test_graphs_get_no_address_of_the_hosts(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bases: list[Sequence[int]] = []
-    patch = executors.patch
-    monkeypatch.setattr(executors, "patch", lambda table, given, poison: (bases.append(given), patch(table, given, poison))[1])
+    patch = launches.patch
+    monkeypatch.setattr(launches, "patch", lambda table, given, poison: (bases.append(given), patch(table, given, poison))[1])
     backend = opened(*bundle)
     assert [given[-1] for given in bases] == [0, 0]
     backend.close()

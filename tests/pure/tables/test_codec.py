@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import random
 import struct
+from bisect import bisect_right
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -15,10 +17,13 @@ from cgbundle.errors import BundleError
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import decode_states, encode_states
 from cgbundle.tables.recording import (
+    TYPES,
     Address,
+    ConditionalNode,
     Edge,
     EmptyNode,
     Function,
+    Handle,
     KernelNode,
     MemcpyNode,
     MemsetNode,
@@ -26,7 +31,7 @@ from cgbundle.tables.recording import (
     Recording,
     Relocation,
 )
-from cgbundle.tables.table import RECORDING, Table, launch_order
+from cgbundle.tables.table import BRANCHING, Table, launch_order
 from cgbundle.validate.recordings import check_module_states, check_recording
 from tests.helpers.imports import modules
 from tests.helpers.raising import raises
@@ -68,6 +73,7 @@ kernels = st.builds(
     undefined=pairs,
     attributes=st.lists(st.tuples(u32, st.tuples(i64, i64, i64)), max_size=2).map(tuple),
 )
+conditionals = st.builds(ConditionalNode, type=st.sampled_from(TYPES), bodies=st.just(()))
 memsets = st.builds(MemsetNode, target=addresses, value=u32, element=u32, width=u64, height=u64, pitch=u64)
 memcpys = st.builds(
     MemcpyNode,
@@ -86,11 +92,31 @@ memcpys = st.builds(
 @st.composite
 def recordings(draw: st.DrawFn) -> Recording:
     listed = draw(st.lists(functions, min_size=1, max_size=3))
-    nodes = draw(st.lists(st.one_of(kernels, memsets, memcpys, st.builds(EmptyNode)), max_size=6))
+    nodes = draw(st.lists(st.one_of(kernels, memsets, memcpys, conditionals, st.builds(EmptyNode)), max_size=6))
     node = st.integers(0, max(0, len(nodes) - 1))
     edges = (
         draw(st.lists(st.builds(Edge, source=node, target=node, from_port=u8, to_port=u8, type=u8), max_size=6)) if nodes else []
     )
+    bodies: tuple[int, ...] = ()
+    if branching := [place for place, item in enumerate(nodes) if isinstance(item, ConditionalNode)]:
+        bodies = tuple(sorted(draw(st.lists(st.integers(0, len(nodes)), max_size=3))))
+        edges = [each for each in edges if bisect_right(bodies, each.source) == bisect_right(bodies, each.target)]
+        ends = [
+            0,
+            *sorted(draw(st.lists(st.integers(0, len(bodies)), min_size=len(branching) - 1, max_size=len(branching) - 1))),
+            len(bodies),
+        ]
+        for place, (begin, end) in zip(branching, pairwise(ends), strict=True):
+            listed_bodies = (
+                tuple(draw(st.lists(st.integers(0, len(bodies) - 1), min_size=end - begin, max_size=end - begin))) if bodies else ()
+            )
+            nodes[place] = replace(nodes[place], bodies=listed_bodies)  # type: ignore[call-arg]
+        numbers = st.integers(0, len(branching) - 1)
+        for place, item in enumerate(nodes):
+            if isinstance(item, KernelNode):
+                places = sorted(draw(st.sets(u32, max_size=2)))
+                handles = tuple([Handle(at=at, conditional=draw(numbers)) for at in places])
+                nodes[place] = replace(item, handles=handles)
     return Recording(
         key=tuple(draw(st.lists(u64, max_size=3))),
         functions=tuple(listed),
@@ -99,6 +125,7 @@ def recordings(draw: st.DrawFn) -> Recording:
             for item in nodes
         ),
         edges=tuple(edges),
+        bodies=bodies,
     )
 
 
@@ -175,7 +202,7 @@ def test_the_columns_stand_in_the_order_of_the_layout() -> None:
 
 def test_only_columns_are_asked_of_a_table() -> None:
     """A type checker takes any name for a column's."""
-    known = {column.name for column in RECORDING.columns} | {"counts", "images", "symbols", "where"}
+    known = {column.name for column in BRANCHING.columns} | {"counts", "images", "symbols", "where"}
     assert set(Table.__slots__) == known
     asked = set()
     for text in [path.read_text() for path in modules().values()]:
@@ -186,7 +213,7 @@ def test_only_columns_are_asked_of_a_table() -> None:
                     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in given:
                         asked.add(node.attr)
     assert len(asked) > 30
-    assert asked <= known
+    assert asked <= known | {"graph", "spans"}
 
 
 # --- damage ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,201 @@
+"""The rows of a table as one CUDA graph: one driver call per run, whatever the number of nodes.
+
+Conditional nodes are nodes of the driver's own, whose bodies are graphs that it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..tables.column_file import invalid
+from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, WHILE, Table
+from .driver import Context, check, cu
+from .launches import Launches, attributes, copy_params, describe, memset_value, rows
+from .modules import Modules
+
+PRIORITY = 8
+"""A launch attribute with a meaning beyond its value."""
+
+
+class GraphExecutor:
+    """A recording as one executable CUDA graph of the context.  Raises table-invalid, driver-failed, OutOfMemory."""
+
+    __slots__ = ("_build", "_exec", "_graph")
+
+    def __init__(
+        self, context: Context, table: Table, modules: Modules, bases: Sequence[int], stream: Any, poison: int | None = None
+    ) -> None:
+        build = _Build(context, table, Launches(table, modules, bases, poison), bases)
+        graph = check("cuGraphCreate", cu.cuGraphCreate(0))
+        try:
+            build.into(graph)
+            priorities = PRIORITY in table.attribute_id.tolist()
+            flags = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY if priorities else 0
+            self._exec = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, int(flags)), table.where)
+        except BaseException:
+            cu.cuGraphDestroy(graph)
+            raise
+        self._build = build if table.counts["conditionals"] else None
+        self._graph = graph  # the executable one holds copies of everything; this one is for `join`
+        try:
+            check("cuGraphUpload", cu.cuGraphUpload(self._exec, stream), table.where)
+        except BaseException:
+            self.close()
+            raise
+
+    def launch(self, stream: Any) -> None:
+        """Runs the recording in the order of the stream; returns before it is done."""
+        error = cu.cuGraphLaunch(self._exec, stream)[0]
+        if error:
+            check("cuGraphLaunch", (error,))
+
+    def join(self, stream: Any) -> None:
+        """Adds the recording to the graph that is being captured on the stream, behind what is there: as a child graph, which one
+        with conditional nodes cannot be, or node by node.  (An executable graph cannot be launched into a capture:
+        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.)"""
+        answer = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream))
+        _, _, graph, nodes, _, count = answer
+        if self._build is not None:
+            last = self._build.behind(graph, nodes[:count])
+        else:
+            last = [check("cuGraphAddChildGraphNode", cu.cuGraphAddChildGraphNode(graph, nodes, count, self._graph))]
+        flag = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+        answer = cu.cuStreamUpdateCaptureDependencies(stream, last, None, len(last), int(flag))
+        check("cuStreamUpdateCaptureDependencies", answer)
+
+    def close(self) -> None:
+        """Destroys the graphs; a run in flight finishes first."""
+        cu.cuGraphDestroy(self._graph)
+        check("cuGraphExecDestroy", cu.cuGraphExecDestroy(self._exec))
+
+
+class _Build:
+    """How a table's nodes and edges get into a graph."""
+
+    __slots__ = ("_bases", "_context", "_kernel_params", "_launches", "_rows", "_spans", "_table")
+
+    def __init__(self, context: Context, table: Table, launches: Launches, bases: Sequence[int]) -> None:
+        self._context, self._table, self._launches, self._bases = context, table, launches, bases
+        self._kernel_params = _kernel_params(table, launches)
+        self._rows, self._spans = list(rows(table)), table.spans()
+
+    def into(self, graph: Any) -> list[Any]:
+        """Adds everything to a graph; returns the nodes, those of bodies too."""
+        nodes: list[Any] = []
+        graphs = [graph]  # and the bodies: a body's graph is made with the conditional node, which stands in an earlier one
+        for number, (begin, end) in enumerate(self._spans):
+            if number == len(graphs):
+                raise invalid(f"{self._table.where}: bodies", f"body {number - 1} belongs to no node before it")
+            own = self._rows[begin:end]
+            handles = {row: self._handle(graphs[number], row) for kind, row in own if kind == CONDITIONAL}
+            for kind, row in own:
+                if kind == CONDITIONAL:
+                    node, bodies = self._conditional(graphs[number], row, handles[row], len(nodes))
+                    nodes.append(node)
+                    graphs += bodies
+                else:
+                    nodes.append(self._add(graphs[number], kind, row, len(nodes)))
+        _connect(graphs, self._table, nodes)
+        return nodes
+
+    def behind(self, graph: Any, after: Sequence[Any]) -> list[Any]:
+        """Adds everything to a graph, behind the nodes `after`; returns the nodes that none of it waits for."""
+        nodes, main = self.into(graph), range(*self._spans[0])
+        waiting, leading = set(self._table.edge_target), set(self._table.edge_source)
+        pairs = [(source, nodes[index]) for source in after for index in main if index not in waiting]
+        if pairs:
+            sources, targets = [list(each) for each in zip(*pairs, strict=True)]
+            answer = cu.cuGraphAddDependencies(graph, sources, targets, None, len(pairs))
+            check("cuGraphAddDependencies", answer, self._table.where)
+        return [nodes[index] for index in main if index not in leading]
+
+    def _add(self, graph: Any, kind: int, row: int, position: int) -> Any:
+        table = self._table
+        if kind == KERNEL:
+            call, result = "cuGraphAddKernelNode", cu.cuGraphAddKernelNode(graph, None, 0, self._kernel_params(row))
+        elif kind == MEMSET:
+            params = _memset_params(table, row, self._bases)
+            call, result = "cuGraphAddMemsetNode", cu.cuGraphAddMemsetNode(graph, None, 0, params, self._context.handle)
+        elif kind == MEMCPY:
+            params = copy_params(table, row, self._bases)
+            call, result = "cuGraphAddMemcpyNode", cu.cuGraphAddMemcpyNode(graph, None, 0, params, self._context.handle)
+        else:
+            call, result = "cuGraphAddEmptyNode", cu.cuGraphAddEmptyNode(graph, None, 0)
+        if result[0]:
+            check(call, result, describe(table, position, kind, row))
+        node = result[1]
+        if kind == KERNEL and table.attribute_bounds[row] != table.attribute_bounds[row + 1]:
+            for number, value in attributes(table, row):
+                answer = cu.cuGraphKernelNodeSetAttribute(node, number, value)
+                check("cuGraphKernelNodeSetAttribute", answer, f"{number.name}, {describe(table, position, kind, row)}")
+        return node
+
+    def _handle(self, graph: Any, row: int) -> Any:
+        """The handle of a conditional node that the graph will have, which its kernels are given."""
+        answer = cu.cuGraphConditionalHandleCreate(graph, self._context.handle, 0, 0)
+        handle = check("cuGraphConditionalHandleCreate", answer, self._table.where)
+        self._launches.give_handle(row, int(handle))
+        return handle
+
+    def _conditional(self, graph: Any, row: int, handle: Any, position: int) -> tuple[Any, list[Any]]:
+        """The node, and the empty graphs of its bodies."""
+        params = cu.CUgraphNodeParams()
+        params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        params.conditional.handle = handle
+        types = cu.CUgraphConditionalNodeType
+        loop = self._table.conditional_type[row] == WHILE
+        params.conditional.type = types.CU_GRAPH_COND_TYPE_WHILE if loop else types.CU_GRAPH_COND_TYPE_IF
+        first, last = self._table.conditional_bounds[row : row + 2]
+        params.conditional.size = last - first
+        params.conditional.ctx = self._context.handle
+        where = describe(self._table, position, CONDITIONAL, row)
+        node = check("cuGraphAddNode", cu.cuGraphAddNode(graph, None, None, 0, params), where)
+        made = params.conditional.phGraph_out
+        return node, [cu.CUgraph(int(each)) for each in made]  # numbers of their own: `made` points into `params`
+
+
+def _kernel_params(table: Table, launches: Launches) -> Callable[[int], Any]:
+    """Fills one parameter object for kernel after kernel: the driver copies it when a node is added."""
+    params = cu.CUDA_KERNEL_NODE_PARAMS()
+    grids = list(zip(table.grid_x, table.grid_y, table.grid_z, strict=True))
+    threads = list(zip(table.threads_x, table.threads_y, table.threads_z, strict=True))
+
+    def fill(row: int) -> Any:
+        params.func = launches.functions[table.function[row]]
+        params.gridDimX, params.gridDimY, params.gridDimZ = grids[row]
+        params.blockDimX, params.blockDimY, params.blockDimZ = threads[row]
+        params.sharedMemBytes = table.shared[row]
+        params.kernelParams = launches.params[row]
+        return params
+
+    return fill
+
+
+def _memset_params(table: Table, row: int, bases: Sequence[int]) -> Any:
+    params = cu.CUDA_MEMSET_NODE_PARAMS()
+    params.dst = bases[table.memset_memory[row]] + table.memset_offset[row]
+    params.value, params.elementSize = memset_value(table, row), table.memset_element[row]
+    params.width, params.height, params.pitch = table.memset_width[row], table.memset_height[row], table.memset_pitch[row]
+    return params
+
+
+def _connect(graphs: Sequence[Any], table: Table, nodes: list[Any]) -> None:
+    """Adds the edges, those of each graph apart."""
+    if not table.counts["edges"]:
+        return
+    data = None
+    if any(table.edge_type) or any(table.edge_from_port) or any(table.edge_to_port):
+        data = []
+        for out, into, kind in zip(table.edge_from_port, table.edge_to_port, table.edge_type, strict=True):
+            edge = cu.CUgraphEdgeData()
+            edge.from_port, edge.to_port, edge.type = out, into, kind
+            data.append(edge)
+    edges: list[list[int]] = [[] for _ in graphs]
+    for row, source in enumerate(table.edge_source):
+        edges[table.graph(source)].append(row)
+    for graph, own in zip(graphs, edges, strict=True):
+        sources, targets = [[nodes[ends[row]] for row in own] for ends in (table.edge_source, table.edge_target)]
+        among = None if data is None else [data[row] for row in own]
+        if own:
+            check("cuGraphAddDependencies", cu.cuGraphAddDependencies(graph, sources, targets, among, len(own)), table.where)

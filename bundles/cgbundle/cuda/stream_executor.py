@@ -1,0 +1,144 @@
+"""The rows of a table launched one by one on a stream: the debugger, the profiler's baseline and the oracle of the tests.
+
+Running them strictly one after the other is right: a programmatic edge only lets a kernel start early.  A branch or a loop asks
+the device: where a graph has a kernel that sets a condition, the condition is copied to the host, which waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import CallError
+from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, WHILE, Table, launch_order
+from .driver import check, cu
+from .launches import Launches, attributes, copy_params, describe, memset_value, rows
+from .modules import Modules
+
+Step = Callable[[Any], None]
+"""Enqueues a row on a stream."""
+
+
+class StreamExecutor:
+    """A recording launched row by row.  Raises table-invalid, driver-failed, OutOfMemory."""
+
+    __slots__ = ("_launches", "_steps", "_where")
+
+    def __init__(self, table: Table, modules: Modules, bases: Sequence[int], poison: int | None = None) -> None:
+        self._where = table.where if table.counts["conditionals"] else ""
+        self._launches = Launches(table, modules, bases, poison)  # the driver reads the blocks at every launch
+        conditions = [False] * table.counts["conditionals"]
+        setters = dict(zip(table.handle_kernel, table.handle_conditional, strict=True))
+        graphs: list[list[Step]] = [[] for _ in table.spans()]
+        steps: list[Step | None] = []
+        for position, (kind, row) in enumerate(rows(table)):
+            where = describe(table, position, kind, row)
+            if kind == KERNEL and row in setters:
+                steps.append(_condition_step(table, row, bases, conditions, setters[row]))
+            elif kind == KERNEL:
+                steps.append(_kernel_step(table, row, self._launches, where))
+            elif kind == MEMSET:
+                steps.append(_memset_step(table, row, bases, where))
+            elif kind == MEMCPY:
+                steps.append(_memcpy_step(copy_params(table, row, bases), where))
+            elif kind == CONDITIONAL:
+                bodies = [graphs[body + 1] for body in table.conditional_body[slice(*table.conditional_bounds[row : row + 2])]]
+                steps.append(_conditional_step(bodies, table.conditional_type[row] == WHILE, conditions, row))
+            else:
+                steps.append(None)
+        for position in launch_order(table):
+            if (step := steps[position]) is not None:
+                graphs[table.graph(position)].append(step)
+        self._steps = graphs[0]
+
+    def launch(self, stream: Any) -> None:
+        """Runs the recording in the order of the stream; returns before it is done, but not before its last condition is known."""
+        for step in self._steps:
+            step(stream)
+
+    def join(self, stream: Any) -> None:
+        """Launches on a stream that is being captured are captured.  Raises capture-refused where the device has to be asked."""
+        if self._where:
+            raise CallError(
+                "capture-refused",
+                f"{self._where}: mode 'stream' asks the device which branch to take, which no capture allows",
+                "load the bundle with mode='graph'",
+            )
+        self.launch(stream)
+
+    def close(self) -> None:
+        """Drops the parameter blocks."""
+        self._steps = []
+
+
+def _condition_step(table: Table, row: int, bases: Sequence[int], conditions: list[bool], number: int) -> Step:
+    """Where a graph sets a condition, the byte that it depends on is copied to the host."""
+    own = table.relocation_bounds[row]
+    address = bases[table.relocation_memory[own]] + table.relocation_offset[own]
+    byte = ctypes.c_uint8()
+
+    def step(stream: Any) -> None:
+        check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(ctypes.addressof(byte), address, 1, stream))
+        check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        conditions[number] = byte.value != 0
+
+    return step
+
+
+def _conditional_step(bodies: Sequence[list[Step]], loop: bool, conditions: list[bool], number: int) -> Step:
+    """The steps of each body are put in when all are known."""
+
+    def step(stream: Any) -> None:
+        if not loop:
+            for each in bodies[0] if conditions[number] else bodies[-1] if len(bodies) > 1 else ():
+                each(stream)
+            return
+        while conditions[number]:
+            for each in bodies[0]:
+                each(stream)
+
+    return step
+
+
+def _kernel_step(table: Table, row: int, launches: Launches, where: str) -> Callable[[Any], None]:
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = table.grid_x[row], table.grid_y[row], table.grid_z[row]
+    config.blockDimX, config.blockDimY, config.blockDimZ = table.threads_x[row], table.threads_y[row], table.threads_z[row]
+    config.sharedMemBytes = table.shared[row]
+    listed = []
+    for number, value in attributes(table, row):
+        attribute = cu.CUlaunchAttribute()
+        attribute.id, attribute.value = number, value
+        listed.append(attribute)
+    config.attrs, config.numAttrs = listed, len(listed)
+    function, params = launches.functions[table.function[row]], launches.params[row]
+
+    def step(stream: Any) -> None:
+        config.hStream = stream
+        check("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, function, params, 0), where)
+
+    return step
+
+
+def _memset_step(table: Table, row: int, bases: Sequence[int], where: str) -> Callable[[Any], None]:
+    element, value, width = table.memset_element[row], memset_value(table, row), table.memset_width[row]
+    height, pitch = table.memset_height[row], table.memset_pitch[row]
+    address = bases[table.memset_memory[row]] + table.memset_offset[row]
+    flat = {1: cu.cuMemsetD8Async, 2: cu.cuMemsetD16Async, 4: cu.cuMemsetD32Async}[element]
+    pitched = {1: cu.cuMemsetD2D8Async, 2: cu.cuMemsetD2D16Async, 4: cu.cuMemsetD2D32Async}[element]
+
+    def step(stream: Any) -> None:
+        if height == 1:
+            check(flat.__name__, flat(address, value, width, stream), where)
+        else:
+            check(pitched.__name__, pitched(address, pitch, value, width, height, stream), where)
+
+    return step
+
+
+def _memcpy_step(params: Any, where: str) -> Callable[[Any], None]:
+    def step(stream: Any) -> None:
+        check("cuMemcpy3DAsync", cu.cuMemcpy3DAsync(params, stream), where)
+
+    return step

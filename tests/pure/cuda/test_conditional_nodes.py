@@ -1,0 +1,68 @@
+"""Branches and loops against a fake driver: as nodes of a graph, asked by the host in mode "stream", in a caller's capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from cgbundle.loader import MODES
+from tests.helpers.conditional_bench import CASES, Bench
+from tests.helpers.conditional_rows import expected
+from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.raising import raises
+
+STREAM = 64
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    made = FakeDriver()
+    install(monkeypatch, made)
+    yield made
+    assert not made.live and made.retained == 0
+
+
+@pytest.fixture
+def bench(fake: FakeDriver, tmp_path: Path) -> Iterator[Bench]:
+    with ExitStack() as cleanup:
+        yield Bench(tmp_path / "bench.cgb", b"an image", cleanup)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_branches_and_loops_follow_the_data(fake: FakeDriver, bench: Bench, mode: str) -> None:
+    executor = bench.executor(mode)
+    for choices, flag in CASES:
+        bench.give(choices, flag)
+        before = len(fake.calls)
+        executor.launch(bench.context.stream)
+        if mode == "graph":
+            assert fake.calls[before:] == ["cuGraphLaunch"], "the host is not asked"
+        assert bench.found() == expected(choices, flag)
+    executor.close()
+
+
+def test_a_callers_capture_takes_them_node_by_node(fake: FakeDriver, bench: Bench) -> None:
+    executor = bench.executor("graph")
+    callers = fake.do_cuGraphCreate(0)
+    fake.captures[STREAM] = callers
+    for _ in range(2):
+        executor.join(STREAM)
+    assert "cuGraphAddChildGraphNode" not in fake.calls
+    for choices, flag in CASES:
+        bench.give(choices, flag)
+        for run in fake._in_order(callers):
+            run()
+        output, result = expected((), flag)
+        assert bench.found() == (output, result), "the second run had no turn left, and began with an empty output"
+    fake.do_cuGraphDestroy(callers)
+    executor.close()
+
+
+def test_a_capture_cannot_ask_the_device(bench: Bench) -> None:
+    executor = bench.executor("stream")
+    with raises("capture-refused", match="bench: mode 'stream' asks the device"):
+        executor.join(STREAM)
+    executor.close()
