@@ -17,7 +17,7 @@ from typing import Any
 from .call.views import View
 from .errors import BundleError, CgbundleError
 from .format.archive import EXAM, exam_entry
-from .format.entries import each_entry
+from .format.entries import FORWARD, each_entry
 from .format.safetensors import Mapped
 from .format.schema import DTYPES, Dimension, Manifest, Proof
 from .loader import open_program
@@ -107,13 +107,14 @@ def replay_exam(path: str, program: Program, keys: Sequence[tuple[int, ...]] | N
 
 
 def name_key(manifest: Manifest, key: Sequence[int]) -> str:
-    """`batch=8, seq=128`."""
-    return key_text(manifest.dimensions, key)
+    """`batch=8, seq=128`; of another entry than forward `decode: batch=8`."""
+    return key_text(manifest.dimensions, key, manifest.entry)
 
 
-def key_text(dimensions: Sequence[Dimension], key: Sequence[int]) -> str:
-    """`batch=8, seq=128`."""
-    return ", ".join(f"{dimension.name}={size}" for dimension, size in zip(dimensions, key, strict=True)) or "()"
+def key_text(dimensions: Sequence[Dimension], key: Sequence[int], entry: str = FORWARD) -> str:
+    """`batch=8, seq=128`, `decode: batch=8`, and for no dimension `()` or `decode`."""
+    own = ", ".join(f"{dimension.name}={size}" for dimension, size in zip(dimensions, key, strict=True))
+    return own or "()" if entry == FORWARD else ": ".join(filter(None, [entry, own]))
 
 
 def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Tensor]:

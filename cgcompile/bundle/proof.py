@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cgbundle.exam import fresh, key_text
-from cgbundle.format.entries import each_entry
+from cgbundle.exam import fresh, key_text, name_key
+from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.schema import Dimension, Exam, Finding, IntKey, Manifest, Proof
 from cgbundle.tensors.comparison import nearest
 from cgbundle.tensors.exam_tensors import WAIVER, exam_tensors, is_exact
@@ -35,6 +35,7 @@ def accepted(
     waive: Sequence[str],
     what: str,
     hint: str = REPORT,
+    entry: str = FORWARD,
 ) -> tuple[float, ...]:
     """The bounds that the bundle keeps, given how far it was from eager PyTorch at every int_key; `what` differs, in words.
 
@@ -52,7 +53,7 @@ def accepted(
             by = "" if bound.exact else f"by {difference.error:.1e}, allowed {bound.bound:.1e}: "
             raise BuildError(
                 "proof-failed",
-                f"int_key {key_text(dimensions, key)}: {what} from eager PyTorch: {bound.title}: {by}{difference.text}",
+                f"int_key {key_text(dimensions, key, entry)}: {what} from eager PyTorch: {bound.title}: {by}{difference.text}",
                 TURNED if bound.exact and bound.rounded else hint,
             )
     return tuple(kept)
@@ -99,13 +100,13 @@ def _examined(manifest: Manifest, bounds: Sequence[ErrorBound], rows: Sequence[d
             proof.key: [Difference(error=each["error"], text=each["text"]) for each in row["tensors"]]
             for proof, row in zip(exam.proofs, rows, strict=True)
         }
-        kept = accepted(manifest.dimensions, bounds, found, waive, "the bundle's outputs differ")
+        kept = accepted(manifest.dimensions, bounds, found, waive, "the bundle's outputs differ", entry=manifest.entry)
         return replace(exam, bounds=kept, proofs=tuple([measured(key, "replay", each, kept) for key, each in found.items()]))
     proofs = []
     for proof, row in zip(exam.proofs, rows, strict=True):
         for each in row["tensors"]:
             if not each["passed"]:
-                where = f"int_key {key_text(manifest.dimensions, proof.key)}"
+                where = f"int_key {name_key(manifest, proof.key)}"
                 text = f"{where}: the replay differs from the recording: {each['title']}: {each['text']}"
                 raise BuildError("proof-failed", text, REPORT)
         distance = max((each["error"] for each in row["tensors"]), default=0.0)

@@ -111,7 +111,9 @@ def _entry_parts(
     entry = spec.entries[number]
     prepared, replays = entry.prepared, spec.own(number, recorded.replays)
     differences = {key: replays[key].differences for key in entry.keys}
-    kept = accepted(entry.dimensions, error_bounds(prepared, recorded.weights), differences, spec.waive, "the graph differs", EAGER)
+    kept = accepted(
+        entry.dimensions, error_bounds(prepared, recorded.weights), differences, spec.waive, "the graph differs", EAGER, entry.name
+    )
     own = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     rows = with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights)
     exam = Exam(

@@ -148,7 +148,7 @@ def _proved_entry(
     entry = spec.entries[number]
     bounds = error_bounds(entry.prepared, weights)
     within = coarsest(entry.prepared.programs)
-    kept, proofs = proved(entry.dimensions, bounds, part.exam.proofs, trials, within, spec.waive)
+    kept, proofs = proved(entry.dimensions, bounds, part.exam.proofs, trials, within, spec.waive, entry.name)
     return replace(part, exam=replace(part.exam, bounds=kept, proofs=proofs))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.exam import key_text
+from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Dimension, IntKey, Program, Proof, Value, Weight
 from cgbundle.tables.recording import Recording
 
@@ -140,6 +141,7 @@ def proved(
     trials: Sequence[tuple[Trial, Outcome]],
     within: float,
     waive: Sequence[str] = (),
+    entry: str = FORWARD,
 ) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
     """The exam's bounds and proofs as the outcomes make them; a proof without one stays as it is.
 
@@ -154,13 +156,13 @@ def proved(
             if not given.error <= within:
                 raise BuildError(
                     "proof-failed",
-                    f"int_key {key_text(dimensions, trial.key)}: what the interpreted kernels give to the host differs from "
+                    f"int_key {key_text(dimensions, trial.key, entry)}: what the interpreted kernels give to the host differs from "
                     f"eager PyTorch by {given.error:.1e}, allowed {within:.1e}: {given.text}",
                     REPORT,
                 )
         pairs = zip(trial.left, outcome.read[count:], strict=True)
         found[trial.key] = [compare(want, _tensor(want, got)) for want, got in pairs]
-    kept = accepted(dimensions, bounds, found, waive, "the interpreted kernels differ")
+    kept = accepted(dimensions, bounds, found, waive, "the interpreted kernels differ", entry=entry)
     made = {key: measured(key, "interpret", differences, kept) for key, differences in found.items()}
     return kept, tuple([made.get(proof.key, proof) for proof in proofs])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+from ..errors import EntryMissing
 from .schema import Entry, Manifest, Program
 
 FORWARD = "forward"
@@ -22,6 +23,15 @@ def each_entry(manifest: Manifest) -> tuple[Manifest, ...]:
     if not manifest.entries:
         return (manifest,)
     return (replace(manifest, entries=()), *[_alone(manifest, entry) for entry in manifest.entries])
+
+
+def one_entry(manifest: Manifest, name: str = "") -> Manifest:
+    """The manifest of an entry, by default of the first.  Raises entry-missing."""
+    each = each_entry(manifest)
+    found = next((one for one in each if one.entry == name), None) if name else each[0]
+    if found is None:
+        raise EntryMissing("entry-missing", f"the bundle has no entry {name!r}, but {', '.join([one.entry for one in each])}")
+    return found
 
 
 def with_entries(each: tuple[Manifest, ...]) -> Manifest:
