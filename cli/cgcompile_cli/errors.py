@@ -1,4 +1,5 @@
-"""The one place where exceptions become text: one line that says what and where, a `hint:` line, and the exit code.
+"""The one place where exceptions become text: one line that says what and where, a `hint:` line, and the exit code.  With --json
+also an object on stdout: `{"error": {"code": ..., "message": ..., "where": ..., "fix": ...}}`.
 
 Commands do not catch.  What is not listed here is a bug and keeps its traceback.
 """
@@ -6,15 +7,18 @@ Commands do not catch.  What is not listed here is a bug and keeps its traceback
 from __future__ import annotations
 
 import errno
+import os
+import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 
 from cgbundle.errors import Cause, CgbundleError
 
-from .output import complain
+from .output import complain, write_json
 from .signals import Stopped
 
 FINDINGS = 1
@@ -47,26 +51,56 @@ UsageError.catalogue = {
 }
 
 
+PARSER_ERROR: Any = typer.BadParameter.__base__
+"""What Typer raises for arguments that no command takes: it exports subclasses alone."""
+
+
 @contextmanager
 def as_text(arguments: Sequence[str]) -> Iterator[None]:
     """Runs a command; raises typer.Exit with the exit code of a foreseen error, after its text.  `arguments` are the user's own."""
     try:
         yield
     except CgbundleError as error:
-        complain(str(error), hint(error, arguments))
+        _tell(arguments, error.code, str(error), hint(error, arguments))
         raise typer.Exit(error.exit_code) from None
     except Stopped as stopped:
-        complain(str(stopped), "")
+        _tell(arguments, "interrupted", str(stopped), "")
         raise typer.Exit(128 + stopped.number) from None
     except KeyboardInterrupt:
-        complain("interrupted", "")
+        _tell(arguments, "interrupted", "interrupted", "")
         raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
         if error.errno not in FULL and (error.filename is None or error.errno not in FORESEEN):
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
-        complain(f"{where}{error.strerror}", "")
+        _tell(arguments, "system", f"{where}{error.strerror}", "")
         raise typer.Exit(ENVIRONMENT) from None
+    except PARSER_ERROR as error:
+        if JSON in arguments:  # Typer writes the text
+            command = error.ctx.command_path if error.ctx else "cgcompile"
+            _write("usage", error.format_message(), f"{command} --help")
+        raise
+
+
+JSON = "--json"
+
+
+def _tell(arguments: Sequence[str], code: str, message: str, fix: str) -> None:
+    complain(message, fix)
+    if JSON in arguments:
+        _write(code, message, fix)
+
+
+def _write(code: str, message: str, fix: str) -> None:
+    write_json({"error": {"code": code, "message": message, "where": place(message), "fix": fix}})
+
+
+def place(message: str) -> str:
+    """What a message says it is about, before its first colon and blank: `model.py:12`, `gpt.cgb`, `sizes`, a field of a manifest.
+    "" where it begins with a sentence."""
+    where, colon, _ = message.partition(": ")
+    named = colon and (not re.search(r"\s", where) or os.path.lexists(re.sub(r":\d+$", "", where)))
+    return where if named else ""
 
 
 COMMAND = "cgcompile build ..."

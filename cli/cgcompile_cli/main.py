@@ -21,7 +21,8 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override, unused-ignore]
         ctx.obj = list(args)  # what the user typed: hints repeat it
-        return super().parse_args(ctx, args)
+        with errors.as_text(ctx.obj):
+            return super().parse_args(ctx, args)
 
 
 app = typer.Typer(
@@ -48,8 +49,9 @@ def cgcompile(
 
     Data goes to stdout, progress and messages to stderr. Exit status: 0 ok;
     1 the model or bundle has findings or fails verification; 2 usage or
-    environment; 130, 143, 129 for Ctrl-C, SIGTERM, SIGHUP. Colours only on a
-    terminal, and none where NO_COLOR is set.
+    environment; 130, 143, 129 for Ctrl-C, SIGTERM, SIGHUP. With --json an
+    error is an object on stdout, too: {"error": {"code", "message", "where",
+    "fix"}}. Colours only on a terminal, and none where NO_COLOR is set.
     """
 
 

@@ -78,14 +78,9 @@ def coloured(stream: IO[str]) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
 
 
-def as_json(value: Any) -> str:
-    """`value` as JSON: ASCII, so that no name in it can drive a terminal."""
-    return json.dumps(value, indent=2, allow_nan=False) + "\n"
-
-
 def write_json(value: Any) -> None:
-    """`value` as JSON on stdout."""
-    sys.stdout.write(as_json(value))
+    """`value` as JSON on stdout: ASCII, so that no name in it can drive a terminal."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

@@ -145,8 +145,8 @@ LAYERS = {
         "targets", "targets.cpu", "targets.cuda", "capture", "offline", "pipeline", "tools",
     ),
     "cgcompile_cli": (
-        "output", "signals", "errors", "int_keys", "progress", "summary", "benchmark", "inspection", "page", "commands", "main",
-        "__main__",
+        "output", "signals", "errors", "int_keys", "progress", "summary", "benchmark", "inspection", "page", "options",
+        "commands", "main", "__main__",
     ),
 }  # fmt: skip
 """Of every package, what lies in it from the bottom up: a module imports from its own layer and those before it, late too.  The

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from ..errors import FINDINGS, INTERRUPTED, UsageError
-from ..output import as_json, complain, write_json
+from ..options import BundlePath
+from ..output import complain, write_json
 from ..progress import watching
-from .options import BundlePath
 
 
 def bench(
@@ -34,9 +34,9 @@ def bench(
             help="Let PyTorch run this model.py instead of the bundle's own program.",
         ),
     ] = "",
-    json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Write all numbers as JSON; - for stdout.")] = "",
     plot: Annotated[str, typer.Option("--plot", metavar="FILE", help="Draw the medians as an SVG file.")] = "",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
     """Measure a bundle beside other ways to serve its model.
 
@@ -57,8 +57,7 @@ def bench(
     from ..benchmark import show_benchmark
 
     manifest = checked_manifest(bundle)
-    for path in (json_file, plot):
-        _check_writable(path)
+    _check_writable(plot)
     with watching(quiet) as progress:
         report = measure(
             bundle,
@@ -71,12 +70,9 @@ def bench(
     if plot and report.bundle.starts:
         with open(plot, "w", encoding="utf-8") as file:
             file.write(svg(report))
-    if json_file == "-":
+    if as_json:
         write_json(report.plain())
     else:
-        if json_file:
-            with open(json_file, "w", encoding="utf-8") as file:
-                file.write(as_json(report.plain()))
         show_benchmark(report)
     wrong = report.wrong()
     for sentence in wrong:
@@ -91,5 +87,5 @@ def bench(
 def _check_writable(path: str) -> None:
     """Before minutes of measuring, not after."""
     folder = os.path.dirname(os.path.abspath(path))
-    if path and path != "-" and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
+    if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
         raise UsageError(f"{path}: cannot be written", "name a file in a folder that exists")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..errors import UsageError
+from ..options import HostOps, ModelName
 from ..output import duration, first_lines, listed, record, show, write_json
 from ..progress import watching
-from .options import HostOps, ModelName
 
 if TYPE_CHECKING:
     from rich.table import Table

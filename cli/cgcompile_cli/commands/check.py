@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
+from ..options import HostOps, ModelName
 from ..output import count, listed, record, safe, show, size, write_json
 from ..progress import watching
-from .options import HostOps, ModelName
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UsageError
+from ..options import BundlePath
 from ..output import record, say, show, size, write_json
-from .options import BundlePath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

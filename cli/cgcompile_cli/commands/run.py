@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
+from ..options import BundlePath
 from ..output import duration, listed, safe, say, show, table, write_json
-from .options import BundlePath
 
 if TYPE_CHECKING:
     from cgbundle.format.schema import Manifest

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..options import BundlePath
 from ..output import record, show, write_json
-from .options import BundlePath
 
 
 def sign(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
+from ..options import BundlePath
 from ..output import complain, count, first_rows, listed, safe, show, table, write_json
-from .options import BundlePath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

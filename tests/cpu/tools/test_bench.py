@@ -39,10 +39,10 @@ def bench(*arguments: object) -> Result:
 
 
 def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
-    file, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
-    result = bench(bundle, "--rounds", 1, "--against", "eager", "--json", file, "--plot", plot)
+    plot = tmp_path / "bench.svg"
+    result = bench(bundle, "--rounds", 1, "--against", "eager", "--json", "--plot", plot)
     assert result.exit_code == 0, result.output
-    found = json.loads(file.read_text())
+    found = json.loads(result.stdout)
     ours, theirs = found["peers"]
     assert (ours["name"], theirs["name"], ours["why"], theirs["why"]) == ("bundle", "eager", "", "")
     for peer in (ours, theirs):
@@ -56,7 +56,7 @@ def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
         assert [each["key"] for each in peer["errors"]] == [[1], [4]] and peer["memory"]["resident"] > peer["memory"]["own"] > 0
     assert theirs["starts"][0]["import"] > ours["starts"][0]["import"]
     assert found["wrong"] == [] and not found["interrupted"] and found["machine"]["gpu"] == ""
-    assert "outputs  right for all" in result.stdout and plot.read_text().startswith("<svg")
+    assert plot.read_text().startswith("<svg")
 
 
 def other_expectations(bundle: Path, path: Path) -> Path:

@@ -37,7 +37,7 @@ def call(*arguments: object, columns: int = 80) -> Result:
 
 
 def refused(result: Result) -> str:
-    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.exit_code == 2 and (not result.stdout or list(json.loads(result.stdout)) == ["error"]), result.output
     first, *rest = result.stderr.splitlines()
     assert first.startswith("error: ") and len(rest) <= 1 and all(line.startswith("hint: ") for line in rest)
     return first
