@@ -34,6 +34,9 @@ def bench(
             help="Let PyTorch run this model.py instead of the bundle's own program.",
         ),
     ] = "",
+    entry: Annotated[
+        str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
+    ] = "",
     plot: Annotated[str, typer.Option("--plot", metavar="FILE", help="Draw the medians as an SVG file.")] = "",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
@@ -49,6 +52,7 @@ def bench(
     cgcompile bench gpt.cgb
     cgcompile bench gpt.cgb --against eager,compile --model gpt.py
     """
+    from cgbundle.format.entries import one_entry
     from cgbundle.validate.bundle import checked_manifest
     from cgcompile.tools.bench.measure import measure
     from cgcompile.tools.bench.plot import svg
@@ -56,13 +60,14 @@ def bench(
     from .. import int_keys
     from ..benchmark import show_benchmark
 
-    manifest = checked_manifest(bundle)
+    manifest = one_entry(checked_manifest(bundle), entry)
     _check_writable(plot)
     with watching(quiet) as progress:
         report = measure(
             bundle,
             against=against.replace(",", " ").split(),
             keys=[int_keys.parse(manifest, text) for text in sizes or ()],
+            entry=manifest.entry,
             rounds=rounds,
             model=model,
             progress=progress,

@@ -33,6 +33,9 @@ def run(
     key: Annotated[
         str | None, typer.Option("--size", metavar="KEY", help="Which exam inputs: 8, or batch=8,seq=128. Default: the smallest.")
     ] = None,
+    entry: Annotated[
+        str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
+    ] = "",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say how long it took.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -49,18 +52,19 @@ def run(
     """
     import cgbundle
     from cgbundle.call.arguments import constants
+    from cgbundle.format.entries import one_entry
     from cgbundle.validate.bundle import checked_manifest
 
     from ..summary import cut
 
     if inputs is not None and key is not None:
         raise UsageError("--size picks among the stored inputs: it cannot be used with --inputs")
-    manifest = checked_manifest(bundle)
+    manifest = one_entry(checked_manifest(bundle), entry)
     given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
     begin = time.perf_counter()
     with cgbundle.load(bundle) as program:
         loaded = time.perf_counter()
-        made: list[Tensor] = program.replay(given)
+        made: list[Tensor] = program[manifest.entry].replay(given)
         replayed = time.perf_counter()
     found = _named(manifest, given, made)
     rows = [_row(name, value) | {"values": preview(value)} for name, value in found]
