@@ -143,6 +143,8 @@ CATALOGUE: Mapping[str, Cause] = {
     # --- the call ---
     "key-invalid": Cause(CallError, 2, "A key is none of ed25519, cannot be read, or is the private one where the public is meant.",
         "a key is a PEM file of `openssl pkey -pubout`, or 64 hexadecimal digits"),
+    "option-refused": Cause(CallError, 2, "An option of `load` that means nothing for what the bundle was built for.",
+        "leave it out"),
     "input-structure": Cause(CallError, 2,
         "The nesting, number, or names of the inputs differ from the signature, or a constant input has another value.",
         "`cgcompile inspect` prints the signature and a call that works"),

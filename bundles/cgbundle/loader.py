@@ -6,10 +6,11 @@ import os
 from typing import TYPE_CHECKING
 
 from .cuda.context_future import ContextFuture
-from .errors import BundleError
+from .errors import BundleError, CallError
 from .format.archive import Archive
 
 if TYPE_CHECKING:
+    from .format.schema import Manifest
     from .program import Program
     from .trust.keys import Keys
 
@@ -32,6 +33,8 @@ def load(
     weights: str = "map",
     lazy: bool = False,
     key: Keys | None = None,
+    threads: int | None = None,
+    cast: bool = False,
 ) -> Program:
     """Loads the bundle at `path`.
 
@@ -43,16 +46,26 @@ def load(
     the file is seen.  `lazy`: build a key's graph at its first call and not at load, for bundles with many keys (cuda).
     `key`: a public ed25519 key, or several of which one must have signed the bundle: path of a PEM file, 64 hexadecimal digits, or
     32 bytes.  Until the signature holds only the manifest is read; then every file is hashed, as by check="full".
+    `threads`: how many a call uses on the CPU, for the cpu target and for operations on the host beside a GPU.  It holds for this
+    program and its sessions alone: other programs, and torch, keep theirs.  Calls from several threads use as many each.  None:
+    OMP_NUM_THREADS, which holds for the process, else all processors that it may run on; a container's quota of time is not seen.
+    `cast`: inputs of another dtype are cast where every value has an equal one in the expected dtype: int32 to int64, float16 or
+    bfloat16 to float32, bool to any.  This is NumPy's "safe" rule, without int64 to float64.  An input that the model writes to is
+    never cast.
 
     What was checked is what runs, also when the bundle is replaced or removed later.
-    Raises a CgbundleError (see errors.py); ValueError for an option that does not exist.
+    Raises a CgbundleError (see errors.py), option-refused for `threads` where nothing runs on the CPU; ValueError for a value that
+    an option does not have.
     """
-    return open_program(path, device, mode, on_miss, outputs, check, weights=weights, lazy=lazy, key=key)
+    return open_program(
+        path, device, mode, on_miss, outputs, check, weights=weights, lazy=lazy, key=key, threads=threads, cast=cast
+    )
 
 
 def open_program(
     path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
     check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool = False, key: Keys | None = None,
+    threads: int | None = None, cast: bool = False,
 ) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
@@ -68,15 +81,17 @@ def open_program(
             weights=(weights, WEIGHTS),
         )  # fmt: skip
         _check(bundle, check, key)
+        if threads is not None:
+            _check_threads(bundle.manifest, threads)
         if bundle.manifest.target.kind == "cpu":
             from .cpu.backend import CpuBackend
 
-            program = Program(bundle.manifest, CpuBackend(bundle), on_miss, outputs)
+            program = Program(bundle.manifest, CpuBackend(bundle, threads), on_miss, outputs, cast)
         else:
             from .cuda.backend import CudaBackend
 
-            backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy)
-            program = Program(bundle.manifest, backend, on_miss, outputs)
+            backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads)
+            program = Program(bundle.manifest, backend, on_miss, outputs, cast)
         try:
             bundle.check_unchanged()
         except BundleError:
@@ -108,6 +123,15 @@ def _check_once(bundle: Archive, level: str, key: Keys | None) -> None:
 
         manifest_signature.check(bundle, key)  # before the manifest is as much as parsed
     check_bundle(bundle, level if key is None else "full")
+
+
+def _check_threads(manifest: Manifest, threads: int) -> None:
+    from .cpu.threads import check_number  # few programs are given a number
+
+    check_number(threads)
+    if not any(region.kind == "host" for region in manifest.regions):
+        target = manifest.target.arch
+        raise CallError("option-refused", f"threads={threads}: the bundle is for {target}, and nothing of it runs on the CPU")
 
 
 def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:

@@ -33,17 +33,17 @@ class Program(Entry):
     Entry the program is the first one.
     """
 
-    def __init__(self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str) -> None:
+    def __init__(self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False) -> None:
         first, *others = each_entry(manifest)
-        super().__init__(first, Session(backend), 0, on_miss, outputs)
+        super().__init__(first, Session(backend), 0, on_miss, outputs, cast)
         self.manifest = manifest
         self._others: dict[str, Entry] = {}  # what is in here must not hold the program, which closes when it is forgotten
         if others and self.name != FORWARD:
-            self._others[self.name] = Entry(first, self._session, 0, on_miss, outputs)
+            self._others[self.name] = Entry(first, self._session, 0, on_miss, outputs, cast)
             self._flatten = _refusal(self.name, [first.entry, *[other.entry for other in others]])
         number = len(first.programs)
         for other in others:
-            self._others[other.entry] = Entry(other, self._session, number, on_miss, outputs)
+            self._others[other.entry] = Entry(other, self._session, number, on_miss, outputs, cast)
             number += len(other.programs)
         self.memory = dict(manifest.memories)
         self.state = State(manifest, backend)
@@ -91,7 +91,7 @@ class Program(Entry):
         loaded; collected when it is forgotten.  Raises ProgramClosed, OutOfMemory.
         """
         root = self._root or self
-        made = Program(root.manifest, root._backend.session(), root._on_miss, "view" if root._views else "copy")
+        made = Program(root.manifest, root._backend.session(), root._on_miss, "view" if root._views else "copy", root._cast)
         made._root = root
         if not root._sessions.add(made):
             made.close()

@@ -16,8 +16,9 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,11 +47,17 @@ FOLDERS = re.compile(r"\w+_CACHE_(DIR|PATH)")
 """Variables that say where something is kept, not what it is."""
 
 
-def cache_folder() -> Path:
-    """Where results are kept for the next build: CGCOMPILE_CACHE, else cgcompile in XDG_CACHE_HOME or ~/.cache.  Raises
-    cache-unsafe when it is not the user's own, and cache-unwritable."""
+def cache_place() -> Path:
+    """Where results are kept for the next build: CGCOMPILE_CACHE, else cgcompile in XDG_CACHE_HOME or ~/.cache.  It need not be
+    there."""
     named = os.environ.get("CGCOMPILE_CACHE")
-    folder = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cgcompile"
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cgcompile"
+
+
+def cache_folder() -> Path:
+    """`cache_place`, which is made where it is not there.  Raises cache-unsafe when it is not the user's own, and
+    cache-unwritable."""
+    folder = cache_place()
     with _told(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()  # the user's own link may lead elsewhere; what it leads to is looked at
@@ -122,7 +129,7 @@ def remember(path: Path, record: object) -> None:
     with _told(path.parent):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(_opened(path.parent))
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")  # mode 0600
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=BEGUN)  # mode 0600
         try:
             with open(handle, "wb") as file:
                 file.write(MAGIC + _head(path, data) + data)
@@ -132,6 +139,73 @@ def remember(path: Path, record: object) -> None:
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What is kept of a stage."""
+
+    stage: str
+    files: int
+    bytes: int
+
+
+def kept() -> tuple[Kept, ...]:
+    """What is in the cache, by stage; () where there is none.  Files that are not ours do not count.  Raises cache-unsafe."""
+    return _counted(lambda name, folder: None)
+
+
+def remove_kept() -> tuple[Kept, ...]:
+    """Removes what is in the cache, but no file or folder of another's; returns what `kept` did.  A build that runs meanwhile makes
+    again what it misses.  Raises cache-unsafe, cache-unwritable."""
+    with _told(cache_place()):
+        removed = _counted(lambda name, folder: os.unlink(name, dir_fd=folder))
+        for each in removed:
+            with suppress(OSError):  # something else is in it, or a build has put something there
+                os.rmdir(cache_place() / each.stage)
+        with suppress(OSError):
+            os.rmdir(cache_place())
+        return removed
+
+
+def _counted(act: Callable[[str, int], None]) -> tuple[Kept, ...]:
+    """Does `act` with the name of every file of ours and the descriptor of its folder."""
+    try:
+        root = _opened(cache_place().resolve())
+    except FileNotFoundError:
+        return ()
+    os.close(root)
+    found = []
+    for place in sorted(path for path in cache_place().resolve().iterdir() if path.is_dir() and not path.is_symlink()):
+        folder, files, size = _opened(place), 0, 0
+        try:
+            for name in os.listdir(folder):
+                if (length := _ours(name, folder)) is not None:
+                    act(name, folder)
+                    files, size = files + 1, size + length
+        finally:
+            os.close(folder)
+        found += [Kept(stage=place.name, files=files, bytes=size)] if files else []
+    return tuple(found)
+
+
+def _ours(name: str, folder: int) -> int | None:
+    """The bytes of a file that `remember` wrote or began to write, None for any other."""
+    begun = name.startswith(BEGUN)
+    if not begun and not re.fullmatch("[0-9a-f]{64}", name):
+        return None
+    try:
+        handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return None
+    with open(handle, "rb") as file:
+        about = os.fstat(handle)
+        own = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+        return about.st_size if own and MAGIC.startswith(file.read(len(MAGIC)) or (MAGIC if begun else b"-")) else None
+
+
+BEGUN = ".new-"
+"""How the name of a file begins that is being written, or was when the process was killed."""
 
 
 def _head(path: Path, data: bytes) -> bytes:

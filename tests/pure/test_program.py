@@ -40,10 +40,10 @@ def turn_and_add(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
 
 
 def program(
-    made: Manifest, compute: Compute, on_miss: str = "pad", outputs: str = "copy", *, static: bool = False
+    made: Manifest, compute: Compute, on_miss: str = "pad", outputs: str = "copy", *, static: bool = False, cast: bool = False
 ) -> tuple[Program, FakeBackend]:
     backend = FakeBackend(made, compute, static=static)
-    return Program(made, backend, on_miss, outputs), backend
+    return Program(made, backend, on_miss, outputs, cast), backend
 
 
 def numbers(shape: Sequence[int], dtype: str = "float32", first: int = 1) -> Tensor:
@@ -249,8 +249,10 @@ def test_inputs_go_by_name_and_nested() -> None:
     [
         ((), "input-structure", ["'x'", "missing"]),
         ((numbers((2, 3)), numbers((2, 3))), "input-structure", ["got 2"]),
-        (([[1.0, 2.0, 3.0]] * 2,), "input-kind", ["'x'", "got list"]),
-        ((None,), "input-kind", ["'x'", "got NoneType"]),
+        (([[1.0, 2.0, 3.0]] * 2,), "input-kind", ["'x'", "got a list of 2", "float32 [batch, 3]"]),
+        (((numbers((2, 3)),),), "input-kind", ["'x'", "got a tuple of 1", "float32 [batch, 3]"]),
+        ((2.5,), "input-kind", ["'x'", "got the float 2.5", "float32 [batch, 3]"]),
+        ((None,), "input-kind", ["'x'", "got None", "float32 [batch, 3]"]),
         ((numbers((2, 3), "int64"),), "input-dtype", ["'x'", "float32", "int64"]),
         ((numbers((2,)),), "input-shape", ["'x'", "expected 2 axes", "got 1"]),
         ((numbers((2, 4)),), "input-shape", ["'x'", "axis 1", "expected 3", "got 4"]),
@@ -270,6 +272,29 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line(
     assert backend.calls == []
     run(numbers((2, 3)))
     run.close()  # the refused call was left: close does not wait for it
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ((numbers((2, 3)),), "every input is an argument of its own: program(*inputs)"),
+        ({"x": numbers((2, 3))}, "every input is an argument of its own: program(**inputs)"),
+        ([[1.0, 2.0, 3.0]], "make a tensor of it: numpy.asarray(value, dtype='float32')"),
+        (3, "make a tensor of it: numpy.asarray(value, dtype='float32')"),
+    ],
+)
+def test_what_is_no_tensor_is_answered_with_how_to_pass_one(given: Any, hint: str) -> None:
+    with raises("input-kind") as caught:
+        program(LINE, double)[0](given)
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(("given", "stars"), [((numbers((1, 2)), numbers(())), "*"), ({"x": numbers((1, 2)), "bias": 1}, "**")])
+def test_inputs_in_one_tuple_or_dict_are_answered_with_how_to_unpack_them(given: Any, stars: str) -> None:
+    message = "input 'bias' is missing: the bundle takes x, bias, and was given a (tuple|dict)"
+    with raises("input-structure", match=message) as caught:
+        program(GRID, turn_and_add)[0](given)
+    assert caught.value.hint == f"every input is an argument of its own: program({stars}inputs)"
 
 
 def test_dimensions_that_disagree_are_refused() -> None:

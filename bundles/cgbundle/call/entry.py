@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CallError, MachineError
 from ..format.schema import Manifest
 from ..tensors.detection import library_of
-from ..tensors.library import Library
+from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor
-from .guards import check_dtype, common_device
+from .guards import common_device, unreadable, wrong_dtype
 from .inputs import cut, lay_out
 from .outputs import Call, Outputs, Session
 from .plan import Plan, number_of_key, plan
@@ -32,13 +32,14 @@ class Entry:
     `inputs` and `outputs` the signature (`TensorSpec`s); `manifest` everything else, with the fields of this entry.
     """
 
-    def __init__(self, manifest: Manifest, session: Session, first: int, on_miss: str, outputs: str) -> None:
+    def __init__(self, manifest: Manifest, session: Session, first: int, on_miss: str, outputs: str, cast: bool = False) -> None:
         """`manifest`: of `entries.each_entry`; `first`: the number of its first program among those of all entries."""
         self.manifest, self.name = manifest, manifest.entry
         self.int_keys = tuple([program.key for program in manifest.programs])
         self.inputs, self.outputs = manifest.inputs, manifest.outputs
         self._session, self._first = session, first
         self._backend, self._on_miss, self._views = session.backend, on_miss, outputs == "view"
+        self._cast = cast
         self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call, manifest.parameters)
         self._build = builder(manifest.result)
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
@@ -75,11 +76,17 @@ class Entry:
         library = self._libraries.get(type(first))
         if library is None:
             library = self._libraries[type(first)] = library_of(first)
-        values, found, shapes = [], [], []
+        values: list[Any] = []
+        found, shapes = [], []
         for tensor, spec in zip(tensors, self.inputs, strict=True):
-            value, descriptor = library.take(tensor, spec.name)
+            try:
+                value, descriptor = library.take(tensor, spec.name)
+            except CallError as error:
+                raise unreadable(error, spec, tensor) from None
             if descriptor[2] != spec.dtype:
-                check_dtype(spec, descriptor[2])
+                place = len(values)
+                value, descriptor = self._cast_input(library, place, value, descriptor)
+                tensors = [*tensors[:place], value, *tensors[place + 1 :]]
             values.append(value)
             found.append(descriptor)
             shapes.append(descriptor[1])
@@ -144,6 +151,16 @@ class Entry:
             self._plans.clear()
         made = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
         return made
+
+    def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
+        """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""
+        from ..tensors.casts import is_safe  # few calls need one
+
+        spec, written = self.inputs[place], place in self.manifest.written
+        if written or not self._cast or not is_safe(found[2], spec.dtype):
+            raise wrong_dtype(spec, found[2], written=written)
+        value = library.cast(value, spec.dtype)
+        return value, library.describe(value)
 
     def _pieces(self, call: Call, plan: Plan, values: list[Any]) -> list[Any]:
         """The outputs of a call that is padded or cut."""

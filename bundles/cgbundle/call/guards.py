@@ -70,14 +70,32 @@ def _wrong_device(inputs: Sequence[TensorSpec], found: Sequence[Descriptor], own
     return CallError("input-device", f"input {inputs[other].name!r}: lies on another device than input {inputs[0].name!r}")
 
 
-def check_dtype(spec: TensorSpec, dtype: str) -> None:
-    """Raises input-dtype unless the input has the dtype of the signature."""
-    if dtype != spec.dtype:
-        raise CallError(
-            "input-dtype",
-            f"input {spec.name!r}: expected dtype {spec.dtype}, got {dtype}",
-            f"convert it to {spec.dtype} before the call: the runtime never casts",
-        )
+def wrong_dtype(spec: TensorSpec, dtype: str, *, written: bool) -> CallError:
+    """The input-dtype of an input of another dtype than the signature's; `written`: the model writes to it."""
+    from ..tensors.casts import is_safe  # only where a call has failed
+
+    hint = f"convert it to {spec.dtype} before the call"
+    if written:
+        hint += ": the model writes to it, so it is never cast"
+    elif is_safe(dtype, spec.dtype):
+        hint += ", or load the bundle with cast=True"
+    else:
+        hint += f": that may change its values, so cast=True would not (a {dtype} need not have an equal {spec.dtype})"
+    return CallError("input-dtype", f"input {spec.name!r}: expected dtype {spec.dtype}, got {dtype}", hint)
+
+
+def unreadable(error: CallError, spec: TensorSpec, value: object) -> CallError:
+    """The error of a library that cannot take `value` for an input, with what the signature says of that input."""
+    hint = error.hint
+    if isinstance(value, dict):
+        hint = "every input is an argument of its own: program(**inputs)"
+    elif isinstance(value, tuple | list) and any(hasattr(each, "shape") for each in value):
+        hint = "every input is an argument of its own: program(*inputs)"
+    elif isinstance(value, list | tuple | int | float | complex):
+        numpys = not spec.dtype.startswith(("bfloat", "float8"))
+        make = f"numpy.asarray(value, dtype={spec.dtype!r})" if numpys else f"torch.tensor(value, dtype=torch.{spec.dtype})"
+        hint = f"make a tensor of it: {make}"
+    return CallError("input-kind", f"{error}; the bundle takes {spec.dtype} {signature(spec)}", hint)
 
 
 def signature(spec: TensorSpec) -> str:

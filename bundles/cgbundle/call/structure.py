@@ -63,7 +63,7 @@ class _Names:
             elif name in self.optional:
                 values.append(self.optional[name])
             else:
-                raise self._missing(name)
+                raise self._missing(name, args)
         for name in kwargs:
             if name in order[: len(args)]:
                 raise CallError("input-structure", f"input {name!r} is given by position and by name")
@@ -71,9 +71,14 @@ class _Names:
                 raise CallError("input-structure", f"no input is called {name!r}: the bundle takes {self._needed()}")
         return values
 
-    def _missing(self, name: str) -> CallError:
+    def _missing(self, name: str, args: tuple[Any, ...]) -> CallError:
         if holds_tensor(self.trees[name]):
-            return CallError("input-structure", f"input {name!r} is missing: the bundle takes {self._needed()}")
+            text, hint = f"input {name!r} is missing: the bundle takes {self._needed()}", ""
+            if len(args) == 1 and isinstance(args[0], tuple | list | dict) and "tensor" in next(iter(self.trees.values())):
+                stars = "**" if isinstance(args[0], dict) else "*"
+                text += f", and was given {_brief(args[0])}"
+                hint = f"every input is an argument of its own: program({stars}inputs)"
+            return CallError("input-structure", text, hint)
         recorded = short(recorded_constant(self.trees[name]))
         if not self.defaults[name]:
             return CallError(

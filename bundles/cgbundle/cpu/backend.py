@@ -54,11 +54,11 @@ class Shared:
     """What all sessions of a bundle use: torch's libraries, the mapped weights, what state holds at first.  As in eager, a caller
     may write to weights that the model hands out: this process's pages become its own."""
 
-    def __init__(self, bundle: Archive) -> None:
+    def __init__(self, bundle: Archive, threads: int | None) -> None:
         manifest = bundle.manifest
         check_machine(manifest.target)
         self.bundle, self.manifest = bundle, manifest
-        self.torch = libtorch.load(manifest.target.torch)
+        self.torch = libtorch.load(manifest.target.torch, threads)
         self.programs = all_programs(manifest)
         handed = any(alias.memory == "weights" for each in each_entry(manifest) for alias in each.aliases)
         self.weights = bundle.mapped(WEIGHTS, writable=handed)
@@ -68,12 +68,13 @@ class Shared:
 
 class CpuBackend:
     """Runs the programs of a cpu bundle.  Thread-safe: replays share no memory but the weights; those of a bundle with state run
-    one by one.  Raises library-missing, library-refused, wrong-machine, weights-invalid."""
+    one by one.  `threads`: how many a replay uses, None for OpenMP's own number.  Raises library-missing, library-refused,
+    wrong-machine, weights-invalid."""
 
     device: int | None = None
 
-    def __init__(self, bundle: Archive) -> None:
-        self._open(Shared(bundle), alone=False)
+    def __init__(self, bundle: Archive, threads: int | None = None) -> None:
+        self._open(Shared(bundle, threads), alone=False)
 
     def session(self) -> CpuBackend:
         """A further session: its own state, static input buffers and host regions.  One thread at a time may use it."""

@@ -119,8 +119,9 @@ class HostRegion:
         self._torch, self._where = torch, where
         self._forgets = numbers(built_with) in FORGETFUL
         self._library = load_shared_object(data, where, FUNCTIONS)
-        self._run = self._library.AOTInductorModelContainerRun
-        self._run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
+        run = self._library.AOTInductorModelContainerRun
+        run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
+        self._run = torch.threaded(run)
         self._container = c_void_p()
         create = self._library.AOTInductorModelContainerCreateWithDevice
         self._check(create(byref(self._container), c_size_t(instances), b"cpu", None))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
 
 from ..errors import MachineError
@@ -59,8 +60,10 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple([int(part) for part in version.split(".")[:2] if part.isdigit()])
 
 
-def load(needed: str) -> LibTorch:
-    """Raises library-missing, process-forked where the parent has run such code, or library-refused for a version older than
+def load(needed: str, threads: int | None = None) -> LibTorch:
+    """`threads`: how many each run uses, None for OpenMP's own number.
+
+    Raises library-missing, process-forked where the parent has run such code, or library-refused for a version older than
     `needed`, whose C interface code was built for."""
     FORKS.check_threads()
     folder, version = find(needed)
@@ -74,14 +77,14 @@ def load(needed: str) -> LibTorch:
         handles = [ctypes.CDLL(os.path.join(folder, name), mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES]
     except OSError as error:
         raise MachineError("library-refused", f"cannot load torch's libraries from {folder}: {error}") from None
-    return LibTorch(handles[1])
+    return LibTorch(handles[1], threads)
 
 
 class LibTorch:
     """The functions of the C interface that are needed.  Handles are tensors of the caller's until given away or deleted."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, library: ctypes.CDLL, threads: int | None = None) -> None:
+        self._library, self._threads = library, threads
         self.create = library.aoti_torch_create_tensor_from_blob
         self.create.argtypes = (
             c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p,
@@ -92,6 +95,14 @@ class LibTorch:
         self.data_pointer.argtypes = (c_void_p, c_void_p)
         self.strides = library.aoti_torch_get_strides
         self.strides.argtypes = (c_void_p, c_void_p)
+
+    def threaded(self, run: Callable[..., int]) -> Callable[..., int]:
+        """A function of a shared object, run with the number of threads that was asked for.  Raises library-refused."""
+        if self._threads is None:
+            return run
+        from .threads import with_threads  # few programs are given a number
+
+        return with_threads(run, self._library, self._threads)
 
     def dtype(self, name: str) -> int:
         """torch's number for a dtype.  Raises library-refused where this torch has none."""

@@ -43,6 +43,7 @@ class CudaBackend:
     `mode`: "graph" replays each recording as one CUDA graph, "stream" launches its rows one by one.  `context`: one that the caller
     has made, which belongs to the backend from then on.  `poison`: a byte that fills the arena, memory `host`, and all bytes of
     parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its first call.
+    `threads`: how many the operations on the host use, None for OpenMP's own number.
 
     Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid and
     file-damaged; nothing is left on the GPU then.
@@ -57,8 +58,9 @@ class CudaBackend:
         context: Context | None = None,
         poison: int | None = None,
         lazy: bool = False,
+        threads: int | None = None,
     ) -> None:
-        self._start(Shared(bundle, device, mode, poison, context), alone=False, lazy=lazy)
+        self._start(Shared(bundle, device, mode, poison, context, threads), alone=False, lazy=lazy)
 
     def session(self) -> CudaBackend:
         """A further session: memories, stream and graphs of its own, the same weights and kernels.  One thread at a time may use
@@ -110,7 +112,7 @@ class CudaBackend:
         if hosted:
             from .host_steps import HostSteps  # few bundles have any, and torch's libraries with them
 
-            self._host = HostSteps(shared.bundle, shared.mapped, self._memories)
+            self._host = HostSteps(shared.bundle, shared.mapped, self._memories, shared.threads)
             cleanup.callback(self._host.close)
         if shared.poison is not None:
             self._memories.poison(shared.poison, stream)

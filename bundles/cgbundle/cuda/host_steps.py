@@ -36,9 +36,9 @@ class HostSteps:
     """The host regions of a bundle, each loaded at its first use; their constants are used in place in `weights`, which
     must stay (None where no region has any).  Raises library-missing or library-refused without torch's shared libraries."""
 
-    def __init__(self, bundle: Archive, weights: Mapped | None, memories: Memories) -> None:
+    def __init__(self, bundle: Archive, weights: Mapped | None, memories: Memories, threads: int | None = None) -> None:
         self._bundle, self._manifest, self._weights, self._memories = bundle, bundle.manifest, weights, memories
-        self._torch = libtorch.load(bundle.manifest.target.torch)
+        self._torch = libtorch.load(bundle.manifest.target.torch, threads)
         self._regions: dict[int, HostRegion] = {}
 
     def step(self, program: Program, step: Step) -> Callable[[Any], None]:

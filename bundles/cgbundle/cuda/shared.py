@@ -17,14 +17,17 @@ from .modules import Modules, states
 
 
 class Shared:
-    """A bundle on GPU number `device`; `context`, `mode` and `poison` as for `CudaBackend`, as is what it raises.
+    """A bundle on GPU number `device`; `context`, `mode`, `poison` and `threads` as for `CudaBackend`, as is what it raises.
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`.  `rows` are the programs of all entries, each with the inputs that its calls change.
     """
 
-    def __init__(self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None) -> None:
+    def __init__(
+        self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None, threads: int | None
+    ) -> None:
         manifest = bundle.manifest
+        self.threads = threads
         self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
         self.rows = [(program, each.written) for each in each_entry(manifest) for program in each.programs]
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread

@@ -54,6 +54,9 @@ class Library(Protocol):
     def copy(self, value: Any) -> Any:
         """A row-major copy of `value` in memory of its own."""
 
+    def cast(self, value: Any, dtype: str) -> Any:
+        """A tensor of `dtype` with the numbers of `value`, where it lies; `casts.is_safe` holds."""
+
     def writable(self, value: Any, name: str) -> Any:
         """An input of the caller's, as a tensor over its memory that may be assigned to.  Raises input-unwritable."""
 
@@ -68,5 +71,8 @@ def array_type(length: int) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """The name of its type, for messages."""
-    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    """What is no tensor, for messages: `a list of 3`, `the float 2.5`, `None`, else the name of its type."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if isinstance(value, tuple | list | dict):
+        return f"a {kind} of {len(value)}"
+    return "None" if value is None else f"the {kind} {value!r}" if type(value) in (bool, int, float, complex) else kind

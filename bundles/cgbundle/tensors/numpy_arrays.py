@@ -83,6 +83,9 @@ class Numpy:
     def copy(self, value: Any) -> Any:
         return value.copy()
 
+    def cast(self, value: Any, dtype: str) -> Any:
+        return value.astype(self._dtype(dtype))
+
     def writable(self, value: Any, name: str) -> Any:
         if not (isinstance(value, self.module.ndarray) and value.flags.writeable):
             raise CallError(

@@ -97,6 +97,9 @@ class Torch:
     def copy(self, value: Any) -> Any:
         return value.clone(memory_format=self.module.contiguous_format)
 
+    def cast(self, value: Any, dtype: str) -> Any:
+        return value.to(getattr(self.module, dtype))
+
     def writable(self, value: Any, name: str) -> Any:
         return value.detach()
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ..requirements import check_compiler, compiler
 from .compiler import wrap
 from .complex_numbers import complex_decompositions
 from .dispatch import dispatched
+from .parallel_loops import any_number_of_threads
 
 TESTED = "2.13"
 
@@ -99,7 +100,10 @@ def compile_cpu(
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    with _private_cache(work / "cache"), _watched(work, tell), dispatched(), complex_decompositions(), torch.no_grad():
+    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), torch.no_grad())
+    with ExitStack() as stack:
+        for each in (_private_cache(work / "cache"), _watched(work, tell), *generated):
+            stack.enter_context(each)
         try:
             made = torch._inductor.aot_compile(
                 _apart(program.module(), shared),

@@ -81,7 +81,7 @@ class Regions:
         self.opened: dict[str, FakeRegion] = {}
         self.loads: list[str] = []
 
-    def load(self, needed: str) -> FakeTorch:
+    def load(self, needed: str, threads: int | None = None) -> FakeTorch:
         self.loads.append(needed)
         return self.torch
 

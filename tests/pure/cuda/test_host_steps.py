@@ -358,7 +358,7 @@ def test_a_processor_that_lacks_something(fake: LateDriver, regions: Regions, bu
 def test_torch_that_is_missing(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(needed: str) -> None:
+    def load(needed: str, threads: int | None = None) -> None:
         raise MachineError("library-missing", "libtorch_cpu.so not found")
 
     monkeypatch.setattr(hoststeps.libtorch, "load", load)

@@ -339,7 +339,7 @@ def test_arrays_of_any_layout_are_written_to_state(fake: FakeDriver, bundle: tup
             Tensor(0, "float32", (16,), None, None, 1),
             "state 'total': expected a tensor on the CPU or CUDA device 0, got one on dev",
         ),
-        (3.0, "state 'total': expected a NumPy array, a torch tensor or a DLPack tensor, got float"),
+        (3.0, "state 'total': expected a NumPy array, a torch tensor or a DLPack tensor, got the float 3.0"),
     ],
 )
 def test_what_does_not_fit_a_state_is_refused(fake: FakeDriver, bundle: tuple[Manifest, Path], value: Any, words: str) -> None:

@@ -1,0 +1,223 @@
+"""What is installed here, and which targets can be built and run with it: found without importing torch, within a blink."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+
+from cgbundle.cpu import libtorch
+from cgbundle.cpu.processor import processor_flags, processor_name
+from cgbundle.errors import CgbundleError
+
+from ..targets.architectures import ARCHES
+from ..targets.instruction_sets import LEVELS, Level, check_level
+from ..targets.requirements import DRIVER, check_compiler, check_packages, compiler
+from ..util.version import VERSION
+
+LOWEST = "2.11"
+"""The oldest torch whose libraries a bundle for processors may ask for."""
+
+TELLING = {"x86-64-v2": "SSE4.2", "x86-64-v3": "AVX2 and FMA", "x86-64-v4": "AVX-512"}
+"""What people know a level of processors by."""
+
+MAJOR, MINOR = 75, 76
+"""cuDeviceGetAttribute: the compute capability (CUdevice_attribute in cuda.h)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Something that building or running needs.  `found`: its version and place, "" where it is missing; `use`: what for; `fix`:
+    how to get it."""
+
+    name: str
+    found: str
+    use: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU as the driver describes it; `arch` such as "sm_90", `memory` in bytes."""
+
+    name: str
+    arch: str
+    memory: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetHere:
+    """A target and this machine.  `about`: which machines it is for.  `not_built` and `not_run` say why not here, "" where it can
+    be; `fix` what to do about the first of them.  `recorder`: how it would be recorded, "" where it cannot be built."""
+
+    name: str
+    about: str
+    not_built: str
+    not_run: str
+    recorder: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """This machine.  `gpus_missing` says why none is seen; `driver` is the CUDA version that the driver is for, "13.0", or ""."""
+
+    parts: tuple[Part, ...]
+    processor: str
+    gpus: tuple[Gpu, ...]
+    gpus_missing: str
+    driver: str
+    targets: tuple[TargetHere, ...]
+
+
+def environment() -> Environment:
+    """Looks at this machine: files, the compiler, the CUDA driver."""
+    gpus, driver, missing = _gpus()
+    flags = processor_flags()
+    level = max([row.name for row in LEVELS if set(row.features) <= flags], default="")
+    cores = len(os.sched_getaffinity(0))
+    return Environment(
+        parts=_parts(),
+        processor=f"{processor_name()}, {cores} core{'' if cores == 1 else 's'}" + (f", {level}" if level else ""),
+        gpus=gpus,
+        gpus_missing=missing,
+        driver=driver,
+        targets=(_processors("cpu", "processors like this one", None), *[_level(row) for row in LEVELS], *_cuda(gpus, missing)),
+    )
+
+
+def _parts() -> tuple[Part, ...]:
+    python = f"{platform.python_version()}, {sys.executable}"
+    return (
+        Part(name="cgcompile", found=f"{VERSION}, {Path(__file__).parents[1]}", use="", fix=""),
+        Part(name="python", found=python, use="", fix=""),
+        _package("torch", "building, and running bundles for processors", "compile", _cuda_of_torch()),
+        _package("numpy", "building", "compile"),
+        _package("triton", "building for GPUs", "compile"),
+        Part(name="C++ compiler", found=_compiler(), use="building for processors", fix="install g++, or set CXX"),
+        _package("cuda-bindings", "running bundles for GPUs, and recording them", "cuda"),
+        _package("cryptography", "signing", "sign"),
+    )
+
+
+def _package(name: str, use: str, extra: str, more: str = "") -> Part:
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        return Part(name=name, found="", use=use, fix=f"pip install 'cgcompile[{extra}]'")
+    return Part(name=name, found=found.version + more, use=use, fix="")
+
+
+def _cuda_of_torch() -> str:
+    """` (CUDA 13.0)` or ` (without CUDA)`, as torch/version.py says, which is read: importing it would import torch."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        return ""
+    found = re.search(r"^cuda\b[^=\n]*= *['\"]([\d.]+)", file.read_text(), re.MULTILINE)
+    return f" (CUDA {found[1]})" if found else " (without CUDA)"
+
+
+def _compiler() -> str:
+    path = shutil.which(compiler())
+    if path is None:
+        return ""
+    try:
+        told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        told = ""
+    return ", ".join([*told.splitlines()[:1], path])
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str, str]:
+    """The GPUs, the driver's version, and why there is none.  The driver is asked through C: neither torch nor cuda-bindings need
+    be installed."""
+    try:
+        cuda = ctypes.CDLL(DRIVER)
+    except OSError:
+        return (), "", f"no CUDA driver ({DRIVER})"
+    version, count = ctypes.c_int(), ctypes.c_int()
+    error = cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(version)) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    driver = f"{version.value // 1000}.{version.value % 1000 // 10}" if version.value else ""
+    if error or not count.value:
+        return (), driver, f"the CUDA driver shows no GPU (cuInit: error {error})" if error else "the CUDA driver shows no GPU"
+    return tuple([_gpu(cuda, index) for index in range(count.value)]), driver, ""
+
+
+def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
+    name, memory, major, minor = ctypes.create_string_buffer(128), ctypes.c_size_t(), ctypes.c_int(), ctypes.c_int()
+    cuda.cuDeviceGetName(name, len(name), index)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), index)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), MAJOR, index)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), MINOR, index)
+    return Gpu(name=name.value.decode(errors="replace"), arch=f"sm_{major.value}{minor.value}", memory=memory.value)
+
+
+# --- targets ------------------------------------------------------------------------------------------------------
+
+
+def _level(row: Level) -> TargetHere:
+    return _processors(row.name, f"x86 processors with {TELLING[row.name]}", row)
+
+
+def _processors(name: str, about: str, level: Level | None) -> TargetHere:
+    def fits() -> None:
+        if level is not None:
+            check_level(level, os.uname().machine, processor_flags())
+
+    built = _refusal(lambda: check_packages("host"), check_compiler, fits)
+    run = _refusal(fits, lambda: libtorch.find(LOWEST))
+    return TargetHere(
+        name=name, about=about, not_built=built[0], not_run=run[0], recorder="" if built[0] else "host", fix=built[1] or run[1]
+    )
+
+
+def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
+    """`cuda`, and every architecture; also that of a GPU here which is none of ours: it is captured."""
+    here = [each.arch for each in gpus]
+    known = [row.name for row in ARCHES]
+    abouts = {row.name: f"{row.gpu} and other GPUs of {row.major}.{row.minor}" for row in ARCHES}
+    others = {each.arch: each.name for each in gpus if each.arch not in known}
+    run = ("", "")
+    if find_spec("cuda") is None:
+        run = "cuda-bindings is not installed", "pip install 'cgcompile[cuda]'"
+    captured = _refusal(lambda: check_packages("capture"))
+    if not captured[0] and not gpus:
+        captured = missing, "name the GPU that the bundle is for: --target sm_90, or another"
+    elif not captured[0] and "without CUDA" in _cuda_of_torch():
+        captured = "torch is installed without CUDA", "install a torch with CUDA, or name the GPU: it is built for without it"
+    rows = [
+        TargetHere(
+            name="cuda", about="the GPU of this machine", not_built=captured[0], not_run=missing or run[0],
+            recorder="" if captured[0] else "capture", fix=captured[1] or run[1],
+        )
+    ]  # fmt: skip
+    for name, about in (abouts | others).items():
+        traced = _refusal(lambda: check_packages("trace")) if name in abouts else ("nobody wrote down its properties", "")
+        capturing = name in here[:1] and not captured[0]
+        built = ("", "") if capturing else traced
+        absent = missing or ("" if name in here else f"the GPU here is {', '.join(dict.fromkeys(here))}")
+        recorder = "capture" if capturing else "" if built[0] else "trace"
+        rows.append(
+            TargetHere(name=name, about=about, not_built=built[0], not_run=absent or run[0], recorder=recorder, fix=built[1])
+        )
+    return rows
+
+
+def _refusal(*checks: Callable[[], object]) -> tuple[str, str]:
+    """What the first of the checks that fails says, and its hint; ("", "") where all pass."""
+    for check in checks:
+        try:
+            check()
+        except CgbundleError as error:
+            return str(error), error.hint
+    return "", ""

@@ -1,0 +1,91 @@
+"""`cgcompile doctor` and `cgcompile targets`: what is installed here, and which targets can be built and run with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..output import count, record, show, size, table, write_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cgcompile.tools.environment import Environment, Part, TargetHere
+
+RECORDERS = {
+    "host": "yes", "capture": "yes: captured on the GPU that is here", "trace": "yes: traced, without that GPU",
+}  # fmt: skip
+"""What a recorder means for somebody who wants to build."""
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
+    """Show what is installed, and what can be built and run here.
+
+    For every target that cannot be built or run on this machine it says
+    why, and what to install. Nothing is imported, and no GPU is used.
+    """
+    from cgcompile.tools.environment import environment
+    from cgcompile.util.content_cache import cache_place, kept
+
+    found = environment()
+    results = kept()
+    if as_json:
+        cache = {"path": str(cache_place()), "bytes": sum(each.bytes for each in results)}
+        write_json(_without_targets(found) | {"cache": cache, "targets": [_plain(each) for each in found.targets]})
+        return
+    size_of_cache = f"{count(sum(each.files for each in results), 'file')}, {size(sum(each.bytes for each in results))}"
+    show(record([
+        *[(part.name, _part(part)) for part in found.parts],
+        ("processor", found.processor),
+        ("GPU", _gpus(found)),
+        ("cache", f"{cache_place()}, {size_of_cache}"),
+    ]))  # fmt: skip
+    show("")
+    show(_table(found.targets))
+
+
+def targets(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
+    """List what --target may name, and what of it works here.
+
+    `auto`, the default of a build, is cuda where a GPU is here, else cpu.
+    `cgcompile doctor` shows what the answers follow from.
+    """
+    from cgcompile.tools.environment import environment
+
+    found = environment().targets
+    if as_json:
+        write_json([_plain(each) for each in found])
+        return
+    rows = [(each.name, each.about, "no" if each.not_built else "yes", "no" if each.not_run else "yes") for each in found]
+    show(table(("target", "for", "built here", "run here"), rows))
+
+
+def _without_targets(found: Environment) -> dict[str, Any]:
+    plain = asdict(found)
+    del plain["targets"]
+    return plain
+
+
+def _plain(each: TargetHere) -> dict[str, Any]:
+    return {"built_here": not each.not_built, "run_here": not each.not_run} | asdict(each)
+
+
+def _part(part: Part) -> str:
+    return part.found or f"not installed ({part.use}): {part.fix}"
+
+
+def _gpus(found: Environment) -> list[str]:
+    if not found.gpus:
+        return [f"none: {found.gpus_missing}"]
+    return [f"{each.name}, {each.arch}, {size(each.memory)}, driver for CUDA {found.driver}" for each in found.gpus]
+
+
+def _table(found: Sequence[TargetHere]) -> Table:
+    rows = []
+    for each in found:
+        build = RECORDERS[each.recorder] if each.recorder else f"no: {each.not_built}"
+        rows.append((each.name, build, f"no: {each.not_run}" if each.not_run else "yes", each.fix))
+    return table(("target", "build here", "run here", "what to do"), rows)

@@ -1,0 +1,42 @@
+"""Generated code runs on any number of threads: nothing in it is sized for those of the machine that built it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+class Sums(torch.nn.Module):
+    """A sum of everything, and a loop of a few elements."""
+
+    def forward(self, x: Any, few: Any) -> tuple[Any, Any]:
+        """The sum of `x`, and `few` plus one."""
+        return x.sum(), few + 1
+
+
+def generated(folder: Path) -> str:
+    """The kernels of `Sums` as C++, which nothing compiles."""
+    from cgcompile.targets.cpu.parallel_loops import any_number_of_threads
+
+    given = (torch.zeros(1 << 20), torch.zeros(8))
+    program = torch.export.export(Sums(), given)
+    options = {"aot_inductor.package": True, "aot_inductor.package_cpp_only": True, "cpp.vec_isa_ok": True}
+    with pytest.MonkeyPatch.context() as patch, any_number_of_threads():
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        files = torch._inductor.aot_compile(program.module(), given, options=options)
+    assert isinstance(files, list)
+    return "\n".join(Path(file).read_text() for file in files if str(file).endswith(".cpp"))
+
+
+def test_no_number_of_threads_is_written_into_the_code(tmp_path: Path) -> None:
+    if torch.get_num_threads() == 1:
+        pytest.skip("on one thread Inductor makes no loop parallel")
+    code = generated(tmp_path)
+    assert re.findall(r"acc\w*_arr\[max_threads\]", code), "there is no parallel reduction to look at"
+    assert not re.findall(r"acc\w*_arr\[\d+\]|num_threads\(\d", code)
+    assert code.count("#pragma omp parallel") == 1, "a loop of a few elements is run by one thread"

@@ -1,0 +1,167 @@
+"""`doctor`, `targets` and `cache`: what is here, what can be built and run with it, and what is kept; without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cgcompile.targets.architectures import ARCHES
+from cgcompile.targets.instruction_sets import LEVELS
+from cgcompile.tools import environment as tools
+from cgcompile.tools.environment import Gpu, environment
+from cgcompile.util.content_cache import digest, kept, remember
+from cgcompile_cli import main
+from tests.helpers.raising import raises
+
+H200 = Gpu(name="NVIDIA H200", arch="sm_90", memory=141 << 30)
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes this machine one with these GPUs and packages, by target."""
+
+    def make(gpus: tuple[Gpu, ...] = (), lacking: tuple[str, ...] = (), cuda: str = " (CUDA 13.0)") -> dict[str, tools.TargetHere]:
+        missing = "" if gpus else "no CUDA driver (libcuda.so.1)"
+        monkeypatch.setattr(tools, "_gpus", lambda: (gpus, "13.0" if gpus else "", missing))
+        monkeypatch.setattr(tools, "_cuda_of_torch", lambda: cuda)
+        present = lambda name: None if name in lacking else object()  # noqa: E731
+        monkeypatch.setattr("importlib.util.find_spec", present)
+        monkeypatch.setattr(tools, "find_spec", present)
+        monkeypatch.setattr("cgcompile.targets.requirements.compiler", lambda: "c++" if "c++" in lacking else "sh")
+        monkeypatch.setattr(tools.libtorch, "find", lambda needed: ("", ""))
+        return {each.name: each for each in environment().targets}
+
+    return make
+
+
+def test_every_target_has_a_row(here: Any) -> None:
+    assert list(here()) == ["cpu", *[row.name for row in LEVELS], "cuda", *[row.name for row in ARCHES]]
+
+
+def test_a_machine_without_a_gpu_builds_for_those_that_are_not_here(here: Any) -> None:
+    found = here()
+    assert (found["cpu"].recorder, found["cpu"].not_run) == ("host", "")
+    assert (found["cuda"].recorder, found["cuda"].not_built) == ("", "no CUDA driver (libcuda.so.1)")
+    assert (found["sm_90"].recorder, found["sm_90"].not_run) == ("trace", "no CUDA driver (libcuda.so.1)")
+
+
+def test_a_gpu_that_is_here_is_captured_and_runs(here: Any) -> None:
+    found = here((H200,))
+    assert [found[name].recorder for name in ("cuda", "sm_90", "sm_80")] == ["capture", "capture", "trace"]
+    assert (found["cuda"].not_run, found["sm_90"].not_run, found["sm_80"].not_run) == ("", "", "the GPU here is sm_90")
+
+
+def test_a_gpu_beside_a_torch_without_cuda_is_built_for_as_if_it_were_elsewhere(here: Any) -> None:
+    found = here((H200,), cuda=" (without CUDA)")
+    assert (found["cuda"].not_built, found["sm_90"].recorder) == ("torch is installed without CUDA", "trace")
+
+
+def test_an_architecture_that_nobody_described_can_be_captured_alone(here: Any) -> None:
+    other = Gpu(name="Tesla T4", arch="sm_75", memory=16 << 30)
+    assert (here((other,))["sm_75"].recorder, here((other,), cuda=" (without CUDA)")["sm_75"].recorder) == ("capture", "")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "target", "said", "fix"),
+    [
+        ("torch", "cpu", "building needs torch, which is not installed", "cgcompile[compile]"),
+        ("triton", "sm_90", "building needs triton, which is not installed", "cgcompile[compile]"),
+        ("c++", "x86-64-v2", "no C++ compiler: 'c++' is not on the PATH", "install g++"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_cure(here: Any, lacking: str, target: str, said: str, fix: str) -> None:
+    if lacking == "c++":
+        here = _without_compiler(here)
+    found = here(lacking=(lacking,))[target]
+    assert found.not_built == said and fix in found.fix and not found.recorder
+
+
+def _without_compiler(here: Any) -> Any:
+    def make(lacking: tuple[str, ...]) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shutil.which", lambda name: None)
+            return here(lacking=lacking)
+
+    return make
+
+
+def test_running_for_a_gpu_needs_its_bindings(here: Any) -> None:
+    assert here((H200,), lacking=("cuda",))["sm_90"].not_run == "cuda-bindings is not installed"
+
+
+def test_doctor_and_targets_say_it_in_words_and_as_json(here: Any) -> None:
+    here()
+    told = call("doctor")
+    assert told.exit_code == 0 and "cgcompile" in told.stdout and "none: no CUDA driver" in told.stdout
+    assert "yes: traced, without that GPU" in told.stdout
+    plain = json.loads(call("doctor", "--json").stdout)
+    assert {"parts", "processor", "gpus", "driver", "cache", "targets"} <= set(plain)
+    rows = json.loads(call("targets", "--json").stdout)
+    assert rows == plain["targets"] and rows[0] == {"built_here": True, "run_here": True} | rows[0]
+    shown = [line.split() for line in call("targets").stdout.splitlines()]
+    assert shown[0][:2] == ["target", "for"] and shown[-1][0] == ARCHES[-1].name and shown[-1][-2:] == ["yes", "no"]
+
+
+# --- the cache ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result_:
+    data: bytes
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with two results of one stage and one of another, and what is not ours."""
+    monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
+    for stage, name in (("kernels", "a"), ("kernels", "b"), ("lowered", "c")):
+        remember(tmp_path / "cache" / stage / digest(name), Result_(data=bytes(100)))
+    (tmp_path / "cache/kernels/.new-killed").write_bytes(b"cgc")
+    (tmp_path / "cache/kernels/notes.txt").write_text("mine")
+    (tmp_path / "cache/kernels" / digest("foreign")).write_text("not a result")
+    (tmp_path / "cache/other.txt").write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    remember(tmp_path / "elsewhere" / digest("d"), Result_(data=b""))
+    (tmp_path / "cache/link").symlink_to(tmp_path / "elsewhere")
+    return tmp_path / "cache"
+
+
+def test_the_folder_is_told_and_how_much_is_in_it(cache: Path) -> None:
+    assert [(each.stage, each.files) for each in kept()] == [("kernels", 3), ("lowered", 1)]
+    told = call("cache", "dir")
+    assert (told.exit_code, told.stdout) == (0, f"{cache}\n") and told.stderr.startswith("4 files, ")
+    plain = json.loads(call("cache", "dir", "--json").stdout)
+    assert (plain["path"], plain["files"], list(plain["stages"])) == (str(cache), 4, ["kernels", "lowered"])
+    assert plain["bytes"] == sum(each["bytes"] for each in plain["stages"].values()) > 300
+
+
+def test_our_own_files_are_removed_and_no_others(cache: Path) -> None:
+    told = call("cache", "clean")
+    assert (told.exit_code, told.stdout) == (0, "") and told.stderr.startswith(f"{cache}: removed 4 files, ")
+    left = {str(path.relative_to(cache)) for path in cache.rglob("*") if not path.is_dir() or path.is_symlink()}
+    assert left == {"kernels/notes.txt", f"kernels/{digest('foreign')}", "other.txt", "link"}
+    assert len(list((cache.parent / "elsewhere").iterdir())) == 1 and not (cache / "lowered").exists()
+    assert call("cache", "clean").stderr == f"{cache}: removed nothing: it was empty\n"
+
+
+def test_a_cache_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "nowhere"))
+    assert call("cache", "dir").stderr == "empty\n" and json.loads(call("cache", "clean", "--json").stdout)["files"] == 0
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_cache_of_anothers_is_not_touched(cache: Path) -> None:
+    cache.chmod(0o777)
+    with raises("cache-unsafe"):
+        kept()
+    told = call("cache", "clean")
+    assert told.exit_code == 2 and "others can write" in told.stderr and (cache / "lowered").exists()
