@@ -55,9 +55,9 @@ class Lanes(nn.Module):
 
     def reset_lane(self, lane: torch.Tensor) -> torch.Tensor:
         """(1,) -> how long each lane is then, (LANES,)."""
-        self.length[lane] = torch.zeros_like(lane)
-        self.keys[lane] = torch.zeros_like(self.keys[lane])
-        self.values[lane] = torch.zeros_like(self.values[lane])
+        self.length[lane] = 0
+        self.keys[lane] = 0
+        self.values[lane] = 0
         return self.length + 0
 
 
