@@ -12,17 +12,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import CallError, CgbundleError
+from .errors import BundleError, CallError, CgbundleError, MachineError, OutOfMemory
 
 if TYPE_CHECKING:
     from .call.views import View
     from .loader import load
     from .program import Program
+    from .session.profile import Profile
     from .tensors.tensor import Tensor
 
-__all__ = ["CallError", "CgbundleError", "Program", "Tensor", "View", "load"]
+__all__ = [
+    "BundleError", "CallError", "CgbundleError", "MachineError", "OutOfMemory", "Profile", "Program", "Tensor", "View", "load",
+]  # fmt: skip
 
-_MODULES = {"load": "loader", "Program": "program", "Tensor": "tensors.tensor", "View": "call.views"}
+_MODULES = {"load": "loader", "Program": "program", "Profile": "session.profile", "Tensor": "tensors.tensor", "View": "call.views"}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,8 +23,8 @@ from .format.schema import DTYPES, Dimension, Manifest, Proof
 from .loader import open_program
 from .program import Program
 from .tensors.comparison import describe, difference, nearest
-from .tensors.exam_tensors import ExamTensor, bounds, exam_tensors, is_exact
-from .tensors.tensor import Tensor, from_bytes
+from .tensors.exam_tensors import ExamTensor, bounds, exam_tensors, is_exact, stored
+from .tensors.exam_tensors import inputs_of as inputs_of
 from .validate.state import STATE
 
 POISON = 0xFF
@@ -117,12 +117,6 @@ def key_text(dimensions: Sequence[Dimension], key: Sequence[int], entry: str = F
     return own or "()" if entry == FORWARD else ": ".join(filter(None, [entry, own]))
 
 
-def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Tensor]:
-    """The exam's inputs for `key`, copied."""
-    names = [exam_entry(key, "input", index, manifest.entry) for index in range(len(manifest.inputs))]
-    return [from_bytes(_data(exam, name), exam.entries[name].dtype, exam.entries[name].shape) for name in names]
-
-
 def _replay(exam: Mapped, program: Program, manifest: Manifest, proof: Proof) -> Result:
     """`manifest`: of the entry."""
     entry = program[manifest.entry]
@@ -146,7 +140,7 @@ def _replay(exam: Mapped, program: Program, manifest: Manifest, proof: Proof) ->
         else:
             value = made[row.kind][row.index]
             tensor = value.tensor if isinstance(value, View) else value
-            shape, expected = tensor.shape, bytes(_data(exam, exam_entry(proof.key, row.kind, row.index, manifest.entry)))
+            shape, expected = tensor.shape, bytes(stored(exam, exam_entry(proof.key, row.kind, row.index, manifest.entry)))
             got = tensor.tobytes()
         exact = expected == got
         error = 0.0 if exact else difference(row.dtype, expected, got)
@@ -162,21 +156,15 @@ def _changed(exam: Mapped, called: tuple[tuple[int, ...], str], index: int, firs
     """What a row of state has to hold after the call: its `first` bytes, but for the runs of elements that the exam names.
     `called`: the int_key and the entry."""
     key, entry = called
-    made, runs = bytearray(first), memoryview(_data(exam, exam_entry(key, "state-at", index, entry))).cast("q")
+    made, runs = bytearray(first), memoryview(stored(exam, exam_entry(key, "state-at", index, entry))).cast("q")
     name = exam_entry(key, "state", index, entry)
-    elements, width, taken = _data(exam, name), DTYPES[exam.entries[name].dtype], 0
+    elements, width, taken = stored(exam, name), DTYPES[exam.entries[name].dtype], 0
     for begin, count in zip(runs[::2], runs[1::2], strict=True):
         if begin < 0 or count < 0 or (begin + count) * width > len(made) or (taken + count) * width > len(elements):
             raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r}: {count} elements from {begin} on do not fit")
         made[begin * width : (begin + count) * width] = elements[taken * width : (taken + count) * width]
         taken += count
     return bytes(made)
-
-
-def _data(exam: Mapped, name: str) -> memoryview:
-    if name not in exam.entries:
-        raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r} is missing")
-    return exam.data(name)
 
 
 def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .cuda.context_future import ContextFuture
 from .errors import BundleError, CallError
-from .format.archive import Archive
+from .format.archive import EXAM, Archive
 
 if TYPE_CHECKING:
     from .format.schema import Manifest
@@ -86,12 +86,12 @@ def open_program(
         if bundle.manifest.target.kind == "cpu":
             from .cpu.backend import CpuBackend
 
-            program = Program(bundle.manifest, CpuBackend(bundle, threads), on_miss, outputs, cast)
+            program = Program(bundle.manifest, CpuBackend(bundle, threads), on_miss, outputs, cast, bundle.kept(EXAM))
         else:
             from .cuda.backend import CudaBackend
 
             backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads)
-            program = Program(bundle.manifest, backend, on_miss, outputs, cast)
+            program = Program(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(EXAM))
         try:
             bundle.check_unchanged()
         except BundleError:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .call.entry import Entry
 from .call.outputs import Session
+from .call.plan import number_of_key
 from .errors import EntryMissing
 from .format.entries import FORWARD, each_entry
 from .format.schema import Manifest
@@ -18,7 +19,9 @@ from .session.sessions import PER_SESSION, Sessions
 from .session.state import State
 
 if TYPE_CHECKING:
+    from .format.open_files import KeptFile
     from .session.backend import Backend
+    from .session.profile import Profile
 
 
 class Program(Entry):
@@ -33,10 +36,13 @@ class Program(Entry):
     Entry the program is the first one.
     """
 
-    def __init__(self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False) -> None:
+    def __init__(
+        self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False, exam: KeptFile | None = None
+    ) -> None:
+        """`exam`: the bundle's, which `warmup` reads."""
         first, *others = each_entry(manifest)
         super().__init__(first, Session(backend), 0, on_miss, outputs, cast)
-        self.manifest = manifest
+        self.manifest, self._exam = manifest, exam
         self._others: dict[str, Entry] = {}  # what is in here must not hold the program, which closes when it is forgotten
         if others and self.name != FORWARD:
             self._others[self.name] = Entry(first, self._session, 0, on_miss, outputs, cast)
@@ -91,7 +97,8 @@ class Program(Entry):
         loaded; collected when it is forgotten.  Raises ProgramClosed, OutOfMemory.
         """
         root = self._root or self
-        made = Program(root.manifest, root._backend.session(), root._on_miss, "view" if root._views else "copy", root._cast)
+        policies = (root._on_miss, "view" if root._views else "copy", root._cast)
+        made = Program(root.manifest, root._backend.session(), *policies, root._exam)
         made._root = root
         if not root._sessions.add(made):
             made.close()
@@ -117,6 +124,35 @@ class Program(Entry):
         """The bytes of number `weight` of the manifest's weights in the order of memory, when the calls before are done."""
         return self.state.fetch(weight)
 
+    def warmup(self, *int_keys: tuple[int, ...]) -> None:
+        """Pays the costs of first calls ahead: reads the weights, builds what `lazy=True` put off, and makes a call of each of
+        `int_keys` (default: all recorded ones of all entries), with the inputs that the build proved it with.
+
+        State and random numbers are then what they were; views that were handed out are stale.  OpenMP's threads belong to the
+        thread that calls: do it in the one that serves.  Raises key-missing, and what a call raises.
+        """
+        from .session.warmup import warm_up  # what does not need it loads faster
+
+        if self._exam is None:
+            raise closed(self.manifest.name)
+        for key in int_keys:
+            number_of_key(self.manifest, key)
+        own = each_entry(self.manifest)
+        calls = [(own[0], key, self.replay) for key in int_keys]
+        if not int_keys:
+            calls = [(each, program.key, self[each.entry].replay) for each in own for program in each.programs]
+        warm_up(self.manifest, self._backend, self._exam, calls)
+
+    def profile(self) -> Profile:
+        """Times the calls that are made inside `with program.profile() as profile:`, and every step of theirs.
+
+        `print(profile)` shows a table, `profile.save("trace.json")` writes a Chrome trace, which chrome://tracing and Perfetto
+        read, `profile.rows()` and `profile.spans` are the numbers.  On a GPU steps are timed there, by two events each.
+        """
+        from .session.profile import Profile  # few programs are profiled
+
+        return Profile(self.manifest.name, self._watch_all)
+
     def poison(self, byte: int) -> None:
         """Overwrites with `byte` what no replay may rely on: results must not change.  For verification."""
         self._backend.poison(byte)
@@ -130,6 +166,7 @@ class Program(Entry):
         self._backend.close()
         for entry in (self, *self._others.values()):
             entry.forget()
+        self._exam = None
         self._finalizer.detach()
 
     def __enter__(self) -> Program:
@@ -141,6 +178,11 @@ class Program(Entry):
     def __repr__(self) -> str:
         keys = ", ".join(map(str, self.int_keys[:6])) + (", ..." if len(self.int_keys) > 6 else "")
         return f"<cgbundle.Program {self.manifest.name!r} for {self.manifest.target.arch}, int_keys {keys}>"
+
+    def _watch_all(self, profile: Profile | None) -> None:
+        self._backend.watch(profile)
+        for entry in self.entries.values():
+            entry.watch(profile)
 
 
 def _refusal(name: str, names: Sequence[str]) -> Callable[..., Sequence[Any]]:

@@ -20,7 +20,7 @@ from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, 
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
 from ..model.user_code import first_line, user_line
-from .dynamic_check import check_dynamic
+from .eager_check import check_dynamic, check_static
 from .exported import EagerShapes, Exported, memory_order
 from .programs import Programs, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
@@ -92,7 +92,7 @@ def _made(
     """Dynamic, else per size; where neither works, the error that names the user's line."""
     try:
         program, obstacles = past_branches(flat, calls, lambda: export_dynamic(source, flat, shapes, sizes))
-        check_dynamic(source, flat, program, shapes, sizes)
+        check_dynamic(source, flat, program, shapes, sizes, branched=_branched(obstacles))
         return _Made(programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), obstacles=obstacles)
     except ModelError as error:
         if error.code not in OF_SHAPES or not sizes:
@@ -120,10 +120,17 @@ def _per_size(
         _check_result(source, result, flat.result)
         flat.earlier = calls[-1]
         program, found = past_branches(flat, calls, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
+        if not _branched(found):
+            check_static(source, flat, program, chosen, tensors)
         by_key[key] = program
         obstacles += found
     (programs,) = with_shared_constants([Programs(by_key=by_key, dynamic=False, reason=reason)])
     return _Made(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *_probed(source, flat, sizes)))
+
+
+def _branched(obstacles: Sequence[Obstacle]) -> bool:
+    """Whether the program has one side of a branch on data: it may differ from the model, and is refused for that."""
+    return any(obstacle.rule == "data-dependent-branch" for obstacle in obstacles)
 
 
 def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:

@@ -19,6 +19,9 @@ from torch.fx import Node
 from ..errors import ModelError
 from ..util.model_file import not_python
 
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""The folder of the compiler."""
+
 
 def user_line(error: BaseException, label: str) -> str:
     """`model.py:12` of the innermost frame of the traceback that lies in the user's code, or "" """
@@ -31,11 +34,10 @@ def user_line(error: BaseException, label: str) -> str:
 @cache
 def is_user_file(filename: str) -> bool:
     """Whether a file is neither torch's, ours, the standard library's, nor generated."""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     library = os.path.dirname(os.__file__)
     torch_home = os.path.dirname(os.path.abspath(torch.__file__))
     full = os.path.abspath(filename)
-    if filename.startswith("<") or full.startswith((ours + os.sep, torch_home + os.sep)):
+    if filename.startswith("<") or full.startswith((OURS, torch_home + os.sep)):
         return False
     return not full.startswith(library + os.sep) or "site-packages" in full
 
@@ -64,10 +66,16 @@ def user_frame() -> str:
 
 
 def _user_frame() -> FrameType | None:
+    """The innermost frame of the user's that a frame of ours called: whoever called us, the command line say, is not the model."""
+    found: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
+    while frame is not None:
+        if found is not None and frame.f_code.co_filename.startswith(OURS):
+            return found
+        if found is None and is_user_file(frame.f_code.co_filename):
+            found = frame
         frame = frame.f_back
-    return frame
+    return None
 
 
 def user_place(error: BaseException) -> tuple[str, str]:

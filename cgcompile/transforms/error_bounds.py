@@ -47,15 +47,15 @@ def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[Er
     """The bounds in the order of `exam_tensors`: outputs, written inputs, and those of `weights` that are state, whose
     names may be the program's or the user's.  Of several programs the largest counts.
 
-    Where eager PyTorch runs on a GPU, that itself is inexact: it may round float32 to TF32, and outputs may differ by
-    `Prepared.spread` between runs.  A bound is at least SPREADS times that, up to MOST.
+    Eager PyTorch itself is inexact: on a GPU it may round float32 to TF32, and outputs differ by `Prepared.spread` between
+    runs.  A bound is at least SPREADS times that, up to MOST.
     """
     found = [_program_bounds(program, prepared, weights) for _, program in prepared.programs.each]
     bounds = tuple([_widest(each) for each in zip(*found, strict=True)])
-    if not prepared.spread:
-        return bounds
+    if prepared.on_gpu:
+        bounds = _on_gpu(bounds, prepared.programs)
     spread = (*prepared.spread, *[0.0] * (len(bounds) - len(prepared.spread)))
-    return tuple([_spread_out(each, error) for each, error in zip(_on_gpu(bounds, prepared.programs), spread, strict=True)])
+    return tuple([_spread_out(each, error) for each, error in zip(bounds, spread, strict=True)])
 
 
 SPREADS, MOST = 4.0, tolerance(torch.bfloat16)

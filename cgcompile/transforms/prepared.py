@@ -29,7 +29,7 @@ class Prepared:
     `written`: positions of the inputs that one of them writes to.  `changes`: the buffers that one writes to, by their names in the
     programs.  `state`: those that any entry of the model writes to, and `weights` the tensors of all entries.  `generator`: the
     buffer of the random numbers, named so too, "" without.  `reference` gives what a call has to give, and `exam_calls` is how
-    often the exam calls each int_key.  `spread`: of `eager_spread`, at the smallest int_key.
+    often the exam calls each int_key.  `spread`: of `eager_spread`, at the smallest int_key.  `on_gpu`: eager PyTorch ran there.
     """
 
     programs: Programs
@@ -43,6 +43,7 @@ class Prepared:
     reference: Reference
     exam_calls: int
     spread: tuple[float, ...]
+    on_gpu: bool
 
 
 def prepare(
@@ -63,6 +64,7 @@ def prepare(
         programs=programs, signature=signature, written=tuple(sorted({i for each in signatures for i in written_inputs(each)})),
         changes=state, state=state, weights=programs.weights(), generator=generator, aliases=aliases, reference=reference,
         exam_calls=_exam_calls(exported, reference, state), spread=_spread(exported, reference),
+        on_gpu=exported.source.device != CPU,
     )  # fmt: skip
 
 
@@ -93,8 +95,5 @@ def _exam_calls(exported: Exported, reference: Reference, state: Sequence[str]) 
 
 
 def _spread(exported: Exported, reference: Reference) -> tuple[float, ...]:
-    """Measured where the model runs on a GPU."""
-    if exported.source.device == CPU:
-        return ()
     key = all_keys(exported.sizes)[0]
     return eager_spread(reference, sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors)

@@ -147,7 +147,7 @@ def _annotation(value: Any) -> str:
 
 
 def _code(text: str) -> str:
-    return f"```python static\n{text}\n```"
+    return f"```python signature\n{text}\n```"
 
 
 def _prose(doc: str) -> str:

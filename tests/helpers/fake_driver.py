@@ -69,7 +69,7 @@ class FakeDriver:
     CUlaunchAttributeID = CUfunction_attribute = Number
     CUstream = CUdeviceptr = Handle
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
-    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2, CU_EVENT_DEFAULT=0)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUstreamUpdateCaptureDependencies_flags = SimpleNamespace(CU_STREAM_SET_CAPTURE_DEPENDENCIES=1)
     CUgraph = Handle
@@ -276,6 +276,10 @@ class FakeDriver:
     def do_cuEventRecord(self, event: int, stream: int) -> None:
         assert event in self.live
         assert stream not in self.capturing, "who waits for this event joins the capture"
+
+    def do_cuEventElapsedTime(self, start: int, end: int) -> float:
+        assert start in self.live and end in self.live
+        return float(end - start)
 
     def do_cuEventSynchronize(self, event: int) -> None:
         assert event in self.live

@@ -18,6 +18,7 @@ from .plan import Plan, number_of_key, plan
 from .structure import builder, flattener
 
 if TYPE_CHECKING:
+    from ..session.profile import Profile
     from .output_aliases import OutputAliases
     from .written_inputs import WrittenInputs
 
@@ -136,6 +137,12 @@ class Entry:
         rows = [program.values[index] for index in program.inputs]
         device = self._backend.device
         return [Tensor(at, row.dtype, row.shape, row.strides, owner, device) for at, row in zip(addresses, rows, strict=True)]
+
+    def watch(self, profile: Profile | None) -> None:
+        """From now on calls are told to a profile; None ends it."""
+        self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
+        if profile is not None:
+            self._flatten, self._build = profile.begin(self._flatten), profile.end(self._build)
 
     def forget(self) -> None:
         """Lets go of what calls have kept; for a session that is closed."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Array, addressof, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MachineError
 from ..format.archive import WEIGHTS, Archive
@@ -24,6 +24,9 @@ from .host_region import INSTANCES, HostRegion, layout_of, open_region
 from .output_layouts import OutputLayouts
 from .processor import HINT, check_features
 
+if TYPE_CHECKING:
+    from ..session.profile import Profile
+
 
 def check_machine(target: Target) -> None:
     """Raises wrong-machine unless this machine's processor has what the code uses."""
@@ -31,6 +34,10 @@ def check_machine(target: Target) -> None:
     if machine != target.arch:
         raise MachineError("wrong-machine", f"the bundle is for {target.arch} processors, this machine is {machine}")
     check_features(target.features, HINT)
+
+
+Run = tuple[Callable[..., "Array[c_void_p]"], int, OutputLayouts]
+"""The run of a program's region, the number of its outputs, and how they have to lie."""
 
 
 class RegionOutputs:
@@ -92,6 +99,7 @@ class CpuBackend:
         self._regions: list[HostRegion] = []
         self._state = _memory(shared.state)
         self._buffers: dict[int, list[Any]] = {}
+        self._unwatched: list[Run] = []
         self._restore()
         try:
             state, instances = addressof(self._state), 1 if one_by_one else INSTANCES
@@ -108,7 +116,7 @@ class CpuBackend:
         except BaseException:
             self.close()
             raise
-        self._run = [
+        self._run: list[Run] = [
             (
                 self._regions[program.steps[0].region].run,
                 len(program.outputs),
@@ -157,6 +165,21 @@ class CpuBackend:
         if kept is None:
             kept = self._buffers.setdefault(program, [_memory(span(row.values[index])) for index in row.inputs])
         return [addressof(each) for each in kept], kept
+
+    def populate(self) -> None:
+        self._use().weights.populate()
+
+    def watch(self, profile: Profile | None) -> None:
+        if self._unwatched:
+            self._run, self._unwatched = self._unwatched, []
+        if profile is not None:
+            manifest = self._use().manifest
+            from ..session.profile import step_names  # few programs are profiled
+
+            self._unwatched = self._run
+            names = [step_names(each, program)[0] for each in each_entry(manifest) for program in each.programs]
+            rows = zip(names, self._run, strict=True)
+            self._run = [(profile.timed(name, run), outputs, layouts) for name, (run, outputs, layouts) in rows]
 
     def poison(self, byte: int) -> None:
         """Nothing: a replay's memory is fresh from torch's allocator."""

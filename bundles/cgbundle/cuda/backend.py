@@ -26,9 +26,10 @@ from .driver import Context, Relaxed, cu
 from .memory import WEIGHTS, Memories, Output
 from .programs import BoundProgram, DeviceOutputs, Executors, HostOutputs, bind, static_buffers
 from .shared import Shared
-from .stream_order import StreamOrder
+from .stream_order import StepClock, StreamOrder
 
 if TYPE_CHECKING:
+    from ..session.profile import Profile
     from .host_steps import HostSteps
 
 SHARED = (WEIGHTS, KERNEL_CODE)
@@ -81,6 +82,8 @@ class CudaBackend:
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
         self.device: int | None = shared.context.index
         self._programs: dict[int, BoundProgram] = {}
+        self._unwatched: dict[int, BoundProgram] = {}
+        self._clock: StepClock | None = None
         self._results: dict[int, DeviceOutputs] = {}
         self._cleanup = ExitStack()
         with ExitStack() as undo:
@@ -180,6 +183,30 @@ class CudaBackend:
             self._order.end(handle)
             return output
 
+    def populate(self) -> None:
+        """Of weights on the GPU nothing is left to do; of those that the host's operations read."""
+        if self._shared.mapped is not None:
+            self._shared.mapped.populate()
+
+    def watch(self, profile: Profile | None) -> None:
+        self._check_fork()
+        with self._lock:
+            if profile is None and self._closed:
+                return
+            with self._current():
+                self._unwatch()
+                if profile is None:
+                    return
+                self._clock = StepClock(self._order.default, profile)
+                for number, bound in list(self._programs.items()):
+                    self._programs[number] = self._timed(number, bound)
+
+    def _unwatch(self) -> None:
+        if self._clock is not None:
+            self._clock.settle()
+            self._programs.update(self._unwatched)
+            self._unwatched, self._clock = {}, None
+
     def poison(self, byte: int) -> None:
         """Overwrites the arena, and with it outputs of earlier calls, and memory `host`: a sound replay reads nothing there that it
         has not written itself."""
@@ -238,6 +265,7 @@ class CudaBackend:
 
     def _give_back(self) -> None:
         with self._context, Relaxed(), self._cleanup:
+            self._unwatch()
             self._programs.clear()
             self._results.clear()
 
@@ -267,13 +295,25 @@ class CudaBackend:
             self._bind((number,))
         return self._programs[number]
 
+    def _timed(self, number: int, bound: BoundProgram) -> BoundProgram:
+        """A program whose steps are timed for the profile that watches."""
+        from ..session.profile import step_names  # few programs are profiled
+
+        assert self._clock is not None
+        self._unwatched[number] = bound
+        program, _ = self._shared.rows[number]
+        rows = zip(step_names(self._shared.entries[number], program), program.steps, bound.steps, strict=True)
+        clock = self._clock
+        timed = [clock.profile.timed(name, run) if step.kind == "host" else clock.timed(name, run) for name, step, run in rows]
+        return bound._replace(steps=timed)
+
     def _bind(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             program, written = self._shared.rows[number]
             with self._shared.lock:
                 bound = bind(program, written, self._memories, self._executors, self._host)
             self._results[number] = DeviceOutputs(bound.outputs, self.device, self.copy_out)
-            self._programs[number] = bound
+            self._programs[number] = bound if self._clock is None else self._timed(number, bound)
 
 
 class LockedStream:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ..errors import BundleError
 from . import limits, manifest_json
 from .entries import FORWARD, each_entry
-from .open_files import CHUNK, DAMAGE, FOLDER, copied, open_directory, open_entry, open_file, pieces
+from .open_files import CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
 
@@ -147,6 +147,10 @@ class Archive:
                 found = copied(found)
             self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
         return found
+
+    def kept(self, name: str) -> KeptFile:
+        """The open file, for use after this is closed."""
+        return KeptFile(self.descriptor(name))
 
     def check_unchanged(self) -> None:
         """Raises file-damaged where an open file was written to since it was opened."""

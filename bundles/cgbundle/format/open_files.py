@@ -25,6 +25,20 @@ FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Reasons that say nothing of the bundle."""
 
 
+class KeptFile:
+    """A descriptor of its own of an open file, closed when this is forgotten."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = -1
+        self.descriptor = os.dup(descriptor)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
 def open_directory(path: str) -> int:
     """A directory that a user names, through links.  Raises bundle-missing, not-a-bundle."""
     try:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from .profile import Profile
 
 
 class Results(Protocol):
@@ -58,6 +61,12 @@ class Backend(Protocol):
 
     def reset(self, stream: Any) -> None:
         """Brings back what state held at first."""
+
+    def populate(self) -> None:
+        """Brings what calls read of the weights into memory of the device, and of this process."""
+
+    def watch(self, profile: Profile | None) -> None:
+        """From now on the steps of every program are timed for a profile; None ends it, and adds what is still missing there."""
 
     def poison(self, byte: int) -> None:
         """Overwrites what no replay may read before it has written it."""

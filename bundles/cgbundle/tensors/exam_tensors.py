@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import BundleError
+from ..format.archive import EXAM, exam_entry
+from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Proof
+from .tensor import Tensor, from_bytes
 
 WAIVER = "mismatched-integers"
 """Integers or booleans that come out otherwise than in eager PyTorch, and follow from rounded floats.
@@ -51,3 +55,16 @@ def bounds(manifest: Manifest, proof: Proof) -> tuple[float, ...]:
 def is_exact(dtype: str) -> bool:
     """Whether values of `dtype` have to be equal: integers and booleans do."""
     return not dtype.startswith(("float", "bfloat", "complex"))
+
+
+def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Tensor]:
+    """The exam's inputs for `key`, copied."""
+    names = [exam_entry(key, "input", index, manifest.entry) for index in range(len(manifest.inputs))]
+    return [from_bytes(stored(exam, name), exam.entries[name].dtype, exam.entries[name].shape) for name in names]
+
+
+def stored(exam: Mapped, name: str) -> memoryview:
+    """The bytes of a tensor of the exam.  Raises weights-invalid where it has none of that name."""
+    if name not in exam.entries:
+        raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r} is missing")
+    return exam.data(name)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 import triton.language as tl
 
 from ...errors import BuildError
@@ -66,7 +65,7 @@ def _xor(left: Array, right: Array) -> Array:
 
 
 def _erf(item: Array) -> Array:
-    result: Array = torch.erf(values.tensor_of(item)).numpy()
+    result: Array = values.tensor_of(item).erf().numpy()
     return result
 
 

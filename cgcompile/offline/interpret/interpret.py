@@ -37,8 +37,8 @@ faults took a third of the time."""
 TEMPLATE_LINES = 20
 """Lines of the loop of a matrix product's kernel."""
 
-START = 4.0
-"""Seconds that a process needs before its first kernel (torch's import): part of every estimate."""
+START = 2.0
+"""Seconds that a process needs before its first kernel, also where it imports torch: part of every estimate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,13 +6,13 @@ texts of assembly that Inductor (2.11, 2.13) and `triton.language.extra.cuda.gdc
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 import triton.language as tl
 from triton.language.extra import cuda, libdevice
 
@@ -22,16 +22,22 @@ from .values import Array, Handle, tensor_of
 Function = Callable[..., Array]
 
 
-def _torch(function: Callable[..., torch.Tensor]) -> Function:
+def _torch(name: str) -> Function:
+    """torch's function of that name.  It is imported when a kernel calls it."""
+
     def apply(*items: Array) -> Array:
-        return function(*(tensor_of(item) for item in items)).numpy()
+        import torch
+
+        made: Array = operator.attrgetter(name)(torch)(*(tensor_of(item) for item in items)).numpy()
+        return made
 
     return apply
 
 
-def _double(function: Callable[..., torch.Tensor]) -> Function:
+def _double(name: str) -> Function:
     """For functions that torch computes too roughly in float32."""
-    return _torch(lambda *items: function(*(item.to(torch.float64) for item in items)))
+    function = _torch(name)
+    return lambda *items: function(*(item.astype(np.float64) for item in items))
 
 
 def _power(base: Array, exponent: Array) -> Array:
@@ -55,13 +61,13 @@ FLOATS: dict[str, Function] = {
     "fast_log10f": np.log10,
     "fast_sinf": np.sin, "fast_cosf": np.cos, "fast_tanf": np.tan, "fast_tanhf": np.tanh, "fast_powf": _power,
     "fast_dividef": np.divide, "fast_exp10f": lambda x: np.power(10.0, x),
-    "erf": _torch(torch.erf), "erfc": _double(torch.erfc), "erfcx": _double(torch.special.erfcx), "erfinv": _double(torch.erfinv),
-    "erfcinv": _double(lambda x: torch.erfinv(1 - x)), "lgamma": _double(torch.lgamma),
-    "normcdf": _double(torch.special.ndtr),
-    "normcdfinv": _double(torch.special.ndtri), "cyl_bessel_i0": _double(torch.special.i0),
-    "cyl_bessel_i1": _double(torch.special.i1),
-    "j0": _double(torch.special.bessel_j0), "j1": _double(torch.special.bessel_j1),
-    "y0": _double(torch.special.bessel_y0), "y1": _double(torch.special.bessel_y1),
+    "erf": _torch("erf"), "erfc": _double("erfc"), "erfcx": _double("special.erfcx"), "erfinv": _double("erfinv"),
+    "erfcinv": lambda x: _torch("erfinv")(1 - x.astype(np.float64)), "lgamma": _double("lgamma"),
+    "normcdf": _double("special.ndtr"),
+    "normcdfinv": _double("special.ndtri"), "cyl_bessel_i0": _double("special.i0"),
+    "cyl_bessel_i1": _double("special.i1"),
+    "j0": _double("special.bessel_j0"), "j1": _double("special.bessel_j1"),
+    "y0": _double("special.bessel_y0"), "y1": _double("special.bessel_y1"),
 }  # fmt: skip
 """Floats to floats of the same type; computed in float64 where that matters, and rounded."""
 

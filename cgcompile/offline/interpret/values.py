@@ -1,12 +1,15 @@
 """NumPy arrays as the tensors of a kernel, and the conversions between dtypes, which torch makes where NumPy lacks them.  bfloat16
-and 8-bit floats are float32, rounded after every operation ("working" type); in memory they are the GPU's bits ("stored" type)."""
+and 8-bit floats are float32, rounded after every operation ("working" type); in memory they are the GPU's bits ("stored" type).
+torch is imported where it is used: that takes seconds, and most kernels need none of it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 Array = np.ndarray[Any, Any]
 
@@ -17,12 +20,13 @@ _WORKING: dict[str, Any] = {
 }  # fmt: skip
 """By the names of Triton's scalar types."""
 
-_NARROW: dict[str, tuple[torch.dtype, Any, float]] = {
-    "bf16": (torch.bfloat16, np.uint16, np.inf),
-    "fp8e4nv": (torch.float8_e4m3fn, np.uint8, 448.0),
-    "fp8e5": (torch.float8_e5m2, np.uint8, 57344.0),
+_NARROW: dict[str, tuple[str, Any, float]] = {
+    "bf16": ("bfloat16", np.uint16, np.inf),
+    "fp8e4nv": ("float8_e4m3fn", np.uint8, 448.0),
+    "fp8e5": ("float8_e5m2", np.uint8, 57344.0),
 }
-"""Floats kept as float32: torch's type, the stored type, and the largest value where a conversion saturates (PTX cvt.satfinite)."""
+"""Floats kept as float32: the name of torch's type, the stored type, and the largest value where a conversion saturates (PTX
+cvt.satfinite)."""
 
 
 class Handle:
@@ -64,7 +68,9 @@ def to_stored(data: Array, dtype: Any) -> Array:
         return data
     if dtype.name == "bf16":
         return (data.view(np.uint32) >> 16).astype(np.uint16)
-    return tensor_of(data).to(_NARROW[dtype.name][0]).view(torch.uint8).numpy()
+    import torch
+
+    return tensor_of(data).to(_torch_dtype(dtype)).view(torch.uint8).numpy()
 
 
 def to_working(data: Array, dtype: Any) -> Array:
@@ -73,19 +79,19 @@ def to_working(data: Array, dtype: Any) -> Array:
         return data
     if dtype.name == "bf16":
         return (data.astype(np.uint32) << 16).view(np.float32)
-    return tensor_of(data).view(_NARROW[dtype.name][0]).to(torch.float32).numpy()
+    return tensor_of(data).view(_torch_dtype(dtype)).float().numpy()
 
 
 def rounded(data: Array, dtype: Any) -> Array:
     """Floats as float32, rounded to the nearest of a narrow type; too large 8-bit floats become the largest one."""
-    kind, _, largest = _NARROW[dtype.name]
+    largest = _NARROW[dtype.name][2]
     data = data.astype(np.float32, copy=False)
     if dtype.name == "bf16":  # ties to even; torch takes several times as long
         bits: Array = data.view(np.uint32)
         result = ((bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000).view(np.float32)
         missing = data != data
         return np.where(missing, np.float32(np.nan), result) if missing.any() else result
-    return tensor_of(np.clip(data, -largest, largest)).to(kind).to(torch.float32).numpy()
+    return tensor_of(np.clip(data, -largest, largest)).to(_torch_dtype(dtype)).float().numpy()
 
 
 def convert(data: Array, source: Any, target: Any) -> Array:
@@ -107,4 +113,13 @@ def bits_as(data: Array, source: Any, target: Any) -> Array:
 
 def tensor_of(data: Array) -> torch.Tensor:
     """A torch tensor of an array's values, which may share its memory: read only."""
+    import torch
+
     return torch.from_numpy(data if data.flags.writeable else data.copy())
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    import torch
+
+    made: torch.dtype = getattr(torch, _NARROW[dtype.name][0])
+    return made

@@ -106,7 +106,7 @@ def compile_cpu(
             stack.enter_context(each)
         try:
             made = torch._inductor.aot_compile(
-                _apart(_with_buffers(program.module()) if changing else program.module(), shared),
+                _apart(with_buffers(program.module()), shared),
                 program.example_inputs[0],
                 options={**options, "aot_inductor.output_path": str(target)},
             )
@@ -141,18 +141,13 @@ def _own(error: BaseException) -> BuildError | None:
     return cause
 
 
-def _with_buffers(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The module with its literals as buffers.  What is an attribute alone gets a name of Inductor's, and where constants are kept
-    (UNFOLDED) the compiled code asks for it by that (seen with 2.13)."""
-    known = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def with_buffers(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The module with its constants as buffers: torch 2.11 gives a tensor that is a plain attribute a name of its own."""
     for node in module.graph.find_nodes(op="get_attr"):
-        path, _, leaf = str(node.target).rpartition(".")
-        owner = module.get_submodule(path)
-        value = getattr(owner, leaf)
-        if isinstance(value, torch.Tensor) and str(node.target) not in known:
-            known[str(node.target)] = value
-            delattr(owner, leaf)
-            owner.register_buffer(leaf, value)
+        owner_name, _, name = str(node.target).rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if isinstance(owner.__dict__.get(name), torch.Tensor):
+            owner.register_buffer(name, owner.__dict__.pop(name), persistent=False)
     return module
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
 
-from ..errors import FINDINGS, INTERRUPTED, UsageError
-from ..options import BundlePath
+from ..errors import FINDINGS, INTERRUPTED
+from ..options import BundlePath, check_writable
 from ..output import complain, write_json
 from ..progress import watching
 
@@ -61,7 +60,8 @@ def bench(
     from ..benchmark import show_benchmark
 
     manifest = one_entry(checked_manifest(bundle), entry)
-    _check_writable(plot)
+    if plot:
+        check_writable(plot)
     with watching(quiet) as progress:
         report = measure(
             bundle,
@@ -87,10 +87,3 @@ def bench(
         raise typer.Exit(INTERRUPTED)
     if wrong:
         raise typer.Exit(FINDINGS)
-
-
-def _check_writable(path: str) -> None:
-    """Before minutes of measuring, not after."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
-        raise UsageError(f"{path}: cannot be written", "name a file in a folder that exists")

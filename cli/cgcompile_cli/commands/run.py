@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import UsageError
-from ..options import BundlePath
+from ..options import BundlePath, check_writable
 from ..output import duration, listed, safe, say, show, table, write_json
 
 if TYPE_CHECKING:
+    from cgbundle import Program
     from cgbundle.format.schema import Manifest
     from cgbundle.tensors.tensor import Tensor
 
 VALUES = 4
 """Elements of an output that are shown."""
+
+STDOUT = "-"
+"""The name of a file that means standard output."""
 
 
 def run(
@@ -28,7 +34,10 @@ def run(
         typer.Option("--inputs", metavar="FILE", help="A safetensors file with the inputs by name. Default: the stored exam's."),
     ] = None,
     outputs: Annotated[
-        str | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs and changed inputs to this safetensors file.")
+        str | None,
+        typer.Option(
+            "--outputs", metavar="FILE", help="Write the outputs and changed inputs to this safetensors file; - is stdout."
+        ),
     ] = None,
     key: Annotated[
         str | None, typer.Option("--size", metavar="KEY", help="Which exam inputs: 8, or batch=8,seq=128. Default: the smallest.")
@@ -36,18 +45,25 @@ def run(
     entry: Annotated[
         str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
     ] = "",
+    repeat: Annotated[
+        int, typer.Option("--repeat", min=0, metavar="N", help="Replay N times more, warm, and show how long these took.")
+    ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say how long it took.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Replay a bundle once and show its outputs.
+    """Replay a bundle and show its outputs.
 
     Without --inputs it replays the inputs that the build stored. Inputs of
     a size that was not recorded are padded or cut where the build proved
     that this is exact. What the model writes into its inputs is shown, too.
     Constants of the call (`cgcompile inspect` shows them) are the recorded ones.
 
+    --repeat times further replays of the same inputs and state, copies of
+    inputs and outputs included; `cgcompile bench` compares with others.
+
     \b
     cgcompile run gpt.cgb --size 8
+    cgcompile run gpt.cgb --repeat 100
     cgcompile run gpt.cgb --inputs in.safetensors --outputs out.safetensors
     """
     import cgbundle
@@ -59,33 +75,79 @@ def run(
 
     if inputs is not None and key is not None:
         raise UsageError("--size picks among the stored inputs: it cannot be used with --inputs")
+    if outputs is not None:
+        _check_outputs(outputs, as_json)
     manifest = one_entry(checked_manifest(bundle), entry)
     given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
     begin = time.perf_counter()
     with cgbundle.load(bundle) as program:
         loaded = time.perf_counter()
-        made: list[Tensor] = program[manifest.entry].replay(given)
+        again = _inputs_again(manifest, given)
+        called = program[manifest.entry]
+        begun = time.perf_counter()
+        made: list[Tensor] = called.replay(given)
         replayed = time.perf_counter()
+        warm = _repeated(program, manifest.entry, again, repeat)
     found = _named(manifest, given, made)
     rows = [_row(name, value) | {"values": preview(value)} for name, value in found]
     if outputs is not None:
         _write(outputs, found)
+    seconds: dict[str, Any] = {
+        "load": loaded - begin,
+        "replay": replayed - begun,
+        **({"repeated": _statistics(warm)} if warm else {}),
+    }
     if as_json:
         write_json({
             "inputs": [_row(spec.name, value) for spec, value in zip(manifest.inputs, given, strict=True)],
-            "outputs": rows[: len(made)],
-            "written": rows[len(made) :],
+            "outputs": list(map(_plain, rows[: len(made)])),
+            "written": list(map(_plain, rows[len(made) :])),
             "constants": [each._asdict() for each in constants(manifest)],
-            "seconds": {"load": loaded - begin, "replay": replayed - loaded},
+            "seconds": seconds,
         })  # fmt: skip
         return
     more = [", ..." if math.prod(row["shape"]) > len(row["values"]) else "" for row in rows]
-    shown = [(row["name"], row["dtype"], row["shape"], listed(row["values"]) + dots) for row, dots in zip(rows, more, strict=True)]
-    show(table(("output", "dtype", "shape", "values"), shown))
+    shown = [
+        (row["name"], row["dtype"], row["shape"], listed([_spelled(each) for each in row["values"]]) + dots)
+        for row, dots in zip(rows, more, strict=True)
+    ]
+    text = sys.stderr if outputs == STDOUT else sys.stdout
+    show(table(("output", "dtype", "shape", "values"), shown), text)
+    if warm:
+        show("", text)
+        told = _statistics(warm)
+        show(table((">replays", *[f">{name}" for name in told][1:]), [(repeat, *map(duration, list(told.values())[1:]))]), text)
     if not quiet:
         if fixed := constants(manifest):
             say(safe(f"constants: {', '.join([f'{each.name}={cut(repr(each.value))}' for each in fixed])}"))
-        say(f"loaded in {duration(loaded - begin)}, replayed in {duration(replayed - loaded)}")
+        say(f"loaded in {duration(seconds['load'])}, replayed in {duration(seconds['replay'])}")
+
+
+def _inputs_again(manifest: Manifest, given: list[Tensor]) -> Callable[[], list[Tensor]]:
+    """Makes the inputs as they are now: a replay writes to some of them."""
+    before = {index: given[index].clone() for index in manifest.written}
+    return lambda: [before[index].clone() if index in before else value for index, value in enumerate(given)]
+
+
+def _repeated(program: Program, entry: str, inputs: Callable[[], list[Tensor]], times: int) -> list[float]:
+    """The seconds of each of so many replays, all of the same inputs and state."""
+    found, called = [], program[entry]
+    for _ in range(times):
+        program.reset()
+        given = inputs()
+        begun = time.perf_counter()
+        called.replay(given)
+        found.append(time.perf_counter() - begun)
+    return found
+
+
+def _statistics(seconds: Sequence[float]) -> dict[str, float]:
+    """How many, the smallest, percentiles (the smallest value that so many of a hundred do not exceed), the largest, the mean."""
+    ranked = sorted(seconds)
+    percentiles = {f"p{share}": ranked[math.ceil(share * len(ranked) / 100) - 1] for share in (50, 90, 99)}
+    return {
+        "replays": len(ranked), "min": ranked[0], **percentiles, "max": ranked[-1], "mean": math.fsum(ranked) / len(ranked),
+    }  # fmt: skip
 
 
 def _named(manifest: Manifest, given: list[Tensor], made: list[Tensor]) -> list[tuple[str, Tensor]]:
@@ -104,8 +166,8 @@ def _row(name: str, value: Tensor) -> dict[str, Any]:
     return {"name": name, "dtype": value.dtype, "shape": list(value.shape)}
 
 
-def preview(value: Tensor) -> list[Any]:
-    """The first elements along the last axis, as numbers; text for what JSON has no number for, nothing for float8."""
+def preview(value: Tensor) -> list[complex | float | int | bool]:
+    """The first elements along the last axis; nothing for a dtype without numbers."""
     from cgbundle.tensors.tensor import decode
 
     last = len(value.shape) - 1
@@ -115,7 +177,19 @@ def preview(value: Tensor) -> list[Any]:
     except TypeError:
         return []
     short = [float(f"{number:.6g}") if isinstance(number, float) else number for number in numbers]
-    return [number if math.isfinite(number) else str(number) for number in short]
+    return list(map(complex, short[::2], short[1::2])) if value.dtype.startswith("complex") else short
+
+
+def _spelled(number: complex | float | int | bool) -> str:
+    """`1.5`, `1.5-2j`."""
+    return str(number).strip("()")
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as JSON: a complex number is a list of its two parts, and text stands for what is no number there."""
+    parts = [(each.real, each.imag) if isinstance(each, complex) else (each,) for each in row["values"]]
+    known = [[part if math.isfinite(part) else str(part) for part in each] for each in parts]
+    return row | {"values": [each if len(each) > 1 else each[0] for each in known]}
 
 
 def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
@@ -153,6 +227,16 @@ def _read(path: str, manifest: Manifest) -> list[Tensor]:
         return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in wanted]
 
 
+def _check_outputs(path: str, as_json: bool) -> None:
+    """Raises UsageError where outputs cannot go to `path`: before they are computed, not after."""
+    if path != STDOUT:
+        check_writable(path)
+    elif as_json:
+        raise UsageError("--outputs - and --json both write to stdout", "give --outputs a file")
+    elif sys.stdout.isatty():
+        raise UsageError("--outputs -: stdout is a terminal, and safetensors are no text", "redirect it: > out.safetensors")
+
+
 def _write(path: str, found: list[tuple[str, Tensor]]) -> None:
     """Raises UsageError where the file format has no code for a dtype."""
     from cgbundle.format.safetensors import CODES, write
@@ -161,5 +245,10 @@ def _write(path: str, found: list[tuple[str, Tensor]]) -> None:
         if value.dtype not in CODES:
             raise UsageError(f"--outputs: output {name!r} is {value.dtype}, which safetensors cannot hold")
     tensors = {name: (value.dtype, value.shape, value.tobytes) for name, value in found}
+    if path == STDOUT:
+        sys.stdout.flush()
+        write(sys.stdout.buffer, tensors)
+        sys.stdout.buffer.flush()
+        return
     with open(path, "wb") as file:
         write(file, tensors)

@@ -233,3 +233,19 @@ def test_sizes_without_a_rule_are_listed_up_to_a_limit() -> None:
     assert shape != (1, 8)
     with raises("shape-irregular", match="its sizes follow no rule, and are too many for a list"):
         describe_signature(exported(ragged, batch=tuple(range(1, 40, 2))))
+
+
+def while_traced(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    """As a library that leaves a mask out while it is exported."""
+    return m.linear(x) if torch.compiler.is_exporting() else m.linear(x) * 2
+
+
+@pytest.mark.parametrize("sizes", [{"batch": (1, 3)}, {"batch": (3, 8)}])
+def test_a_model_that_does_otherwise_while_it_is_traced(sizes: dict[str, tuple[int, ...]]) -> None:
+    with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, .* something else at batch=\d"):
+        exported(while_traced, **sizes)
+
+
+def test_the_same_without_dimensions() -> None:
+    with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, the model computes something else$"):
+        export(load_source(Holding(while_traced).eval(), lambda: rows(2)), {})

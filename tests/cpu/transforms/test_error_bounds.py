@@ -139,3 +139,32 @@ def test_neighbours_above_2_to_the_53_are_not_equal() -> None:
     assert compare(torch.tensor([2**53]), torch.tensor([2**53 + 1])).error == 1
     assert compare(torch.ones(2), torch.ones(3)).error == compare(torch.ones(2), torch.ones(2).int()).error == INFINITY
     assert compare(torch.ones(0), torch.ones(0)).error == 0
+
+
+class OneLogit(nn.Module):
+    """Cosine similarity of two nearly orthogonal vectors, as SigLIP's logit: a small difference of large numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = torch.linspace(0.1, 0.9, 1 << 12)
+        other = other - x * (x @ other) / (x @ x) + x * 1e-6
+        return (x @ other).reshape(1)
+
+
+class Quantized(nn.Module):
+    """Activations rounded to int8 by their largest: a rounding step of an input turns some of them over."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax() / 127
+        return torch.round(x / scale) * scale
+
+
+def test_a_result_that_cancels_has_a_wider_bound() -> None:
+    torch.manual_seed(0)
+    (found,) = error_bounds(prepared(OneLogit(), torch.rand(1 << 12)))
+    assert F32 < found.bound <= BF16
+
+
+def test_rounding_inside_widens_the_bound() -> None:
+    halves = torch.arange(64) + 0.5
+    (found,) = error_bounds(prepared(Quantized(), torch.cat([torch.tensor([127.0]), halves])))
+    assert F32 < found.bound <= BF16

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import driver, graph_executor, launches, memory, stream_executor, weights
+from cgbundle.cuda import driver, graph_executor, launches, memory, stream_executor, stream_order, weights
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.loader import MODES
+from cgbundle.session.profile import Profile, step_names
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode
 from cgbundle.tables.table import Table
@@ -114,6 +115,45 @@ def test_outputs_outlive_the_program(fake: FakeDriver, bundle: tuple[Manifest, P
     assert fake.retained == 1
     kept.free()
     kept.free()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_steps_are_timed_by_events_while_a_profile_watches(fake: FakeDriver, bundle: tuple[Manifest, Path], lazy: bool) -> None:
+    manifest, _ = bundle
+    backend = opened(*bundle, lazy=lazy)
+    profile = Profile("tiny", backend.watch)
+    given = inputs(KEYS[0])
+    with profile:
+        assert call(backend, 0, given) == expected(given)
+        assert call(backend, 0, given) == expected(given)
+    live, calls = len(fake.live), len(fake.calls)
+    assert call(backend, 0, given) == expected(given)
+    assert "cuEventElapsedTime" in fake.calls[:calls] and "cuEventElapsedTime" not in fake.calls[calls:]
+    names = step_names(manifest, manifest.programs[0])
+    assert [span.name for span in profile.spans] == names * 2 and {span.track for span in profile.spans} == {"GPU"}
+    (row, *_) = profile.rows()
+    assert row.times == 2 and row.track == "GPU"
+    with profile:
+        call(backend, 0, given)
+    assert len(fake.live) == live, "events are left"
+    profile.__enter__()
+    call(backend, 0, given)
+    backend.close()
+    profile.__exit__(None, None, None)
+    assert len(profile.spans) == 4 * len(names)
+
+
+def test_a_long_profile_keeps_few_events(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_order, "PENDING", 3)
+    backend = opened(*bundle)
+    given = inputs(KEYS[0])
+    before = len(fake.live)
+    with Profile("tiny", backend.watch) as profile:
+        for _ in range(10):
+            call(backend, 0, given)
+            assert len(fake.live) <= before + 1 + 2 * 3
+    assert len(profile.spans) == 10 * len(bundle[0].programs[0].steps)
+    backend.close()
 
 
 def test_streams_are_put_in_order(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:

@@ -1,0 +1,46 @@
+"""The costs of first calls, paid ahead of them.
+
+A first call reads the weights from the disk, builds the graphs that `lazy=True` put off, touches the code of torch's libraries and
+of the bundle, and starts OpenMP's threads, which spin while one of them waits for a page.  So the weights come first.  Then every
+int_key is replayed on the inputs that the build has proved it with: made up numbers could be no valid input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from ctypes import addressof, create_string_buffer
+from typing import Any
+
+from ..format.archive import EXAM
+from ..format.open_files import KeptFile
+from ..format.safetensors import Mapped
+from ..format.schema import Manifest
+from ..tensors.exam_tensors import inputs_of
+from ..validate.state import STATE
+from .backend import Backend
+
+Call = tuple[Manifest, tuple[int, ...], Callable[[Sequence[Any]], object]]
+"""What is replayed: a manifest, one of its int_keys, and the replay, which takes tensors in the order of the signature."""
+
+
+def warm_up(manifest: Manifest, backend: Backend, exam: KeptFile, calls: Sequence[Call]) -> None:
+    """Makes each of the calls once; state, and that of random numbers, is then what it was.  Other threads' calls wait where there
+    is any.  Raises as a call does."""
+    backend.populate()
+    state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
+    stored = Mapped(exam.descriptor, EXAM)
+    try:
+        with backend.locked(None) if state else nullcontext() as stream:
+            before = [(index, backend.fetch(index, stream)) for index in state]
+            try:
+                for own, key, replay in calls:
+                    if state:
+                        backend.reset(stream)
+                    replay(inputs_of(stored, own, key))
+            finally:
+                for index, data in before:
+                    memory = create_string_buffer(data, max(1, len(data)))
+                    backend.store(index, addressof(memory), None, stream)
+    finally:
+        stored.close()

@@ -1,0 +1,79 @@
+"""Whether an exported program computes what the model computes in eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.export import ExportedProgram
+
+from cgbundle.format.schema import Size
+from cgbundle.format.size_expressions import evaluate
+
+from ..errors import ModelError
+from ..model.flat_module import FlatModule, ProgramModule, Reference, run_eager
+from ..model.source import SEED, Source, all_keys, sample
+from ..model.user_code import definition
+from ..util.tolerance import compare, tolerance
+from .programs import Programs, coarsest
+from .signature import symbols_of
+
+
+def check_dynamic(
+    source: Source,
+    flat: FlatModule,
+    program: ExportedProgram,
+    shapes: Sequence[tuple[Size, ...]],
+    sizes: Mapping[str, tuple[int, ...]],
+    branched: bool,
+) -> None:
+    """Raises size-excluded for a declared size that does not satisfy what export found, or where program and model differ.
+
+    Export takes a dynamic size for larger than 1: `if x.shape[0] == 1` is False in its program.  So the two are compared at
+    int_keys where a size is 1, and at the largest; not if the program is `branched` on data.
+    """
+    symbols_of(source, program, shapes, sizes)
+    if branched:
+        return
+    if not sizes:
+        check_static(source, flat, program, {}, sample(source, {}).tensors)
+        return
+    keys = all_keys(sizes)
+    bound = coarsest(Programs(by_key=dict.fromkeys(keys, program), dynamic=True))
+    for key in keys:
+        chosen = dict(zip(sizes, key, strict=True))
+        ones = any(evaluate(size, chosen) == 1 for shape in shapes for size in shape if not isinstance(size, int))
+        if (ones or key == keys[-1]) and _differ(flat, program, sample(source, chosen).tensors, bound):
+            raise ModelError(
+                "size-excluded", f"{source.label}: at {_at(chosen)} the model computes something else than its program"
+            )
+
+
+def check_static(
+    source: Source, flat: FlatModule, program: ExportedProgram, chosen: Mapping[str, int], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Raises export-differs where the program of one int_key differs from the model, both run in eager PyTorch."""
+    if _differ(flat, program, tensors, FAR):
+        where = definition(type(source.model).forward) or source.label
+        at = f" at {_at(chosen)}" if chosen else ""
+        raise ModelError("export-differs", f"{where}: while torch.export traces it, the model computes something else{at}")
+
+
+FAR = tolerance(torch.bfloat16)
+"""Beyond what rounding does to any dtype: the exam finds what is nearer."""
+
+
+def _at(chosen: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in chosen.items())
+
+
+def _differ(flat: FlatModule, program: ExportedProgram, tensors: Sequence[torch.Tensor], bound: float) -> bool:
+    wanted, made = [_seeded(reference, tensors) for reference in (flat, ProgramModule([program]))]
+    return any(compare(want, got).error > bound for want, got in zip(wanted, made, strict=True))
+
+
+def _seeded(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The outputs, with the same random numbers every time."""
+    with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
+        torch.manual_seed(SEED)
+        return run_eager(reference, tensors).outputs

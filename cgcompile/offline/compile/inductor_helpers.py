@@ -1,0 +1,46 @@
+"""Inductor's library of Triton functions, without the two seconds of `import torch`.
+
+Private interface (torch 2.11 to 2.13): `torch._inductor.runtime.triton_helpers`, which the kernels that Inductor writes use.  It
+and `triton_compat` beside it need Triton alone when they are imported; a torch of which that is not true is imported as a whole.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+RUNTIME = "torch._inductor.runtime"
+
+
+@cache
+def triton_helpers() -> Any:
+    """The module under its own name and file, which Triton writes into what it compiles."""
+    name = f"{RUNTIME}.triton_helpers"
+    if name not in sys.modules:
+        with suppress(ImportError, AttributeError):  # it asks more of torch than the name
+            return _alone(name)
+    return import_module(name)
+
+
+def _alone(name: str) -> Any:
+    """The module, imported with empty packages above it where there are none.  Afterwards `sys.modules` is as before."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ImportError("no torch")
+    before = set(sys.modules)
+    parts = RUNTIME.split(".")
+    try:
+        for depth in range(1, len(parts) + 1):
+            package = ModuleType(".".join(parts[:depth]))
+            package.__path__ = [os.path.join(os.path.dirname(spec.origin), *parts[1:])] if package.__name__ == RUNTIME else []
+            sys.modules.setdefault(package.__name__, package)
+        return import_module(name)
+    finally:
+        for each in [each for each in sys.modules if each.partition(".")[0] == "torch" and each not in before]:
+            del sys.modules[each]

@@ -1,0 +1,43 @@
+"""Every block of every page runs, and prints what the page shows.  One bundle is built for all (`Runner`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import blocks, pages
+from tests.docs.run import Runner
+from tests.helpers.places import ROOT
+
+pytest.importorskip("torch")
+
+RUN = {"python", "console"}
+OTHERS = {"text", "sh", "dockerfile", ""}
+"""What is no command and no Python: `sh` blocks are those that install, and are skipped."""
+
+PAGES = [page for page in pages() if any(block.language in RUN for block in blocks(page.read_text()))]
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    with Runner(tmp_path_factory.mktemp("docs") / "pages") as made:
+        yield made
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_runs_and_prints_what_is_shown(page: Path, runner: Runner) -> None:
+    runner.page(page)
+
+
+def test_no_block_escapes_its_test() -> None:
+    """Commands and Python stand in blocks of that language; what is skipped installs, or is run elsewhere."""
+    for page in pages():
+        for block in blocks(page.read_text()):
+            place = f"{page.relative_to(ROOT)}:{block.line}"
+            assert block.language in RUN | OTHERS, place
+            if block.language == "sh":
+                assert block.words == ("skip",), place
+            if block.language == "" and "cli/docs/reference" not in place:
+                assert not any(line.startswith(("$ ", "import ", "cgcompile ", "pip ")) for line in block.text.splitlines()), place

@@ -1,0 +1,71 @@
+"""`cgcompile` many times, torch imported once: a process that forks for every command.
+
+A line of JSON on stdin is {"arguments": [...], "folder": ..., "environment": {...}}, the answer a line of JSON on stdout:
+{"status": ..., "output": ..., "seconds": ...}: processor time, and stderr and stdout as one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from importlib import import_module
+
+MODULES = (
+    "torch", "torch._dynamo", "torch._inductor", "torch.export", "cgcompile.pipeline.build", "cgcompile.pipeline.check",
+    "cgcompile_cli.main",
+)  # fmt: skip
+"""What the commands of pages import, and what starts no threads, which a fork would lose."""
+
+
+def main() -> None:
+    """Answers until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for module in MODULES:
+        import_module(module)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        with tempfile.TemporaryFile() as output:
+            child = os.fork()
+            if not child:
+                run(asked["arguments"], asked["folder"], asked["environment"], output.fileno())
+            _, status, used = os.wait4(child, 0)
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        seconds = used.ru_utime + used.ru_stime
+        answers.write(json.dumps({"status": os.waitstatus_to_exitcode(status), "output": text, "seconds": seconds}) + "\n")
+        answers.flush()
+
+
+def run(arguments: list[str], folder: str, environment: dict[str, str], output: int) -> None:
+    """In the child, and ends it."""
+    import traceback
+
+    from cgcompile_cli.main import main as cgcompile
+
+    status = 70
+    try:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(1), "w", buffering=1) for _ in range(2))
+        os.chdir(folder)
+        os.environ.update(environment)
+        sys.argv = ["cgcompile", *arguments]
+        cgcompile()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Whether a command printed what a page shows of it.
+
+`...` stands for anything, in a line, or for lines where it is all of one.  A number with a unit, a fraction or an exponent stands
+for any number, and its unit for any of the same kind; widths of columns do not count.  All else has to be the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+ANYTHING = "..."
+
+NUMBER = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+UNITS = (
+    ("min", "s", "ms", "us", "ns"),
+    ("B", "KB", "MB", "GB", "KiB", "MiB", "GiB"),
+    ("%",),
+)  # fmt: skip
+"""A second for a millisecond, a KiB for a MiB."""
+
+WORD = re.compile(rf"(?<![\w.])({NUMBER})( ?)(min \d+ s|[A-Za-z]+|%)?(?![\w])")
+
+
+def difference(shown: str, got: str) -> str:
+    """The first line of `shown` that is not in `got` where it should be, or ""."""
+    given = [line.rstrip() for line in got.splitlines()]
+    parts: list[list[str]] = [[]]
+    for line in shown.splitlines():
+        if line.strip() == ANYTHING:
+            parts.append([])
+        else:
+            parts[-1].append(line.rstrip())
+    place = 0
+    for index, part in enumerate(parts):
+        patterns = [pattern(line) for line in part]
+        last = index == len(parts) - 1
+        if index == 0:
+            starts = [0]
+        elif last:
+            starts = [len(given) - len(part)] if len(given) - len(part) >= place else []
+        else:
+            starts = list(range(place, len(given) - len(part) + 1))
+        found = next((start for start in starts if _fits(patterns, given[start : start + len(part)])), None)
+        if found is None:
+            return _first_missing(part, patterns, given[place:])
+        place = found + len(part)
+    return "" if place == len(given) or len(parts) > 1 else f"nothing more than was shown, got: {given[place]}"
+
+
+def pattern(line: str) -> re.Pattern[str]:
+    """A line that is shown, as an expression."""
+    indent = len(line) - len(line.lstrip())
+    pieces = [_piece(piece) for piece in line.strip().split(ANYTHING)]
+    return re.compile(r"\s*" * bool(indent) + ".*".join(pieces))
+
+
+def _piece(text: str) -> str:
+    made, place = "", 0
+    for found in WORD.finditer(text):
+        number, space, unit = found.groups()
+        kind = next((kind for kind in UNITS if unit and unit.split()[0] in kind), None)
+        if kind is None and not re.search(r"[.e]", number):
+            continue
+        made += _plain(text[place : found.start()]) + NUMBER
+        if kind is not None:
+            made += (" ?" if space else "") + "(?:" + "|".join(map(re.escape, kind)) + r")(?: \d+ s)?"
+        elif unit:
+            made += _plain(space + unit)
+        else:
+            made += _plain(space)
+        place = found.end()
+    return made + _plain(text[place:])
+
+
+def _plain(text: str) -> str:
+    return r"\s+".join(map(re.escape, re.split(r"\s+", text)))
+
+
+def _fits(patterns: Sequence[re.Pattern[str]], lines: Sequence[str]) -> bool:
+    return len(patterns) == len(lines) and all(each.fullmatch(line) for each, line in zip(patterns, lines, strict=True))
+
+
+def _first_missing(part: Sequence[str], patterns: Sequence[re.Pattern[str]], given: Sequence[str]) -> str:
+    for line, each in zip(part, patterns, strict=True):
+        if not any(each.fullmatch(one) for one in given):
+            return line
+    return " / ".join(part) + " (together, at this place)"

@@ -1,0 +1,145 @@
+"""`cgcompile run`: repeated replays, outputs on stdout, complex numbers; of golden bundles for the CPU, without torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cgbundle.errors import MachineError
+from cgbundle.format.safetensors import Mapped
+from cgbundle.loader import load
+from cgbundle.tensors.tensor import from_bytes
+from cgcompile_cli import main
+from cgcompile_cli.commands import run
+from tests.helpers.places import GOLDEN, ROOT
+from tests.helpers.support import write_bundle
+
+STATE = GOLDEN / "v4/cpu_state.cgb"
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(main.app, ["run", *map(str, arguments)], prog_name="cgcompile", env={"COLUMNS": "80"})
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Path:
+    """A bundle whose calls change its state and one of their inputs, where it can be run."""
+    try:
+        load(STATE).close()
+    except MachineError as error:
+        pytest.skip(str(error))
+    return STATE
+
+
+def test_repeated_replays_are_all_of_the_same_inputs_and_state(bundle: Path, tmp_path: Path) -> None:
+    once = json.loads(call(bundle, "--json").stdout)
+    often = json.loads(call(bundle, "--json", "--repeat", 20).stdout)
+    assert "repeated" not in once["seconds"]
+    assert once["outputs"][2:] == often["outputs"][2:], "what no random numbers went into"
+    told = often["seconds"]["repeated"]
+    assert list(told) == ["replays", "min", "p50", "p90", "p99", "max", "mean"] and told["replays"] == 20
+    assert (
+        0 < told["min"] <= told["p50"] <= told["p90"] <= told["p99"] <= told["max"] and told["min"] <= told["mean"] <= told["max"]
+    )
+    shown = call(bundle, "--repeat", 20).stdout.splitlines()
+    assert shown[-2].split() == ["replays", "min", "p50", "p90", "p99", "max", "mean"] and shown[-1].split()[0] == "20"
+
+
+def test_every_replay_is_given_what_the_first_was(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cgbundle.program import Program
+
+    given: list[Any] = []
+    replay = Program.replay
+
+    def seen(self: Program, tensors: Any) -> Any:
+        before = [tensor.tobytes() for tensor in tensors]
+        made = replay(self, tensors)
+        given.append((before, [tensor.tobytes() for tensor in made]))
+        return made
+
+    monkeypatch.setattr(Program, "replay", seen)
+    assert call(bundle, "--repeat", 3).exit_code == 0
+    inputs, outputs = zip(*given, strict=True)
+    assert len(given) == 4 and inputs.count(inputs[0]) == 4
+    deterministic = [values for values in zip(*outputs, strict=True) if len(set(values)) == 1]
+    assert len(deterministic) >= 2, "state was brought back; what random numbers went into differs"
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (1, (1, 1, 1, 1, 1)),
+        (2, (1, 1, 2, 2, 2)),
+        (10, (1, 5, 9, 10, 10)),
+        (100, (1, 50, 90, 99, 100)),
+        (200, (1, 100, 180, 198, 200)),
+    ],
+)
+def test_percentiles_are_values_that_were_measured(count: int, expected: tuple[int, ...]) -> None:
+    told = run._statistics([float(value) for value in reversed(range(1, count + 1))])
+    assert tuple(told[name] for name in ("min", "p50", "p90", "p99", "max")) == expected
+    assert told["mean"] == pytest.approx((count + 1) / 2) and told["replays"] == count
+
+
+# --- outputs on stdout --------------------------------------------------------------------------------------------
+
+
+def test_outputs_go_to_stdout_as_safetensors(bundle: Path, tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
+    done = subprocess.run(
+        [sys.executable, "-m", "cgcompile_cli", "run", bundle, "--outputs", "-"],
+        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, check=True,
+    )  # fmt: skip
+    (tmp_path / "out.safetensors").write_bytes(done.stdout)
+    held = Mapped(str(tmp_path / "out.safetensors"), "out")
+    assert set(held.entries) >= {"0", "1", "2", "3"}
+    held.close()
+    assert done.stderr.startswith(b"output  dtype") and b"loaded in" in done.stderr
+
+
+def test_stdout_takes_one_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = write_bundle(tmp_path / "tiny.cgb")
+    told = call(bundle, "--outputs", "-", "--json")
+    assert told.exit_code == 2 and "--outputs - and --json both write to stdout" in told.stderr
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    with pytest.raises(run.UsageError, match="stdout is a terminal"):
+        run._check_outputs("-", as_json=False)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_bundle_is_loaded(tmp_path: Path) -> None:
+    bundle = shutil.copytree(write_bundle(tmp_path / "tiny.cgb"), tmp_path / "copy.cgb")
+    for path in (tmp_path, tmp_path / "missing/out.safetensors"):
+        told = call(bundle, "--outputs", path)
+        assert told.exit_code == 2 and f"{path}: cannot be written" in told.stderr
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def test_complex_numbers_are_shown_as_such() -> None:
+    value = from_bytes(struct.pack("<6f", 1.5, -2, 0, 0.1, float("nan"), float("inf")), "complex64", (1, 3))
+    values = run.preview(value)
+    assert [run._spelled(each) for each in values] == ["1.5-2j", "0.1j", "nan+infj"]
+    plain = run._plain({"name": "z", "values": values})
+    assert plain["values"] == [[1.5, -2.0], [0.0, 0.1], ["nan", "inf"]] and json.dumps(plain, allow_nan=False)
+
+
+def test_other_numbers_are_as_they_were() -> None:
+    value = from_bytes(struct.pack("<2f", 1 / 3, float("-inf")), "float32", (2,))
+    assert run._plain({"values": run.preview(value)})["values"] == [0.333333, "-inf"]
+    assert run._plain({"values": run.preview(from_bytes(b"\x01\x00", "bool", (2,)))})["values"] == [True, False]
