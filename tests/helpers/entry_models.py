@@ -43,14 +43,14 @@ class Lanes(nn.Module):
     def decode(self, ids: torch.Tensor) -> torch.Tensor:
         """(batch,): a token for each of the first lanes -> (batch, VOCABULARY)."""
         batch = ids.shape[0]
-        lanes, at = torch.arange(batch, device=ids.device), self.length[:batch]
+        lanes, at = torch.arange(batch, device=ids.device), self.length[:batch] % LONGEST
         query, key, value = self.mixed(self.token(ids)).chunk(3, -1)
         self.keys[lanes, at] = key
         self.values[lanes, at] = value
         hidden = torch.arange(LONGEST, device=ids.device)[None] > at[:, None]
         scores = (self.keys[:batch] @ query[:, :, None]).squeeze(-1) * WIDTH**-0.5
         mixed = scores.masked_fill(hidden, -1e9).softmax(-1)[:, None] @ self.values[:batch]
-        self.length[:batch] = (at + 1) % LONGEST
+        self.length[:batch] = at + 1
         return self.head(mixed.squeeze(1))
 
     def reset_lane(self, lane: torch.Tensor) -> torch.Tensor:
