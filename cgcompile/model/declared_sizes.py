@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,6 +22,10 @@ class SavedDimension(NamedTuple):
 Given = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
 """[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"].  Of several entries {"decode": [1, 8]}, {"decode": {"batch": [1,
 8]}}, or ["decode:batch=1,8"]; what names no entry holds for all that declare the dimension."""
+
+
+Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
+"""What makes example inputs: a function for `forward`, or one for each method that is an entry."""
 
 
 def sizes_of_entries(given: Given, dimensions: Mapping[str, Sequence[str]]) -> dict[str, Given]:

@@ -18,12 +18,10 @@ from cgbundle.format.entries import FORWARD
 
 from ..errors import ModelError
 from ..util.model_file import check_file, kind_of, missing_attribute, missing_module, undefined
+from .declared_sizes import Inputs
 from .quantization.plain_model import plain_model
 from .source import Source
 from .user_code import call_user
-
-Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
-"""What makes example inputs: a function for `forward`, or one for each method that is an entry."""
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:

@@ -23,10 +23,10 @@ from ..export.export import export, refuse_branches
 from ..export.exported import Exported
 from ..export.programs import Programs, with_shared_constants
 from ..export.signature import describe_signature
-from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
+from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
 from ..model.flat_module import PREFIX
-from ..model.load import Inputs, load_sources
+from ..model.load import load_sources
 from ..model.source import Source
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.choice import choose

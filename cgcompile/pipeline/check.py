@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,11 @@ from ..export.export import export
 from ..export.exported import Exported
 from ..export.signature import describe_signature
 from ..export.weights import weight_placeholders
-from ..model.declared_sizes import Given, assumed_sizes, declared_sizes
+from ..model.declared_sizes import Given, Inputs, assumed_sizes, declared_sizes, sizes_of_entries
 from ..model.flat_module import PREFIX
-from ..model.load import load_source
+from ..model.load import load_sources
 from ..model.side_effects import BRANCH, BRANCH_FIX
-from ..model.source import sample
+from ..model.source import Source, sample
 from ..model.user_code import user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
@@ -42,7 +42,7 @@ ASSUMED = (2, 8)
 
 def check(
     model: Any,
-    inputs: Callable[..., Any] | None,
+    inputs: Inputs | None,
     *,
     sizes: Given,
     target: str,
@@ -51,11 +51,32 @@ def check(
     max_keys: int,
 ) -> Report:
     """See `cgcompile.check`."""
+    sources = load_sources(model, inputs)
+    several = {source.entry: source.dimensions for source in sources}
+    each = sizes_of_entries(sizes, several) if sizes else {}
+    reports = []
+    for source in sources:
+        entry = source.entry if len(sources) > 1 else ""
+        assumed = () if sizes else tuple(source.dimensions)
+        wanted = assumed_sizes(assumed, source.saved, ASSUMED)
+        if not assumed:
+            wanted = declared_sizes(each.get(source.entry, ()), source.dimensions, source.saved, entry)
+        reports.append(_report(source, wanted, assumed, target, strict, host_ops, max_keys))
+    return replace(reports[0], others=tuple(reports[1:]))
+
+
+def _report(
+    source: Source,
+    wanted: dict[str, tuple[int, ...]],
+    assumed: tuple[str, ...],
+    target: str,
+    strict: bool,
+    host_ops: Sequence[str],
+    max_keys: int,
+) -> Report:
+    """The report of one entry."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
-    source = load_source(model, inputs)
-    assumed = () if sizes else tuple(source.dimensions)
-    wanted = assumed_sizes(assumed, source.saved, ASSUMED) if assumed else declared_sizes(sizes, source.dimensions, source.saved)
     found: list[Finding] = []
     axes: tuple[tuple[str, str], ...] = ()
     regions: tuple[RegionReport, ...] = ()
@@ -94,8 +115,8 @@ def check(
         found = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in found]
     found.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
     return Report(
-        name=source.name, target=target, sizes=tuple(wanted.items()), axes=axes, assumed=assumed, findings=tuple(found),
-        regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
+        name=source.name, entry=source.entry, others=(), target=target, sizes=tuple(wanted.items()), axes=axes, assumed=assumed,
+        findings=tuple(found), regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
     )  # fmt: skip
 
 

@@ -220,6 +220,13 @@ class Lanes(nn.Module):
 
 
 def cpu_entries() -> Made:
+    """fp32, with an entry that may be padded and one that changes state; a shared object each is what its bytes allow."""
+    model, entries = traced_entries()
+    assert isinstance(entries, dict)
+    return model, {name: entries[name] for name in ("forward", "fill")}
+
+
+def traced_entries() -> Made:
     """fp32, with an entry that may be padded, one with a dimension of its own, and one without any."""
 
     def rows(batch: int) -> tuple[torch.Tensor, ...]:
@@ -232,11 +239,6 @@ def cpu_entries() -> Made:
         return (torch.randint(0, 4, (1,)),)
 
     return Lanes(), {"forward": rows, "fill": filling, "empty": emptied}
-
-
-def traced_entries() -> Made:
-    """The same."""
-    return cpu_entries()
 
 
 def perceptron() -> nn.Module:

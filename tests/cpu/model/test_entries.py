@@ -19,7 +19,7 @@ from cgcompile.model.load import load_sources
 from cgcompile.model.source import sample
 from cgcompile.transforms.padding_proof import prove_padding
 from cgcompile.transforms.prepared import Prepared, prepare, together
-from tests.golden.models import Lanes, cpu_entries
+from tests.golden.models import Lanes, traced_entries
 from tests.helpers.raising import raises
 
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {"forward": {"batch": (1, 4)}, "fill": {"rows": (2,)}, "empty": {}}
@@ -41,7 +41,7 @@ def exports(model: nn.Module, entries: Any, sizes: Any) -> list[Exported]:
 
 @pytest.fixture(scope="module")
 def made() -> list[tuple[Exported, Prepared]]:
-    model, entries = cpu_entries()
+    model, entries = traced_entries()
     exported = exports(model, entries, SIZES)
     prepared = [prepare(each, describe_signature(each), check(each).functionalized, markers=False) for each in exported]
     return list(zip(exported, together(prepared), strict=True))

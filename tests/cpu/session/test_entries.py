@@ -39,12 +39,11 @@ def eager() -> Lanes:
 def check(program: cgbundle.Program, model: Lanes, count: int, seed: int) -> None:
     drawn, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     for _ in range(count):
-        name = drawn.choice(["forward", "fill", "empty"])
+        name = drawn.choice(["forward", "fill"])
         lane = torch.tensor([drawn.randrange(4)])
         given = {
             "forward": (torch.randn(drawn.randrange(1, 10), 16, generator=generator),),
             "fill": (torch.randn(2, 16, generator=generator), lane),
-            "empty": (lane,),
         }[name]
         with torch.no_grad():
             expected = getattr(model, name)(*given)
@@ -76,7 +75,7 @@ def test_only_who_changes_the_state_says_so(program: cgbundle.Program) -> None:
     with program:
         names = [weight.name for weight in program.manifest.weights]
         changes = {each.entry: [names[index] for index in each.changes] for each in each_entry(program.manifest)}
-        assert changes == {"forward": [], "fill": ["cache"], "empty": ["cache"]}
+        assert changes == {"forward": [], "fill": ["cache"]}
         with raises("key-missing", match="fill\\(\\) writes to its buffer 'cache'"):
             program.fill(torch.zeros(1, 16), torch.tensor([0]))
 
