@@ -16,7 +16,7 @@ BENCH := .cache/bench
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help install demo test check format docs fuzz sanitize gpu bench golden tune clean
+.PHONY: help install demo test check format docs wheel fuzz sanitize gpu bench golden tune clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,11 @@ check: $(INSTALLED) ## ruff and mypy
 format: $(INSTALLED) ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
+
+# Needs no .venv, and so no torch: pip brings hatchling along.
+wheel: ## dist/cgcompile-VERSION-py3-none-any.whl, to install as dist/cgcompile-....whl[serve] and the like
+	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 docs: $(INSTALLED) ## write the reference of cli/docs anew, from the code
 	@$(BIN)/python -m tests.docs

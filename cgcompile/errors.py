@@ -80,7 +80,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "give --max and --multiple a number of 1 or more"),
     # --- the environment ---
     "extra-missing": Cause(BuildError, 2, "A package that building or signing needs is not installed.",
-        "pip install 'cgcompile[compile]' to build, 'cgcompile[sign]' to sign"),
+        "pip install 'torch>=2.11' 'triton>=3.6' numpy to build, 'cryptography>=43' to sign"),
     "torch-unsupported": Cause(BuildError, 2, "This torch lacks something that the compiler uses; the message names it.",
         "install a version of torch that cgcompile was tested with: 2.11 or 2.13"),
     "target-unavailable": Cause(BuildError, 2, "The target cannot be built for on this machine, or does not exist.",

@@ -57,7 +57,7 @@ def _private_key(path: str) -> Ed25519PrivateKey:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
     except ModuleNotFoundError:
-        hint = "pip install 'cgcompile[sign]'"
+        hint = "pip install 'cryptography>=43'"
         raise BuildError("extra-missing", "signing needs cryptography, which is not installed", hint) from None
     with open(path, "rb") as file:
         text = file.read(MAX_BYTES)

@@ -13,7 +13,7 @@ import torch
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Exam, IntKey, Proof, Weight
 from cgbundle.format.spans import HOST_ONLY
-from cgbundle.tables.recording import Address
+from cgbundle.tables.recording import Address, Function
 
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, write_exam
@@ -22,6 +22,7 @@ from ..export.programs import coarsest
 from ..model.source import sample
 from ..targets.architectures import Arch, arch
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts, build_key
+from ..targets.cuda.conditions import condition_function, condition_image, conditional_driver
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.ptxas import lowest_driver
@@ -41,7 +42,7 @@ from .assemble.rows import assemble
 from .compile.kernels import CompiledKernel, compile_variants
 from .interpret.interpret import Outcome, interpret
 from .lower.jobs import lower_all
-from .lowered import KernelVariant, Lowered, LoweredProgram
+from .lowered import KernelVariant, Lowered, LoweredProgram, SetCondition
 from .lowering_jobs import live_weights, region_jobs, whole_jobs
 from .proof import Trial, kernel_sources, make_task, make_trial, proved
 from .tuning.measurements import table_file
@@ -76,6 +77,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         with stages("compile") as tell:
             compiled = _compile(traced, target, tell)
             images = {kernel.sha256: kernel.image for kernel in compiled.values()}
+            conditions = None
+            if any(isinstance(event, SetCondition) for each in traced.values() for event in each.events):
+                image = condition_image(target.name)
+                conditions = condition_function(image)
+                images[conditions.image] = image
             tell(f"{len(images)} kernel images")
         shapes = shapes_of(tensors)
         unplaced = lay_out(shapes, state, split.host_only if split else ()).rows
@@ -84,7 +90,13 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         folded, end = folded_tables(traced, layout.weights_end)
         with stages("plan") as tell:
             graphs, bound = _assemble(
-                joined, compiled, _places(layout.rows, folded), calls, split, {key: own.written for key, own in prepared.items()}
+                joined,
+                compiled,
+                _places(layout.rows, folded),
+                calls,
+                split,
+                {key: own.written for key, own in prepared.items()},
+                conditions,
             )
             uploads = split.uploads if split else {}
             recorded = RecordedProgram(
@@ -113,8 +125,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 trials = _interpret(spec, parts, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
                 parts = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
                 tell(_proved([proof for part in parts for proof in part.exam.proofs]))
+    driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(
-        target=cuda_target(target.name, lowest_driver(target.capability), hosts, spec.torch_version),
+        target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
         memories=written.memories,
         regions=written.regions,
@@ -205,16 +218,17 @@ def _assemble(
     calls: Mapping[IntKey, Sequence[torch.Tensor]],
     split: SplitProgram | None,
     written: Mapping[IntKey, Collection[int]],
+    conditions: Function | None,
 ) -> tuple[dict[RegionKey, RecordedGraph], int]:
     """The rows of every region and key, and the largest lower bound of their arenas.  `places`: of weights and state by name;
-    `written`: positions of the inputs that a call changes."""
+    `written`: positions of the inputs that a call changes; `conditions` as `assemble` takes it."""
     graphs, bound = {}, 0
     for key, program in programs.items():
         planned = plan(program.lowered)
         check_plan(program.lowered, planned)
         starts = [*input_offsets(calls[key])[:-1], *[value.offset for value in (split.uploads[key] if split else ())]]
         kernels = [compiled[variant] for variant in program.lowered.variants]
-        made = assemble(program, kernels, planned, places, starts, written[key])
+        made = assemble(program, kernels, planned, places, starts, written[key], conditions)
         graphs.update({(region.name, key): graph for region, graph in zip(program.regions, made, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound

@@ -29,7 +29,7 @@ from ..model.flat_module import PREFIX
 from ..model.load import load_sources
 from ..model.source import Source
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
-from ..targets.choice import choose
+from ..targets.choice import CONDITIONALS, choose
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import manifest_aliases
 from ..transforms.padding_proof import prove_padding
@@ -69,7 +69,8 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             signatures = [describe_signature(each) for each in exported]
             tell(", ".join([_nodes(each.programs) for each in exported]))
         with stages("check") as tell:
-            checked = [check(each, "cpu" if chosen.recorder == "host" else "cuda", options.host_ops) for each in exported]
+            kind, conditionals = "cpu" if chosen.recorder == "host" else "cuda", chosen.recorder in CONDITIONALS
+            checked = [check(each, kind, options.host_ops, conditionals=conditionals) for each in exported]
             _refuse(checked, options)
             prepared = together(
                 [

@@ -21,13 +21,17 @@ from cgbundle.errors import CgbundleError
 
 from ..targets.architectures import ARCHES
 from ..targets.instruction_sets import LEVELS, Level, check_level
-from ..targets.requirements import DRIVER, check_compiler, check_packages, compiler
+from ..targets.requirements import BINDINGS, DRIVER, EXTRA, check_compiler, check_packages, compiler
 from ..util.version import VERSION
 
 LOWEST = "2.11"
 """The oldest torch whose libraries a bundle for processors may ask for."""
 
-TELLING = {"x86-64-v2": "SSE4.2", "x86-64-v3": "AVX2 and FMA", "x86-64-v4": "AVX-512"}
+TELLING = {
+    "x86-64-v2": "x86 processors with SSE4.2", "x86-64-v3": "x86 processors with AVX2 and FMA",
+    "x86-64-v4": "x86 processors with AVX-512", "armv8-a": "64-bit Arm processors",
+    "armv8.2-a": "64-bit Arm processors with LSE (Graviton2, Ampere Altra and later)",
+}  # fmt: skip
 """What people know a level of processors by."""
 
 MAJOR, MINOR = 75, 76
@@ -100,20 +104,20 @@ def _parts() -> tuple[Part, ...]:
     return (
         Part(name="cgcompile", found=f"{VERSION}, {Path(__file__).parents[1]}", use="", fix=""),
         Part(name="python", found=python, use="", fix=""),
-        _package("torch", "building, and running bundles for processors", "compile", _cuda_of_torch()),
-        _package("numpy", "building", "compile"),
-        _package("triton", "building for GPUs", "compile"),
+        _package("torch", "building, and running bundles for processors", EXTRA, _cuda_of_torch()),
+        _package("numpy", "building", EXTRA),
+        _package("triton", "building for GPUs", EXTRA),
         Part(name="C++ compiler", found=_compiler(), use="building for processors", fix="install g++, or set CXX"),
-        _package("cuda-bindings", "running bundles for GPUs, and recording them", "cuda"),
-        _package("cryptography", "signing", "sign"),
+        _package("cuda-bindings", "running bundles for GPUs, and recording them", BINDINGS),
+        _package("cryptography", "signing", "pip install 'cryptography>=43'"),
     )
 
 
-def _package(name: str, use: str, extra: str, more: str = "") -> Part:
+def _package(name: str, use: str, fix: str, more: str = "") -> Part:
     try:
         found = distribution(name)
     except PackageNotFoundError:
-        return Part(name=name, found="", use=use, fix=f"pip install 'cgcompile[{extra}]'")
+        return Part(name=name, found="", use=use, fix=fix)
     return Part(name=name, found=found.version + more, use=use, fix="")
 
 
@@ -166,7 +170,7 @@ def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _level(row: Level) -> TargetHere:
-    return _processors(row.name, f"x86 processors with {TELLING[row.name]}", row)
+    return _processors(row.name, TELLING[row.name], row)
 
 
 def _processors(name: str, about: str, level: Level | None) -> TargetHere:
@@ -189,7 +193,7 @@ def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
     others = {each.arch: each.name for each in gpus if each.arch not in known}
     run = ("", "")
     if find_spec("cuda") is None:
-        run = "cuda-bindings is not installed", "pip install 'cgcompile[cuda]'"
+        run = "cuda-bindings is not installed", BINDINGS
     captured = _refusal(lambda: check_packages("capture"))
     if not captured[0] and not gpus:
         captured = missing, "name the GPU that the bundle is for: --target sm_90, or another"

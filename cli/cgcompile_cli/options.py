@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands have, and what the shell completes in them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,56 @@ from typing import Annotated
 import typer
 
 from .errors import UsageError
+
+Words = list[tuple[str, str]]
+"""What a word may be completed to, each with what it is."""
+
+
+def target_names(incomplete: str) -> Words:
+    """What `--target` may name."""
+    from cgcompile.targets.architectures import ARCHES
+    from cgcompile.targets.instruction_sets import LEVELS
+
+    known = [("auto", "a GPU that is here, else the CPU"), ("cpu", "processors like this one"), ("cuda", "the GPU of this machine")]
+    known += [(row.name, "processors of that level") for row in LEVELS] + [(row.name, row.gpu) for row in ARCHES]
+    return _beginning(known, incomplete)
+
+
+def peer_names(incomplete: str) -> Words:
+    """What `--against` may name behind its last comma."""
+    from cgcompile.tools.bench.peers import PEERS
+
+    before, comma, _ = incomplete.rpartition(",")
+    given = before.split(",")
+    return _beginning([(f"{before}{comma}{name}", about) for name, about in PEERS.items() if name not in given], incomplete)
+
+
+def rule_names(incomplete: str) -> Words:
+    """The rules that findings are of."""
+    from cgcompile.tools.explanations import explanations
+
+    return _beginning([(each.name, each.headline) for each in explanations() if each.kind == "finding"], incomplete)
+
+
+def recorded_keys(context: typer.Context, incomplete: str) -> Words:
+    """The int_keys of the bundle that the command names; none where there is none."""
+    from cgbundle.errors import CgbundleError
+    from cgbundle.exam import name_key
+    from cgbundle.validate.bundle import checked_manifest
+
+    from .int_keys import spell
+
+    named = context.params.get("bundle") or next(iter(context.args), "")  # the parser gives up at an option without its value
+    try:
+        manifest = checked_manifest(str(named))
+    except (CgbundleError, OSError):
+        return []
+    return _beginning([(spell(each.key), name_key(manifest, each.key)) for each in manifest.programs], incomplete)
+
+
+def _beginning(words: Words, incomplete: str) -> Words:
+    return [each for each in words if each[0].startswith(incomplete)]
+
 
 BundlePath = Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)]
 

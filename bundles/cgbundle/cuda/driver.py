@@ -23,7 +23,7 @@ except ImportError:  # a machine that only inspects bundles
 
 cu: Any = driver
 
-MISSING_HINT = "pip install 'cgcompile[cuda]'"
+MISSING_HINT = "pip install 'cuda-bindings>=13'"
 
 OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY."""

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from ...errors import BuildError
+from ..requirements import EXTRA
 
 BLACKWELL = 100
 """Capabilities from here on are compiled by a ptxas of their own (triton/backends/nvidia/compiler.py, 3.6 and 3.7)."""
@@ -40,9 +41,7 @@ def lowest_driver(capability: int) -> int:
 def _ptxas(capability: int) -> Path:
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
-        raise BuildError(
-            "extra-missing", "building for a GPU needs triton, which is not installed", "pip install 'cgcompile[compile]'"
-        )
+        raise BuildError("extra-missing", "building for a GPU needs triton, which is not installed", EXTRA)
     name = "ptxas-blackwell" if capability >= BLACKWELL else "ptxas"
     path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
     if not path.exists():

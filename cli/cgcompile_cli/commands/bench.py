@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import FINDINGS, INTERRUPTED
-from ..options import BundlePath, check_writable
+from ..options import BundlePath, check_writable, peer_names, recorded_keys
 from ..output import complain, write_json
 from ..progress import watching
 
@@ -16,12 +16,20 @@ def bench(
     bundle: BundlePath,
     against: Annotated[
         str,
-        typer.Option("--against", metavar="PEERS", help="Of eager, compile, compile-warm, manual, ort. Default: all."),
+        typer.Option(
+            "--against",
+            metavar="PEERS",
+            help="Of eager, compile, compile-warm, manual, ort. Default: all.",
+            autocompletion=peer_names,
+        ),
     ] = "",
     sizes: Annotated[
         list[str] | None,
         typer.Option(
-            "--size", metavar="KEY", help="Measure this int_key: 8, or 8x128; may be repeated. Default: all, or 4 of many."
+            "--size",
+            metavar="KEY",
+            help="Measure this int_key: 8, or 8x128; may be repeated. Default: all, or 4 of many.",
+            autocompletion=recorded_keys,
         ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Fresh processes per peer, and turns of calls.")] = 5,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..errors import UsageError
-from ..options import HostOps, ModelName
+from ..options import HostOps, ModelName, rule_names, target_names
 from ..output import duration, first_lines, listed, record, show, write_json
 from ..progress import watching
 
@@ -41,7 +41,12 @@ def build(
     ] = None,
     target: Annotated[
         str,
-        typer.Option("--target", metavar="TARGET", help="auto, cpu, x86-64-v3 (CPUs of that level), cuda, or sm_90 and its like."),
+        typer.Option(
+            "--target",
+            metavar="TARGET",
+            help="auto, cpu, x86-64-v3 (CPUs of that level), cuda, or sm_90 and its like.",
+            autocompletion=target_names,
+        ),
     ] = "auto",
     lower: Annotated[
         Literal["eager", "inductor", "max-autotune"], typer.Option("--lower", help="How hard to optimize.")
@@ -60,7 +65,10 @@ def build(
     waive: Annotated[
         list[str] | None,
         typer.Option(
-            "--waive", metavar="RULE", help="Accept a rule's findings; may be repeated. What is refused cannot be waived."
+            "--waive",
+            metavar="RULE",
+            help="Accept a rule's findings; may be repeated. What is refused cannot be waived.",
+            autocompletion=rule_names,
         ),
     ] = None,
     host_ops: HostOps = None,

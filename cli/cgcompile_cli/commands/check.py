@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
-from ..options import HostOps, ModelName
+from ..options import HostOps, ModelName, target_names
 from ..output import count, listed, record, safe, show, size, write_json
 from ..progress import watching
 
@@ -33,7 +33,10 @@ def check(
         typer.Option("--sizes", metavar="SIZES", help="Sizes to check for: 1,8,32, or batch=1,8 for each of several dimensions."),
     ] = None,
     target: Annotated[
-        str, typer.Option("--target", metavar="TARGET", help="cuda, an architecture, or cpu; no GPU is needed.")
+        str,
+        typer.Option(
+            "--target", metavar="TARGET", help="cuda, an architecture, or cpu; no GPU is needed.", autocompletion=target_names
+        ),
     ] = "cuda",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
     host_ops: HostOps = None,

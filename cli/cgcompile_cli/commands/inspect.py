@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UsageError
-from ..options import BundlePath
+from ..options import BundlePath, recorded_keys
 from ..output import record, say, show, size, write_json
 
 if TYPE_CHECKING:
@@ -30,7 +30,13 @@ WIDTH = 100
 def inspect(
     bundle: BundlePath,
     graph: Annotated[
-        str | None, typer.Option("--graph", metavar="KEY", help="Show steps, values and nodes of one int_key: 8, 8x128, decode:8.")
+        str | None,
+        typer.Option(
+            "--graph",
+            metavar="KEY",
+            help="Show steps, values and nodes of one int_key: 8, 8x128, decode:8.",
+            autocompletion=recorded_keys,
+        ),
     ] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Show the kernels by number of launches and image size.")] = False,
     memory: Annotated[

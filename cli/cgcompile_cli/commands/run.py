@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
-from ..options import BundlePath, check_writable
+from ..options import BundlePath, check_writable, recorded_keys
 from ..output import duration, listed, safe, say, show, table, write_json
 
 if TYPE_CHECKING:
@@ -40,7 +40,13 @@ def run(
         ),
     ] = None,
     key: Annotated[
-        str | None, typer.Option("--size", metavar="KEY", help="Which exam inputs: 8, or batch=8,seq=128. Default: the smallest.")
+        str | None,
+        typer.Option(
+            "--size",
+            metavar="KEY",
+            help="Which exam inputs: 8, or batch=8,seq=128. Default: the smallest.",
+            autocompletion=recorded_keys,
+        ),
     ] = None,
     entry: Annotated[
         str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")

@@ -27,7 +27,7 @@ SECONDS = 0.4
 @pytest.fixture(scope="module")
 def serve() -> Iterator[ModuleType]:
     for package in ("fastapi", "uvicorn"):
-        pytest.importorskip(package, reason="pip install 'cgcompile[serve]'")
+        pytest.importorskip(package, reason="pip install '.[serve]'")
     sys.path.insert(0, str(EXAMPLES))
     yield importlib.import_module("serve")
     sys.path.remove(str(EXAMPLES))

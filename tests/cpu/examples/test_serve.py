@@ -252,7 +252,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Expected]:
     """The bundle, its tokenizer.json, and what is expected of them."""
     for package in ("fastapi", "uvicorn"):
-        pytest.importorskip(package, reason="pip install 'cgcompile[serve]'")
+        pytest.importorskip(package, reason="pip install '.[serve]'")
     tokenizers = pytest.importorskip("tokenizers", reason="pip install 'cgcompile[examples]'")
     torch = pytest.importorskip("torch")
     import cgcompile

@@ -136,7 +136,9 @@ def test_help_and_versions_are_told_at_once(folder: Path, arguments: tuple[str, 
     assert (answer.status, answer.err) == (0, "") and len(answer.modules) < MOST
 
 
-@pytest.mark.parametrize("line", ["cgcompile b", "cgcompile build --lower m"])
+@pytest.mark.parametrize(
+    "line", ["cgcompile b", "cgcompile build --lower m", "cgcompile build --target s", "cgcompile bench --against e"]
+)
 def test_completion_comes_at_once(folder: Path, line: str) -> None:
     asked = {"_CGCOMPILE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     answer = Answer(folder, **asked)

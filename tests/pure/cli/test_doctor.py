@@ -73,8 +73,8 @@ def test_an_architecture_that_nobody_described_can_be_captured_alone(here: Any) 
 @pytest.mark.parametrize(
     ("lacking", "target", "said", "fix"),
     [
-        ("torch", "cpu", "building needs torch, which is not installed", "cgcompile[compile]"),
-        ("triton", "sm_90", "building needs triton, which is not installed", "cgcompile[compile]"),
+        ("torch", "cpu", "building needs torch, which is not installed", "'triton>=3.6'"),
+        ("triton", "sm_90", "building needs triton, which is not installed", "'triton>=3.6'"),
         ("c++", "x86-64-v2", "no C++ compiler: 'c++' is not on the PATH", "install g++"),
     ],
 )

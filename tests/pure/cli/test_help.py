@@ -120,6 +120,23 @@ def test_completion_knows_commands_options_and_choices(tmp_path: Path) -> None:
     assert completed("cgcompile inspect ", tmp_path) == [], "a bundle's path is for the shell to complete"
 
 
+def test_completion_knows_every_closed_set(tmp_path: Path) -> None:
+    assert completed("cgcompile build m.py --target sm_1", tmp_path) == ["sm_100", "sm_120"]
+    assert completed("cgcompile check m.py --target x86-64-v", tmp_path) == ["x86-64-v2", "x86-64-v3", "x86-64-v4"]
+    assert completed("cgcompile bench m.cgb --against comp", tmp_path) == ["compile", "compile-warm"]
+    assert completed("cgcompile bench m.cgb --against eager,o", tmp_path) == ["eager,ort"]
+    assert "eager,eager" not in completed("cgcompile bench m.cgb --against eager,", tmp_path)
+    assert completed("cgcompile build m.py --waive mismatched", tmp_path) == ["mismatched-integers"]
+    assert "no-such-rule" not in (rules := completed("cgcompile build m.py --waive ", tmp_path)) and "host-scalar" in rules
+
+
+def test_completion_knows_the_int_keys_of_the_bundle(tmp_path: Path) -> None:
+    path = support.write_bundle(tmp_path / "tiny.cgb")
+    for option in ("run {} --size", "bench {} --size", "inspect {} --graph"):
+        assert completed(f"cgcompile {option.format(path)} ", tmp_path) == ["1", "4"]
+        assert completed(f"cgcompile {option.format(tmp_path / 'nowhere.cgb')} ", tmp_path) == []
+
+
 def test_completion_scripts_are_shown_and_installed(tmp_path: Path) -> None:
     shown = shell("--show-completion", "bash", HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "complete -o default -F _cgcompile_completion cgcompile" in shown, "paths are completed by the shell"

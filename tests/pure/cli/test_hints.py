@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 
 import pytest
 from typer.main import get_command
@@ -44,3 +45,18 @@ def test_options_that_messages_name_exist() -> None:
 def test_a_build_takes_what_its_hints_name(option: str) -> None:
     build = get_command(app).commands["build"]  # type: ignore[attr-defined]
     assert option in {each for parameter in build.params for each in parameter.opts}
+
+
+def test_what_is_to_be_installed_is_what_the_package_asks_for() -> None:
+    """No index has cgcompile itself: hints name the packages of its extras, with the versions that pyproject.toml has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {each for extra in project["optional-dependencies"].values() for each in extra}
+    lines = [
+        node.value
+        for folder in ("cgcompile", "cli/cgcompile_cli", "bundles/cgbundle")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("pip install '")
+    ]
+    named = {each for line in lines for each in re.findall(r"'([^']+)'", line)}
+    assert {"cuda-bindings>=13", "cryptography>=43"} <= named <= wanted

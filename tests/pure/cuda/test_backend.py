@@ -236,7 +236,7 @@ def test_without_cuda_bindings(bundle: tuple[Manifest, Path], monkeypatch: pytes
     install(monkeypatch, None)
     with raises("library-missing", match="cuda-bindings") as caught:
         opened(*bundle)
-    assert caught.value.hint == "pip install 'cgcompile[cuda]'"
+    assert caught.value.hint == "pip install 'cuda-bindings>=13'"
 
 
 @pytest.mark.parametrize(
