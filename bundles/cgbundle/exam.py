@@ -89,12 +89,13 @@ class Result:
         return nearest([(each.error, each.bound) for each in self.tensors])
 
 
-def replay_exam(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
-    """Replays the exam of the loaded bundle for `keys` (default: all), entry by entry, in order.
+def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
+    """Replays the exam of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), entry by
+    entry, in order.
 
     Raises weights-invalid when the exam is damaged.
     """
-    exam = Mapped(os.path.join(path, EXAM), EXAM)
+    exam = program.open_exam()
     try:
         return [
             _replay(exam, program, manifest, proof)
@@ -195,7 +196,7 @@ def main(arguments: Sequence[str]) -> int:
     path, *keys = arguments
     try:
         with open_program(path, check="full", poison=POISON, key=keys or None) as program:
-            results = replay_exam(path, program)
+            results = replay_exam(program)
             compare = {each.entry: each.exam.compare for each in each_entry(program.manifest)}
             rows = [result.plain(compare[result.entry]) for result in results]
     except CgbundleError as error:

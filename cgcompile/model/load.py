@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,11 +18,11 @@ import torch
 from cgbundle.format.entries import FORWARD
 
 from ..errors import ModelError
-from ..util.model_file import check_file, kind_of, missing_attribute, missing_module, undefined
+from ..util.model_file import check_arguments, check_file, kind_of, missing_attribute, missing_module, undefined
 from .declared_sizes import Inputs
 from .quantization.plain_model import plain_model
 from .source import Source
-from .user_code import call_user
+from .user_code import call_user, definition
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:
@@ -34,14 +35,13 @@ def load_sources(model: str | os.PathLike[str] | torch.nn.Module, inputs: Inputs
 
     Raises source-missing or source-invalid, with the user's file and line where it is their code that failed.
     """
-    if isinstance(model, torch.nn.Module):
-        if inputs is None:
-            raise ModelError(
-                "source-invalid", "build(model, inputs): inputs, a function from the sizes to example inputs, is missing"
-            )
-        name = type(model).__name__.lower()
-        path = type(model).__module__
-        return _sources(name, f"{path}.{type(model).__qualname__}", "" if path == "__main__" else path, model, inputs)
+    check_arguments(model, inputs)
+    if isinstance(model, torch.nn.Module) and inputs is not None:
+        name, path = type(model).__name__.lower(), type(model).__module__
+        origin = f"{path}.{type(model).__qualname__}"
+        code = "" if path == "__main__" else path
+        made = _sources(name, origin, code, model, inputs)
+        return tuple([replace(source, label=definition(source.inputs) or origin, origin=origin) for source in made])
     label = os.fspath(model)
     kind = kind_of(label)
     if kind == "saved":

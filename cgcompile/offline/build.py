@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from cgbundle.exam import key_text
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, Exam, IntKey, Proof, Weight
+from cgbundle.format.schema import MEMORIES, Exam, IntKey, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables.recording import Address, Function
 
@@ -52,9 +53,6 @@ KERNELS = "kernels.json"
 
 BLOCKS = re.compile(r"\b(BLOCK_[MNK]|GROUP_M)\b[^=\n]*= (\d+)$", re.MULTILINE)
 """Configuration in the text of a kernel that Inductor made of a template."""
-
-BUDGET = 120.0
-"""Seconds that interpreting may take: the keys that fit are proved, smallest first, at least one."""
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
@@ -124,7 +122,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             with stages("interpret") as tell:
                 trials = _interpret(spec, parts, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
                 parts = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
-                tell(_proved([proof for part in parts for proof in part.exam.proofs]))
+                tell(_proved(spec, parts))
     driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
@@ -254,14 +252,19 @@ def _interpret(
             key = build_key(spec, number, program.key)
             trials[key] = make_trial(program, exam, entry.prepared, written.weights, written.recordings, split, key)
             tasks.append(make_task(trials[key], key, program, sources, written.memories, weights, written.weights))
-    done = interpret(tasks, scratch / "interpret", budget=BUDGET, cache=cache_folder(), tell=tell)
+    done = interpret(tasks, scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
     pairs = {outcome.key: (trials[outcome.key], outcome) for outcome in done}
     return [list(spec.own(number, pairs).values()) for number in range(len(spec.entries))]
 
 
-def _proved(proofs: Sequence[Proof]) -> str:
-    done = sum(proof.method == "interpret" for proof in proofs)
-    return f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {max(proof.error for proof in proofs):.1e}"
+def _proved(spec: BuildSpec, parts: Sequence[EntryParts]) -> str:
+    """How many int_keys were proved, and which were not."""
+    proofs = [(entry, proof) for entry, part in zip(spec.entries, parts, strict=True) for proof in part.exam.proofs]
+    done = sum(proof.method == "interpret" for _, proof in proofs)
+    left = "; ".join(key_text(entry.dimensions, proof.key, entry.name) for entry, proof in proofs if proof.method == "none")
+    worst = max(proof.error for _, proof in proofs)
+    text = f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {worst:.1e}"
+    return text + (f"; not in {spec.prove_budget:.0f} s: {left}" if left else "")
 
 
 def _choices(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:

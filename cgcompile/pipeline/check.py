@@ -35,6 +35,7 @@ from ..targets.choice import CONDITIONALS, recorder_for
 from ..transforms.prepared import prepare
 from .kernel_coverage import operators_without_kernel
 from .records import RegionReport, Report
+from .training_mode import evaluated
 
 ASSUMED = (2, 8)
 """Sizes of a dimension that the user gives none for: a report needs a range, not a list."""
@@ -48,35 +49,29 @@ def check(
     target: str,
     strict: bool,
     host_ops: Sequence[str],
+    train: bool,
     max_keys: int,
 ) -> Report:
     """See `cgcompile.check`."""
     sources = load_sources(model, inputs)
-    several = {source.entry: source.dimensions for source in sources}
-    each = sizes_of_entries(sizes, several) if sizes else {}
-    reports = []
-    for source in sources:
-        entry = source.entry if len(sources) > 1 else ""
-        assumed = () if sizes else tuple(source.dimensions)
-        wanted = assumed_sizes(assumed, source.saved, ASSUMED)
-        if not assumed:
-            wanted = declared_sizes(each.get(source.entry, ()), source.dimensions, source.saved, entry)
-        reports.append(_report(source, wanted, assumed, target, strict, host_ops, max_keys))
-    return replace(reports[0], others=tuple(reports[1:]))
+    each = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
+    with evaluated(sources[0], train) as mode:
+        reports = [
+            _report(source, each.get(source.entry), len(sources) > 1, target, strict, host_ops, max_keys) for source in sources
+        ]
+    return replace(reports[0], mode=mode, others=tuple([replace(report, mode=mode) for report in reports[1:]]))
 
 
 def _report(
-    source: Source,
-    wanted: dict[str, tuple[int, ...]],
-    assumed: tuple[str, ...],
-    target: str,
-    strict: bool,
-    host_ops: Sequence[str],
-    max_keys: int,
+    source: Source, sizes: Given | None, several: bool, target: str, strict: bool, host_ops: Sequence[str], max_keys: int
 ) -> Report:
-    """The report of one entry."""
+    """The report of one entry; `sizes` are those that were given for it, None where none were for any."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
+    assumed = tuple(source.dimensions) if sizes is None else ()
+    wanted = assumed_sizes(assumed, source.saved, ASSUMED)
+    if sizes is not None:
+        wanted = declared_sizes(sizes, source.dimensions, source.saved, source.entry if several else "")
     found: list[Finding] = []
     axes: tuple[tuple[str, str], ...] = ()
     regions: tuple[RegionReport, ...] = ()
