@@ -23,7 +23,7 @@ MAX_KEYS = 64
 
 
 @contextmanager
-def _torch(progress: Watcher) -> Iterator[None]:
+def with_torch(progress: Watcher) -> Iterator[None]:
     """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds: the watcher
     is told before."""
     with warnings.catch_warnings():
@@ -89,7 +89,7 @@ def build(
             max_keys=max_keys, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
-        with _torch(tell):
+        with with_torch(tell):
             from .build import build as run  # late: it imports torch
 
             return run(model, inputs, options)
@@ -116,7 +116,7 @@ def check(
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
     check_check(model, inputs, sizes, target)
-    with watcher(progress) as tell, _torch(tell):
+    with watcher(progress) as tell, with_torch(tell):
         from .check import check as run  # late: it imports torch
 
         return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, train=train, max_keys=MAX_KEYS)
