@@ -17,7 +17,7 @@ from cgbundle.format.entries import FORWARD
 
 from ..errors import BuildError, ModelError
 from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
-from ..targets.choice import choose, recorder_for
+from ..targets.choice import asks_torch, choose, recorder_for
 from ..targets.requirements import check_compiler, check_packages
 from ..util.model_file import (
     Definitions,
@@ -45,6 +45,8 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
         check_free(destination_path(options.out, name), options.force)
     if not options.prove_budget > 0:
         raise BuildError("limit-invalid", f"prove_budget is {options.prove_budget}, expected more than 0 seconds", NO_PROOF)
+    if asks_torch(options.target):
+        return  # `build` chooses when torch is there, and that it is being imported has been told
     recorder = choose(options.target, options.lower, options.specialize, options.record, options.prove).recorder
     check_packages(recorder)
     if recorder == "host":
@@ -56,7 +58,8 @@ def check_check(model: Any, inputs: Any, sizes: Given, target: str) -> None:
     check_arguments(model, inputs)
     check_packages("host")
     _check_model(model, sizes, None)
-    recorder_for(target)
+    if not asks_torch(target):
+        recorder_for(target)
 
 
 def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
