@@ -28,6 +28,7 @@ from ..requirements import check_compiler, compiler
 from .compiler import wrap
 from .complex_numbers import complex_decompositions
 from .dispatch import dispatched
+from .loop_failures import failures_leave_loops
 from .parallel_loops import any_number_of_threads
 
 TESTED = "2.13"
@@ -100,7 +101,7 @@ def compile_cpu(
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), torch.no_grad())
+    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), torch.no_grad())
     with ExitStack() as stack:
         for each in (_private_cache(work / "cache"), _watched(work, tell), *generated):
             stack.enter_context(each)
