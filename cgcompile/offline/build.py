@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
+from cgbundle.exam import key_text
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, Exam, IntKey, Program, Proof, Weight
+from cgbundle.format.schema import MEMORIES, Dimension, Exam, IntKey, Program, Proof, Weight
 from cgbundle.format.spans import HOST_ONLY
-from cgbundle.tables.recording import Address
+from cgbundle.tables.recording import Address, Function
 
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, write_exam
@@ -22,6 +23,7 @@ from ..export.programs import coarsest
 from ..model.source import all_keys, sample
 from ..targets.architectures import Arch, arch
 from ..targets.build_spec import BuildSpec, ManifestParts
+from ..targets.cuda.conditions import condition_function, condition_image, conditional_driver
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.ptxas import lowest_driver
@@ -31,7 +33,6 @@ from ..targets.memory_layout import PAD, Table, align, lay_out
 from ..targets.weights import add_tables, shapes_of, write_weights
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import with_aliases
-from ..transforms.prepared import Prepared
 from ..util.content_cache import cache_folder
 from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
@@ -42,7 +43,7 @@ from .assemble.rows import assemble
 from .compile.kernels import CompiledKernel, compile_variants
 from .interpret.interpret import Outcome, interpret
 from .lower.jobs import lower_all
-from .lowered import KernelVariant, Lowered, LoweredProgram
+from .lowered import KernelVariant, Lowered, LoweredProgram, SetCondition
 from .lowering_jobs import live_weights, region_jobs, whole_jobs
 from .proof import Trial, kernel_sources, make_task, make_trial, proved
 from .tuning.measurements import table_file
@@ -52,9 +53,6 @@ KERNELS = "kernels.json"
 
 BLOCKS = re.compile(r"\b(BLOCK_[MNK]|GROUP_M)\b[^=\n]*= (\d+)$", re.MULTILINE)
 """Configuration in the text of a kernel that Inductor made of a template."""
-
-BUDGET = 120.0
-"""Seconds that interpreting may take: the keys that fit are proved, smallest first, at least one."""
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
@@ -76,6 +74,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         with stages("compile") as tell:
             compiled = _compile(traced, target, tell)
             images = {kernel.sha256: kernel.image for kernel in compiled.values()}
+            conditions = None
+            if any(isinstance(event, SetCondition) for each in traced.values() for event in each.events):
+                image = condition_image(target.name)
+                conditions = condition_function(image)
+                images[conditions.image] = image
             tell(f"{len(images)} kernel images")
         shapes = shapes_of(tensors)
         unplaced = lay_out(shapes, spec.prepared.state, split.host_only if split else ()).rows
@@ -83,7 +86,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         layout = lay_out(shapes, spec.prepared.state, off_gpu(split, hosts, unplaced))
         folded, end = folded_tables(traced, layout.weights_end)
         with stages("plan") as tell:
-            graphs, bound = _assemble(joined, compiled, _places(layout.rows, folded), calls, split, spec.prepared.written)
+            graphs, bound = _assemble(
+                joined, compiled, _places(layout.rows, folded), calls, split, spec.prepared.written, conditions
+            )
             uploads = split.uploads if split else {}
             recorded = RecordedProgram(
                 graphs=graphs,
@@ -111,11 +116,12 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         kept, proofs = tuple([each.bound for each in bounds]), tuple([unproved(exam.key, bounds) for exam in exams])
         if spec.prove == "interpret":
             with stages("interpret") as tell:
-                trials = _interpret(spec.prepared, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
+                trials = _interpret(spec, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
                 kept, proofs = proved(spec.dimensions, bounds, proofs, trials, coarsest(exported), spec.waive)
-                tell(_proved(proofs))
+                tell(_proved(spec.dimensions, proofs, spec.prove_budget))
+    driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(
-        target=cuda_target(target.name, lowest_driver(target.capability), hosts, spec.torch_version),
+        target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
         memories=written.memories,
         regions=written.regions,
@@ -178,23 +184,24 @@ def _assemble(
     calls: Mapping[IntKey, Sequence[torch.Tensor]],
     split: SplitProgram | None,
     written: Collection[int],
+    conditions: Function | None,
 ) -> tuple[dict[RegionKey, RecordedGraph], int]:
     """The rows of every region and key, and the largest lower bound of their arenas.  `places`: of weights and state by name;
-    `written`: positions of the inputs that a call changes."""
+    `written`: positions of the inputs that a call changes; `conditions` as `assemble` takes it."""
     graphs, bound = {}, 0
     for key, program in programs.items():
         planned = plan(program.lowered)
         check_plan(program.lowered, planned)
         starts = [*input_offsets(calls[key])[:-1], *[value.offset for value in (split.uploads[key] if split else ())]]
         kernels = [compiled[variant] for variant in program.lowered.variants]
-        made = assemble(program, kernels, planned, places, starts, written)
+        made = assemble(program, kernels, planned, places, starts, written, conditions)
         graphs.update({(region.name, key): graph for region, graph in zip(program.regions, made, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound
 
 
 def _interpret(
-    prepared: Prepared,
+    spec: BuildSpec,
     written: Written,
     exams: Sequence[KeyExam],
     split: SplitProgram | None,
@@ -206,7 +213,7 @@ def _interpret(
     """What came of the keys whose kernels were interpreted in time."""
     programs: tuple[Program, ...] = written.programs
     trials = [
-        make_trial(each, exam, prepared, written.weights, written.recordings, split)
+        make_trial(each, exam, spec.prepared, written.weights, written.recordings, split)
         for each, exam in zip(programs, exams, strict=True)
     ]
     sources = kernel_sources(compiled)
@@ -214,14 +221,16 @@ def _interpret(
         make_task(trial, program, sources, written.memories, weights, written.weights)
         for trial, program in zip(trials, programs, strict=True)
     ]
-    done = interpret(tasks, scratch / "interpret", budget=BUDGET, cache=cache_folder(), tell=tell)
+    done = interpret(tasks, scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
     outcomes = {outcome.key: outcome for outcome in done}
     return [(trial, outcomes[trial.key]) for trial in trials if trial.key in outcomes]
 
 
-def _proved(proofs: Sequence[Proof]) -> str:
+def _proved(dimensions: Sequence[Dimension], proofs: Sequence[Proof], budget: float) -> str:
     done = sum(proof.method == "interpret" for proof in proofs)
-    return f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {max(proof.error for proof in proofs):.1e}"
+    left = "; ".join(key_text(dimensions, proof.key) for proof in proofs if proof.method == "none")
+    text = f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {max(proof.error for proof in proofs):.1e}"
+    return text + (f"; not in {budget:.0f} s: {left}" if left else "")
 
 
 def _choices(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 LOWERINGS = ("eager", "inductor", "max-autotune")
 SPECIALIZE = ("size", "shared")
 RECORDERS = ("auto", "capture", "trace")
+CONDITIONALS = ("trace",)
+"""The recorders that make conditional nodes of branches and loops."""
+
 PROVE = ("interpret", "none")
 
 
@@ -43,13 +47,13 @@ class Chosen:
         return torch.device("cuda", 0) if self.recorder == "capture" else torch.device("cpu")
 
 
-def choose(target: str, lower: str, specialize: str = "size", recorder: str = "auto", prove: str = "interpret") -> Chosen:
-    """What is built, and how.  A GPU that is here is captured; for every other architecture, or with recorder="trace", launches are
+def choose(target: str, lower: str, specialize: str = "size", record: str = "auto", prove: str = "interpret") -> Chosen:
+    """What is built, and how.  A GPU that is here is captured; for every other architecture, or with record="trace", launches are
     traced.  Raises target-unavailable."""
     for name, value, known in (
         ("lower", lower, LOWERINGS),
         ("specialize", specialize, SPECIALIZE),
-        ("record", recorder, RECORDERS),
+        ("record", record, RECORDERS),
         ("prove", prove, PROVE),
     ):
         if value not in known:
@@ -58,12 +62,12 @@ def choose(target: str, lower: str, specialize: str = "size", recorder: str = "a
     if level is not None:
         check_level(level, os.uname().machine, processor_flags())
     if level is not None or target == "cpu":
-        return _cpu(target, lower, specialize, recorder)
+        return _cpu(target, lower, specialize, record)
     here = _here()
     if target not in ("auto", "cuda", here):
         arch(target)  # raises where there is no such architecture
-    if target == "auto" and not here and recorder != "trace":
-        return _cpu("cpu", lower, specialize, recorder)
+    if target == "auto" and not here and record != "trace":
+        return _cpu("cpu", lower, specialize, record)
     wanted = here if target in ("auto", "cuda") else target
     if not wanted:
         raise BuildError(
@@ -71,15 +75,25 @@ def choose(target: str, lower: str, specialize: str = "size", recorder: str = "a
             f"target {target}: there is no GPU on this machine",
             "name the GPU that the bundle is for: --target sm_90 (H100, H200), sm_80 (A100), ...",
         )
-    if wanted == here and recorder != "trace":
+    if wanted == here and record != "trace":
         return Chosen(target=wanted, recorder="capture", runs_here=True)
-    if recorder == "capture":
+    if record == "capture":
         raise BuildError(
             "target-unavailable",
             f"target {target}: this machine {f'has {here}' if here else 'has no GPU'}, and only a GPU that is here can be captured",
             "leave --record out: the launches are then traced",
         )
     return _trace(wanted, lower, specialize, wanted == here)
+
+
+def asks_torch(target: str) -> bool:
+    """Whether torch has to be imported to know what `target` means here: which GPU this machine has.  Raises target-unavailable for
+    a name that no target can have."""
+    if target == "cpu" or level_of(target) is not None:
+        return False
+    if target not in ("auto", "cuda") and not re.fullmatch(r"sm_\d+", target):
+        arch(target)
+    return "torch" not in sys.modules and has_driver()
 
 
 def recorder_for(target: str) -> str:
@@ -104,11 +118,11 @@ def _here() -> str:
     return f"sm_{major}{minor}"
 
 
-def _cpu(target: str, lower: str, specialize: str, recorder: str) -> Chosen:
+def _cpu(target: str, lower: str, specialize: str, record: str) -> Chosen:
     _expect("lower", lower, "inductor", "the cpu target has one lowering, inductor", "leave --lower out, or build for a GPU")
     reason = "the cpu target always has one lowering for all sizes"
     _expect("specialize", specialize, "size", reason, "leave --specialize out")
-    _expect("record", recorder, "auto", "the cpu target records nothing", "leave --record out, or build for a GPU")
+    _expect("record", record, "auto", "the cpu target records nothing", "leave --record out, or build for a GPU")
     return Chosen(target=target, recorder="host", runs_here=True)
 
 
