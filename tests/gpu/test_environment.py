@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from cgcompile.tools.environment import environment
 
