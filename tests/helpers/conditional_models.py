@@ -64,7 +64,7 @@ class Middle(nn.Module):
 
 
 class Drawing(nn.Module):
-    """A loop whose turns use random numbers and state, and state that a branch changes."""
+    """A loop whose turns draw random numbers and use state, and state that a branch changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,10 +72,8 @@ class Drawing(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        noise = torch.rand(TURNS, WIDTH, device=x.device)
-
         def turn(i: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return i + 1, v + noise.index_select(0, i.view(1)).view(WIDTH) * self.scale
+            return i + 1, v + torch.rand(WIDTH, device=x.device) * self.scale
 
         start = torch.zeros((), dtype=torch.int64, device=x.device)
         turns, v = torch.while_loop(lambda i, v: (i < TURNS) & (v.sum() < 30), turn, (start, x))
