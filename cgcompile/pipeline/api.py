@@ -10,16 +10,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..model.declared_sizes import Given
-from ..util.progress import Stages, Watcher, silent
+from ..util.progress import Stages, Watcher
+from ..util.progress_display import Progress, watcher
 from .records import Built, Options, Report
 from .usage import check_build, check_check
+
+PROVE_BUDGET = 120.0
+"""Seconds that interpreting the int_keys of a bundle may take, whose GPU is not here."""
 
 MAX_KEYS = 64
 """int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
 
 
 @contextmanager
-def _torch(progress: Watcher) -> Iterator[None]:
+def with_torch(progress: Watcher) -> Iterator[None]:
     """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds: the watcher
     is told before."""
     with warnings.catch_warnings():
@@ -44,27 +48,32 @@ def build(
     waive: Sequence[str] = (),
     lower: str = "inductor",
     specialize: str = "size",
-    recorder: str = "auto",
+    record: str = "auto",
     prove: str = "interpret",
+    prove_budget: float = PROVE_BUDGET,
+    train: bool = False,
     host_ops: Sequence[str] = (),
     force: bool = False,
     max_keys: int = MAX_KEYS,
-    progress: Watcher | None = None,
+    progress: Progress = None,
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
 
     `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example
     inputs).  `sizes`: of the declared dimensions, e.g. [1, 8, 32] or {"batch": [1, 8], "seq": [128]}.  `target`: auto, cuda, sm_90
-    and its kind (a GPU that need not be here), cpu (processors like this one), or x86-64-v2, -v3, -v4 (those of that level).
+    and its kind (a GPU that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).
     `strict`: findings that put operations on the host are errors.  `waive`: rules whose findings are accepted; the manifest names
     them (what is refused now cannot be waived).  One is "mismatched-integers": it accepts integers that rounding turns over, an
     argmax of near-ties, as far as the build sees it.
 
     `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.  `specialize`: "size" lowers every int_key for
-    itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `recorder`: capture (a GPU that is here),
+    itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `record`: capture (a GPU that is here),
     trace (without), or auto.  `prove`: interpret or none, for a bundle whose GPU is not here; all others are replayed.
+    `prove_budget`: seconds after which interpreting ends; what is not done then is listed as not proved, but the smallest int_key
+    always is.  `train`: a model in training mode is built as it is, not in eval(); in memory it gets its modes back.
     `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
-    `max_keys`: the most int_keys that are built.  `progress` is told what happens.
+    `max_keys`: the most int_keys that are built.  `progress`: a function of an `Event`, "bar" (shown on
+    stderr), "silent", or None: shown where stderr is a terminal or a notebook.
 
     One build at a time writes to `out`: a second one raises output-busy when it begins.  Readers by path find the old bundle or the
     new one at any moment.  An exception, KeyboardInterrupt too, leaves no files and no processes.  The command turns SIGTERM and
@@ -72,15 +81,17 @@ def build(
 
     Raises a CgbundleError (see errors.py here and in cgbundle); nothing is published then.
     """
-    options = Options(
-        sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
-        recorder=recorder, prove=prove, host_ops=tuple(host_ops), force=force, max_keys=max_keys, progress=progress or silent,
-    )  # fmt: skip
-    check_build(model, options)
-    with _torch(options.progress):
-        from .build import build as run  # late: it imports torch
+    with watcher(progress) as tell:
+        options = Options(
+            sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
+            record=record, prove=prove, prove_budget=prove_budget, train=train, host_ops=tuple(host_ops), force=force,
+            max_keys=max_keys, progress=tell,
+        )  # fmt: skip
+        check_build(model, inputs, options)
+        with with_torch(tell):
+            from .build import build as run  # late: it imports torch
 
-        return run(model, inputs, options)
+            return run(model, inputs, options)
 
 
 def check(
@@ -91,18 +102,20 @@ def check(
     target: str = "cuda",
     strict: bool = False,
     host_ops: Sequence[str] = (),
-    progress: Watcher | None = None,
+    train: bool = False,
+    progress: Progress = None,
 ) -> Report:
     """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
 
     `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for some.  `target`: cuda, cpu, or an
     architecture such as sm_90.  `strict`: findings that put operations on the host refuse.  `host_ops`: operators that are kept on
-    the host, e.g. "mylib::op".  `progress` is told when torch has to be imported, which takes seconds.
+    the host, e.g. "mylib::op".  `train`: as for `build`.  `progress` as for `build`: what takes long is torch's
+    import.
 
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
-    check_check(model, sizes, target)
-    with _torch(progress or silent):
+    check_check(model, inputs, sizes, target)
+    with watcher(progress) as tell, with_torch(tell):
         from .check import check as run  # late: it imports torch
 
-        return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, max_keys=MAX_KEYS)
+        return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, train=train, max_keys=MAX_KEYS)

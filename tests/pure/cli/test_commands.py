@@ -22,7 +22,22 @@ from cgcompile_cli import int_keys as keys
 from tests.helpers import support
 from tests.helpers.places import ROOT
 
-COMMANDS = ("build", "check", "inspect", "verify", "sign", "run", "bench", "diff", "sizes", "explain", "targets", "doctor", "cache")
+COMMANDS = (
+    "build",
+    "check",
+    "inspect",
+    "verify",
+    "sign",
+    "run",
+    "bench",
+    "diff",
+    "sizes",
+    "explain",
+    "targets",
+    "operators",
+    "doctor",
+    "cache",
+)
 ON_A_BUNDLE = ("inspect", "verify", "run", "bench")
 
 
