@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
-A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`
-and `traced_state`.  All are tiny, because the tests of every later version read them.
+A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`,
+`traced_state` and `traced_branches`.  All are tiny, because the tests of every later version read them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ GOLDENS = {
     "cpu_records": Golden(sizes=(1, 4), gpu=False, limit=330_000),
     "state": Golden(sizes=(1, 4), gpu=True, limit=250_000, target="auto", level="max-autotune", environment=TRITON_ONLY),
     "traced_state": Golden(sizes=(1, 4), gpu=False, limit=110_000, target="sm_90"),
+    "traced_branches": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
 }
 
 

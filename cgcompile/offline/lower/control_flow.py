@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from ..lowered import (
     TEMPORARY,
     WEIGHT,
     Begin,
+    Buffer,
     BufferView,
     Copy,
     End,
@@ -90,6 +91,7 @@ def lower_blocks(
         source=source,
         mode=mode,
         lower=lower,
+        changing=frozenset([rows[argument][1] for _, argument in changed if rows[argument][0] == WEIGHT]),
         merged=MergedProgram(key=key, given={name: int(name) for name in _inputs(values)}),
     )
     growing.straight_parts(block, values)
@@ -110,12 +112,14 @@ def _inputs(values: Values) -> dict[str, torch.Tensor]:
 
 @dataclass(kw_only=True, slots=True)
 class _Growing:
-    """The program as it grows; `conditionals` and `named` count what was numbered and named."""
+    """The program as it grows.  `changing`: the weights that it writes to; `conditionals` and `named` count what was numbered and
+    named."""
 
     key: IntKey
     source: torch.fx.GraphModule
     mode: FakeTensorMode
     lower: LowerStraight
+    changing: frozenset[str]
     merged: MergedProgram
     conditionals: int = 0
     named: int = 0
@@ -177,11 +181,23 @@ class _Growing:
         self.named += 1
         made = [f"v{self.named}.{number}" for number in range(len(outputs)) if number not in numbers]
         region = LoweredRegion(name=f"p{self.named}", inputs=tuple(crossing), outputs=tuple(made), lowered=lowered)
-        self.merged.add(region, lowered, targets(lowered))
+        targeted = targets(lowered)
+        self.merged.add(region, lowered, targeted)
+        for name, output in zip(made, lowered.outputs, strict=True) if DENSE in layouts and not targeted else ():
+            self._keep(name, lowered.buffers[output.pointer.buffer])
         results_of = iter(made)
         return [
             _Value(number=numbers[number]) if number in numbers else self._value(next(results_of)) for number in range(len(outputs))
         ]
+
+    def _keep(self, name: str, held: Buffer) -> None:
+        """Copies a value that lies in something which a later part may write to: an input of the part, such as what a loop carries,
+        or state.  Inductor takes the tensors of a part to lie beside each other."""
+        if held.kind == INPUT or (held.kind == WEIGHT and held.name in self.changing):
+            view = self.merged.made[name]
+            target = self.merged.temporary(dense_bytes(view))
+            self.merged.events.append(Copy(source=view.pointer, target=target, nbytes=dense_bytes(view)))
+            self.merged.made[name] = replace(view, pointer=target)
 
     def branch(self, part: Branch, values: Values) -> None:
         """Both bodies write to the same buffers, which the first one's layouts decide."""
