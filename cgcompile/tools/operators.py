@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..pipeline.api import with_torch
-from ..targets.choice import recorder_for
+from ..targets.choice import asks_torch, recorder_for
 from ..targets.requirements import check_packages
 from ..util.progress import Watcher, silent
 
@@ -44,9 +44,12 @@ class OperatorKind:
 def operators(target: str, progress: Watcher | None = None) -> tuple[OperatorKind, ...]:
     """All of PyTorch's operators that a program may call, by name.  `target`: as for `check`.  `progress` is told when torch has
     to be imported.  Raises target-unavailable, extra-missing."""
-    recorder = recorder_for(target)
-    check_packages(recorder)
+    check_packages("host")
+    if not asks_torch(target):
+        check_packages(recorder_for(target))
     with with_torch(progress or silent):
+        recorder = recorder_for(target)
+        check_packages(recorder)
         tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "trace": _traced()}[recorder]
         return tuple([_merged(name, [tell(op) for op in overloads]) for name, overloads in _aten()])
 
