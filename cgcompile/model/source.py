@@ -22,7 +22,7 @@ from .user_code import call_user, definition
 SEED = 0
 """Inputs are drawn after seeding torch with this, so that two builds of one model have the same exam."""
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,8 @@ class Source:
 
     `code` is the file or module that defines the model, "" where no other process can import it.  `dimensions` are the parameters
     of `inputs`.  `owned`: the model was made for this build, which may do with it what it likes.  `device`: where it lives.
-    `saved` is what a saved program says of its dimensions.
+    `told`: where the bundle will run; the model's code is told that its tensors are there.  `saved` is what a saved program says
+    of its dimensions.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Source:
     dimensions: tuple[str, ...]
     owned: bool = False
     device: torch.device = CPU
+    told: torch.device = CUDA
     saved: tuple[SavedDimension, ...] = ()
 
 

@@ -25,6 +25,7 @@ from ..model.declared_sizes import count_keys, declared_sizes
 from ..model.devices.placing import placed
 from ..model.flat_module import PREFIX
 from ..model.load import load_source
+from ..model.source import CPU, CUDA
 from ..targets.build_spec import BuildSpec, ManifestParts
 from ..targets.choice import choose
 from ..transforms.error_bounds import error_bounds
@@ -51,7 +52,8 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             keys = count_keys(sizes, options.max_keys)
             destination = destination_path(options.out, loaded.name)
             folder = stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
-            source = stack.enter_context(placed(loaded, chosen.device))
+            told = replace(loaded, told=CPU if chosen.recorder == "host" else CUDA)
+            source = stack.enter_context(placed(told, chosen.device))
             tell(f"{source.name}, {_counted(keys, 'int_key')}")
         # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
         build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts

@@ -26,7 +26,7 @@ from ..model.declared_sizes import Given, assumed_sizes, declared_sizes
 from ..model.flat_module import PREFIX
 from ..model.load import load_source
 from ..model.side_effects import BRANCH, BRANCH_FIX
-from ..model.source import sample
+from ..model.source import CPU, CUDA, sample
 from ..model.user_code import user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
@@ -53,7 +53,7 @@ def check(
     """See `cgcompile.check`."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
-    source = load_source(model, inputs)
+    source = replace(load_source(model, inputs), told=CPU if recorder == "host" else CUDA)
     assumed = () if sizes else tuple(source.dimensions)
     wanted = assumed_sizes(assumed, source.saved, ASSUMED) if assumed else declared_sizes(sizes, source.dimensions, source.saved)
     found: list[Finding] = []
