@@ -87,12 +87,12 @@ class Result:
         return nearest([(each.error, each.bound) for each in self.tensors])
 
 
-def replay_exam(path: str, program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
-    """Replays the exam of the loaded bundle for `keys` (default: all), in order.
+def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
+    """Replays the exam of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), in order.
 
     Raises weights-invalid when the exam is damaged.
     """
-    exam = Mapped(os.path.join(path, EXAM), EXAM)
+    exam = program.open_exam()
     try:
         return [_replay(exam, program, proof) for proof in program.manifest.exam.proofs if keys is None or proof.key in keys]
     finally:
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str]) -> int:
     path, *keys = arguments
     try:
         with open_program(path, check="full", poison=POISON, key=keys or None) as program:
-            results = replay_exam(path, program)
+            results = replay_exam(program)
             compare = program.manifest.exam.compare
             rows = [result.plain(compare) for result in results]
     except CgbundleError as error:

@@ -14,7 +14,7 @@ from .call.outputs import Call, Outputs
 from .call.plan import Plan, number_of_key, plan
 from .call.structure import builder, flattener
 from .errors import CallError, MachineError
-from .format.schema import Manifest
+from .format.schema import KERNEL_CODE, Manifest
 from .session.locks import closed
 from .session.sessions import PER_SESSION, Sessions
 from .session.state import State
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .call.output_aliases import OutputAliases
     from .call.written_inputs import WrittenInputs
     from .format.open_files import KeptFile
+    from .format.safetensors import Mapped
     from .session.backend import Backend
     from .session.profile import Profile
 
@@ -47,7 +48,7 @@ class Program:
     def __init__(
         self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False, exam: KeptFile | None = None
     ) -> None:
-        """`exam`: the bundle's, which `warmup` reads."""
+        """`exam`: the bundle's, which `warmup` and `open_exam` read."""
         self.manifest, self._exam = manifest, exam
         self.int_keys = tuple([program.key for program in manifest.programs])
         self.inputs, self.outputs = manifest.inputs, manifest.outputs
@@ -169,8 +170,11 @@ class Program:
     @property
     def session_memory(self) -> dict[str, int]:
         """Bytes of each memory that one more session takes: on a GPU in steps of 2 MiB, and the driver's graphs beside them; on a
-        CPU besides what the code needs during a call, and the `buffers` that are asked for."""
-        return {name: size for name, size in self.memory.items() if name in PER_SESSION}
+        CPU besides what the code needs during a call, and the `buffers` that are asked for.  `code`: the kernel images with
+        variables that kernels may write, of which each session loads its own; not named where there are none."""
+        sizes = {name: size for name, size in self.memory.items() if name in PER_SESSION}
+        code = self._backend.code_bytes
+        return {**sizes, KERNEL_CODE: code} if code else sizes
 
     def reset(self) -> None:
         """Brings back what all state held at first, in order with the calls; random numbers go on."""
@@ -224,6 +228,16 @@ class Program:
         rows = [program.values[index] for index in program.inputs]
         device = self._backend.device
         return [Tensor(at, row.dtype, row.shape, row.strides, owner, device) for at, row in zip(addresses, rows, strict=True)]
+
+    def open_exam(self) -> Mapped:
+        """The exam of the bundle that was loaded, to be closed by the caller.  For verification.  Raises ProgramClosed,
+        weights-invalid."""
+        from .format.archive import EXAM  # no call needs it
+        from .format.safetensors import Mapped
+
+        if self._exam is None:
+            raise closed(self.manifest.name)
+        return Mapped(self._exam.descriptor, EXAM)
 
     def poison(self, byte: int) -> None:
         """Overwrites with `byte` what no replay may rely on: results must not change.  For verification."""

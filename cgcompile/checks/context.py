@@ -25,6 +25,7 @@ class RuleContext:
     """`program`: the one of the exported that is looked at.  `functionalized`: the signature of its functional form; only there are
     writes in place listed.
 
+    `conditionals`: branches and loops of a program become conditional nodes of its graph, as far as these can hold them.
     `moved` and `data_dependent` follow an obstacle to the host (host_placement.py), `host_ops` the user keeps there.
     """
 
@@ -32,6 +33,7 @@ class RuleContext:
     program: ExportedProgram
     functionalized: ExportGraphSignature
     target: str
+    conditionals: bool
     host_ops: tuple[str, ...]
     moved: Mapping[str, str]
     data_dependent: frozenset[str]

@@ -14,6 +14,7 @@ from ..export.exported import Exported
 from ..export.functionalization import functional
 from ..export.weights import weight_placeholders
 from .context import HOST, REFUSE, RuleContext
+from .control import with_moved_control_flow
 from .host_placement import data_dependent_nodes, moved_nodes, placements
 from .operators import check_host_ops, operators_without_code
 from .rules import RULES, names
@@ -40,16 +41,17 @@ class Checked:
         return max(len(placed) for placed in self.placements.values())
 
 
-def check(exported: Exported, target: str = "cuda", host_ops: Sequence[str] = ()) -> Checked:
+def check(exported: Exported, target: str = "cuda", host_ops: Sequence[str] = (), *, conditionals: bool = False) -> Checked:
     """All findings of all rules, over all programs.
 
     `target`: "cuda" or "cpu".  The cpu target is one host region: what severity host means for a GPU does not exist there.
-    `host_ops`: operators that the user keeps on the host, as `aten.topk`, `mylib::op` or `mylib.op.default`.
+    `conditionals`: the recorder makes conditional nodes.  `host_ops`: operators that the user keeps on the host, as `aten.topk`,
+    `mylib::op` or `mylib.op.default`.
     Raises host-op-unknown for one that the program does not call, and export-failed for a program that torch cannot make
     functional.
     """
     check_host_ops([program for _, program in exported.programs.each], host_ops)
-    made = {key: _check_program(exported, program, target, host_ops) for key, program in exported.programs.each}
+    made = {key: _check_program(exported, program, target, host_ops, conditionals) for key, program in exported.programs.each}
     merged = merged_findings({key: each.findings for key, each in made.items()}, exported.sizes)
     own = {id(exported.programs.at(key)): each for key, each in made.items()}
     by_key = {key: own[id(program)] for key, program in exported.programs.by_key.items()}
@@ -69,13 +71,16 @@ class _CheckedProgram:
     functionalized: ExportGraphSignature
 
 
-def _check_program(exported: Exported, program: ExportedProgram, target: str, host_ops: Sequence[str]) -> _CheckedProgram:
+def _check_program(
+    exported: Exported, program: ExportedProgram, target: str, host_ops: Sequence[str], conditionals: bool
+) -> _CheckedProgram:
     functionalized = functional(program)
     context = RuleContext(
         exported=exported,
         program=program,
         functionalized=functionalized,
         target=target,
+        conditionals=conditionals,
         host_ops=tuple(host_ops),
         moved=moved_nodes(program.graph, frozenset(weight_placeholders(program))),
         data_dependent=data_dependent_nodes(program.graph),
@@ -86,6 +91,7 @@ def _check_program(exported: Exported, program: ExportedProgram, target: str, ho
         kept += tuple(operators_without_code(program))
         return _CheckedProgram(findings=kept, placements={}, functionalized=functionalized)
     placed = placements(program.graph, found, context.data_dependent, context.moved)
+    found = with_moved_control_flow(found, placed)
     found += tuple(operators_without_code(program, placed)) if placed else ()
     return _CheckedProgram(findings=found, placements=placed, functionalized=functionalized)
 

@@ -13,7 +13,7 @@ import torch
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Exam, IntKey, Program, Proof, Weight
 from cgbundle.format.spans import HOST_ONLY
-from cgbundle.tables.recording import Address
+from cgbundle.tables.recording import Address, Function
 
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, write_exam
@@ -22,6 +22,7 @@ from ..export.programs import coarsest
 from ..model.source import all_keys, sample
 from ..targets.architectures import Arch, arch
 from ..targets.build_spec import BuildSpec, ManifestParts
+from ..targets.cuda.conditions import condition_function, condition_image, conditional_driver
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.ptxas import lowest_driver
@@ -42,7 +43,7 @@ from .assemble.rows import assemble
 from .compile.kernels import CompiledKernel, compile_variants
 from .interpret.interpret import Outcome, interpret
 from .lower.jobs import lower_all
-from .lowered import KernelVariant, Lowered, LoweredProgram
+from .lowered import KernelVariant, Lowered, LoweredProgram, SetCondition
 from .lowering_jobs import live_weights, region_jobs, whole_jobs
 from .proof import Trial, kernel_sources, make_task, make_trial, proved
 from .tuning.measurements import table_file
@@ -76,6 +77,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         with stages("compile") as tell:
             compiled = _compile(traced, target, tell)
             images = {kernel.sha256: kernel.image for kernel in compiled.values()}
+            conditions = None
+            if any(isinstance(event, SetCondition) for each in traced.values() for event in each.events):
+                image = condition_image(target.name)
+                conditions = condition_function(image)
+                images[conditions.image] = image
             tell(f"{len(images)} kernel images")
         shapes = shapes_of(tensors)
         unplaced = lay_out(shapes, spec.prepared.state, split.host_only if split else ()).rows
@@ -83,7 +89,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         layout = lay_out(shapes, spec.prepared.state, off_gpu(split, hosts, unplaced))
         folded, end = folded_tables(traced, layout.weights_end)
         with stages("plan") as tell:
-            graphs, bound = _assemble(joined, compiled, _places(layout.rows, folded), calls, split, spec.prepared.written)
+            graphs, bound = _assemble(
+                joined, compiled, _places(layout.rows, folded), calls, split, spec.prepared.written, conditions
+            )
             uploads = split.uploads if split else {}
             recorded = RecordedProgram(
                 graphs=graphs,
@@ -114,8 +122,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 trials = _interpret(spec.prepared, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
                 kept, proofs = proved(spec.dimensions, bounds, proofs, trials, coarsest(exported), spec.waive)
                 tell(_proved(proofs))
+    driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(
-        target=cuda_target(target.name, lowest_driver(target.capability), hosts, spec.torch_version),
+        target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
         memories=written.memories,
         regions=written.regions,
@@ -178,16 +187,17 @@ def _assemble(
     calls: Mapping[IntKey, Sequence[torch.Tensor]],
     split: SplitProgram | None,
     written: Collection[int],
+    conditions: Function | None,
 ) -> tuple[dict[RegionKey, RecordedGraph], int]:
     """The rows of every region and key, and the largest lower bound of their arenas.  `places`: of weights and state by name;
-    `written`: positions of the inputs that a call changes."""
+    `written`: positions of the inputs that a call changes; `conditions` as `assemble` takes it."""
     graphs, bound = {}, 0
     for key, program in programs.items():
         planned = plan(program.lowered)
         check_plan(program.lowered, planned)
         starts = [*input_offsets(calls[key])[:-1], *[value.offset for value in (split.uploads[key] if split else ())]]
         kernels = [compiled[variant] for variant in program.lowered.variants]
-        made = assemble(program, kernels, planned, places, starts, written)
+        made = assemble(program, kernels, planned, places, starts, written, conditions)
         graphs.update({(region.name, key): graph for region, graph in zip(program.regions, made, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound

@@ -99,7 +99,37 @@ class HostRead:
     buffer: int
 
 
-Event = Allocate | Release | Launch | Copy | Fill | HostRead
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetCondition:
+    """Whether the byte there is not 0 becomes the condition of branch or loop number `conditional` of the region."""
+
+    conditional: int
+    byte: Pointer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begin:
+    """The events from here on are the body of a branch ("if") or a loop ("while"), numbered by `conditional`."""
+
+    conditional: int
+    type: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Otherwise:
+    """The events from here on are what a branch does where its condition is false."""
+
+    conditional: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """The last body of the branch or loop ends."""
+
+    conditional: int
+
+
+Event = Allocate | Release | Launch | Copy | Fill | HostRead | SetCondition | Begin | Otherwise | End
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

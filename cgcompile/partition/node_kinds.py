@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ModelError
+from ..export.higher_order.conditionals import CONTROL_FLOW, obstacle
 from ..export.weights import WEIGHT_KINDS
 from ..model.devices.markers import marker
 from ..model.user_code import is_user_file
@@ -55,9 +56,6 @@ SCALAR_CHECKS = (
 
 TENSOR_CHECKS = (aten._assert_tensor_metadata.default,)
 """Assertions about dtype, layout and device: they hold by the signature, and on another device than export's they would fail."""
-
-CONTROL_FLOW = ("cond", "while_loop", "map_impl", "map", "scan")
-"""Higher-order operators that run a module or not, or several times: a CUDA graph has one order of kernels."""
 
 NodeKinds = dict[Node, NodeKind]
 
@@ -157,7 +155,7 @@ def needs_host(node: Node, module: GraphModule) -> str:
     if not higher_order(node):
         return ""
     if node.target.name() in CONTROL_FLOW:
-        return "control flow"
+        return obstacle(node, module)
     for made in inner_modules(node, module):
         for inner in made.graph.nodes:
             if marker(inner) == "to_host":

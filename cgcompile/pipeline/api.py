@@ -55,7 +55,7 @@ def build(
 
     `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example
     inputs).  `sizes`: of the declared dimensions, e.g. [1, 8, 32] or {"batch": [1, 8], "seq": [128]}.  `target`: auto, cuda, sm_90
-    and its kind (a GPU that need not be here), cpu (processors like this one), or x86-64-v2, -v3, -v4 (those of that level).
+    and its kind (a GPU that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).
     `strict`: findings that put operations on the host are errors.  `waive`: rules whose findings are accepted; the manifest names
     them (what is refused now cannot be waived).  One is "mismatched-integers": it accepts integers that rounding turns over, an
     argmax of near-ties, as far as the build sees it.

@@ -27,7 +27,7 @@ from ..model.flat_module import PREFIX
 from ..model.load import load_source
 from ..model.source import CPU, CUDA
 from ..targets.build_spec import BuildSpec, ManifestParts
-from ..targets.choice import choose
+from ..targets.choice import CONDITIONALS, choose
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import manifest_aliases
 from ..transforms.padding_proof import prove_padding
@@ -67,7 +67,12 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             signature = describe_signature(exported)
             tell(_nodes(exported.programs))
         with stages("check") as tell:
-            checked = check(exported, "cpu" if chosen.recorder == "host" else "cuda", options.host_ops)
+            checked = check(
+                exported,
+                "cpu" if chosen.recorder == "host" else "cuda",
+                options.host_ops,
+                conditionals=chosen.recorder in CONDITIONALS,
+            )
             refuse(checked, options.strict, options.waive, options.specialize)
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
             if chosen.recorder == "trace":

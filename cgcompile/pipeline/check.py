@@ -31,7 +31,7 @@ from ..model.user_code import user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
-from ..targets.choice import recorder_for
+from ..targets.choice import CONDITIONALS, recorder_for
 from ..transforms.prepared import prepare
 from .kernel_coverage import operators_without_kernel
 from .records import RegionReport, Report
@@ -72,7 +72,7 @@ def check(
         per_size = exported.programs.reason
         shapes = [(name, shape) for (name, _), shape in zip(exported.flat.like.leaves, exported.shapes, strict=True)]
         axes = tuple([(name, standing(name, shapes)) for name in wanted])
-        checked = check_rules(exported, target, host_ops)
+        checked = check_rules(exported, target, host_ops, conditionals=recorder in CONDITIONALS)
         found += checked.findings
         if not any(finding.severity == "refuse" for finding in found):
             signature = describe_signature(exported)  # raises what a build would, and so does the next

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 LOWERINGS = ("eager", "inductor", "max-autotune")
 SPECIALIZE = ("size", "shared")
 RECORDERS = ("auto", "capture", "trace")
+CONDITIONALS = ("trace",)
+"""The recorders that make conditional nodes of branches and loops."""
+
 PROVE = ("interpret", "none")
 
 

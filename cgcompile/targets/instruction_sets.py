@@ -14,16 +14,20 @@ from dataclasses import dataclass
 
 from ..errors import BuildError
 
-X86_64 = "x86_64"
-"""What os.uname calls the machine."""
+X86_64, AARCH64 = "x86_64", "aarch64"
+"""What os.uname calls the machines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """A level of the x86-64 psABI, by the name that compilers give it; `features` as /proc/cpuinfo names them.  `vector_bits`:
-    Inductor's vectors (`cpp.simdlen`), 1 for none: it has none of SSE."""
+    """A level of the x86-64 psABI, or a version of the Arm architecture's A profile, by the name that compilers give it (-march).
+
+    `machine` as os.uname has it, `features` as /proc/cpuinfo names them.  `vector_bits`: Inductor's vectors (`cpp.simdlen`), 1 for
+    none: it has none of SSE, and NEON's have 128.
+    """
 
     name: str
+    machine: str
     features: tuple[str, ...]
     vector_bits: int
 
@@ -32,10 +36,15 @@ _V2 = ("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3")
 _V3 = (*_V2, "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave")
 _V4 = (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
 
+_ARM_V8 = ("asimd", "fp")
+_ARM_V8_2 = (*_ARM_V8, "asimdrdm", "atomics", "crc32")
+
 LEVELS = (
-    Level(name="x86-64-v2", features=_V2, vector_bits=1),
-    Level(name="x86-64-v3", features=_V3, vector_bits=256),
-    Level(name="x86-64-v4", features=_V4, vector_bits=512),
+    Level(name="x86-64-v2", machine=X86_64, features=_V2, vector_bits=1),
+    Level(name="x86-64-v3", machine=X86_64, features=_V3, vector_bits=256),
+    Level(name="x86-64-v4", machine=X86_64, features=_V4, vector_bits=512),
+    Level(name="armv8-a", machine=AARCH64, features=_ARM_V8, vector_bits=128),
+    Level(name="armv8.2-a", machine=AARCH64, features=_ARM_V8_2, vector_bits=128),
 )
 
 SWITCHED_OFF = ("-mno-sse4a", "-mno-xop", "-mno-fma4", "-mno-tbm")
@@ -77,7 +86,7 @@ def level_of(name: str) -> Level | None:
 
 def check_level(level: Level, machine: str, flags: Collection[str]) -> None:
     """Raises target-unavailable where this machine, with `flags` of /proc/cpuinfo, cannot run code of that level."""
-    if machine != X86_64:
+    if machine != level.machine:
         raise BuildError(
             "target-unavailable", f"target {level.name}: this machine is {machine}, and its code is proved by running it"
         )

@@ -27,7 +27,11 @@ from ..util.version import VERSION
 LOWEST = "2.11"
 """The oldest torch whose libraries a bundle for processors may ask for."""
 
-TELLING = {"x86-64-v2": "SSE4.2", "x86-64-v3": "AVX2 and FMA", "x86-64-v4": "AVX-512"}
+TELLING = {
+    "x86-64-v2": "x86 processors with SSE4.2", "x86-64-v3": "x86 processors with AVX2 and FMA",
+    "x86-64-v4": "x86 processors with AVX-512", "armv8-a": "64-bit Arm processors",
+    "armv8.2-a": "64-bit Arm processors with LSE (Graviton2, Ampere Altra and later)",
+}  # fmt: skip
 """What people know a level of processors by."""
 
 MAJOR, MINOR = 75, 76
@@ -166,7 +170,7 @@ def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _level(row: Level) -> TargetHere:
-    return _processors(row.name, f"x86 processors with {TELLING[row.name]}", row)
+    return _processors(row.name, TELLING[row.name], row)
 
 
 def _processors(name: str, about: str, level: Level | None) -> TargetHere:

@@ -1,19 +1,26 @@
-"""Branches and loops as nodes of a graph, on a GPU: rows made by hand first."""
+"""Branches and loops as nodes of a graph, on a GPU: rows made by hand, then traced bundles."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import cgbundle
 from cgbundle.cuda import driver
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.errors import CgbundleError
 from cgbundle.loader import MODES
+from cgbundle.tables.codec import decode
+from cgbundle.tables.recording import ConditionalNode
 from tests.helpers.conditional_bench import CASES, Bench
 from tests.helpers.conditional_rows import expected
+from tests.helpers.fake_driver import install
 
 
 def missing() -> str:
@@ -81,3 +88,126 @@ def test_how_long_a_turn_takes(bench: Bench, capsys: pytest.CaptureFixture[str])
     executor.close()
     with capsys.disabled():
         print(f"\na graph of no turn {times[0]:.1f} us, a turn of 8 nodes {(times[20] - times[0]) / 20:.1f} us")
+
+
+# --- traced bundles -------------------------------------------------------------------------------------------
+
+CARRIED = Path(os.environ.get("CGCOMPILE_CONDITIONAL_BUNDLES", "/nowhere"))
+"""A folder with bundles of `conditional_models.MODELS`, by their names, that a machine without a GPU made; skipped without."""
+
+
+def traced(name: str, folder: Path, recorder: str) -> tuple[Path, Any, list[Any]]:
+    """The bundle, the model on the GPU, and inputs."""
+    torch = pytest.importorskip("torch")
+    from tests.helpers.conditional_models import MODELS
+
+    make, inputs, kinds = MODELS[name]
+    torch.manual_seed(1)
+    model, given = make().eval(), inputs()
+    path = CARRIED / f"{name}.cgb"
+    if recorder == "carried" and not path.exists():
+        pytest.skip("CGCOMPILE_CONDITIONAL_BUNDLES has no such bundle")
+    if recorder == "trace":
+        path = build(model, lambda: (given[0],), folder / f"{name}.cgb")
+    assert sorted(types(path)) == list(kinds)
+    return path, model.cuda(), given
+
+
+def build(model: Any, inputs: Any, path: Path) -> Path:
+    import cgcompile
+
+    return cgcompile.build(model, inputs, out=path, target="cuda", recorder="trace", prove="none").path
+
+
+def types(path: Path) -> list[str]:
+    nodes = [node for file in sorted((path / "graphs").iterdir()) for node in decode(file.read_bytes()).nodes]
+    return [node.type for node in nodes if isinstance(node, ConditionalNode)]
+
+
+@pytest.mark.parametrize("recorder", ["trace", "carried"])
+@pytest.mark.parametrize("name", ["nested", "carried", "middle"])
+def test_every_way_is_eagers(tmp_path: Path, name: str, recorder: str) -> None:
+    import torch
+
+    path, model, given = traced(name, tmp_path, recorder)
+    for mode in MODES:
+        with cgbundle.load(path, mode=mode) as program:
+            assert len(program.manifest.programs[0].steps) == 1, "one graph, one launch"
+            for x in [*given, *reversed(given)]:
+                with torch.no_grad():
+                    wanted = model(x.cuda())
+                found = program(x.cuda())
+                both = [each if isinstance(each, tuple) else (each,) for each in (found, wanted)]
+                for got, want in zip(*both, strict=True):
+                    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+def test_the_host_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    path, _, given = traced("nested", tmp_path, "trace")
+    with cgbundle.load(path) as program:
+        inputs = [x.cuda() for x in given]
+        torch.cuda.synchronize()
+        program(inputs[0])
+        counted = Counting(driver.cu)
+        install(monkeypatch, counted)  # type: ignore[arg-type]
+        for x in inputs:
+            program(x)
+        monkeypatch.undo()
+        assert counted.calls["cuGraphLaunch"] == len(inputs)
+        assert not [name for name in counted.calls if "Synchronize" in name or "DtoH" in name]
+
+
+class Counting:
+    """The driver, and how often each call is made."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.calls = real, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self.real, name)
+
+
+def test_random_numbers_and_state_in_a_loop(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from tests.helpers.conditional_models import TURNS, WIDTH, Drawing
+
+    path = build(Drawing(), lambda: (torch.zeros(WIDTH),), tmp_path / "drawing.cgb")
+    found = []
+    for mode in MODES:
+        with cgbundle.load(path, mode=mode) as program:
+            program.seed(5)
+            seen, calls = 0, []
+            for _ in range(6):
+                v, turns, state = program(torch.zeros(WIDTH, device="cuda"))
+                assert int(turns) == TURNS or float(v.sum()) >= 30
+                seen += 1 if int(turns) > 3 else -1
+                assert float(state) == seen
+                calls.append((v.cpu(), int(turns)))
+            found.append(calls)
+            assert [turns for _, turns in calls] == sorted([turns for _, turns in calls], reverse=True), "the scale doubles"
+            assert not torch.equal(calls[0][0], calls[1][0])
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one[0], two[0]) and one[1] == two[1]
+
+
+def test_a_part_of_the_callers_capture(tmp_path: Path) -> None:
+    import torch
+
+    path, model, given = traced("nested", tmp_path, "trace")
+    with cgbundle.load(path, outputs="view") as program:
+        x = given[0].cuda()
+        result = program(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = program(x)
+        for each in given:
+            x.copy_(each)
+            graph.replay()
+            with torch.no_grad():
+                wanted = model(x)
+            for got, want in zip(result, wanted, strict=True):
+                torch.testing.assert_close(torch.as_tensor(got), want, rtol=2e-3, atol=2e-3)

@@ -37,4 +37,4 @@ def test_the_exam_has_the_recorded_bits(golden: Path) -> None:
 def test_stream_mode_has_the_recorded_bits(golden: Path) -> None:
     with cgbundle.load(golden, mode="stream") as program:
         compare = program.manifest.exam.compare
-        assert all(result.passed(compare) for result in exam.replay_exam(str(golden), program))
+        assert all(result.passed(compare) for result in exam.replay_exam(program))

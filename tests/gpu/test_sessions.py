@@ -178,9 +178,11 @@ def test_the_memory_of_sessions_is_the_prediction_and_they_give_every_byte_back(
         made = [loaded.session() for _ in range(3)]
         torch.cuda.synchronize()
         sizes = loaded.session_memory
-        assert set(sizes) <= {"state", "inputs", "arena", "host"} and sizes["state"] == dict(loaded.manifest.memories)["state"]
+        assert (
+            set(sizes) <= {"state", "inputs", "arena", "host", "code"} and sizes["state"] == dict(loaded.manifest.memories)["state"]
+        )
         for session in made:
-            assert session._backend._memories.sizes == sizes
+            assert session._backend._memories.sizes.items() <= sizes.items()
         free, _ = torch.cuda.mem_get_info()
         more = [loaded.session() for _ in range(8)]
         taken = free - torch.cuda.mem_get_info()[0]

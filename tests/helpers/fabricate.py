@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,8 @@ from hashlib import sha256
 from itertools import product
 from typing import Any
 
+from cgbundle.format.archive import EXAM
+from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import evaluate
 from cgbundle.session.locks import SharedLock
@@ -106,6 +109,12 @@ class FakeResults:
                 ctypes.memset(ctypes.addressof(buffer), SPOILED, ctypes.sizeof(buffer))
 
 
+def kept_exam(folder: str) -> KeptFile:
+    """The exam in a folder, as `loader` hands it to a program."""
+    with open(os.path.join(folder, EXAM), "rb") as file:
+        return KeptFile(file.fileno())
+
+
 class FakeBackend:
     """Runs `compute`; `calls` lists (key, inputs) of every replay, `closed` is 1 after `close`.
 
@@ -113,6 +122,7 @@ class FakeBackend:
     """
 
     device: int | None = None
+    code_bytes = 0
 
     def __init__(self, manifest: Manifest, compute: Compute, *, static: bool = False) -> None:
         self.manifest, self.compute, self.static = manifest, compute, static

@@ -11,6 +11,7 @@ from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.compile.kernels import CompiledKernel
 from cgcompile.offline.lowered import Lowered, LoweredProgram, RegionEvents
 from cgcompile.targets.cuda.recorded import RecordedGraph
+from tests.helpers.conditional_rows import function
 
 
 def assembled(
@@ -25,5 +26,6 @@ def assembled(
     """`weights`: offsets in `memory`."""
     places = {name: Address(memory=MEMORIES.index(memory), offset=offset) for name, offset in weights.items()}
     whole = RegionEvents(name="model", start=0, stop=len(lowered.events), inputs=lowered.inputs, outputs=lowered.outputs)
-    (graph,) = assemble(LoweredProgram(lowered=lowered, regions=(whole,)), compiled, plan, places, inputs, written)
+    program = LoweredProgram(lowered=lowered, regions=(whole,))
+    (graph,) = assemble(program, compiled, plan, places, inputs, written, function("cd" * 32))
     return graph

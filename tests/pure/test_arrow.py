@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -87,6 +88,21 @@ def test_loading_needs_no_more_of_the_standard_library_than_it_uses() -> None:
     code = f"import sys\nimport cgbundle\ncgbundle.load\nimport {modules}\nprint(*sys.modules)"
     loaded = set(python(code, "-S").split())
     assert not loaded & {"asyncio", "subprocess", "tempfile", "unittest", "logging", "pathlib", "uuid", "shutil", "zipfile"}
+
+
+def test_dir_shows_the_public_names_alone() -> None:
+    import cgbundle
+
+    assert dir(cgbundle) == sorted(cgbundle.__all__)
+
+
+def test_a_typed_script_uses_every_public_name() -> None:
+    """`make check` holds that script to what `mypy --strict` asks."""
+    import cgbundle
+
+    used = (ROOT / "tests/typed/serving.py").read_text()
+    assert [name for name in cgbundle.__all__ if not re.search(rf"\b{name}\b", used)] == []
+    assert (ROOT / "bundles/cgbundle/py.typed").exists()
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -19,7 +19,7 @@ from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.program import Program
 from cgbundle.tensors.comparison import describe, difference, nearest
 from cgbundle.tensors.exam_tensors import bounds, exam_tensors
-from tests.helpers.fabricate import FakeBackend, Numbers
+from tests.helpers.fabricate import FakeBackend, Numbers, kept_exam
 from tests.helpers.raising import raises
 from tests.helpers.support import before_4, manifest
 from tests.helpers.support import exam_tensors as exam_tensors_files
@@ -186,7 +186,7 @@ def bundle(tmp_path: Path, drop: str = "") -> str:
 @pytest.mark.parametrize("outputs", ["copy", "view"])
 def test_an_exam_that_holds_is_exact(tmp_path: Path, outputs: str) -> None:
     backend = FakeBackend(manifest(), first_two)
-    results = exam.replay_exam(bundle(tmp_path), Program(manifest(), backend, "pad", outputs))
+    results = exam.replay_exam(Program(manifest(), backend, "pad", outputs, exam=kept_exam(bundle(tmp_path))))
     assert [(result.key, result.error, result.exact) for result in results] == [((1,), 0.0, True), ((4,), 0.0, True)]
     assert [given for _, (given,) in backend.calls] == [[0.0, 1.0, 2.0], [float(number) for number in range(12)]]
 
@@ -222,7 +222,8 @@ def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path:
         near = [number * 1.01 for number in first_two(key, inputs)[0]]
         return [near, [number + (17 if number == 1002 else 0) for number in tokens[key[0]]]]
 
-    one, four = exam.replay_exam(str(tmp_path), Program(made, FakeBackend(made, replayed), "pad", "copy"))
+    program = Program(made, FakeBackend(made, replayed), "pad", "copy", exam=kept_exam(str(tmp_path)))
+    one, four = exam.replay_exam(program)
     assert one.passed("tolerance") and 0 < one.error < 4e-2
     assert not four.passed("tolerance")
     assert [each.title for each in four.tensors] == ["output y (float32)", "output token (int64)"]
@@ -248,22 +249,23 @@ def test_the_bounds_of_a_bundle_before_format_4_are_the_keys_for_floats_and_0_fo
 @pytest.mark.parametrize(("compare", "passed"), [("tolerance", [True, False]), ("bits", [True, False])])
 def test_an_exam_that_fails_says_which_key_and_by_how_much(tmp_path: Path, compare: str, passed: list[bool]) -> None:
     made = replace(manifest(), exam=replace(manifest().exam, compare=compare))
-    results = exam.replay_exam(bundle(tmp_path), Program(made, FakeBackend(made, off_by_half), "pad", "copy"))
+    program = Program(made, FakeBackend(made, off_by_half), "pad", "copy", exam=kept_exam(bundle(tmp_path)))
+    results = exam.replay_exam(program)
     assert [result.exact for result in results] == [True, False]
     assert [result.passed(compare) for result in results] == passed
     assert f"{results[1].error:.1e}" == "7.1e-02" and results[1].tolerance == 1e-5
 
 
 def test_a_part_of_the_exam_can_be_replayed(tmp_path: Path) -> None:
-    program = Program(manifest(), FakeBackend(manifest(), first_two), "pad", "copy")
-    assert [result.key for result in exam.replay_exam(bundle(tmp_path), program, keys=[(4,)])] == [(4,)]
+    program = Program(manifest(), FakeBackend(manifest(), first_two), "pad", "copy", exam=kept_exam(bundle(tmp_path)))
+    assert [result.key for result in exam.replay_exam(program, keys=[(4,)])] == [(4,)]
 
 
 @pytest.mark.parametrize("drop", ["4/input/0", "4/output/0"])
 def test_an_exam_that_lacks_a_tensor_is_damaged(tmp_path: Path, drop: str) -> None:
-    program = Program(manifest(), FakeBackend(manifest(), first_two), "pad", "copy")
+    program = Program(manifest(), FakeBackend(manifest(), first_two), "pad", "copy", exam=kept_exam(bundle(tmp_path, drop)))
     with raises("weights-invalid", match=rf"^exam\.safetensors: tensor '{drop}' is missing"):
-        exam.replay_exam(bundle(tmp_path, drop), program)
+        exam.replay_exam(program)
 
 
 @pytest.mark.parametrize(("key", "name"), [((), "-/input/3"), ((8,), "8/input/3"), ((8, 128), "8x128/input/3")])

@@ -77,6 +77,7 @@ class CpuBackend:
     wrong-machine, weights-invalid."""
 
     device: int | None = None
+    code_bytes = 0
 
     def __init__(self, bundle: Archive, threads: int | None = None) -> None:
         self._open(Shared(bundle, threads), alone=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ..errors import MachineError
 
-HINT = "build the bundle on this kind of machine, or for all processors with AVX2: --target x86-64-v3"
+HINT = "build the bundle on this kind of machine, or for a level of processors: --target x86-64-v3 (all with AVX2), armv8-a"
 """For a bundle of the cpu target."""
 
 SVE_LENGTH = 51

@@ -63,6 +63,11 @@ class CudaBackend:
     ) -> None:
         self._start(Shared(bundle, device, mode, poison, context, threads), alone=False, lazy=lazy)
 
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the kernel images that every session loads for itself."""
+        return self._shared.code_bytes
+
     def session(self) -> CudaBackend:
         """A further session: memories, stream and graphs of its own, the same weights and kernels.  One thread at a time may use
         it, another one raises SessionBusy.  Whichever is closed last gives back what they share."""

@@ -6,8 +6,8 @@ import threading
 from contextlib import ExitStack
 
 from ..cpu.processor import check_features
+from ..format.archive import KERNELS, Archive
 from ..format.archive import WEIGHTS as FILE
-from ..format.archive import Archive
 from ..session.initial_state import InitialState
 from . import weights
 from .driver import Context, Relaxed, check_device, check_driver
@@ -62,6 +62,8 @@ class Shared:
         self._upload = weights.Upload(self.context, file, pieces, self.base)
         cleanup.callback(self._upload.stop)
         self._states = states(self.bundle)
+        own = {f"{KERNELS}{state.image}" for state in self._states}
+        self.code_bytes = sum(file.bytes for file in self.manifest.files if file.path in own)
         self._modules = Modules(self.bundle)
         cleanup.callback(self._modules.close)
 

@@ -38,6 +38,10 @@ class Backend(Protocol):
     @property
     def owner(self) -> object: ...
 
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the kernel images that every session loads for itself."""
+
     def locked(self, stream: int | None) -> AbstractContextManager[Any]:
         """The memories, for one call whose work goes to a stream of the device (None: the backend's own)."""
 

@@ -86,7 +86,10 @@ def _expand(module: GraphModule) -> None:
     for node in reversed(list(module.graph.nodes)):
         if node.op == "get_attr" and not node.users:
             module.graph.erase_node(node)
-    module.delete_all_unused_submodules()
+    used = {str(node.target).partition(".")[0] for node in module.graph.find_nodes(op="get_attr")}
+    for name, child in list(module.named_children()):
+        if isinstance(child, GraphModule) and name not in used:
+            delattr(module, name)  # delete_all_unused_submodules takes those that a module below uses, too
     module.recompile()
 
 

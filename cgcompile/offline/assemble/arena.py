@@ -13,7 +13,21 @@ from heapq import heappop, heappush
 
 from ...errors import BuildError
 from ...targets.memory_layout import PAD, align
-from ..lowered import TEMPORARY, Allocate, Copy, Fill, HostRead, Launch, Lowered, Pointer, Release
+from ..lowered import (
+    TEMPORARY,
+    Allocate,
+    Begin,
+    Copy,
+    End,
+    Event,
+    Fill,
+    Launch,
+    Lowered,
+    Otherwise,
+    Pointer,
+    Release,
+    SetCondition,
+)
 
 WORK = 3_000_000
 """Comparisons of two buffers after which planning looks no further for a smaller arena: about a second."""
@@ -54,7 +68,10 @@ def plan(lowered: Lowered) -> Plan:
 
 
 def lifetimes(lowered: Lowered) -> tuple[Lifetime, ...]:
-    """The lives of all temporaries that are used and not empty, by first use.  Raises lifetime-broken."""
+    """The lives of all temporaries that are used and not empty, by first use.  Raises lifetime-broken.
+
+    What is used inside a loop and outside of it lives through the whole loop: the next turn needs what this one had.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     allocated: set[int] = set()
@@ -76,6 +93,12 @@ def lifetimes(lowered: Lowered) -> tuple[Lifetime, ...]:
     for output in lowered.outputs:
         first.setdefault(output.pointer.buffer, len(lowered.events))
         last[output.pointer.buffer] = len(lowered.events)
+    for begin, end in loops(lowered):
+        for buffer in first:
+            if first[buffer] < begin < last[buffer] < end:
+                last[buffer] = end
+            elif begin < first[buffer] < end < last[buffer]:
+                first[buffer] = begin
     lives = [
         Lifetime(buffer=i, size=align(lowered.buffers[i].nbytes), first=first[i], last=last[i])
         for i in first
@@ -84,7 +107,19 @@ def lifetimes(lowered: Lowered) -> tuple[Lifetime, ...]:
     return tuple(sorted(lives, key=lambda life: (life.first, life.buffer)))
 
 
-def uses(event: Launch | Copy | Fill | HostRead) -> Iterator[int]:
+def loops(lowered: Lowered) -> list[tuple[int, int]]:
+    """Positions of the beginning and the end of every loop, those inside of others first."""
+    begins: dict[int, int] = {}
+    found = []
+    for moment, event in enumerate(lowered.events):
+        if isinstance(event, Begin) and event.type == "while":
+            begins[event.conditional] = moment
+        elif isinstance(event, End) and event.conditional in begins:
+            found.append((begins.pop(event.conditional), moment))
+    return found
+
+
+def uses(event: Event) -> Iterator[int]:
     """The buffers that an event reads or writes, by position."""
     if isinstance(event, Launch):
         yield from (argument.buffer for argument in event.arguments if isinstance(argument, Pointer))
@@ -92,7 +127,9 @@ def uses(event: Launch | Copy | Fill | HostRead) -> Iterator[int]:
         yield from (event.source.buffer, event.target.buffer)
     elif isinstance(event, Fill):
         yield event.target.buffer
-    else:
+    elif isinstance(event, SetCondition):
+        yield event.byte.buffer
+    elif not isinstance(event, Begin | Otherwise | End):
         yield event.buffer
 
 

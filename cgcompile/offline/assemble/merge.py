@@ -3,19 +3,23 @@ host reads between two regions is an event of its own; what it makes lies in mem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cgbundle.format.schema import IntKey
+from cgbundle.format.schema import DTYPES, IntKey
 
 from ...errors import BuildError
 from ...targets.rows import WHOLE
 from ..lowered import (
     TEMPORARY,
     WEIGHT,
+    Allocate,
+    Begin,
     Buffer,
     BufferView,
     Copy,
+    End,
     Event,
     Fill,
     FoldedConstant,
@@ -24,8 +28,11 @@ from ..lowered import (
     Launch,
     Lowered,
     LoweredProgram,
+    Otherwise,
     Pointer,
     RegionEvents,
+    Release,
+    SetCondition,
 )
 
 
@@ -49,7 +56,7 @@ def merge(key: IntKey, regions: Sequence[LoweredRegion], given: Sequence[str], o
     """`regions`, in the order in which they run, as one program.  `given`: the values of INPUT buffers, in order: the call's, and
     behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to the end.
     Raises sizes-unlike and place-invalid when a region takes a value otherwise than an earlier one made it."""
-    growing = _MergedProgram(key=key, given={name: place for place, name in enumerate(given)})
+    growing = MergedProgram(key=key, given={name: place for place, name in enumerate(given)})
     for region in regions:
         if region.lowered is None:
             growing.read(region.inputs)
@@ -58,7 +65,7 @@ def merge(key: IntKey, regions: Sequence[LoweredRegion], given: Sequence[str], o
     return growing.program(outputs)
 
 
-class _MergedProgram:
+class MergedProgram:
     """The merged program as it grows.  `made`: the values of the regions so far; `on_host`: those that the host has a copy of.
     `shared`: weights and inputs by kind and name, which several regions may take."""
 
@@ -82,33 +89,54 @@ class _MergedProgram:
                 self.on_host.add(name)
                 self.events.append(HostRead(buffer=self.made[name].pointer.buffer))
 
-    def add(self, region: LoweredRegion, traced: Lowered) -> None:
-        """A graph region."""
+    def add(self, region: LoweredRegion, traced: Lowered, targets: Sequence[Pointer] = ()) -> None:
+        """A graph region, or a part of one.  `targets`: where its outputs go, dense ones; () for wherever it makes them."""
         start = len(self.events)
-        places = [self._place(region, traced, buffer) for buffer in traced.buffers]
+        own = _own_buffers(traced) if targets else {}
+        places = [targets[own[i]] if i in own else self._place(region, traced, each) for i, each in enumerate(traced.buffers)]
         variants = [self.variants.setdefault(variant, len(self.variants)) for variant in traced.variants]
-        self.events += [_moved(event, places, variants) for event in traced.events]
+        events = [each for each in traced.events if not (isinstance(each, Allocate | Release) and each.buffer in own)]
+        self.events += [_moved(event, places, variants) for event in events]
         inputs, outputs = [[_tensor(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
+        for number, target in enumerate(targets):
+            if outputs[number].pointer != target:
+                self.events.append(Copy(source=outputs[number].pointer, target=target, nbytes=dense_bytes(outputs[number])))
+                outputs[number] = replace(outputs[number], pointer=target)
         self.regions.append(
             RegionEvents(name=region.name, start=start, stop=len(self.events), inputs=tuple(inputs), outputs=tuple(outputs))
         )
         self.made.update(zip(region.outputs, outputs, strict=True))
         self.constants.update({constant.name: constant for constant in traced.constants})
-        self.written |= dict.fromkeys([places[index].buffer for index in traced.written])
+        kept = [places[index].buffer for index in traced.written]
+        self.written |= dict.fromkeys([index for index in kept if self.buffers[index].kind != TEMPORARY])
+
+    def temporary(self, nbytes: int, at: int | None = None) -> Pointer:
+        """A new buffer, allocated before event number `at`, or here."""
+        made = self._new(Buffer(kind=TEMPORARY, name=f"own{len(self.buffers)}", nbytes=nbytes))
+        self.events.insert(len(self.events) if at is None else at, Allocate(buffer=made.buffer))
+        return made
+
+    def given_tensor(self, kind: str, name: str, nbytes: int) -> Pointer:
+        """The buffer of a weight, or of an input of the call by its number."""
+        return self._shared(Buffer(kind=kind, name=name, nbytes=nbytes))
 
     def program(self, outputs: Sequence[str]) -> LoweredProgram:
         """All of it; `outputs` of the call."""
-        traced = Lowered(
+        traced = self.joined((), [self.made[name] for name in outputs if name in self.made])
+        return LoweredProgram(lowered=traced, regions=tuple(self.regions))
+
+    def joined(self, inputs: Sequence[BufferView], outputs: Sequence[BufferView]) -> Lowered:
+        """All of it as one that takes `inputs` and gives `outputs`."""
+        return Lowered(
             key=self.key,
             buffers=tuple(self.buffers),
             variants=tuple(self.variants),
             events=tuple(self.events),
-            inputs=(),
-            outputs=tuple([self.made[name] for name in outputs if name in self.made]),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
             constants=tuple(self.constants.values()),
             written=tuple(self.written),
         )
-        return LoweredProgram(lowered=traced, regions=tuple(self.regions))
 
     def _place(self, region: LoweredRegion, traced: Lowered, buffer: Buffer) -> Pointer:
         """Where a buffer of a region begins among all buffers."""
@@ -141,6 +169,23 @@ class _MergedProgram:
         return Pointer(buffer=known, offset=0)
 
 
+def dense_bytes(tensor: BufferView) -> int:
+    """Bytes of a dense tensor."""
+    return DTYPES[tensor.dtype] * math.prod(tensor.shape)
+
+
+def _own_buffers(traced: Lowered) -> dict[int, int]:
+    """Buffers that are one output each, from the first byte to the last: their positions, and the outputs' numbers."""
+    found: dict[int, int] = {}
+    holds = [output.pointer.buffer for output in traced.outputs]
+    for number, output in enumerate(traced.outputs):
+        buffer = traced.buffers[output.pointer.buffer]
+        whole = buffer.kind == TEMPORARY and not output.pointer.offset and buffer.nbytes == dense_bytes(output)
+        if whole and holds.count(output.pointer.buffer) == 1:
+            found[output.pointer.buffer] = number
+    return found
+
+
 def _layout(tensor: BufferView) -> tuple[str, tuple[tuple[int, int], ...]]:
     """The dtype, and (size, stride) of every axis that has more than one element."""
     axes = zip(tensor.shape, tensor.strides, strict=True)
@@ -166,5 +211,9 @@ def _moved(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> 
             return replace(event, source=_at(event.source, places), target=_at(event.target, places))
         case Fill():
             return replace(event, target=_at(event.target, places))
+        case SetCondition():
+            return replace(event, byte=_at(event.byte, places))
+        case Begin() | Otherwise() | End():
+            return event
         case _:  # of a temporary, which begins where its buffer does
             return replace(event, buffer=places[event.buffer].buffer)

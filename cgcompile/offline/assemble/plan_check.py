@@ -1,6 +1,6 @@
 """The check of an arena plan, derived again from the launches alone, not from `arena`, Allocate or Release.  Pure.  A buffer is
-needed from the first event that names it to the last, and to the end when it is an output.  Two that are needed at one event must
-not share a byte."""
+needed from the first event that names it to the last, and to the end when it is an output; through every loop that names it, where
+anything outside the loop does too.  Two that are needed at one event must not share a byte."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from heapq import heappop, heappush
 
 from ...errors import BuildError
-from ..lowered import TEMPORARY, Copy, Fill, HostRead, Launch, Lowered, Pointer
+from ..lowered import TEMPORARY, Begin, Copy, End, Fill, HostRead, Launch, Lowered, Pointer, SetCondition
 from .arena import Plan
 
 ALIGNMENT = 256
@@ -63,6 +63,8 @@ def _check_places(lowered: Lowered, plan: Plan) -> None:
 def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
     """Temporary -> (first event that names it, last one)."""
     found: dict[int, tuple[int, int]] = {}
+    opened: list[int] = []
+    turns: list[tuple[int, int]] = []
     for moment, event in enumerate(lowered.events):
         named: list[int] = []
         match event:
@@ -74,11 +76,25 @@ def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
                 named = [target.buffer]
             case HostRead(buffer=buffer):
                 named = [buffer]
+            case SetCondition(byte=byte):
+                named = [byte.buffer]
         for each in named:
             found[each] = found.get(each, (moment, moment))[0], moment
+        if isinstance(event, Begin):
+            opened.append(moment)
+        elif isinstance(event, End):
+            begin = opened.pop()
+            if lowered.events[begin] == Begin(conditional=event.conditional, type="while"):
+                turns.append((begin, moment))
     for output in lowered.outputs:
         end, each = len(lowered.events), output.pointer.buffer
         found[each] = found.get(each, (end, end))[0], end
+    for each, (start, end) in found.items():
+        for begin, stop in turns:  # inner loops end before those around them
+            crosses = (start < begin) != (end < begin) or (start > stop) != (end > stop)
+            if crosses and (begin <= start <= stop or begin <= end <= stop):
+                start, end = min(start, begin), max(end, stop)
+        found[each] = start, end
     return {each: moments for each, moments in found.items() if lowered.buffers[each].kind == TEMPORARY}
 
 

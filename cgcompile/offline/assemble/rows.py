@@ -1,20 +1,37 @@
 """A lowered program, its kernel images and its arena plan -> the rows of a bundle.  Pure.  The nodes run one after the other, as
-Inductor's wrapper launches them."""
+Inductor's wrapper launches them; so do those of a branch's or loop's body."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from cgbundle.format.schema import MEMORIES, Value
-from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
+from cgbundle.tables.recording import Address, Function, KernelNode, MemcpyNode, MemsetNode, Recording, Relocation
 
 from ...errors import BuildError
+from ...targets.cuda.conditions import set_condition
 from ...targets.cuda.recorded import RecordedGraph
 from ..compile.kernels import CompiledKernel
-from ..lowered import INPUT, TEMPORARY, WEIGHT, BufferView, Copy, Fill, Launch, Lowered, LoweredProgram, Pointer, RegionEvents
+from ..lowered import (
+    INPUT,
+    TEMPORARY,
+    WEIGHT,
+    Begin,
+    BufferView,
+    Copy,
+    End,
+    Fill,
+    Launch,
+    Lowered,
+    LoweredProgram,
+    Otherwise,
+    Pointer,
+    RegionEvents,
+    SetCondition,
+)
 from .arena import Plan
+from .bodies import Bodies
 from .parameter_block import pack_arguments
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14
@@ -59,33 +76,51 @@ def assemble(
     weights: Mapping[str, Address],
     inputs: Sequence[int],
     written: Collection[int] = (),
+    conditions: Function | None = None,
 ) -> tuple[RecordedGraph, ...]:
     """The rows of one key, a graph per region; launches, copies and fills of nothing are left out.  `compiled`: one per variant.
     `weights`: where a WEIGHT buffer lies, by its name; `inputs`: the offsets of INPUT buffers in memory inputs, by their number.
-    `written`: the numbers of those that calls may change.  Raises parameter-mismatch, and place-invalid for a buffer without a
-    place, bytes outside their buffer, and a weight or input that is changed and must not be."""
+    `written`: the numbers of those that calls may change.  `conditions`: the kernel that sets conditions, where any are set.
+
+    Raises parameter-mismatch, and place-invalid for a buffer without a place, bytes outside their buffer, and a weight or input
+    that is changed and must not be.
+    """
     lowered = program.lowered
     where = _Where(lowered=lowered, bases=tuple(_bases(lowered, plan, weights, inputs)))
     _check_written(where, written)
-    return tuple([_assemble(region, compiled, plan.arena, where) for region in program.regions])
+    return tuple([_assemble(region, compiled, where, conditions, plan.arena) for region in program.regions])
 
 
-def _assemble(region: RegionEvents, compiled: Sequence[CompiledKernel], arena: int, where: _Where) -> RecordedGraph:
+def _assemble(
+    region: RegionEvents, compiled: Sequence[CompiledKernel], where: _Where, conditions: Function | None, arena: int
+) -> RecordedGraph:
     lowered = where.lowered
     functions: dict[Function, int] = {}
-    nodes: list[Node] = []
+    growing = Bodies()
     for moment, event in enumerate(lowered.events[region.start : region.stop], region.start):
         spot = f"int_key {lowered.key}, event {moment}"
-        if isinstance(event, Launch) and all(event.grid):
-            function = functions.setdefault(_function(compiled[event.variant]), len(functions))
-            nodes.append(_kernel(event, function, compiled[event.variant], where, spot))
-        elif isinstance(event, Copy) and event.nbytes:
-            nodes += _copies(event, where, spot)
-        elif isinstance(event, Fill) and event.count:
-            nodes.append(_fill(event, where, spot))
-    edges = tuple(Edge(source=a, target=b, from_port=0, to_port=0, type=0) for a, b in pairwise(range(len(nodes))))
+        match event:
+            case Launch() if all(event.grid):
+                function = functions.setdefault(_function(compiled[event.variant]), len(functions))
+                growing.add(_kernel(event, function, compiled[event.variant], where, spot))
+            case Copy() if event.nbytes:
+                for node in _copies(event, where, spot):
+                    growing.add(node)
+            case Fill() if event.count:
+                growing.add(_fill(event, where, spot))
+            case SetCondition():
+                assert conditions is not None  # `branches` says when it is needed
+                function = functions.setdefault(conditions, len(functions))
+                growing.add(set_condition(function, where.address(event.byte, 1, spot), event.conditional))
+            case Begin():
+                growing.begin(event.conditional, event.type)
+            case Otherwise():
+                growing.otherwise()
+            case End():
+                growing.end()
+    nodes, edges, bodies = growing.rows()
     return RecordedGraph(
-        recording=Recording(key=lowered.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges),
+        recording=Recording(key=lowered.key, functions=tuple(functions), nodes=nodes, edges=edges, bodies=bodies),
         inputs=tuple(_value(tensor, where, f"int_key {lowered.key}, input {i}") for i, tensor in enumerate(region.inputs)),
         outputs=tuple(_value(tensor, where, f"int_key {lowered.key}, output {i}") for i, tensor in enumerate(region.outputs)),
         arena=arena,

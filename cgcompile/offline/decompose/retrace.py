@@ -22,6 +22,7 @@ from ...export.exported import memory_order
 from ...model.user_code import first_line, is_user_file
 from ...targets.compiler_errors import source_operator
 from ...targets.cuda.lowering import repair
+from ...targets.memory_layout import dense_strides
 from ..lowered import INPUT, WEIGHT
 from .decompositions import REPLACED, decompositions
 
@@ -79,12 +80,12 @@ def retrace(
     if writes or any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
         # new values of what it writes to become outputs, and vmap's batch axes go; most other operations stay as they are
         program = program.run_decompositions({})
-    rows = _inputs(program, tensors)
-    changed = _changed(program)
-    module = _on_device(program.graph_module)
+    rows = given_rows(program, tensors)
+    changed = changed_outputs(program)
+    module = on_device(program.graph_module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        fakes = tuple([_fake(tensor) for _, _, tensor in rows if tensor is not None])
+        fakes = tuple([fake_tensor(tensor) for _, _, tensor in rows if tensor is not None])
     wanted = [spec.kind == OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs]
 
     def run(*given: torch.Tensor) -> tuple[Any, ...]:
@@ -101,10 +102,54 @@ def retrace(
     places = [place for place, (_, _, tensor) in enumerate(rows) if tensor is not None]
     written = tuple([places.index(argument) for _, argument in changed])
     given = [rows[place] for place in places]
-    _check_apart([given[index] for index in written], given)
+    check_apart([given[index] for index in written], given)
     _copy_back(traced, written)
     names = tuple([(kind, name) for kind, name, _ in given])
     return Retraced(graph=traced, tensors=fakes, names=names, written=written, mode=mode, program=source)
+
+
+DENSE = "dense"
+"""A layout: dense strides, in the order that the axes have."""
+
+Layout = tuple[int, ...] | str | None
+"""Of an output the strides that it must have, DENSE, or None for any."""
+
+
+def retrace_straight(
+    module: torch.fx.GraphModule,
+    source: torch.fx.GraphModule,
+    arguments: Sequence[Any],
+    names: Sequence[tuple[str, str]],
+    mode: FakeTensorMode,
+    layouts: Sequence[Layout],
+    written: Sequence[int],
+) -> tuple[Retraced, dict[int, Any]]:
+    """A part of a program between branches and loops, at fake tensors and numbers; and those of its results that are numbers.
+
+    `names`: kinds and names of the tensors among `arguments`.  `module` gives an output for each of `layouts`, and behind these the
+    new values of the tensors at the positions `written`.  `source` is the program that it was cut from.  Raises as `retrace` does.
+    """
+    fakes = tuple([each for each in arguments if isinstance(each, torch.Tensor)])
+    numbers: dict[int, Any] = {}
+
+    def run(*given: torch.Tensor) -> tuple[Any, ...]:
+        remaining = iter(given)
+        values = [next(remaining) if isinstance(each, torch.Tensor) else each for each in arguments]
+        results = _Replacing(module, source).run(*values, enable_io_processing=False)
+        made = []
+        for number, (result, layout) in enumerate(zip(results, layouts, strict=False)):
+            if isinstance(result, torch.Tensor):
+                dense = dense_strides(tuple(result.shape), result.stride())
+                made.append(_with_strides(result, dense if isinstance(layout, str) else layout))
+            else:
+                numbers[number] = result
+        return (*made, *results[len(layouts) :])
+
+    with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+        traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*fakes)
+    _check(traced)
+    _copy_back(traced, written)
+    return Retraced(graph=traced, tensors=fakes, names=tuple(names), written=tuple(written), mode=mode, program=source), numbers
 
 
 def source_line(node: torch.fx.Node) -> str:
@@ -127,7 +172,7 @@ Row = tuple[str, str, torch.Tensor | None]
 """Kind, name, and a tensor like it; None for an argument that is None or a number."""
 
 
-def _inputs(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> list[Row]:
+def given_rows(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> list[Row]:
     rows: list[Row] = []
     state: dict[str, Any] = {**program.state_dict, **program.constants}
     given = 0
@@ -158,12 +203,12 @@ def _text(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
+def fake_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A cuda tensor of the same sizes: inputs and weights are stored dense, with the axes in their order in memory."""
     return torch.empty_permuted(tuple(tensor.shape), memory_order(tensor), dtype=tensor.dtype, device=DEVICE)
 
 
-def _changed(program: ExportedProgram) -> list[tuple[int, int]]:
+def changed_outputs(program: ExportedProgram) -> list[tuple[int, int]]:
     """Outputs of a functional program that are new values of buffers or inputs: the output's position, and the argument's."""
     specs = program.graph_signature.input_specs
     buffers = {spec.target: place for place, spec in enumerate(specs) if spec.kind == InputKind.BUFFER}
@@ -182,7 +227,7 @@ def _changed(program: ExportedProgram) -> list[tuple[int, int]]:
 # --- the graph ------------------------------------------------------------------------------------------------
 
 
-def _on_device(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+def on_device(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """A copy without assertions whose operations make their tensors on cuda."""
     made = copy.deepcopy(module)
     for part in [m for m in made.modules() if isinstance(m, torch.fx.GraphModule)]:
@@ -264,7 +309,12 @@ def _copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
     (output,) = traced.graph.find_nodes(op="output")
     placeholders = traced.graph.find_nodes(op="placeholder")
     count = len(output.args[0]) - len(written)
-    for index, value in zip(written, output.args[0][count:], strict=True):
+    changed = {placeholders[index] for index in written}
+    values = [
+        value if value is placeholders[index] or _base(value) not in changed else _cloned(traced.graph, output, value)
+        for index, value in zip(written, output.args[0][count:], strict=True)
+    ]
+    for index, value in zip(written, values, strict=True):
         if value is placeholders[index]:
             continue  # it writes what is there
         with traced.graph.inserting_before(output):
@@ -272,6 +322,21 @@ def _copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
         made.meta["val"] = placeholders[index].meta["val"]
     output.args = (output.args[0][:count],)
     traced.recompile()
+
+
+def _base(node: torch.fx.Node) -> torch.fx.Node:
+    """What a node is a view of."""
+    while getattr(node.target, "is_view", False) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _cloned(graph: torch.fx.Graph, before: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
+    """A copy of what a tensor holds before any is written to: the new value of one may be the old one of another."""
+    with graph.inserting_before(before):
+        made = graph.call_function(torch.ops.aten.clone.default, (value,))
+    made.meta["val"] = value.meta["val"]
+    return made
 
 
 def _check(traced: torch.fx.GraphModule) -> None:
@@ -295,7 +360,7 @@ def _check(traced: torch.fx.GraphModule) -> None:
         raise ModelError("constant-unknown", f"the program holds tensors of its own: {', '.join(own)}")
 
 
-def _check_apart(written: Sequence[Row], given: Sequence[Row]) -> None:
+def check_apart(written: Sequence[Row], given: Sequence[Row]) -> None:
     """Refuses a weight that is written to and shares memory with another: in a bundle each lies by itself."""
     for kind, name, tensor in written:
         for other_kind, other, value in given:

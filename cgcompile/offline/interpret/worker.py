@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,16 @@ import numpy as np
 from cgbundle.format import safetensors
 from cgbundle.format.schema import DTYPES, MEMORIES, Value
 from cgbundle.format.spans import HOST_ONLY
-from cgbundle.tables.recording import Address, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
+from cgbundle.tables.recording import (
+    Address,
+    ConditionalNode,
+    EmptyNode,
+    Function,
+    KernelNode,
+    MemcpyNode,
+    MemsetNode,
+    Recording,
+)
 
 from ...errors import BuildError
 from ...targets.cuda.fills import memset_of
@@ -23,6 +33,9 @@ from .interpret import Outcome, Task
 from .launch import launch
 from .memory import Memory
 from .values import Array
+
+TURNS = 1 << 20
+"""Turns after which a loop counts as one that never ends."""
 
 
 def execute(task: Task) -> Outcome:
@@ -48,18 +61,39 @@ def execute(task: Task) -> Outcome:
 
 
 def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> None:
-    for row, node in enumerate(recording.nodes):
-        match node:
-            case KernelNode() if (fill := memset_of(recording.functions[node.function], node)) is not None:
-                _set(memory, fill, f"memset, row {row}")
-            case KernelNode():
-                kernels.launch(row, recording.functions[node.function], node)
-            case MemsetNode():
-                _set(memory, node, f"memset, row {row}")
-            case MemcpyNode():
-                _copy(memory, node, f"memcpy, row {row}")
-            case EmptyNode():
-                pass
+    begins = [0, *recording.bodies, len(recording.nodes)]
+    conditionals = [row for row, node in enumerate(recording.nodes) if isinstance(node, ConditionalNode)]
+    conditions: dict[int, bool] = {}
+
+    def run(graph: int) -> None:
+        for row in range(begins[graph], begins[graph + 1]):
+            match recording.nodes[row]:
+                case KernelNode(handles=(handle,)) as node:
+                    memory.where = f"condition, row {row}"
+                    target = node.relocations[0].target
+                    conditions[conditionals[handle.conditional]] = bool(memory.span(target.memory, target.offset, 1)[0])
+                case ConditionalNode(type="while", bodies=(body,)):
+                    for turn in count():
+                        if not conditions[row]:
+                            break
+                        if turn == TURNS:
+                            raise BuildError("proof-failed", f"the loop of row {row} has not ended after {TURNS} turns")
+                        run(body + 1)
+                case ConditionalNode(bodies=bodies):
+                    for body in bodies[:1] if conditions[row] else bodies[1:]:
+                        run(body + 1)
+                case KernelNode() as node if (fill := memset_of(recording.functions[node.function], node)) is not None:
+                    _set(memory, fill, f"memset, row {row}")
+                case KernelNode() as node:
+                    kernels.launch(row, recording.functions[node.function], node)
+                case MemsetNode() as node:
+                    _set(memory, node, f"memset, row {row}")
+                case MemcpyNode() as node:
+                    _copy(memory, node, f"memcpy, row {row}")
+                case EmptyNode():
+                    pass
+
+    run(0)
 
 
 class _Kernels:

@@ -25,12 +25,14 @@ from cgbundle.format.schema import IntKey
 from ...errors import BuildError, ModelError
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
+from ..decompose.blocks import has_conditionals
 from ..decompose.constant_folding import fold
 from ..decompose.retrace import Retraced, host_hint, retrace, same_layout, source_line
 from ..decompose.split_k import SplitFactor, split_k
 from ..lowered import BufferView, Lowered
 from ..tuning.cost_model import Candidate, Problem
 from ..tuning.cost_model import choose as choose_candidate
+from .control_flow import lower_blocks
 from .fake_device import fake_device
 from .launches import record_calls
 from .variants import Configuration, load
@@ -121,9 +123,21 @@ def lower_key(
         held = {
             name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
         }
-        retraced, constants = fold(retrace(program, tensors, layouts, writes=writes), held, live)
-        retraced = split_k(retraced, arch.name, split_factor)
-        lowered, unknown = lower_graph(retraced, key, arch, layouts, choose, more)
+
+        def lower(retraced: Retraced, wanted: Sequence[tuple[int, ...] | None]) -> Lowered:
+            folded, constants = fold(retraced, held, live)
+            folded = split_k(folded, arch.name, split_factor)
+            lowered, unknown = lower_graph(folded, key, arch, wanted, choose, more)
+            _check_known(unknown, key, folded)
+            return replace(lowered, outputs=_as_wanted(lowered.outputs, wanted, key), constants=constants, written=retraced.written)
+
+        if has_conditionals(program.graph_module):
+            return lower_blocks(program, key, tensors, layouts, lower)
+        return lower(retrace(program, tensors, layouts, writes=writes), layouts)
+
+
+def _check_known(unknown: Sequence[str], key: IntKey, retraced: Retraced) -> None:
+    """Raises operation-needs-gpu for calls that are no Triton kernel."""
     if unknown:
         origins = [_origin(name, retraced) for name in unknown]
         raise ModelError(
@@ -131,8 +145,6 @@ def lower_key(
             f"int_key {key}: no Triton kernel for {', '.join([text for text, _ in origins])}",
             host_hint([each for _, operators in origins for each in operators]),
         )
-    outputs = _as_wanted(lowered.outputs, layouts, key)
-    return replace(lowered, outputs=outputs, constants=constants, written=retraced.written)
 
 
 def lower_graph(

@@ -7,8 +7,9 @@ function of the PTX, which the driver resolves when the image is loaded (driver 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
-from cgbundle.tables.recording import Address, Function, Handle, KernelNode, Relocation
+from cgbundle.tables.recording import Address, ConditionalNode, Function, Handle, KernelNode, Recording, Relocation
 from cgbundle.tables.table import SET_CONDITION
 from cgbundle.validate.conditionals import PARAMS
 
@@ -50,6 +51,12 @@ LOOPS, BRANCHES = 12040, 12080
 def condition_image(name: str) -> bytes:
     """The kernel's image for an architecture ("sm_90").  Raises extra-missing, kernel-failed."""
     return assemble(SOURCE, int(name.removeprefix("sm_")))
+
+
+def conditional_driver(recordings: Iterable[Recording]) -> int:
+    """The lowest driver that takes the conditional nodes of the recordings, 0 without any."""
+    found = [node for recording in recordings for node in recording.nodes if isinstance(node, ConditionalNode)]
+    return max([BRANCHES if len(node.bodies) > 1 else LOOPS for node in found], default=0)
 
 
 def condition_function(image: bytes) -> Function:

@@ -36,10 +36,13 @@ Steps = Sequence[Sequence[NodeRow]]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], class_: str | None = None) -> Html:
-    """A table; a head that begins with ">" is that of numbers."""
-    sides = ["n" if head.startswith(">") else None for head in heads]
-    first = tag("thead", tag("tr", *[tag("th", head.strip(">"), class_=side) for head, side in zip(heads, sides, strict=True)]))
-    lines = [tag("tr", *[tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True)]) for row in rows]
+    """A table; a head that begins with ">" is that of numbers.  Every cell carries its head: a narrow screen has no columns."""
+    columns = [(head.strip(">"), "n" if head.startswith(">") else None) for head in heads]
+    first = tag("thead", tag("tr", *[tag("th", head, class_=side) for head, side in columns]))
+    lines = [
+        tag("tr", *[tag("td", cell, class_=side, data_h=head or None) for cell, (head, side) in zip(row, columns, strict=True)])
+        for row in rows
+    ]
     return tag("div", tag("table", first if any(heads) else "", tag("tbody", *lines), class_=class_), class_="scroll")
 
 

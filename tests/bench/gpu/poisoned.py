@@ -25,7 +25,7 @@ def main(bundles: list[str]) -> int:
             sessions = [program, program.session(), program.session()]
             for _ in range(ROUNDS):
                 key = choice.choice(program.int_keys)
-                (result,) = exam.replay_exam(path, choice.choice(sessions), [key])
+                (result,) = exam.replay_exam(choice.choice(sessions), [key])
                 failed += not result.passed(manifest.exam.compare)
                 worst = max(worst, result.error)
         broken += failed

@@ -75,7 +75,7 @@ def once(session: Any, inputs: dict[Key, Any], wanted: dict[Key, Any], order: li
 
 def on_gpu(sizes: dict[str, int]) -> int:
     """Bytes that memories of these sizes take from the GPU, in the driver's steps of 2 MiB."""
-    return sum(-(-max(size, 256) >> 21) << 21 for name, size in sizes.items() if name != "host")
+    return sum(-(-max(size, 256) >> 21) << 21 for name, size in sizes.items() if name not in ("host", "code"))
 
 
 def first(result: Any) -> Any:

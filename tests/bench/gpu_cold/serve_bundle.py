@@ -53,7 +53,7 @@ def main(how: str, bundle: str, output: str, text: str) -> None:
     from cgbundle.exam import replay_exam
 
     with cgbundle.load(bundle) as second:
-        found["exam"] = [row.exact for row in replay_exam(bundle, second)]
+        found["exam"] = [row.exact for row in replay_exam(second)]
     if stopwatch is not None:
         found["addresses"] = [list(memories.bases) for memories in stopwatch.seen.get("memories", [])]
     program.close()

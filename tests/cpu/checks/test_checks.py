@@ -374,6 +374,31 @@ def test_obstacles_inside_control_flow_place_the_whole_operator() -> None:
     assert placed(checked).keys() == {"cond"}
 
 
+def test_branches_and_loops_become_conditional_nodes() -> None:
+    def both(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return loop(m, torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)))
+
+    checked = check(exported(both), conditionals=True)
+    found = [(each.severity, each.message) for each in checked.findings if each.rule == "control-flow"]
+    assert found == [("note", "cond decides on the GPU what runs"), ("note", "while_loop decides on the GPU what runs")]
+    assert not placed(checked)
+
+
+@pytest.mark.parametrize(
+    ("inside", "reason"),
+    [
+        (lambda x: unsafe(x), "tied to an operation on the host"),
+        (lambda x: x[x > 0].sum() + x, "a value inside it depends on data"),
+    ],
+    ids=["host", "data"],
+)
+def test_a_branch_of_the_hosts_takes_all_there(inside: Any, reason: str) -> None:
+    checked = check(exported(lambda m, x: torch.cond(x.sum() > 0, inside, lambda x: x - 1, (x,))), conditionals=True)
+    (found,) = [each for each in checked.findings if each.rule == "control-flow"]
+    assert found.severity == "host" and reason in found.message
+    assert "cond" in placed(checked)
+
+
 def test_writes_to_a_buffer_of_two_names_are_refused() -> None:
     with raises("state-shared", match="the buffers 'table' and 'again' share memory"):
         check(exported(Tied()))

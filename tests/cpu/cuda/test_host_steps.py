@@ -174,7 +174,7 @@ def test_the_exam_passes_with_poison(fake: FakeDriver, bundle: Path) -> None:
     from cgbundle.loader import open_program
 
     with open_program(bundle, poison=POISON) as loaded:
-        results = replay_exam(str(bundle), loaded)
+        results = replay_exam(loaded)
         assert [result.passed(loaded.manifest.exam.compare) for result in results] == [True] * len(KEYS)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -99,7 +99,7 @@ def test_rows_compute_what_eager_does(name: str, tmp_path: Path) -> None:
     fresh = MODELS[name][1]()
     with torch.no_grad():
         expected = model(fresh)
-    task = _task(program, example, fresh, tmp_path)
+    task = task_of(program, example, [fresh], tmp_path)
     (outcome,) = interpret([task], tmp_path, budget=1)
     wanted = expected if isinstance(expected, tuple) else (expected,)
     tolerance = 3e-2 if "bf16" in name else 2e-6
@@ -109,7 +109,8 @@ def test_rows_compute_what_eager_does(name: str, tmp_path: Path) -> None:
         assert (got.double() - want.double()).abs().max() <= tolerance * want.double().abs().max()
 
 
-def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: torch.Tensor, folder: Path) -> Task:
+def task_of(program: torch.export.ExportedProgram, example: torch.Tensor, calls: Sequence[torch.Tensor], folder: Path) -> Task:
+    """The program lowered like `example`, and called with each of `calls`, over the same memory."""
     traced = lower_key(program, (1,), [example], arch("sm_90"))
     compiled = [_laid_out(variant) for variant in traced.variants]
     tensors = weight_tensors(program)
@@ -121,9 +122,11 @@ def _task(program: torch.export.ExportedProgram, example: torch.Tensor, fresh: t
     rows = add_tables(path, write_weights(path, tensors, layout.rows), tuple(folded.values()))
     return Task(
         key=(1,),
-        stages=(Stage(given=((graph.inputs[0], row_major(fresh)),), recording=graph.recording, read=graph.outputs),),
+        stages=tuple(
+            [Stage(given=((graph.inputs[0], row_major(each)),), recording=graph.recording, read=graph.outputs) for each in calls]
+        ),
         variants=tuple(((image.sha256, image.symbol), variant) for image, variant in zip(compiled, traced.variants, strict=True)),
-        sizes=(("weights", end), ("inputs", fresh.numel() * fresh.element_size() + PAD), ("arena", graph.arena)),
+        sizes=(("weights", end), ("inputs", example.numel() * example.element_size() + PAD), ("arena", graph.arena)),
         weights=path,
         placed=rows,
     )

@@ -23,6 +23,7 @@ from cgcompile.model.source import sample
 from cgcompile.offline.assemble.arena import lifetimes
 from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import convolutions, decompositions, sort
+from cgcompile.offline.decompose.retrace import retrace
 from cgcompile.offline.lower import fake_device
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lower.launches import record_calls
@@ -368,9 +369,16 @@ def test_changed_buffer_in_shared_memory() -> None:
         lowered(Shared(), floats(8), writes=True)
 
 
+class Choosing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,))
+
+
 def test_control_flow() -> None:
-    with raises("operation-needs-gpu", match="control flow"):
-        of(lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)))
+    """One graph alone has none: branches and loops are taken apart before."""
+    program, tensors = exported(Choosing(), floats(8), 4)
+    with raises("operation-needs-gpu", match="control flow"), fake_device.fake_device(H200):
+        retrace(program, tensors)
 
 
 def test_tensors_that_do_not_fit() -> None:

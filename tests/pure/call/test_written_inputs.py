@@ -26,7 +26,7 @@ from cgbundle.validate.bundle import check_manifest
 from tests.helpers import cuda_bundles
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, inputs
-from tests.helpers.fabricate import ELEMENTS, FakeBackend, FakeResults, Numbers, _offsets, dimension, signature, spec
+from tests.helpers.fabricate import ELEMENTS, FakeBackend, FakeResults, Numbers, _offsets, dimension, kept_exam, signature, spec
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 
@@ -353,7 +353,7 @@ def test_the_exam_compares_what_was_written(tmp_path: Path, stored: float, passe
     with open(tmp_path / archive.EXAM, "wb") as file:
         safetensors.write(file, entries)
     backend = Writing(made, lambda key, given: [list(given[0])])
-    (result,) = exam.replay_exam(str(tmp_path), Program(made, backend, "pad", "copy"))
+    (result,) = exam.replay_exam(Program(made, backend, "pad", "copy", exam=kept_exam(str(tmp_path))))
     assert result.exact is passes and result.passed(made.exam.compare) is passes
     assert (result.error > 0.05) is not passes
 

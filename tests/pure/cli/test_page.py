@@ -131,6 +131,21 @@ def test_the_page_lists_every_node_and_kernel() -> None:
     assert "writes arena+0" in words and "blocks.1.down.weight" in words
 
 
+def test_a_narrow_screen_has_rows_whose_cells_say_what_they_are(tmp_path: Path) -> None:
+    """At 390 pixels no table has columns: none is clipped.  Every table is in a box of its own, so that none widens the page."""
+    for text in (made(GPT), made(shown_bundles.write(tmp_path / "t.cgb"))):
+        assert text.count("<table") == len(re.findall(r'<div class="scroll"><table', text)) > 3
+        for table in re.findall(r"<table.*?</table>", text, re.DOTALL):
+            heads = re.findall(r"<th(?: [^>]*)?>(.*?)</th>", table)
+            for row in re.findall(r"<tr>(.*?)</tr>", table.partition("</thead>")[2], re.DOTALL):
+                cells = re.findall(r"<td[^>]*>", row)
+                told = [re.search(r'data-h="([^"]*)"', cell) for cell in cells]
+                if 'class="nodes"' not in table:  # whose cells say it where their text does not
+                    assert [found[1] if found else "" for found in told] == (heads or [""] * len(cells))
+    narrow = Page(made(GPT)).raw["style"].partition("@media (max-width: 44rem)")[2].partition("@media print")[0]
+    assert "overflow-x" not in narrow and "nowrap" not in narrow and "td[data-h]::before" in narrow
+
+
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     for text in (made(GPT), made(shown_bundles.write(tmp_path / "t.cgb"))):
         assert "src=" not in text and "url(" not in text and "@import" not in text and "://" not in text

@@ -90,8 +90,9 @@ def test_sessions_share_weights_and_kernels_and_nothing_else(fake: FakeDriver, b
         with program.session() as session, program.session() as other:
             assert type(session) is type(program) and session.int_keys == program.int_keys
             added = sorted(len(fake.live[at]) - 256 for at in fake.live.keys() - first if isinstance(fake.live[at], ctypes.Array))
-            assert added == sorted([*program.session_memory.values()] * 2) and program.session_memory == session.session_memory
-            assert program.session_memory == {"state": 1024, "inputs": 1024, "arena": 4096}
+            memories = {"state": 1024, "inputs": 1024, "arena": 4096}
+            assert added == sorted([*memories.values()] * 2) and program.session_memory == session.session_memory
+            assert program.session_memory == memories | {"code": len(b"an image")}, "the image with a variable, loaded once more"
             for each, seeds in ((session, (1, 2)), (other, (3,))):
                 for seed in seeds:
                     made = each(given(8, seed))
@@ -291,7 +292,7 @@ def test_kernels_of_two_sessions_never_write_to_the_same_variable(
 
 def test_the_memory_of_a_session_is_known_beforehand(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     with opened(bundle) as program, program.session() as session:
-        assert session._backend._memories.sizes == program.session_memory  # type: ignore[attr-defined]
+        assert session._backend._memories.sizes.items() <= program.session_memory.items()  # type: ignore[attr-defined]
         assert planned(program.session_memory) == 3 * GRANULARITY
 
 

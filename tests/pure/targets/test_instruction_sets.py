@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cgcompile.targets import instruction_sets
-from cgcompile.targets.instruction_sets import LEVELS, check_level, level_of, macros, needed
+from cgcompile.targets.instruction_sets import ARM_NAMES, LEVELS, check_level, level_of, macros, needed
 from tests.helpers.raising import raises
 
 ZEN4 = """
@@ -100,3 +100,13 @@ def test_a_level_that_cannot_be_run_here_is_refused() -> None:
         check_level(level, "x86_64", set(level.features) - {"avx2", "fma"})
     with raises("target-unavailable", match=r"target x86-64-v3: this machine is aarch64"):
         check_level(level, "aarch64", level.features)
+
+
+def test_a_version_of_arm_is_a_level_of_its_machines_alone() -> None:
+    lower, upper = level_of("armv8-a"), level_of("armv8.2-a")
+    assert lower is not None and upper is not None and set(lower.features) < set(upper.features) <= set(ARM_NAMES.values()) | {"fp"}
+    check_level(upper, "aarch64", upper.features)
+    with raises("target-unavailable", match=r"target armv8.2-a: this processor lacks atomics"):
+        check_level(upper, "aarch64", set(upper.features) - {"atomics"})
+    with raises("target-unavailable", match=r"target armv8-a: this machine is x86_64"):
+        check_level(lower, "x86_64", lower.features)

@@ -1,0 +1,83 @@
+"""Branches and loops that decide while they run: which of them a CUDA graph can hold, as conditional nodes.
+
+Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+from ...model.devices.markers import marker
+
+COND, WHILE = "cond", "while_loop"
+
+CONTROL_FLOW = frozenset({COND, WHILE, "map", "map_impl", "scan"})
+"""Higher-order operators whose branch or number of turns something else than the program's order decides.  `associative_scan` is
+not one: Inductor makes a kernel of it."""
+
+
+def is_conditional(node: Node) -> bool:
+    """Whether a node is `torch.cond` or `torch.while_loop`."""
+    return higher_order(node) in (COND, WHILE)
+
+
+def higher_order(node: Node) -> str:
+    """The name of a higher-order operator, "" of everything else."""
+    return str(node.target.name()) if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
+
+
+def bodies(node: Node, module: GraphModule) -> Iterator[GraphModule]:
+    """The modules that a higher-order operator calls, not those inside of them."""
+    for source in node.all_input_nodes:
+        made = getattr(module, str(source.target)) if source.op == "get_attr" else None
+        if isinstance(made, GraphModule):
+            yield made
+
+
+def obstacle(node: Node, module: GraphModule) -> str:
+    """Why a branch or a loop cannot be a conditional node of a CUDA graph, whose bodies hold what a graph does; "" where it can."""
+    if not is_conditional(node):
+        return "control flow" if higher_order(node) in CONTROL_FLOW else ""
+    predicate, *rest = node.args
+    carried = rest[1] if higher_order(node) == WHILE else (predicate,)
+    if not all(isinstance(each, Node) and isinstance(each.meta.get("val"), torch.Tensor) for each in tree_leaves(carried)):
+        return "a number of the host decides"
+    if _unbacked(node.meta.get("val")):
+        return "its result's size depends on data"
+    for body in bodies(node, module):
+        for inner in body.graph.nodes:
+            if found := _inner_obstacle(inner, body):
+                return found
+    return ""
+
+
+def _inner_obstacle(inner: Node, body: GraphModule) -> str:
+    if inner.op == "output":
+        given = [leaf for leaf in tree_leaves(inner.args[0]) if not isinstance(leaf, Node)]
+        return "a body gives a constant" if given else ""
+    if marker(inner) == "to_host":
+        return "a copy to the host inside it"
+    if inner.op == "call_function" and _unbacked(inner.meta.get("val")):
+        return "a value inside it depends on data"
+    if is_conditional(inner):
+        return obstacle(inner, body)
+    if higher_order(inner) in CONTROL_FLOW or (higher_order(inner) and any(map(_has_control_flow, bodies(inner, body)))):
+        return "control flow of another kind inside it"
+    return ""
+
+
+def _has_control_flow(module: GraphModule) -> bool:
+    return any(
+        higher_order(node) in CONTROL_FLOW or any(map(_has_control_flow, bodies(node, module))) for node in module.graph.nodes
+    )
+
+
+def _unbacked(value: Any) -> bool:
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)]
+    return any(bool(free_unbacked_symbols(leaf)) for leaf in leaves)

@@ -1,0 +1,199 @@
+"""Programs with branches and loops as blocks: straight parts, and between them `torch.cond` and `torch.while_loop` with blocks of
+their own.  Each straight part is a module that is traced and lowered by itself.  Pure FX.
+
+Private interfaces (torch 2.11, 2.13): the order of these operators' arguments.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from ...export.higher_order.conditionals import COND, higher_order, is_conditional
+
+Operand = str | int | float | bool | None
+"""The name of a value of the block, or a constant."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Straight:
+    """Operations in order.  `outputs`: the names of the values that later parts of the block need."""
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """`torch.cond`: a block for true and one for false take `operands`; `outputs` are the names of what they give."""
+
+    name: str
+    predicate: str
+    bodies: tuple[Block, Block]
+    operands: tuple[Operand, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loop:
+    """`torch.while_loop`: `condition` and `body` take what is carried, and behind it `operands`; `carried` are the first values."""
+
+    name: str
+    condition: Block
+    body: Block
+    carried: tuple[Operand, ...]
+    operands: tuple[Operand, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A graph: its parts alternate, the first and the last one are straight.  `inputs` and `outputs` name values."""
+
+    module: GraphModule
+    inputs: tuple[str, ...]
+    parts: tuple[Straight | Branch | Loop, ...]
+    outputs: tuple[Operand, ...]
+
+
+def has_conditionals(module: GraphModule) -> bool:
+    """Whether a program has any; not inside of other higher-order operators."""
+    return any(is_conditional(node) for node in module.graph.nodes)
+
+
+def blocks(module: GraphModule) -> Block:
+    """A functional program as a block; its predicates become tensors of bool."""
+    for node in [node for node in module.graph.nodes if higher_order(node) == COND]:
+        with module.graph.inserting_before(node):
+            node.update_arg(0, module.graph.call_function(torch.ops.aten.ne.Scalar, (node.args[0], 0)))
+    names = _names(module.graph)
+    groups: list[list[Node]] = [[]]
+    conditionals: list[Node] = []
+    for node in module.graph.nodes:
+        if is_conditional(node):
+            conditionals.append(node)
+            groups.append([])
+        elif node.op == "call_function" and node not in names:
+            groups[-1].append(node)
+    (output,) = module.graph.find_nodes(op="output")
+    wanted = _wanted(groups, conditionals, output)
+    parts: list[Straight | Branch | Loop] = []
+    for number, group in enumerate(groups):
+        parts.append(Straight(nodes=tuple(group), outputs=tuple([node.name for node in group if node in wanted])))
+        if number < len(conditionals):
+            parts.append(_conditional(module, conditionals[number], names))
+    return Block(
+        module=module,
+        inputs=tuple([node.name for node in module.graph.find_nodes(op="placeholder")]),
+        parts=tuple(parts),
+        outputs=tuple([_operand(leaf, names) for leaf in _listed(output.args[0])]),
+    )
+
+
+def straight_module(block: Block, part: Straight, outputs: Sequence[Operand], takes: Sequence[str] = ()) -> GraphModule:
+    """The operations of a part as a module that gives `outputs`; it takes what they need, by name, and `takes` in any case."""
+    graph, held = Graph(), {}
+    made: dict[str, Any] = {}
+    names = _names(block.module.graph)
+    known = {node.name: node for node in block.module.graph.nodes}
+    own = {node.name for node in part.nodes}
+    needed = [names.get(source, source.name) for node in part.nodes for source in node.all_input_nodes]
+    needed += [each for each in (*takes, *outputs) if isinstance(each, str)]
+    for name in dict.fromkeys(needed):
+        if name in own:
+            continue
+        if name in known and known[name].op == "get_attr":
+            target = str(known[name].target)
+            held[target] = operator.attrgetter(target)(block.module)
+            made[name] = graph.get_attr(target)
+        else:
+            made[name] = graph.placeholder(name.replace(".", "_"))
+            made[name].meta["value"] = name
+    for node in part.nodes:
+        made[node.name] = graph.node_copy(node, lambda each: made[names.get(each, each.name)])
+    graph.output(tuple([made[each] if isinstance(each, str) else each for each in outputs]))
+    return GraphModule(held, graph)
+
+
+def taken(module: GraphModule) -> tuple[str, ...]:
+    """The names of the values that a module of `straight_module` takes."""
+    return tuple([node.meta["value"] for node in module.graph.find_nodes(op="placeholder")])
+
+
+def _names(graph: Graph) -> dict[Node, str]:
+    """Names of the results of branches and loops."""
+    return {
+        user: f"{node.name}.{user.args[1]}"
+        for node in graph.nodes
+        if is_conditional(node)
+        for user in node.users
+        if user.target is operator.getitem
+    }
+
+
+def _wanted(groups: Sequence[Sequence[Node]], conditionals: Sequence[Node], output: Node) -> set[Node]:
+    """The nodes whose values cross from one part to another."""
+    group_of = {node: number for number, group in enumerate(groups) for node in group}
+    found = {source for node in (*conditionals, output) for source in node.all_input_nodes}
+    return found | {
+        source
+        for number, group in enumerate(groups)
+        for node in group
+        for source in node.all_input_nodes
+        if group_of.get(source, number) != number
+    }
+
+
+def _conditional(module: GraphModule, node: Node, names: dict[Node, str]) -> Branch | Loop:
+    bodies = [
+        each
+        for each in node.all_input_nodes
+        if each.op == "get_attr" and isinstance(getattr(module, str(each.target)), GraphModule)
+    ]
+    inner = {each: getattr(module, str(each.target)) for each in bodies}
+    if higher_order(node) == COND:
+        predicate, true, false, operands = node.args
+        blocks_of = blocks(inner[true]), blocks(inner[false])
+        return Branch(
+            name=node.name,
+            predicate=str(_operand(predicate, names)),
+            bodies=blocks_of,
+            operands=_operands(operands, names),
+            outputs=tuple([f"{node.name}.{number}" for number in range(len(blocks_of[0].outputs))]),
+        )
+    condition, body, carried, more = node.args[:4]
+    return Loop(
+        name=node.name,
+        condition=_as_bool(inner[condition]),
+        body=blocks(inner[body]),
+        carried=_operands(carried, names),
+        operands=_operands(more, names),
+        outputs=tuple([f"{node.name}.{number}" for number in range(len(carried))]),
+    )
+
+
+def _as_bool(module: GraphModule) -> Block:
+    """The block of a loop's condition, its result a tensor of bool."""
+    (output,) = module.graph.find_nodes(op="output")
+    (result,) = _listed(output.args[0])
+    with module.graph.inserting_before(output):
+        output.args = ((module.graph.call_function(torch.ops.aten.ne.Scalar, (result, 0)),),)
+    return blocks(module)
+
+
+def _operands(given: Sequence[Any], names: dict[Node, str]) -> tuple[Operand, ...]:
+    return tuple([_operand(each, names) for each in given])
+
+
+def _operand(value: Any, names: dict[Node, str]) -> Operand:
+    return names.get(value, value.name) if isinstance(value, Node) else value
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Node) else [each for each in tree_leaves(value, is_leaf=lambda leaf: leaf is None)]

@@ -1,0 +1,286 @@
+"""Programs with branches and loops: every straight part is lowered by itself, and what they launch is put together in order.
+
+A branch's results lie in buffers that both of its bodies write to.  What a loop carries lies in buffers of its own, filled before
+it begins and written in place at the end of its body.  Its condition is computed before the loop and again at the end of each turn.
+All values that cross from one part to another are dense.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from cgbundle.format.schema import IntKey
+
+from ...errors import BuildError
+from ..assemble.merge import LoweredRegion, MergedProgram, dense_bytes
+from ..decompose.blocks import Block, Branch, Loop, Operand, Straight, blocks, straight_module, taken
+from ..decompose.retrace import (
+    DENSE,
+    DEVICE,
+    Layout,
+    Retraced,
+    changed_outputs,
+    check_apart,
+    fake_tensor,
+    given_rows,
+    on_device,
+    retrace_straight,
+)
+from ..lowered import (
+    INPUT,
+    TEMPORARY,
+    WEIGHT,
+    Begin,
+    BufferView,
+    Copy,
+    End,
+    Lowered,
+    Otherwise,
+    Pointer,
+    SetCondition,
+)
+
+LowerStraight = Callable[[Retraced, Sequence[tuple[int, ...] | None]], Lowered]
+"""Lowers a straight part; of each output the strides that it must have, None for any."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Value:
+    """What a name stands for: a `number`, or a tensor like `fake`: the weight of that name, or what the merged program calls so."""
+
+    fake: torch.Tensor | None = None
+    number: Any = None
+    kind: str = TEMPORARY
+    name: str = ""
+
+
+Values = dict[str, _Value]
+
+
+def lower_blocks(
+    program: ExportedProgram,
+    key: IntKey,
+    tensors: Sequence[torch.Tensor],
+    layouts: Sequence[tuple[int, ...] | None],
+    lower: LowerStraight,
+) -> Lowered:
+    """`program`, which has branches or loops, at the sizes of `tensors`; `layouts` and what is raised as in `lower_key`."""
+    source = program.graph_module
+    program = program.run_decompositions({})
+    rows, changed = given_rows(program, tensors), changed_outputs(program)
+    block = blocks(on_device(program.graph_module))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values: Values = {}
+    for place, (kind, name, tensor) in zip(block.inputs, rows, strict=True):
+        with mode:
+            fake = None if tensor is None else fake_tensor(tensor)
+        values[place] = _Value(fake=fake, kind=kind, name=name)
+    given = [row for row in rows if row[2] is not None]
+    check_apart([rows[argument] for _, argument in changed], given)
+    growing = _Growing(
+        key=key,
+        source=source,
+        mode=mode,
+        lower=lower,
+        merged=MergedProgram(key=key, given={name: int(name) for name in _inputs(values)}),
+    )
+    growing.straight_parts(block, values)
+    wanted = [
+        each
+        for each, spec in zip(block.outputs, program.graph_signature.output_specs, strict=True)
+        if spec.kind == OutputKind.USER_OUTPUT
+    ]
+    fixed: list[Layout] = list(layouts or [None] * len(wanted))
+    new = [(block.inputs[argument], block.outputs[position]) for position, argument in changed]
+    outputs = growing.last_part(block, values, wanted, fixed, new)
+    return growing.lowered(_inputs(values), outputs)
+
+
+def _inputs(values: Values) -> dict[str, torch.Tensor]:
+    return {each.name: each.fake for each in values.values() if each.kind == INPUT and each.fake is not None}
+
+
+@dataclass(kw_only=True, slots=True)
+class _Growing:
+    """The program as it grows.  `lowerings` of parts that are there twice: the condition of a loop."""
+
+    key: IntKey
+    source: torch.fx.GraphModule
+    mode: FakeTensorMode
+    lower: LowerStraight
+    merged: MergedProgram
+    conditionals: int = 0
+    named: int = 0
+    lowerings: dict[tuple[int, tuple[str, ...]], tuple[Lowered, dict[int, Any]]] = field(default_factory=dict)
+
+    def straight_parts(self, block: Block, values: Values) -> None:
+        """All parts of a block but the last."""
+        for part in block.parts[:-1]:
+            match part:
+                case Straight(outputs=outputs):
+                    if outputs:
+                        made = self.straight(block, part, values, outputs, [DENSE] * len(outputs))
+                        values.update(zip(outputs, made, strict=True))
+                case Branch():
+                    self.branch(part, values)
+                case Loop():
+                    self.loop(part, values)
+
+    def last_part(
+        self,
+        block: Block,
+        values: Values,
+        outputs: Sequence[Operand],
+        layouts: Sequence[Layout],
+        new: Sequence[tuple[str, Operand]] = (),
+        targets: Callable[[Lowered], Sequence[Pointer]] = lambda lowered: (),
+    ) -> list[_Value]:
+        part = block.parts[-1]
+        assert isinstance(part, Straight)
+        return self.straight(block, part, values, outputs, layouts, new, targets)
+
+    def straight(
+        self,
+        block: Block,
+        part: Straight,
+        values: Values,
+        outputs: Sequence[Operand],
+        layouts: Sequence[Layout],
+        new: Sequence[tuple[str, Operand]] = (),
+        targets: Callable[[Lowered], Sequence[Pointer]] = lambda lowered: (),
+    ) -> list[_Value]:
+        """Lowers a part, which gives `outputs` and writes `new` values to what is named; returns what the outputs are.  `targets`:
+        where these go, asked when their layouts are known."""
+        module = straight_module(block, part, [*outputs, *[value for _, value in new]], [name for name, _ in new])
+        given = [values[name] for name in taken(module)]
+        tensors = [(name, value) for name, value in zip(taken(module), given, strict=True) if value.fake is not None]
+        names: list[tuple[str, str]] = []
+        crossing: list[str] = []
+        for _, value in tensors:
+            names.append((WEIGHT, value.name) if value.kind == WEIGHT else (INPUT, str(len(crossing))))
+            crossing += [] if value.kind == WEIGHT else [value.name]
+        again = id(part), tuple(crossing)
+        if again not in self.lowerings:
+            places = [name for name, _ in tensors]
+            written = [places.index(name) for name, _ in new]
+            arguments = [value.number if value.fake is None else value.fake for value in given]
+            retraced, numbers = retrace_straight(module, self.source, arguments, names, self.mode, layouts, written)
+            results = retraced.graph.graph.output_node().args[0]
+            kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
+            fixed = [None if layout is None else each.meta["val"].stride() for layout, each in zip(kept, results, strict=True)]
+            self.lowerings[again] = self.lower(retraced, fixed), numbers
+        lowered, numbers = self.lowerings[again]
+        self.named += 1
+        made = [f"v{self.named}.{number}" for number in range(len(outputs)) if number not in numbers]
+        region = LoweredRegion(name=f"p{self.named}", inputs=tuple(crossing), outputs=tuple(made), lowered=lowered)
+        self.merged.add(region, lowered, targets(lowered))
+        results_of = iter(made)
+        return [
+            _Value(number=numbers[number]) if number in numbers else self._value(next(results_of)) for number in range(len(outputs))
+        ]
+
+    def branch(self, part: Branch, values: Values) -> None:
+        """Both bodies write to the same buffers, which the first one's layouts decide."""
+        number = self._set_condition(values[part.predicate])
+        at = len(self.merged.events)
+        self.merged.events.append(Begin(conditional=number, type="if"))
+        places: list[Pointer] = []
+
+        def allocated(lowered: Lowered) -> Sequence[Pointer]:
+            places.extend([self.merged.temporary(dense_bytes(output), at) for output in lowered.outputs])
+            return places
+
+        true, false = part.bodies
+        made = self._body(true, part, values, [DENSE] * len(part.outputs), allocated)
+        self.merged.events.append(Otherwise(conditional=number))
+        strides = [None if each.fake is None else each.fake.stride() for each in made]
+        other = self._body(false, part, values, strides, lambda lowered: places)
+        self.merged.events.append(End(conditional=number))
+        for name, one, two in zip(part.outputs, made, other, strict=True):
+            if one.fake is None or two.fake is None or (one.fake.shape, one.fake.dtype) != (two.fake.shape, two.fake.dtype):
+                raise BuildError("lowering-broken", f"int_key {self.key}: the branches of {part.name} give different tensors")
+            values[name] = one
+
+    def _body(
+        self, block: Block, part: Branch, values: Values, layouts: Sequence[Layout], targets: Callable[[Lowered], Sequence[Pointer]]
+    ) -> list[_Value]:
+        own = dict(zip(block.inputs, self._operands(part.operands, values), strict=True))
+        self.straight_parts(block, own)
+        return self.last_part(block, own, block.outputs, layouts, (), targets)
+
+    def loop(self, part: Loop, values: Values) -> None:
+        """What is carried is copied to buffers of its own first."""
+        carried = [self._carried(part, each) for each in self._operands(part.carried, values)]
+        given = [*carried, *self._operands(part.operands, values)]
+        number = self._turn(part, given)
+        self.merged.events.append(Begin(conditional=number, type="while"))
+        own = dict(zip(part.body.inputs, given, strict=True))
+        self.straight_parts(part.body, own)
+        pairs = list(zip(part.body.inputs, part.body.outputs, strict=False))
+        self.last_part(part.body, own, (), (), [(place, new) for place, new in pairs if place != new])
+        self._turn(part, given, number)
+        self.merged.events.append(End(conditional=number))
+        values.update(zip(part.outputs, carried, strict=True))
+
+    def _turn(self, part: Loop, given: Sequence[_Value], number: int | None = None) -> int:
+        own = dict(zip(part.condition.inputs, given, strict=True))
+        self.straight_parts(part.condition, own)
+        (condition,) = self.last_part(part.condition, own, part.condition.outputs, [DENSE])
+        return self._set_condition(condition, number)
+
+    def _carried(self, part: Loop, first: _Value) -> _Value:
+        if first.fake is None:
+            raise BuildError("lowering-broken", f"int_key {self.key}: {part.name} carries a number")
+        source = self._pointer(first)
+        view = BufferView(
+            pointer=source,
+            dtype=str(first.fake.dtype).removeprefix("torch."),
+            shape=tuple(first.fake.shape),
+            strides=first.fake.stride(),
+        )
+        target = self.merged.temporary(dense_bytes(view))
+        self.merged.events.append(Copy(source=source, target=target, nbytes=dense_bytes(view)))
+        self.named += 1
+        name = f"v{self.named}"
+        self.merged.made[name] = BufferView(pointer=target, dtype=view.dtype, shape=view.shape, strides=view.strides)
+        return self._value(name)
+
+    def _set_condition(self, value: _Value, number: int | None = None) -> int:
+        if number is None:
+            number, self.conditionals = self.conditionals, self.conditionals + 1
+        self.merged.events.append(SetCondition(conditional=number, byte=self._pointer(value)))
+        return number
+
+    def _operands(self, names: Sequence[Operand], values: Mapping[str, _Value]) -> list[_Value]:
+        return [values[each] if isinstance(each, str) else _Value(number=each) for each in names]
+
+    def _value(self, name: str) -> _Value:
+        view = self.merged.made[name]
+        with self.mode:
+            fake = torch.empty_strided(view.shape, view.strides, dtype=getattr(torch, view.dtype), device=DEVICE)
+        return _Value(fake=fake, name=name)
+
+    def _pointer(self, value: _Value) -> Pointer:
+        if value.kind == TEMPORARY:
+            return self.merged.made[value.name].pointer
+        assert value.fake is not None
+        return self.merged.given_tensor(value.kind, value.name, value.fake.element_size() * math.prod(value.fake.shape))
+
+    def lowered(self, inputs: Mapping[str, torch.Tensor], outputs: Sequence[_Value]) -> Lowered:
+        """All of it; `inputs` of the call by their numbers."""
+        views = []
+        for number in range(len(inputs)):
+            fake = inputs[str(number)]
+            nbytes = fake.element_size() * math.prod(fake.shape)
+            place = self.merged.given_tensor(INPUT, str(number), nbytes)
+            dtype = str(fake.dtype).removeprefix("torch.")
+            views.append(BufferView(pointer=place, dtype=dtype, shape=tuple(fake.shape), strides=fake.stride()))
+        return self.merged.joined(views, [self.merged.made[each.name] for each in outputs])

@@ -1,0 +1,74 @@
+"""Branches and loops without a GPU: lowered as conditional nodes, interpreted on data that takes every way, against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cgbundle.tables.recording import ConditionalNode, Recording
+from cgcompile.export.higher_order.conditionals import obstacle
+from cgcompile.offline.interpret.interpret import Stage, interpret
+from tests.cpu.offline.test_interpret_lowered import task_of
+from tests.cpu.offline.written_rows import tensor_of
+from tests.helpers.conditional_models import MODELS
+
+
+@pytest.mark.parametrize("name", ["nested", "carried"])
+def test_every_way_is_eagers(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    make, made, kinds = MODELS[name]
+    model, given = make().eval(), made()
+    with torch.no_grad():
+        program = torch.export.export(model, (given[0],), strict=False)
+        expected = [model(x) for x in given]
+    assert len({tuple(map(float, [leaf.sum() for leaf in each])) for each in expected}) == len(given)
+    task = task_of(program, given[0], given, tmp_path)
+    (recording,) = set(task.recordings)
+    assert sorted(types(recording)) == list(kinds)
+    (outcome,) = interpret([task], tmp_path, budget=1)
+    read = iter(outcome.read)
+    for stage, wanted in zip(task.stages, expected, strict=True):
+        check(stage, wanted, [next(read) for _ in wanted])
+
+
+def types(recording: Recording) -> list[str]:
+    return [node.type for node in recording.nodes if isinstance(node, ConditionalNode)]
+
+
+def check(stage: Stage, wanted: Sequence[Tensor], contents: Sequence[bytes]) -> None:
+    for value, want, found in zip(stage.read, wanted, contents, strict=True):
+        got = tensor_of(found, value)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert torch.allclose(got.double(), want.double(), rtol=1e-5, atol=1e-5)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "data": (lambda x: torch.cond(x.sum() > 0, lambda x: x[x > 0].sum(), lambda x: x.sum(), (x,)), "depends on data"),
+    "scan": (
+        lambda x: torch.cond(
+            x.sum() > 0,
+            lambda x: torch._higher_order_ops.scan(lambda c, r: (c + r, r * 1), x[0] * 1, x)[1],
+            lambda x: x * 1,
+            (x,),
+        ),
+        "control flow of another kind inside it",
+    ),
+    "fine": (lambda x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)), ""),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_cannot_hold(name: str) -> None:
+    function, reason = REFUSED[name]
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> object:
+            return function(x)
+
+    module = torch.export.export(Model(), (torch.randn(4, 6),), strict=False).graph_module
+    (node,) = [node for node in module.graph.nodes if str(node.target) == "cond"]
+    assert reason in obstacle(node, module) if reason else obstacle(node, module) == ""

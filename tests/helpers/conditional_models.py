@@ -1,0 +1,109 @@
+"""Models with branches and loops, and inputs for them that take every way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, TURNS = 16, 8
+
+
+class Nested(nn.Module):
+    """A loop with a branch in it inside of a branch; the other side is a branch as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x)
+
+        def deep(h: Tensor) -> Tensor:
+            def turn(i: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+                return i + 1, torch.cond(v.sum() > 40, lambda v: self.second(v) - 1, lambda v: v * 1.5, (v,))
+
+            start = torch.zeros((), dtype=torch.int64, device=h.device)
+            turns, v = torch.while_loop(lambda i, v: (i < 6) & (v.abs().max() < 30), turn, (start, h))
+            return v + turns
+
+        def flat(h: Tensor) -> Tensor:
+            return torch.cond(h.mean() > -1, lambda h: h.sin(), lambda h: self.second(h).relu(), (h,))
+
+        y = torch.cond(h.sum() > 0, deep, flat, (h,))
+        return y @ h.T, h.sum()
+
+
+class Carried(nn.Module):
+    """What is carried changes places, is looked at from another side, or stays; branches hand on what they are given."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        def turn(i: Tensor, a: Tensor, b: Tensor, square: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
+            return i + 1, b.clone(), a + b, square.T.contiguous(), kept.clone()
+
+        n = (x[0, 0] * 4).to(torch.int64)
+        first = (torch.zeros_like(n), x, x + 1, x[:, :3] * 1, x.sum(0))
+        i, a, b, square, kept = torch.while_loop(lambda i, *rest: i < n, turn, first)
+        c, d = torch.cond(a.sum() > b.mean(), lambda a, b: (b.clone(), a * 1), lambda a, b: (a.clone(), b[:, :4].clone()), (a, b))
+        return i, a, b, square, kept, c, d[1:]
+
+
+class Middle(nn.Module):
+    """Twelve layers, and a branch between the sixth and the seventh: a wide layer or none."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.before = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)])
+        self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.after = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        return self.after(torch.cond(x.sum() > 0, lambda h: h + self.wide(h), lambda h: h * 1, (h,)))
+
+
+class Drawing(nn.Module):
+    """A loop whose turns use random numbers and state, and state that a branch changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        noise = torch.rand(TURNS, WIDTH, device=x.device)
+
+        def turn(i: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return i + 1, v + noise.index_select(0, i.view(1)).view(WIDTH) * self.scale
+
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+        turns, v = torch.while_loop(lambda i, v: (i < TURNS) & (v.sum() < 30), turn, (start, x))
+        self.seen.copy_(torch.cond(turns > 3, lambda s: s + 1, lambda s: s - 1, (self.seen,)))
+        self.scale.mul_(2)
+        return v, turns, self.seen.clone()
+
+
+def _random(rows: int, columns: int, ways: tuple[tuple[float, float], ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(rows, columns, generator=generator) * scale + shift for scale, shift in ways]
+
+
+def nested_inputs() -> list[Tensor]:
+    return _random(4, WIDTH, ((1, 1), (1, -1), (3, 4), (9, -6), (0.1, 0)))
+
+
+def carried_inputs() -> list[Tensor]:
+    return [each.abs() * scale for each, scale in zip(_random(3, 4, ((1, 0),) * 4), (0.1, 1, 3, 0), strict=True)]
+
+
+def middle_inputs() -> list[Tensor]:
+    return _random(4, 64, ((1, 1), (1, -1), (0.3, 0.1), (2, -0.5)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], tuple[str, ...]]] = {
+    "nested": (Nested, nested_inputs, ("if", "if", "if", "while")),
+    "carried": (Carried, carried_inputs, ("if", "while")),
+    "middle": (Middle, middle_inputs, ("if",)),
+}
+"""By name: the model, inputs, and the types of its conditional nodes, sorted."""

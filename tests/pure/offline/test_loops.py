@@ -1,0 +1,180 @@
+"""Branches and loops of lowered programs: what lives through the turns of a loop in the arena, and the rows of bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cgbundle.tables import codec
+from cgbundle.tables.recording import ConditionalNode, KernelNode, MemsetNode, Recording
+from cgbundle.tables.table import Table
+from cgbundle.validate.recordings import check_recording
+from cgcompile.offline.assemble.arena import Plan, lifetimes, plan
+from cgcompile.offline.assemble.bodies import Bodies
+from cgcompile.offline.assemble.plan_check import check_plan
+from cgcompile.offline.lowered import (
+    TEMPORARY,
+    Begin,
+    Buffer,
+    End,
+    Event,
+    Fill,
+    HostRead,
+    Lowered,
+    Otherwise,
+    Pointer,
+    SetCondition,
+)
+from tests.helpers.conditional_rows import fill, function, setter
+from tests.helpers.raising import raises
+from tests.helpers.recordings import IMAGE, MEMORIES
+
+BUFFERS, SIZE = 6, 256
+
+Statement = tuple[str, object]
+"""("write", buffer), ("read", buffer) or ("loop", statements)."""
+
+simple = st.tuples(st.sampled_from(("write", "read")), st.integers(0, BUFFERS - 1))
+nested = st.recursive(
+    st.lists(simple, max_size=6),
+    lambda inner: st.lists(st.one_of(simple, st.tuples(st.just("loop"), inner)), max_size=5),
+    max_leaves=24,
+)
+programs: st.SearchStrategy[list[Statement]] = nested  # type: ignore[assignment]
+
+
+def write(buffer: int) -> Fill:
+    return Fill(target=Pointer(buffer=buffer, offset=0), value=0, element=1, count=SIZE)
+
+
+def lowered(statements: list[Statement]) -> Lowered:
+    """Its events: of a buffer that nothing has written, a read is a write."""
+    events: list[Event] = []
+    known: set[int] = set()
+    loops = iter(range(100))
+
+    def add(rows: list[Statement]) -> None:
+        for kind, what in rows:
+            if kind == "loop":
+                number = next(loops)
+                events.append(Begin(conditional=number, type="while"))
+                add(what)  # type: ignore[arg-type]
+                events.append(End(conditional=number))
+            else:
+                assert isinstance(what, int)
+                events.append(HostRead(buffer=what) if kind == "read" and what in known else write(what))
+                known.add(what)
+
+    add(statements)
+    buffers = tuple([Buffer(kind=TEMPORARY, name=f"b{number}", nbytes=SIZE) for number in range(BUFFERS)])
+    return Lowered(key=(1,), buffers=buffers, variants=(), events=tuple(events), inputs=(), outputs=())
+
+
+def run(program: Lowered, planned: Plan) -> bool:
+    """Whether every read finds what was written last to its buffer, each loop running twice."""
+    holds: dict[int, int] = {}
+    ends = {begin: end for begin, end in spans(program.events)}
+
+    def go(begin: int, end: int) -> bool:
+        at = begin
+        while at < end:
+            event = program.events[at]
+            if isinstance(event, Begin):
+                if not (go(at + 1, ends[at]) and go(at + 1, ends[at])):
+                    return False
+                at = ends[at]
+            elif isinstance(event, Fill):
+                holds[planned.offsets[event.target.buffer]] = event.target.buffer
+            elif isinstance(event, HostRead) and holds.get(planned.offsets[event.buffer]) != event.buffer:
+                return False
+            at += 1
+        return True
+
+    return go(0, len(program.events))
+
+
+def spans(events: tuple[Event, ...]) -> list[tuple[int, int]]:
+    begins, found = [], []
+    for place, event in enumerate(events):
+        if isinstance(event, Begin):
+            begins.append(place)
+        elif isinstance(event, End):
+            found.append((begins.pop(), place))
+    return found
+
+
+@given(programs)
+@settings(max_examples=200, deadline=None)
+def test_what_a_turn_needs_is_there_in_the_next(statements: list[Statement]) -> None:
+    program = lowered(statements)
+    planned = plan(program)
+    check_plan(program, planned)
+    assert run(program, planned)
+
+
+@given(programs, st.permutations(range(BUFFERS)), st.integers(1, BUFFERS))
+@settings(max_examples=200, deadline=None)
+def test_the_check_refuses_what_would_go_wrong(statements: list[Statement], order: list[int], places: int) -> None:
+    program = lowered(statements)
+    planned = Plan(offsets={buffer: order[buffer] % places * SIZE for buffer in range(BUFFERS)}, arena=places * SIZE + 256, bound=0)
+    if not run(program, planned):
+        with raises("arena-overlap"):
+            check_plan(program, planned)
+
+
+def test_an_inner_loops_reader_lives_through_the_outer_one() -> None:
+    program = lowered([("write", 0), ("loop", [("write", 1), ("loop", [("read", 0)]), ("write", 2)]), ("write", 3)])
+    (first,) = [each for each in lifetimes(program) if each.buffer == 0]
+    assert (first.first, first.last) == (0, 7)
+
+
+def rows(build: Callable[[Bodies], None]) -> Recording:
+    bodies = Bodies()
+    build(bodies)
+    nodes, edges, begins = bodies.rows()
+    return Recording(key=(), functions=(function(IMAGE),), nodes=nodes, edges=edges, bodies=begins)
+
+
+def test_bodies_stand_behind_those_that_come_before_them() -> None:
+    def build(made: Bodies) -> None:
+        made.add(setter(7, 0))
+        made.begin(7, "if")
+        made.add(fill(0, 1))
+        made.add(setter(5, 0))
+        made.begin(5, "while")
+        made.add(setter(5, 0))
+        made.end()
+        made.otherwise()
+        made.end()
+        made.add(setter(9, 1))
+        made.begin(9, "if")
+        made.otherwise()
+        made.add(fill(0, 2))
+        made.end()
+
+    made = rows(build)
+    check_recording(Table(codec.encode(made)), MEMORIES, {IMAGE})
+    conditionals = [node for node in made.nodes if isinstance(node, ConditionalNode)]
+    assert conditionals == [
+        ConditionalNode(type="if", bodies=(0,)),
+        ConditionalNode(type="if", bodies=(1, 2)),
+        ConditionalNode(type="while", bodies=(3,)),
+    ]
+    handles = [node.handles[0].conditional for node in made.nodes if isinstance(node, KernelNode)]
+    assert handles == [0, 1, 2, 2]
+    assert made.bodies == (4, 7, 7, 8)
+    assert [node.value for node in made.nodes if isinstance(node, MemsetNode)] == [1, 2]
+
+
+@pytest.mark.parametrize("event", [SetCondition(conditional=0, byte=Pointer(buffer=0, offset=0)), Otherwise(conditional=0)])
+def test_the_plan_knows_every_event(event: Event) -> None:
+    """A condition's byte is needed until it is read."""
+    program = lowered([("write", 0), ("write", 1)])
+    program = replace(program, events=(*program.events, event))
+    found = {each.buffer: each.last for each in lifetimes(program)}
+    assert found[0] == (2 if isinstance(event, SetCondition) else 0)
+    check_plan(program, plan(program))

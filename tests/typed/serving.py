@@ -1,0 +1,56 @@
+"""A user's script that serves, with every public name of cgbundle."""
+
+from __future__ import annotations
+
+import sys
+
+import cgbundle
+from cgbundle import Tensor, View
+
+
+def probabilities(logits: Tensor) -> list[float]:
+    """The first row."""
+    first: list[float] = logits.tolist()[0]
+    return first
+
+
+def serve(path: str, tokens: Tensor) -> list[float]:
+    """Loads, warms up, calls, profiles, and keeps state."""
+    with cgbundle.load(
+        path, device=0, mode="graph", on_miss="pad", outputs="view", check="full", weights="map", lazy=False, key=None,
+        threads=2, cast=True,
+    ) as program:  # fmt: skip
+        keys: tuple[tuple[int, ...], ...] = program.int_keys
+        program.warmup(*keys)
+        profile: cgbundle.Profile
+        with program.profile() as profile:
+            output = program(tokens, temperature=1.0)
+        print(profile, profile.rows()[0].seconds, [span.name for span in profile.spans])
+        profile.save("trace.json")
+        for spec in (*program.inputs, *program.outputs):
+            print(spec.name, spec.dtype, spec.shape)
+        total: int = sum(program.memory.values()) + sum(program.session_memory.values())
+        session: cgbundle.Program = program.session()
+        session.seed(1)
+        session.reset()
+        if "cache" in session.state:
+            session.state["cache"] = session.state["cache"]
+        (buffer, *_) = program.buffers(keys[0])
+        shape: tuple[int, ...] = buffer.shape
+        print(total, shape, program.manifest.name, buffer.tobytes()[:4])
+        logits = output.clone() if isinstance(output, View) else output
+        return probabilities(logits)
+
+
+def main() -> int:
+    """The exit status."""
+    tokens = Tensor(0, "int64", (0, 64), None, None)
+    try:
+        print(serve(sys.argv[1], tokens))
+    except cgbundle.OutOfMemory as error:
+        print(error.hint)
+    except (cgbundle.BundleError, cgbundle.MachineError, cgbundle.CallError) as error:
+        print(error.code, error.kind)
+    except cgbundle.CgbundleError as error:
+        return error.exit_code
+    return 0
