@@ -28,6 +28,10 @@ _MODULES = {
 }  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'cgcompile' has no attribute {name!r}")

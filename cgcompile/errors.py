@@ -29,6 +29,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "--sizes 1,8,32, or --sizes NAME=1,8 for every parameter of inputs()"),
     "too-many-keys": Cause(BuildError, 2, "The product of the sizes has more int_keys than are built without being asked.",
         "give fewer sizes (`cgcompile sizes` chooses them), or raise --max-keys"),
+    "progress-unknown": Cause(BuildError, 2, "Progress is to be shown in a way that there is not.", "leave progress out"),
     # --- the model ---
     "dimension-unused": Cause(ModelError, 1, "A declared dimension changes no shape of the inputs.",
         "use it in a shape, or remove the parameter of inputs()"),
@@ -76,7 +77,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "one positive whole number per line, or --column NAME of a CSV file"),
     "request-log-column-unknown": Cause(BuildError, 2, "A log has no column of that name, or several.",
         "give --column a name from the first line of the file"),
-    "limit-invalid": Cause(BuildError, 2, "The number of capture sizes to propose, or their common factor, is below 1.",
+    "limit-invalid": Cause(BuildError, 2, "A number of capture sizes, their common factor, or the seconds of a proof are too few.",
         "give --max and --multiple a number of 1 or more"),
     # --- the environment ---
     "extra-missing": Cause(BuildError, 2, "A package that building or signing needs is not installed.",

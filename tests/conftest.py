@@ -1,4 +1,4 @@
-"""What all tests share: a folder for what is built once per run, and a compiler that keeps its headers there.
+"""What all tests share: a folder for what is built once per run, the cache in it, and a compiler that keeps its headers there.
 
 All of it is told in the environment, which the workers of pytest-xdist and processes that tests start inherit.
 """
@@ -23,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.sched_getaffinity = lambda pid: share
         return
     os.environ[cxx.SHARED] = tempfile.mkdtemp(prefix="cgcompile-tests-")
+    os.environ["CGCOMPILE_CACHE"] = os.path.join(os.environ[cxx.SHARED], "cache")
     if "CXX" not in os.environ and shutil.which(cxx.COMPILER):
         os.environ["CXX"] = cxx.__file__
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits leaves its core to the other workers

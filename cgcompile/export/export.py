@@ -190,9 +190,22 @@ def _eager_shapes(
         if isinstance(error, ModelError):
             raise
         place = user_line(error, source.label) or source.label
+        nested = _nested(flat) if isinstance(error, TypeError) else ""
         raise ModelError(
-            "size-excluded", f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {first_line(error)}"
+            "size-excluded", f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {first_line(error)}{nested}"
         ) from error
+
+
+def _nested(flat: FlatModule) -> str:
+    """A remark on arguments that are tuples, where the model may want a tensor."""
+    names = [name for name, _ in flat.like.call["call"]]
+    given = dict(zip(names, flat.like.args, strict=False)) | flat.like.kwargs
+    tuples = [f"{name} is a {type(value).__name__}" for name, value in given.items() if isinstance(value, tuple | list)]
+    return (
+        f"; of what inputs() gives, {', '.join(tuples)}: was a tensor meant? (x,) is one argument, ((x,),) a tuple"
+        if tuples
+        else ""
+    )
 
 
 def _check_result(source: Source, one: Tree | None, other: Tree | None) -> None:

@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,22 +16,20 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
-from ..util.model_file import check_file, kind_of, missing_attribute, missing_module, undefined
+from ..util.model_file import check_arguments, check_file, kind_of, missing_attribute, missing_module, undefined
 from .quantization.plain_model import plain_model
 from .source import Source
-from .user_code import call_user
+from .user_code import call_user, definition
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:
     """Raises source-missing or source-invalid, with the user's file and line where it is their code that failed."""
-    if isinstance(model, torch.nn.Module):
-        if inputs is None:
-            raise ModelError(
-                "source-invalid", "build(model, inputs): inputs, a function from the sizes to example inputs, is missing"
-            )
-        name = type(model).__name__.lower()
-        path = type(model).__module__
-        return _source(name, f"{path}.{type(model).__qualname__}", "" if path == "__main__" else path, model, inputs)
+    check_arguments(model, inputs)
+    if isinstance(model, torch.nn.Module) and inputs is not None:
+        name, path = type(model).__name__.lower(), type(model).__module__
+        origin = f"{path}.{type(model).__qualname__}"
+        code = "" if path == "__main__" else path
+        return replace(_source(name, definition(inputs) or origin, code, model, inputs), origin=origin)
     label = os.fspath(model)
     kind = kind_of(label)
     if kind == "saved":

@@ -27,7 +27,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed.
+    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed, for a module the file and
+    line of `inputs`.  `origin`: what the manifest says instead, "" for the label.
 
     `code` is the file or module that defines the model, "" where no other process can import it.  `dimensions` are the parameters
     of `inputs`.  `owned`: the model was made for this build, which may do with it what it likes.  `device`: where it lives.
@@ -45,13 +46,14 @@ class Source:
     device: torch.device = CPU
     told: torch.device = CUDA
     saved: tuple[SavedDimension, ...] = ()
+    origin: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """The inputs at one size: the call's arguments, its structure, its parameters, and its tensors with their paths.
 
-    The tensors of `leaves` are on the source's device, those in `args` and `kwargs` where inputs() made them.
+    The tensors of `leaves` are on the source's device and need no gradients, those in `args` and `kwargs` where inputs() made them.
     `contexts` are what instances among the arguments hold besides (see `pytree.contexts`).
     """
 
@@ -85,7 +87,7 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
         kept = [each for name, value, _ in bound for each in contexts(value, name)]
     return Sample(
         args=args, kwargs=kwargs, call=call, parameters=tuple([each for _, _, each in bound]),
-        leaves=tuple([(path, moved(tensor, source.device)) for path, tensor in leaves]), contexts=tuple(kept),
+        leaves=tuple([(path, moved(tensor.detach(), source.device)) for path, tensor in leaves]), contexts=tuple(kept),
     )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from cgbundle.exam import key_text
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, Exam, IntKey, Program, Proof, Weight
+from cgbundle.format.schema import MEMORIES, Dimension, Exam, IntKey, Program, Proof, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables.recording import Address, Function
 
@@ -32,7 +33,6 @@ from ..targets.memory_layout import PAD, Table, align, lay_out
 from ..targets.weights import add_tables, shapes_of, write_weights
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import with_aliases
-from ..transforms.prepared import Prepared
 from ..util.content_cache import cache_folder
 from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
@@ -53,9 +53,6 @@ KERNELS = "kernels.json"
 
 BLOCKS = re.compile(r"\b(BLOCK_[MNK]|GROUP_M)\b[^=\n]*= (\d+)$", re.MULTILINE)
 """Configuration in the text of a kernel that Inductor made of a template."""
-
-BUDGET = 120.0
-"""Seconds that interpreting may take: the keys that fit are proved, smallest first, at least one."""
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
@@ -119,9 +116,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         kept, proofs = tuple([each.bound for each in bounds]), tuple([unproved(exam.key, bounds) for exam in exams])
         if spec.prove == "interpret":
             with stages("interpret") as tell:
-                trials = _interpret(spec.prepared, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
+                trials = _interpret(spec, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
                 kept, proofs = proved(spec.dimensions, bounds, proofs, trials, coarsest(exported), spec.waive)
-                tell(_proved(proofs))
+                tell(_proved(spec.dimensions, proofs, spec.prove_budget))
     driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
@@ -204,7 +201,7 @@ def _assemble(
 
 
 def _interpret(
-    prepared: Prepared,
+    spec: BuildSpec,
     written: Written,
     exams: Sequence[KeyExam],
     split: SplitProgram | None,
@@ -216,7 +213,7 @@ def _interpret(
     """What came of the keys whose kernels were interpreted in time."""
     programs: tuple[Program, ...] = written.programs
     trials = [
-        make_trial(each, exam, prepared, written.weights, written.recordings, split)
+        make_trial(each, exam, spec.prepared, written.weights, written.recordings, split)
         for each, exam in zip(programs, exams, strict=True)
     ]
     sources = kernel_sources(compiled)
@@ -224,14 +221,16 @@ def _interpret(
         make_task(trial, program, sources, written.memories, weights, written.weights)
         for trial, program in zip(trials, programs, strict=True)
     ]
-    done = interpret(tasks, scratch / "interpret", budget=BUDGET, cache=cache_folder(), tell=tell)
+    done = interpret(tasks, scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
     outcomes = {outcome.key: outcome for outcome in done}
     return [(trial, outcomes[trial.key]) for trial in trials if trial.key in outcomes]
 
 
-def _proved(proofs: Sequence[Proof]) -> str:
+def _proved(dimensions: Sequence[Dimension], proofs: Sequence[Proof], budget: float) -> str:
     done = sum(proof.method == "interpret" for proof in proofs)
-    return f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {max(proof.error for proof in proofs):.1e}"
+    left = "; ".join(key_text(dimensions, proof.key) for proof in proofs if proof.method == "none")
+    text = f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {max(proof.error for proof in proofs):.1e}"
+    return text + (f"; not in {budget:.0f} s: {left}" if left else "")
 
 
 def _choices(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:

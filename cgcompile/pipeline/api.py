@@ -10,9 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..model.declared_sizes import Given
-from ..util.progress import Stages, Watcher, silent
+from ..util.progress import Stages, Watcher
+from ..util.progress_display import Progress, watcher
 from .records import Built, Options, Report
 from .usage import check_build, check_check
+
+PROVE_BUDGET = 120.0
+"""Seconds that interpreting the int_keys of a bundle may take, whose GPU is not here."""
 
 MAX_KEYS = 64
 """int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
@@ -44,12 +48,14 @@ def build(
     waive: Sequence[str] = (),
     lower: str = "inductor",
     specialize: str = "size",
-    recorder: str = "auto",
+    record: str = "auto",
     prove: str = "interpret",
+    prove_budget: float = PROVE_BUDGET,
+    train: bool = False,
     host_ops: Sequence[str] = (),
     force: bool = False,
     max_keys: int = MAX_KEYS,
-    progress: Watcher | None = None,
+    progress: Progress = None,
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
 
@@ -61,10 +67,13 @@ def build(
     argmax of near-ties, as far as the build sees it.
 
     `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.  `specialize`: "size" lowers every int_key for
-    itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `recorder`: capture (a GPU that is here),
+    itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `record`: capture (a GPU that is here),
     trace (without), or auto.  `prove`: interpret or none, for a bundle whose GPU is not here; all others are replayed.
+    `prove_budget`: seconds after which interpreting ends; what is not done then is listed as not proved, but the smallest int_key
+    always is.  `train`: a model in training mode is built as it is, not in eval(); in memory it gets its modes back.
     `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
-    `max_keys`: the most int_keys that are built.  `progress` is told what happens.
+    `max_keys`: the most int_keys that are built.  `progress`: a function of an `Event`, "bar" (shown on
+    stderr), "silent", or None: shown where stderr is a terminal or a notebook.
 
     One build at a time writes to `out`: a second one raises output-busy when it begins.  Readers by path find the old bundle or the
     new one at any moment.  An exception, KeyboardInterrupt too, leaves no files and no processes.  The command turns SIGTERM and
@@ -72,15 +81,17 @@ def build(
 
     Raises a CgbundleError (see errors.py here and in cgbundle); nothing is published then.
     """
-    options = Options(
-        sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
-        recorder=recorder, prove=prove, host_ops=tuple(host_ops), force=force, max_keys=max_keys, progress=progress or silent,
-    )  # fmt: skip
-    check_build(model, options)
-    with _torch(options.progress):
-        from .build import build as run  # late: it imports torch
+    with watcher(progress) as tell:
+        options = Options(
+            sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
+            record=record, prove=prove, prove_budget=prove_budget, train=train, host_ops=tuple(host_ops), force=force,
+            max_keys=max_keys, progress=tell,
+        )  # fmt: skip
+        check_build(model, inputs, options)
+        with _torch(tell):
+            from .build import build as run  # late: it imports torch
 
-        return run(model, inputs, options)
+            return run(model, inputs, options)
 
 
 def check(
@@ -91,18 +102,20 @@ def check(
     target: str = "cuda",
     strict: bool = False,
     host_ops: Sequence[str] = (),
-    progress: Watcher | None = None,
+    train: bool = False,
+    progress: Progress = None,
 ) -> Report:
     """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
 
     `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for some.  `target`: cuda, cpu, or an
     architecture such as sm_90.  `strict`: findings that put operations on the host refuse.  `host_ops`: operators that are kept on
-    the host, e.g. "mylib::op".  `progress` is told when torch has to be imported, which takes seconds.
+    the host, e.g. "mylib::op".  `train`: as for `build`.  `progress` as for `build`: what takes long is torch's
+    import.
 
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
-    check_check(model, sizes, target)
-    with _torch(progress or silent):
+    check_check(model, inputs, sizes, target)
+    with watcher(progress) as tell, _torch(tell):
         from .check import check as run  # late: it imports torch
 
-        return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, max_keys=MAX_KEYS)
+        return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, train=train, max_keys=MAX_KEYS)

@@ -36,6 +36,7 @@ from ..util.progress import Stages
 from .destination import destination_path, staged_bundle
 from .kernel_coverage import operators_without_kernel
 from .records import Built, Options
+from .training_mode import evaluated
 
 BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "trace": "cgcompile.offline.build"}
 """By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
@@ -44,7 +45,7 @@ BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture
 def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Built:
     """See `cgcompile.build`."""
     stages = Stages(options.progress)
-    chosen = choose(options.target, options.lower, options.specialize, options.recorder, options.prove)
+    chosen = choose(options.target, options.lower, options.specialize, options.record, options.prove)
     with ExitStack() as stack:
         with stages("source") as tell:
             loaded = load_source(model, inputs)
@@ -52,11 +53,12 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             keys = count_keys(sizes, options.max_keys)
             destination = destination_path(options.out, loaded.name)
             folder = stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
+            mode = stack.enter_context(evaluated(loaded, options.train))
             told = replace(loaded, told=CPU if chosen.recorder == "host" else CUDA)
             source = stack.enter_context(placed(told, chosen.device))
-            tell(f"{source.name}, {_counted(keys, 'int_key')}")
-        # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
-        build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
+            # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
+            build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
+            tell(f"{source.name}, {_counted(keys, 'int_key')}{f'; {mode}' if mode else ''}")
         if chosen.recorder == "capture":
             from ..capture.build import started
 
@@ -87,11 +89,11 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
         spec = BuildSpec(
             source=source, prepared=prepared, sizes=sizes, dimensions=dimensions, placements=checked.placements,
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
-            waive=options.waive, torch_version=torch.__version__.partition("+")[0],
+            prove_budget=options.prove_budget, waive=options.waive, torch_version=torch.__version__.partition("+")[0],
         )  # fmt: skip
         parts = build_parts(spec, folder, stages)
         write_programs(folder, prepared.programs)
-        origin = provenance(source.label, _recorded_options(options, chosen.recorder))
+        origin = provenance(source.origin or source.label, _recorded_options(options, chosen.recorder))
         manifest = _manifest(spec, parts, checked.findings, options.waive, origin)
         host_code.attach(folder, manifest)
         sealed = seal(folder, _with_mismatches(manifest))
@@ -124,6 +126,10 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
     }  # fmt: skip
     if recorder == "trace":
         named |= {"record": recorder, "prove": options.prove}
+        if options.prove != "none":
+            named["prove_budget"] = f"{options.prove_budget:g}"
+    if options.train:
+        named["train"] = "true"
     if options.host_ops:
         named["host_ops"] = ", ".join(options.host_ops)
     return named

@@ -26,7 +26,7 @@ from ..model.declared_sizes import Given, assumed_sizes, declared_sizes
 from ..model.flat_module import PREFIX
 from ..model.load import load_source
 from ..model.side_effects import BRANCH, BRANCH_FIX
-from ..model.source import CPU, CUDA, sample
+from ..model.source import CPU, CUDA, Source, sample
 from ..model.user_code import user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
@@ -35,6 +35,7 @@ from ..targets.choice import CONDITIONALS, recorder_for
 from ..transforms.prepared import prepare
 from .kernel_coverage import operators_without_kernel
 from .records import RegionReport, Report
+from .training_mode import evaluated
 
 ASSUMED = (2, 8)
 """Sizes of a dimension that the user gives none for: a report needs a range, not a list."""
@@ -48,12 +49,19 @@ def check(
     target: str,
     strict: bool,
     host_ops: Sequence[str],
+    train: bool,
     max_keys: int,
 ) -> Report:
     """See `cgcompile.check`."""
+    source = load_source(model, inputs)
+    with evaluated(source, train) as mode:
+        return replace(_report(source, sizes, target, strict, host_ops, max_keys), mode=mode)
+
+
+def _report(source: Source, sizes: Given, target: str, strict: bool, host_ops: Sequence[str], max_keys: int) -> Report:
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
-    source = replace(load_source(model, inputs), told=CPU if recorder == "host" else CUDA)
+    source = replace(source, told=CPU if recorder == "host" else CUDA)
     assumed = () if sizes else tuple(source.dimensions)
     wanted = assumed_sizes(assumed, source.saved, ASSUMED) if assumed else declared_sizes(sizes, source.dimensions, source.saved)
     found: list[Finding] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,21 +26,46 @@ class Options:
     waive: tuple[str, ...]
     lower: str
     specialize: str
-    recorder: str
+    record: str
     prove: str
+    prove_budget: float
+    train: bool
     host_ops: tuple[str, ...]
     force: bool
     max_keys: int
     progress: Watcher
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Built:
-    """A published bundle, its manifest, and the seconds that each stage took."""
+    """A published bundle, its manifest, and the seconds that each stage took.  It prints as three lines."""
 
     path: Path
     manifest: Manifest
     seconds: tuple[tuple[str, float], ...]
+
+    def __str__(self) -> str:
+        target, proofs = self.manifest.target, self.manifest.exam.proofs
+        sizes = " x ".join(f"{each.name} {', '.join(map(str, each.sizes))}" for each in self.manifest.dimensions)
+        proved = [proof for proof in proofs if proof.method != "none"]
+        error = f", largest error {max(proof.error for proof in proved):.1e}" if proved else ""
+        return "\n".join([
+            f"{self.path}, {self._size()}, for {target.kind} {target.level or target.arch}, built in {self._spent():.1f} s",
+            f"{sizes or 'no dimensions'}: {len(proofs)} int_key{'s' * (len(proofs) != 1)}, {len(proved)} proved{error}",
+            f"program = cgbundle.load({str(self.path)!r})",
+        ])  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<Built {self.path}: {self.manifest.name}, {len(self.manifest.programs)} int_keys, {self._size()}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _size(self) -> str:
+        return f"{sum(file.bytes for file in self.manifest.files) / 1e6:.1f} MB"
+
+    def _spent(self) -> float:
+        return sum(seconds for _, seconds in self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +89,7 @@ class Report:
 
     `target` is "cuda" or "cpu"; `sizes` those that the report is about, `assumed` the dimensions that the user gave no size for,
     `axes` which axes of the inputs each is the size of, in words.
+    `mode`: what to say of a model that was left in training mode, "" for others.
     `per_size`: why every int_key is exported by itself, "" where one program is for all.
     `regions` are those that a build would make, `returned` what crosses back to the caller.  Both are empty, and `unpartitioned`
     says why, where nothing can be built.
@@ -78,6 +105,7 @@ class Report:
     returned: tuple[tuple[str, int], ...]
     unpartitioned: str
     per_size: str
+    mode: str = ""
 
     @property
     def refused(self) -> bool:

@@ -13,30 +13,45 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
+from ..errors import BuildError, ModelError
 from ..model.declared_sizes import Given, count_keys, declared_sizes
 from ..targets.choice import choose, recorder_for
 from ..targets.requirements import check_compiler, check_packages
-from ..util.model_file import Definitions, check_file, definitions, kind_of, missing_attribute, missing_module, undefined
+from ..util.model_file import (
+    Definitions,
+    check_arguments,
+    check_file,
+    definitions,
+    kind_of,
+    missing_attribute,
+    missing_module,
+    undefined,
+)
 from .destination import check_free, destination_path
 from .records import Options
 
+NO_PROOF = "--prove none leaves the proof out"
 
-def check_build(model: Any, options: Options) -> None:
+
+def check_build(model: Any, inputs: Any, options: Options) -> None:
     """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, sizes-invalid,
-    too-many-keys, output-exists, output-unwritable, target-unavailable, compiler-failed."""
+    too-many-keys, limit-invalid, output-exists, output-unwritable, target-unavailable, compiler-failed."""
+    check_arguments(model, inputs)
     check_packages("host")
     name = _check_model(model, options.sizes, options.max_keys)
     if name:
         check_free(destination_path(options.out, name), options.force)
-    recorder = choose(options.target, options.lower, options.specialize, options.recorder, options.prove).recorder
+    if not options.prove_budget > 0:
+        raise BuildError("limit-invalid", f"prove_budget is {options.prove_budget}, expected more than 0 seconds", NO_PROOF)
+    recorder = choose(options.target, options.lower, options.specialize, options.record, options.prove).recorder
     check_packages(recorder)
     if recorder == "host":
         check_compiler()
 
 
-def check_check(model: Any, sizes: Given, target: str) -> None:
+def check_check(model: Any, inputs: Any, sizes: Given, target: str) -> None:
     """Raises what `check` would raise for these arguments, as `check_build`."""
+    check_arguments(model, inputs)
     check_packages("host")
     _check_model(model, sizes, None)
     recorder_for(target)

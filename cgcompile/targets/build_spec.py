@@ -27,6 +27,7 @@ class BuildSpec:
     lower: str
     specialize: str
     prove: str
+    prove_budget: float
     waive: tuple[str, ...]
     torch_version: str
 

@@ -46,13 +46,13 @@ class Chosen:
         return torch.device("cuda", 0) if self.recorder == "capture" else torch.device("cpu")
 
 
-def choose(target: str, lower: str, specialize: str = "size", recorder: str = "auto", prove: str = "interpret") -> Chosen:
-    """What is built, and how.  A GPU that is here is captured; for every other architecture, or with recorder="trace", launches are
+def choose(target: str, lower: str, specialize: str = "size", record: str = "auto", prove: str = "interpret") -> Chosen:
+    """What is built, and how.  A GPU that is here is captured; for every other architecture, or with record="trace", launches are
     traced.  Raises target-unavailable."""
     for name, value, known in (
         ("lower", lower, LOWERINGS),
         ("specialize", specialize, SPECIALIZE),
-        ("record", recorder, RECORDERS),
+        ("record", record, RECORDERS),
         ("prove", prove, PROVE),
     ):
         if value not in known:
@@ -61,12 +61,12 @@ def choose(target: str, lower: str, specialize: str = "size", recorder: str = "a
     if level is not None:
         check_level(level, os.uname().machine, processor_flags())
     if level is not None or target == "cpu":
-        return _cpu(target, lower, specialize, recorder)
+        return _cpu(target, lower, specialize, record)
     here = _here()
     if target not in ("auto", "cuda", here):
         arch(target)  # raises where there is no such architecture
-    if target == "auto" and not here and recorder != "trace":
-        return _cpu("cpu", lower, specialize, recorder)
+    if target == "auto" and not here and record != "trace":
+        return _cpu("cpu", lower, specialize, record)
     wanted = here if target in ("auto", "cuda") else target
     if not wanted:
         raise BuildError(
@@ -74,9 +74,9 @@ def choose(target: str, lower: str, specialize: str = "size", recorder: str = "a
             f"target {target}: there is no GPU on this machine",
             "name the GPU that the bundle is for: --target sm_90 (H100, H200), sm_80 (A100), ...",
         )
-    if wanted == here and recorder != "trace":
+    if wanted == here and record != "trace":
         return Chosen(target=wanted, recorder="capture", runs_here=True)
-    if recorder == "capture":
+    if record == "capture":
         raise BuildError(
             "target-unavailable",
             f"target {target}: this machine {f'has {here}' if here else 'has no GPU'}, and only a GPU that is here can be captured",
@@ -107,11 +107,11 @@ def _here() -> str:
     return f"sm_{major}{minor}"
 
 
-def _cpu(target: str, lower: str, specialize: str, recorder: str) -> Chosen:
+def _cpu(target: str, lower: str, specialize: str, record: str) -> Chosen:
     _expect("lower", lower, "inductor", "the cpu target has one lowering, inductor", "leave --lower out, or build for a GPU")
     reason = "the cpu target always has one lowering for all sizes"
     _expect("specialize", specialize, "size", reason, "leave --specialize out")
-    _expect("record", recorder, "auto", "the cpu target records nothing", "leave --record out, or build for a GPU")
+    _expect("record", record, "auto", "the cpu target records nothing", "leave --record out, or build for a GPU")
     return Chosen(target=target, recorder="host", runs_here=True)
 
 

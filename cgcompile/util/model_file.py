@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import BuildError, ModelError
 
@@ -47,6 +48,41 @@ def kind_of(label: str) -> str:
     raise BuildError(
         "source-missing", f"{label}: no such model", "give a model.py, package.module:attribute, or a saved program.pt2"
     )
+
+
+def check_arguments(model: Any, inputs: Any) -> None:
+    """Raises source-invalid where `model` and `inputs` of a call cannot be a model and what makes its inputs."""
+    if isinstance(model, str | os.PathLike):
+        if inputs is not None:
+            raise ModelError(
+                "source-invalid",
+                f"inputs is given, but {os.fspath(model)} has its own inputs()",
+                "leave inputs out, or give the module itself: build(model, inputs)",
+            )
+    elif isinstance(model, type) or not hasattr(model, "forward"):
+        what = f"the class {model.__name__}" if isinstance(model, type) else _described(model)
+        raise ModelError(
+            "source-invalid", f"model is {what}, expected a torch.nn.Module, or the path of a model file", "build(Net(), inputs)"
+        )
+    elif inputs is None:
+        raise ModelError("source-invalid", "inputs is missing: a function from the sizes to example inputs", EXAMPLE)
+    elif not callable(inputs):
+        raise ModelError(
+            "source-invalid", f"inputs is {_described(inputs)}, expected a function from the sizes to example inputs", EXAMPLE
+        )
+
+
+EXAMPLE = "for example: def inputs(batch): return (torch.randn(batch, 16),)"
+
+
+def _described(value: Any) -> str:
+    """`a tuple of 2 Tensors`, `a Tensor`."""
+    name = type(value).__name__
+    if isinstance(value, tuple | list | dict) and value:
+        kinds = {type(each).__name__ for each in (value.values() if isinstance(value, dict) else value)}
+        what = f"{kinds.pop()}{'' if len(value) == 1 else 's'}" if len(kinds) == 1 else "values"
+        return f"a {name} of {len(value)} {what}"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def check_file(label: str) -> Path:

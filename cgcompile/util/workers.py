@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,9 +49,16 @@ class Request:
     what: str
 
 
-def ask(kind: Kind, requests: Mapping[Key, Request], workers: int | None = None) -> Iterator[tuple[Key, Any]]:
-    """The answers as they come, of `workers` processes at a time (default: as many as `processors`).  Raises what a worker refused,
-    and an error of code `kind.died` when one ended without an answer.  The first error ends all."""
+def ask(
+    kind: Kind,
+    requests: Mapping[Key, Request],
+    workers: int | None = None,
+    seconds: float | None = None,
+    needed: Collection[Key] = (),
+) -> Iterator[tuple[Key, Any]]:
+    """The answers as they come, of `workers` processes at a time (default: as many as `processors`).  After `seconds` those to
+    `needed` alone are waited for, and the others left out.  Raises what a worker refused, and an error of code `kind.died` when one
+    ended without an answer.  The first error ends all."""
     started: list[_Worker] = []
     idle: list[_Worker] = []
     starting = threading.Lock()
@@ -87,8 +95,13 @@ def ask(kind: Kind, requests: Mapping[Key, Request], workers: int | None = None)
         stack.callback(kill)  # before the threads are waited for: then none waits for an answer any more
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         futures = {threads.submit(answer, request): key for key, request in requests.items()}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        left, end = set(futures), None if seconds is None else time.monotonic() + seconds
+        while left:
+            done, left = wait(left, None if end is None else max(0.0, end - time.monotonic()), FIRST_COMPLETED)
+            if not done:  # the time is over
+                left, end = {future for future in left if futures[future] in needed}, None
+            for future in done:
+                yield futures[future], future.result()
 
 
 def processors() -> int:

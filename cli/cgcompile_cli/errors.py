@@ -106,7 +106,7 @@ def place(message: str) -> str:
 COMMAND = "cgcompile build ..."
 """What a library's hint says where the user's own command belongs."""
 
-KEPT = ("--sizes", "--target", "--host-op")
+KEPT = ("--sizes", "--target", "--host-op", "--train")
 """Options of a build that a check of the same model takes, too."""
 
 
@@ -155,7 +155,7 @@ def _is_kept(arguments: Sequence[str], place: int) -> bool:
     return before in KEPT or not (before.startswith("-") and before not in FLAGS and "=" not in before)
 
 
-FLAGS = ("--strict", "--force", "--quiet", "-q", "--verbose", "-v", "--json")
+FLAGS = ("--strict", "--train", "--force", "--quiet", "-q", "--verbose", "-v", "--json")
 """Options of a build that take no value."""
 
 SPELLED: dict[str, Callable[[CgbundleError, Sequence[str]], str]] = {

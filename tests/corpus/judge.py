@@ -70,7 +70,7 @@ def judge(case: Case, target: str, bundle: Path, prove: str) -> Row:
     stages = {"make": time.perf_counter() - begun}
     if target == CHECK:
         return checked(case, module, inputs)
-    more = {"recorder": "trace", "prove": prove} if target.startswith("sm_") else {}
+    more = {"record": "trace", "prove": prove} if target.startswith("sm_") else {}
     try:
         built = cgcompile.build(module, inputs, sizes=dict(case.sizes), out=bundle, target=target, **more)
     except CgbundleError as error:

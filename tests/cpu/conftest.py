@@ -40,9 +40,11 @@ def bundle() -> Path:
 
 
 @pytest.fixture(scope="session")
-def rebuilt() -> Path:
-    """The same, built once more from another folder."""
-    return _built("rebuilt")
+def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, compiled once more, from another folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CGCOMPILE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return _built("rebuilt")
 
 
 def _built(name: str) -> Path:

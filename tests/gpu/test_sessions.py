@@ -66,7 +66,7 @@ def inputs(batch: int) -> tuple[torch.Tensor, ...]:
 
 def build(folder: Path, model: Any) -> Path:
     path = folder / f"{type(model).__name__.lower()}.cgb"
-    return cgcompile.build(model, inputs, sizes=list(SIZES), out=path, target="cuda", recorder="capture").path
+    return cgcompile.build(model, inputs, sizes=list(SIZES), out=path, target="cuda", record="capture").path
 
 
 @pytest.fixture(scope="module")

@@ -21,20 +21,20 @@ from tests.helpers.state_models import SIZES, Sum, draw, draws, looks, pairs, ro
 def stateful(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("state") / "running.cgb"
     return cgcompile.build(
-        running(), rows, sizes=list(SIZES), out=path, target="cuda", lower=request.param, recorder="capture"
+        running(), rows, sizes=list(SIZES), out=path, target="cuda", lower=request.param, record="capture", train=True
     ).path  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("looks") / "looks.cgb"
-    return cgcompile.build(looks(), pairs, sizes=list(SIZES), out=path, target="cuda", recorder="capture").path
+    return cgcompile.build(looks(), pairs, sizes=list(SIZES), out=path, target="cuda", record="capture").path
 
 
 @pytest.fixture(scope="module")
 def random(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("random") / "draws.cgb"
-    return cgcompile.build(draws(), singles, sizes=list(SIZES), out=path, target="cuda", recorder="capture").path
+    return cgcompile.build(draws(), singles, sizes=list(SIZES), out=path, target="cuda", record="capture").path
 
 
 @pytest.mark.parametrize("mode", ["graph", "stream"])
@@ -70,7 +70,7 @@ def test_views_of_shared_memory_go_stale_together(shared: Path) -> None:
 
 
 def test_inputs_may_be_laid_out_in_any_way(tmp_path: Path) -> None:
-    path = cgcompile.build(Sum(), triples, sizes=list(SIZES), out=tmp_path / "sum.cgb", target="cuda", recorder="capture").path
+    path = cgcompile.build(Sum(), triples, sizes=list(SIZES), out=tmp_path / "sum.cgb", target="cuda", record="capture").path
     for device in ("cuda", "cpu"):
         checks.check_inputs(path, device)
 

@@ -21,7 +21,7 @@ from tests.helpers.state_models import SIZES, Between, HostDraws, between, singl
 def built(model: Any, inputs: Any, folder: Path, recorder: str) -> Path:
     """The path of a bundle; a traced one is not interpreted (tests/cpu does that), for the tests replay it."""
     sizes, path, prove = list(SIZES), folder / "host.cgb", "none" if recorder == "trace" else "interpret"
-    return cgcompile.build(model.eval(), inputs, sizes=sizes, out=path, target="cuda", recorder=recorder, prove=prove).path
+    return cgcompile.build(model.eval(), inputs, sizes=sizes, out=path, target="cuda", record=recorder, prove=prove).path
 
 
 @pytest.fixture(scope="module", params=["trace", "capture"])

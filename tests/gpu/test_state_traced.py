@@ -44,7 +44,7 @@ def traced(name: str, folder: Path, recorder: str) -> Path:
 def build(model: Any, inputs: Any, sizes: Any, path: Path, recorder: str = "trace") -> Path:
     """The path of a bundle; a traced one is not interpreted (tests/cpu does that), for the tests replay it."""
     prove = "none" if recorder == "trace" else "interpret"
-    return cgcompile.build(model, inputs, sizes=sizes, out=path, target="cuda", recorder=recorder, prove=prove).path
+    return cgcompile.build(model, inputs, sizes=sizes, out=path, target="cuda", record=recorder, prove=prove, train=True).path
 
 
 @pytest.fixture(scope="module", params=["trace", "carried"])

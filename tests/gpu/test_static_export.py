@@ -55,7 +55,7 @@ def grid(batch: int, seq: int) -> tuple[torch.Tensor]:
 def test_a_branch_on_the_batch_size(recorder: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = Branching(state=recorder == "capture").eval()
-    path = cgcompile.build(network, rows, sizes=[1, 3, 8], out=tmp_path / "b.cgb", target="cuda", recorder=recorder).path
+    path = cgcompile.build(network, rows, sizes=[1, 3, 8], out=tmp_path / "b.cgb", target="cuda", record=recorder).path
     manifest = archive.read_manifest(str(path))
     assert archive.per_size(manifest) and {file.path for file in manifest.files} >= {f"programs/{n}.pt2" for n in (1, 3, 8)}
     network = network.to("cpu")
@@ -70,7 +70,7 @@ def test_a_branch_on_the_batch_size(recorder: str, tmp_path: Path) -> None:
 def test_two_dimensions_with_padding_and_chunks(tmp_path: Path) -> None:
     sizes = {"batch": (1, 4), "seq": (4, 6)}
     path = cgcompile.build(
-        Statistic(), grid, sizes=sizes, out=tmp_path / "s.cgb", target="cuda", recorder="capture", lower="eager"
+        Statistic(), grid, sizes=sizes, out=tmp_path / "s.cgb", target="cuda", record="capture", lower="eager"
     ).path
     assert archive.per_size(archive.read_manifest(str(path)))
     with cgbundle.load(path) as program:
@@ -88,7 +88,7 @@ def test_operations_on_the_host_at_some_sizes_only(tmp_path: Path) -> None:
             return y
 
     path = cgcompile.build(
-        Reading(), rows, sizes=[2, 8], out=tmp_path / "h.cgb", target="cuda", recorder="capture", lower="eager"
+        Reading(), rows, sizes=[2, 8], out=tmp_path / "h.cgb", target="cuda", record="capture", lower="eager"
     ).path
     with cgbundle.load(path) as program:
         for batch in (2, 8, 2, 8):

@@ -33,7 +33,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     name, level = request.param
     made, inputs, written = MODELS[name]
     path = tmp_path_factory.mktemp("written") / f"{name}.cgb"
-    cgcompile.build(made(), inputs, sizes=list(SIZES), out=path, target="cuda", lower=level, recorder="capture")
+    cgcompile.build(made(), inputs, sizes=list(SIZES), out=path, target="cuda", lower=level, record="capture")
     return path, made().cuda(), inputs, written
 
 
@@ -97,7 +97,7 @@ def test_numpy_arrays_are_updated_before_the_call_returns(case: Case) -> None:
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made, inputs, _ = MODELS["step"]
     path = tmp_path_factory.mktemp("written") / "decoder.cgb"
-    cgcompile.build(made(), inputs, sizes=list(SIZES), out=path, target="cuda", recorder="capture")
+    cgcompile.build(made(), inputs, sizes=list(SIZES), out=path, target="cuda", record="capture")
     return path
 
 

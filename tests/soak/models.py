@@ -94,8 +94,8 @@ def cases(folder: Path, device: str) -> list[Case]:
 def _built(folder: Path, name: str, model: nn.Module, inputs: Inputs, device: str) -> Path:
     path = folder / f"{name}-{device}.cgb"
     if not path.exists():
-        recorder = {"recorder": "capture"} if device == "cuda" else {}
-        cgcompile.build(model, inputs, sizes=list(SIZES), out=path, target=device, **recorder)
+        record = "capture" if device == "cuda" else "auto"
+        cgcompile.build(model, inputs, sizes=list(SIZES), out=path, target=device, record=record, train=True)
     return path
 
 

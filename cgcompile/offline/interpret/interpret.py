@@ -20,7 +20,7 @@ from cgbundle.tables.recording import Function, KernelNode, MemcpyNode, MemsetNo
 
 from ...targets.cuda.fills import memset_of
 from ...util.content_cache import cache_path, recall, remember
-from ...util.workers import Kind, Request, ask, processors
+from ...util.workers import Kind, Request, ask
 from ..assemble.block_reader import arguments, check_order
 from ..lowered import KernelVariant
 
@@ -36,9 +36,6 @@ faults took a third of the time."""
 
 TEMPLATE_LINES = 20
 """Lines of the loop of a matrix product's kernel."""
-
-START = 2.0
-"""Seconds that a process needs before its first kernel, also where it imports torch: part of every estimate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,10 +102,10 @@ def interpret(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Outcome, ...]:
-    """Run recordings, those in `cache` excepted; the outcomes stand in the order of `tasks`.  The smallest always runs first.  Its
-    time tells which others fit into `budget` seconds; the rest have no Outcome, and `tell` says which.  `workers` processes run at
-    a time (default: one for each processor); `folder` takes their logs.  Raises order-broken, parameter-mismatch,
-    function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
+    """Run recordings, those in `cache` excepted; outcomes stand in the order of `tasks`.  The smallest and the largest run first,
+    then the others from the smallest on.  What has not ended after `budget` seconds ends, but for the smallest: it has no Outcome.
+    `workers` processes run at a time (default: one for each processor); `folder` takes their logs.  Raises order-broken,
+    parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
     for recording in [recording for task in tasks for recording in task.recordings]:
         check_order(recording)
     kept = _kept(tasks, cache) if cache else {}
@@ -143,31 +140,7 @@ def _interpret(
     if not tasks:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    work = {task.key: estimate(task) for task in tasks}
-    smallest, *others = sorted(tasks, key=lambda task: work[task.key])
-    tell(f"interpreting int_key {smallest.key}, the smallest of {len(tasks)}; {budget:.0f} s for all")
-    began = time.monotonic()
-    ((_, first),) = _run([smallest], folder, 1)
-    spent = time.monotonic() - began
-    rate = first.seconds / work[smallest.key]
-    tell(f"int_key {smallest.key} took {spent:.1f} s")
-    yield first
-    at_once = workers or processors()
-    fitting: list[Task] = []
-    for task in others:
-        seconds = START + rate * work[task.key]
-        if spent + seconds / min(at_once, len(fitting) + 1) > budget:
-            left = ", ".join(str(each.key) for each in others[len(fitting) :])
-            tell(f"not interpreted, over the budget of {budget:.0f} s: {left} (the next would take about {seconds:.0f} s)")
-            break
-        spent += seconds / at_once
-        fitting.append(task)
-    for key, outcome in _run(fitting[::-1], folder, at_once):  # the longest first
-        tell(f"int_key {key} took {outcome.seconds:.1f} s")
-        yield outcome
-
-
-def _run(tasks: Sequence[Task], folder: Path, workers: int) -> Iterator[tuple[IntKey, Outcome]]:
+    smallest, *others = sorted(tasks, key=estimate)
     kind = Kind(
         module="cgcompile.offline.interpret.worker",
         folder=folder,
@@ -175,7 +148,14 @@ def _run(tasks: Sequence[Task], folder: Path, workers: int) -> Iterator[tuple[In
         environment={"TRITON_INTERPRET": "1", **QUIET},
         reused=False,
     )
-    return ask(kind, {task.key: Request(content=task, what=f"interpreting int_key {task.key}") for task in tasks}, workers)
+    ordered = [smallest, *others[-1:], *others[:-1]]
+    requests = {task.key: Request(content=task, what=f"interpreting int_key {task.key}") for task in ordered}
+    tell(f"0 of {len(tasks)} int_keys, {budget:.0f} s for all")
+    began = time.monotonic()
+    for count, (key, outcome) in enumerate(ask(kind, requests, workers, budget, [smallest.key]), 1):
+        spent = f"{time.monotonic() - began:.0f} s of {budget:.0f} s"
+        tell(f"{count} of {len(tasks)} int_keys, {spent}: {key} took {outcome.seconds:.1f} s")
+        yield outcome
 
 
 def _work(variant: KernelVariant, function: Function, node: KernelNode) -> float:

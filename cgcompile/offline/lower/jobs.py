@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
-from ...export.weights import weight_tensors
 from ...targets.cuda.recorded import RegionKey
 from ...targets.cuda.tensors import settings
-from ...targets.weights import contents
-from ...util.content_cache import cache_path, digest, recall, remember
+from ...targets.program_contents import program_contents, tensor_layout
+from ...util.content_cache import cache_path, recall, remember
 from ...util.progress import Tell
 from ...util.workers import Kind, Request, ask
 from ..lowered import Lowered
@@ -67,8 +65,8 @@ def lower_all(
     files and logs, `cache` what was lowered.  Raises what `inductor.lower_key` raises, and lowering-broken when a process ends
     without an answer."""
     rest = arch, table.read_bytes() if table else b"", settings()
-    about = _contents([job.program for job in jobs.values()])
-    asked = {name: ([_meta(each) for each in job.tensors], job.layouts, job.writes, job.live) for name, job in jobs.items()}
+    about = program_contents([job.program for job in jobs.values()])
+    asked = {name: ([tensor_layout(each) for each in job.tensors], job.layouts, job.writes, job.live) for name, job in jobs.items()}
     kept = {name: cache_path(cache, "lowered", about[id(job.program)], rest, name[1], *asked[name]) for name, job in jobs.items()}
     known: dict[RegionKey, Lowered] = {name: found for name, path in kept.items() if (found := recall(path, Lowered)) is not None}
     if len(known) == len(jobs):
@@ -97,30 +95,3 @@ def _saved(programs: Iterable[ExportedProgram], folder: Path) -> dict[int, Path]
             files[id(program)] = folder / f"program{len(files)}.pt2"
             torch.export.save(program, files[id(program)])
     return files
-
-
-def _contents(programs: Iterable[ExportedProgram]) -> dict[int, str]:
-    """Of each program, by identity, the hash of all that lowering depends on: its code, signature, and tensors.  The ranges that
-    the sizes were declared with do not matter to any one of them.  A weight of several regions is read once."""
-    hashes: dict[object, bytes] = {}
-    found: dict[int, str] = {}
-    for program in programs:
-        if id(program) not in found:
-            found[id(program)] = digest(*_described(program, hashes))
-    return found
-
-
-def _described(program: ExportedProgram, hashes: dict[object, bytes]) -> Iterator[object]:
-    for name, module in program.graph_module.named_modules():
-        if isinstance(module, torch.fx.GraphModule):
-            yield name, module.code
-    yield str(program.graph_signature), str(program.call_spec)
-    for name, value in weight_tensors(program).items():
-        same = value.data_ptr(), *_meta(value)
-        if same not in hashes:
-            hashes[same] = hashlib.sha256(contents(value, value.stride())).digest()
-        yield name, _meta(value), hashes[same]
-
-
-def _meta(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tuple(tensor.shape), tensor.stride()

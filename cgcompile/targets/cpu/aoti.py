@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch._inductor.exc import CppCompileError
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -27,9 +28,6 @@ from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from ..requirements import check_compiler, compiler
 from .compiler import wrap
-from .complex_numbers import complex_decompositions
-from .dispatch import dispatched
-from .parallel_loops import any_number_of_threads
 
 TESTED = "2.13"
 
@@ -65,10 +63,11 @@ UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """A shared object, and the processor features that its code uses."""
+    """A shared object, and the processor features that its code uses.  `recalled`: an earlier build compiled it."""
 
     path: Path
     features: tuple[str, ...]
+    recalled: bool = False
 
 
 def compile_cpu(
@@ -85,6 +84,13 @@ def compile_cpu(
     names, or a constant, which the caller would free twice (seen with torch 2.13).  `level`: the processors that it is for, None
     for those that are like this one.  Raises compiler-failed, torch-unsupported.
     """
+    tell("loading Inductor")
+    # late: it takes two seconds, and what an earlier build compiled needs none of it
+    from .compilations import side_by_side, unprobed
+    from .complex_numbers import complex_decompositions
+    from .dispatch import dispatched
+    from .parallel_loops import any_number_of_threads
+
     if not hasattr(torch._inductor, "aot_compile"):
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}"
@@ -104,9 +110,10 @@ def compile_cpu(
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
+    compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side())
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), torch.no_grad())
     with ExitStack() as stack:
-        for each in (_private_cache(work / "cache"), _watched(work, tell), *generated):
+        for each in (*compiled, *generated):
             stack.enter_context(each)
         options["aot_inductor.output_path"] = str(target)
         try:
@@ -217,10 +224,10 @@ def _watched(work: Path, tell: Callable[[str], None]) -> Iterator[None]:
     def watch() -> None:
         said = ""
         while not done.wait(0.25):
-            names = [name for _, _, files in os.walk(work) for name in files]
-            objects = sum(name.endswith(".o") for name in names)
-            sources = sum(name.endswith(".cpp") for name in names)
-            text = f"compiling C++, {objects} of {sources} files" if sources else "generating code"
+            names = {name for _, _, files in os.walk(work) for name in files}
+            sources = [name for name in names if name.endswith(".cpp")]
+            objects = sum(name.removesuffix("cpp") + "o" in names for name in sources)
+            text = f"compiling C++, {objects} of {len(sources)} files" if sources else "generating code"
             if text != said:
                 said = text
                 tell(text)

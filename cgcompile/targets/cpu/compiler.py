@@ -17,10 +17,22 @@ from ...errors import BuildError
 from ..instruction_sets import SWITCHED_OFF, X86_64, Level
 from ..requirements import compiler
 
-HEADER = Path(__file__).with_name("silent_errors.h")
+HEADERS = Path(__file__).parent
+"""Where headers of ours lie, for what Inductor writes: `HEADER` and `REGEX`."""
 
-INTERFACE = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_runtime/interface.h"
+HEADER = HEADERS / "silent_errors.h"
+
+REGEX = HEADERS / "regex"
+
+RUNTIME = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_runtime"
+
+INTERFACE = RUNTIME / "interface.h"
 """Where torch declares the C interface of the code (seen in 2.13)."""
+
+MODEL = RUNTIME / "model_base.h"
+
+EXPRESSION = 'std::regex re("(cpu|cuda|xpu|mps)(:([0-9]+))?");'
+"""The only regular expression of `MODEL` (torch 2.11, 2.13), which `REGEX` stands for."""
 
 SCRIPT = """#!/bin/sh
 source=$1
@@ -69,6 +81,8 @@ def wrap(folder: Path, level: Level | None) -> WrappedCompiler:
         machine, extension = f'set -- "$@" "$option" {off}', 'set -- "$@" "$option"'
     if "AOTInductorGetLastError" in INTERFACE.read_text():  # else what is printed is all that is known
         machine += f'; case $source in *.cpp) set -- "$@" -include {shlex.quote(str(HEADER))} ;; esac'
+    if EXPRESSION in (text := MODEL.read_text()) and text.count("std::regex ") == 1:
+        machine += f'; case $source in *.wrapper.cpp) set -- "$@" -I {shlex.quote(str(HEADERS))} ;; esac'
     text = SCRIPT.format(machine=machine, extension=extension, notes=shlex.quote(str(notes)), compiler=shlex.quote(compiler()))
     path.write_text(text)
     path.chmod(0o700)

@@ -24,8 +24,9 @@ from ...partition.split import Partition, partition
 from ...transforms.inlining import inlined
 from ...util.progress import Stages, Tell
 from ..cpu import layouts
-from ..cpu.aoti import compile_cpu
+from ..cpu.object_cache import recalled_or_compiled
 from ..memory_layout import UploadedValue, dense_strides
+from ..program_contents import program_contents
 from ..weights import shapes_of, stored_dtype
 from .recorded import RecordedProgram
 from .steps import LoweredRegions, program_row
@@ -181,7 +182,7 @@ def _compile(
     program = inlined(program)
     work = scratch / own
     work.mkdir()
-    compiled = compile_cpu(program, work, lambda text: None)
+    compiled = recalled_or_compiled(program, program_contents([program])[id(program)], work, lambda text: None)
     file = f"host/{own}.so"
     bound = layouts.bind_constants(compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights])
     try:

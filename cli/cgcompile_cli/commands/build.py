@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..errors import UsageError
+from ..int_keys import spell
 from ..options import HostOps, ModelName, rule_names, target_names
 from ..output import duration, first_lines, listed, record, show, write_json
 from ..progress import watching
@@ -57,6 +59,10 @@ def build(
     prove: Annotated[
         Literal["interpret", "none"], typer.Option("--prove", help="How a traced bundle is proved where its GPU is not.")
     ] = "interpret",
+    prove_budget: Annotated[
+        float, typer.Option("--prove-budget", metavar="SECONDS", help="How long that may take; one int_key is always proved.")
+    ] = 120,
+    train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
     waive: Annotated[
         list[str] | None,
@@ -96,8 +102,8 @@ def build(
     with watching(quiet, verbose) as progress:
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
-            specialize=specialize, recorder=recorder, prove=prove, host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys,
-            progress=progress,
+            specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, train=train,
+            host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys, progress=progress or "silent",
         )  # fmt: skip
     if not quiet:
         show(_summary(built, time.perf_counter() - begin), sys.stderr)
@@ -122,15 +128,15 @@ def _summary(built: Built, seconds: float) -> Table:
         ("memory", summary.memory(manifest)),
         ("files", summary.files(manifest)),
         ("programs", summary.programs(manifest)),
-        ("proof", _proof(manifest)),
+        ("proof", _proof(manifest, dict(built.seconds))),
         *([("findings", first_lines(findings))] if findings else []),
         *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
         ("load", summary.load_lines(str(built.path), manifest)),
     ])  # fmt: skip
 
 
-def _proof(manifest: Manifest) -> list[str]:
-    """A line per method: how many int_keys, and the error that came nearest to its bound."""
+def _proof(manifest: Manifest, seconds: Mapping[str, float]) -> list[str]:
+    """A line per method: how many int_keys, and the error that came nearest to its bound.  `seconds` by the stages of the build."""
     from ..summary import near_recording
 
     proofs, lines = manifest.exam.proofs, []
@@ -140,11 +146,13 @@ def _proof(manifest: Manifest) -> list[str]:
             worst = max(some, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
             some_of = "" if len(some) == len(proofs) else f"{len(some)} of {len(proofs)} int_keys "
             allowed = f"allowed {worst.tolerance:.1e}" if worst.tolerance else "all are equal"
-            lines.append(f"{some_of}{meaning}: largest error {worst.error:.1e}, {allowed}")
+            budget = dict(manifest.provenance.options).get("prove_budget") if method == "interpret" else None
+            spent = f", in {seconds['interpret']:.0f} s of {budget} s" if budget and "interpret" in seconds else ""
+            lines.append(f"{some_of}{meaning}: largest error {worst.error:.1e}, {allowed}{spent}")
     if near_recording(manifest):
         lines.append(f"at most {max(proof.distance for proof in proofs):.1e} from what was recorded")
-    left = sum(proof.method == "none" for proof in proofs)
+    left = [spell(proof.key) for proof in proofs if proof.method == "none"]
     if left:
-        which = "not proved" if left == len(proofs) else f"{left} of {len(proofs)} int_keys not proved"
+        which = "not proved" if len(left) == len(proofs) else f"{len(left)} of {len(proofs)} int_keys not proved: {listed(left)}"
         lines.append(f"{which}: `cgcompile verify --run` does it where a GPU of {manifest.target.arch} is")
     return lines

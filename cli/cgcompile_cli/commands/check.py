@@ -40,6 +40,7 @@ def check(
     ] = "cuda",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
     host_ops: HostOps = None,
+    train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what takes long.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -56,8 +57,9 @@ def check(
 
     with watching(quiet) as progress:
         report = cgcompile.check(
-            model, sizes=list(sizes or ()), target=target, strict=strict, host_ops=tuple(host_ops or ()), progress=progress
-        )
+            model, sizes=list(sizes or ()), target=target, strict=strict, host_ops=tuple(host_ops or ()), train=train,
+            progress=progress or "silent",
+        )  # fmt: skip
     if as_json:
         write_json(asdict(report) | {"refused": report.refused})
     else:
@@ -83,7 +85,7 @@ def _head(report: Report) -> RenderableType:
     assumed = f" (assumed: name yours with --sizes {report.assumed[0]}=...)" if report.assumed else ""
     axes = [f"{name}: {where}" for name, where in report.axes]
     return record([
-        ("model", f"{report.name}, for {report.target}"),
+        ("model", f"{report.name}, for {report.target}{f'; {report.mode}' if report.mode else ''}"),
         ("sizes", [sizes + assumed, *axes]),
         *([("exported", f"per size: {safe(report.per_size)}")] if report.per_size else []),
         ("findings", _summary(report)),

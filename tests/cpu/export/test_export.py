@@ -245,7 +245,7 @@ def test_a_gpu_that_is_here_is_captured_and_every_other_is_traced(
     here: str, target: str, recorder: str, expected: tuple[str, str, bool], gpu: Callable[[str], None]
 ) -> None:
     gpu(here)
-    chosen = choose(target, "inductor", recorder=recorder)
+    chosen = choose(target, "inductor", record=recorder)
     assert (chosen.target, chosen.recorder, chosen.runs_here) == expected
 
 
@@ -268,7 +268,7 @@ def test_a_gpu_that_is_here_is_captured_and_every_other_is_traced(
 def test_what_this_machine_cannot_build(here: str, target: str, recorder: str, said: str, gpu: Callable[[str], None]) -> None:
     gpu(here)
     with raises("target-unavailable") as caught:
-        choose(target, "inductor", recorder=recorder)
+        choose(target, "inductor", record=recorder)
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value) and caught.value.exit_code == 2
     if "expected one of" not in said:
         assert caught.value.hint
@@ -288,7 +288,7 @@ def test_only_a_captured_gpu_has_every_lowering(lower: str, specialize: str, gpu
             choose(target, lower, specialize, recorder)
 
 
-@pytest.mark.parametrize("option", ["lower", "specialize", "recorder", "prove"])
+@pytest.mark.parametrize("option", ["lower", "specialize", "record", "prove"])
 def test_a_word_that_is_no_choice(option: str, gpu: Callable[[str], None]) -> None:
     gpu("sm_90")
     with raises("target-unavailable", match="'perhaps': expected one of "):

@@ -494,7 +494,7 @@ def test_what_is_given_between_two_stages_is_part_of_what_an_outcome_is_kept_by(
     assert len(list((tmp_path / "cache" / "interpreted").iterdir())) == 2
 
 
-def test_the_smallest_runs_and_the_budget_decides_on_the_others(tmp_path: Path) -> None:
+def test_the_smallest_and_the_largest_run_first_and_the_budget_ends_the_others(tmp_path: Path) -> None:
     tasks = []
     for size in (4000, 50, 300):
         sheet = Sheet()
@@ -502,9 +502,10 @@ def test_the_smallest_runs_and_the_budget_decides_on_the_others(tmp_path: Path) 
         sheet.launch(ADD, (-(-size // 16), 1, 1), x, x, sheet.output(torch.float32, (size,)), size, XBLOCK=16)
         tasks.append(sheet.task(tmp_path, (size,)))
     assert estimate(tasks[0]) > estimate(tasks[2]) > estimate(tasks[1])
+    assert [outcome.key for outcome in interpret(tasks, tmp_path, budget=0)] == [(50,)]
     told: list[str] = []
-    assert [outcome.key for outcome in interpret(tasks, tmp_path, budget=0, tell=told.append)] == [(50,)]
-    assert any("not interpreted" in line and "(300,), (4000,)" in line for line in told)
-    every = interpret(tasks, tmp_path, budget=600, workers=2)
+    every = interpret(tasks, tmp_path, budget=600, workers=1, tell=told.append)
+    assert [line.rpartition(": ")[2].partition(" took")[0] for line in told[1:]] == ["(50,)", "(4000,)", "(300,)"]
+    assert told[0] == "0 of 3 int_keys, 600 s for all" and told[-1].startswith("3 of 3 int_keys, ") and " s of 600 s" in told[-1]
     assert [outcome.key for outcome in every] == [(4000,), (50,), (300,)]
     assert all(tensor_of(o.read[0], t.stages[0].read[0]).eq(2).all() for o, t in zip(every, tasks, strict=True))

@@ -17,13 +17,13 @@ from tests.helpers.support import HOST_FILE
 BUILD = """
 import os, shutil, signal, sys
 import cgcompile
-from cgcompile.targets.cpu import aoti
+from cgcompile.targets.cpu import aoti, object_cache
 
 def compiled(program, work, *rest):
     shutil.copyfile(sys.argv[5], work / "model.so")
     return aoti.Compiled(path=work / "model.so", features=())
 
-aoti.compile_cpu = compiled
+object_cache.compile_cpu = compiled
 
 def watch(event):
     if (event.stage, event.state) == (sys.argv[3], sys.argv[4]):
@@ -40,7 +40,7 @@ def killed(model: Path, bundle: Path, out: Path, stage: str, state: str) -> None
     path = ":".join(str(ROOT / part) for part in (".", "bundles"))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BUILD, str(model), str(out), stage, state, str(bundle / HOST_FILE)],
-        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"}, check=False,
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "CGCOMPILE_CACHE": f"{out.parent}-cache"}, check=False,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL
 

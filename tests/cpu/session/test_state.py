@@ -25,7 +25,7 @@ from tests.helpers.state_models import SIZES, Sum, draws, looks, pairs, rows, ru
 @pytest.fixture(scope="module")
 def stateful(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("state") / "running.cgb"
-    return cgcompile.build(running(), rows, sizes=list(SIZES), out=path, target="cpu").path
+    return cgcompile.build(running(), rows, sizes=list(SIZES), out=path, target="cpu", train=True).path
 
 
 @pytest.fixture(scope="module")

@@ -193,3 +193,11 @@ def test_a_worker_that_starts_while_the_others_are_ended_is_not_waited_for(
         for _ in ask(Kind(**kind), requests, 2):
             pass
     assert time.monotonic() - began < 30
+
+
+def test_when_the_time_is_over_the_needed_answers_alone_are_waited_for(kind: Mapping[str, Any]) -> None:
+    requests = {name: Request(content=content, what="doing it") for name, content in (("slow", "hang"), ("needed", 4))}
+    began = time.monotonic()
+    assert dict(ask(Kind(**kind), requests, 2, 0.0, ["needed"])) == {"needed": {"twice": 8}}
+    assert dict(ask(Kind(**kind), requests, 2, 5.0)) == {"needed": {"twice": 8}}
+    assert time.monotonic() - began < 50, "who hangs was not waited for"

@@ -1,0 +1,116 @@
+"""Shared objects of earlier builds, by all that they depend on: the program, its weights, the options, compilers, the processor.
+
+Inductor is neither imported nor asked for what is found here.  What is found is proved by its exam, as what was compiled is.  Used
+of torch's private parts (2.11, 2.13): `torch._inductor.config.save_config_portable`, and the same of `torch._functorch.config`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from cgbundle.cpu.processor import processor_flags, processor_name
+
+from ...errors import BuildError
+from ...util.content_cache import cache_folder, cache_path, recall, remember
+from ..instruction_sets import Level
+from ..program_contents import tensor_layout
+from ..requirements import compiler
+from .aoti import Compiled, compile_cpu
+from .compiler import HEADER, REGEX
+
+LEFT_OUT = ("cache-unwritable", "disk-full")
+"""Why a build goes on without a cache: it needs none."""
+
+ATEN = "ATEN_CPU_CAPABILITY"
+"""The variable by which Inductor, too, is told which instruction sets to use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedObject:
+    """What is kept: the file's bytes, and the processor features that its code uses."""
+
+    code: bytes
+    features: tuple[str, ...]
+
+
+def recalled_or_compiled(
+    program: ExportedProgram,
+    contents: str,
+    work: Path,
+    tell: Callable[[str], None],
+    shared: Collection[int] = (),
+    changing: bool = False,
+    level: Level | None = None,
+) -> Compiled:
+    """What `compile_cpu` makes of the same arguments, in the folder `work`.  `contents`: the program's, of `program_contents`.
+    Raises what `compile_cpu` raises, and cache-unsafe.  A cache that cannot be written to is none."""
+    try:
+        folder = cache_folder()
+    except BuildError as error:
+        if error.code not in LEFT_OUT:
+            raise
+        return compile_cpu(program, work, tell, shared, changing, level)
+    path = cache_path(folder, "host", contents, *_dependencies(program, tuple(shared), changing, level))
+    if (found := recall(path, SharedObject)) is not None:
+        target = work / "model.so"
+        target.write_bytes(found.code)
+        return Compiled(path=target, features=found.features, recalled=True)
+    compiled = compile_cpu(program, work, tell, shared, changing, level)
+    try:
+        remember(path, SharedObject(code=compiled.path.read_bytes(), features=compiled.features))
+    except BuildError as error:
+        if error.code not in LEFT_OUT:
+            raise
+    return compiled
+
+
+def _dependencies(program: ExportedProgram, shared: tuple[int, ...], changing: bool, level: Level | None) -> Iterator[object]:
+    yield list(_values(program)), shared, changing
+    yield [tensor_layout(each) if isinstance(each, torch.Tensor) else each for each in tree_leaves(program.example_inputs)]
+    yield str(sorted((str(symbol), str(limits)) for symbol, limits in program.range_constraints.items()))
+    yield level, processor_name(), sorted(processor_flags()), os.uname().machine, platform.libc_ver(), os.environ.get(ATEN)
+    yield _described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
+    yield _described("strip", "--version")
+    yield HEADER.read_bytes(), REGEX.read_bytes()
+    yield torch.__version__, torch.version.git_version, torch.get_num_threads(), torch.get_default_dtype()
+    yield torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
+    for config in (inductor_config, functorch_config):
+        yield sorted(config.save_config_portable().items())
+
+
+def _values(program: ExportedProgram) -> Iterator[object]:
+    """The layout of every value, sizes as expressions with what they are in the example, and the signatures of operators."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            yield str(node.target._schema) if isinstance(node.target, torch._ops.OpOverload) else ""
+            for leaf in tree_leaves(node.meta.get("val")):
+                if isinstance(leaf, torch.Tensor):
+                    sizes = [*leaf.shape, *leaf.stride(), leaf.storage_offset()]
+                    yield str(leaf.dtype), str(leaf.device), leaf.requires_grad, [_size(size) for size in sizes]
+                else:
+                    yield _size(leaf)
+
+
+def _size(size: object) -> object:
+    """A number, or the expression of one and what it is in the example."""
+    return (str(size), size.node.hint) if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else repr(size)
+
+
+def _described(*command: str) -> str:
+    """What a program of the machine says of itself; "" where it is not there: compiling says so."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd="/")
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr

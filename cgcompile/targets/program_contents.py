@@ -1,0 +1,41 @@
+"""What an exported program holds, as a hash: programs with the same one compile to the same code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.export import ExportedProgram
+
+from ..export.weights import weight_tensors
+from ..util.content_cache import digest
+from .weights import contents
+
+
+def program_contents(programs: Iterable[ExportedProgram]) -> dict[int, str]:
+    """Of each program, by identity, the hash of its code, signature, and tensors.  The ranges that sizes were declared with are not
+    in it.  A weight of several programs is read once."""
+    hashes: dict[object, bytes] = {}
+    found: dict[int, str] = {}
+    for program in programs:
+        if id(program) not in found:
+            found[id(program)] = digest(*_described(program, hashes))
+    return found
+
+
+def tensor_layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Dtype, shape and strides in elements."""
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _described(program: ExportedProgram, hashes: dict[object, bytes]) -> Iterator[object]:
+    for name, module in program.graph_module.named_modules():
+        if isinstance(module, torch.fx.GraphModule):
+            yield name, module.code
+    yield str(program.graph_signature), str(program.call_spec)
+    for name, value in weight_tensors(program).items():
+        same = value.data_ptr(), *tensor_layout(value)
+        if same not in hashes:
+            hashes[same] = hashlib.sha256(contents(value, value.stride())).digest()
+        yield name, tensor_layout(value), hashes[same]

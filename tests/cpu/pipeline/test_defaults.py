@@ -1,0 +1,89 @@
+"""What people mean although they did not say it: eval(), and no gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import cgbundle
+import cgcompile
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
+from cgcompile.pipeline.training_mode import evaluated
+from tests.helpers.raising import raises
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Sequential(nn.BatchNorm1d(4)))
+
+
+def rows(batch: int) -> tuple[torch.Tensor]:
+    return (torch.ones(batch, 4),)
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def test_a_model_in_training_mode_is_put_into_eval_and_back() -> None:
+    (model := network())[1].eval()
+    before = modes(model)
+    report = cgcompile.check(model, rows, sizes=[2, 4])
+    assert report.mode == "left in training mode, put into eval() (--train keeps it)" and report.findings == ()
+    assert modes(model) == before and len(set(before)) == 2
+    kept = cgcompile.check(model, rows, sizes=[2, 4], train=True)
+    assert kept.mode == "" and {"training-mode", "mutated-buffer"} <= {finding.rule for finding in kept.findings}
+
+
+def test_a_model_that_is_in_eval_as_a_whole_stays_as_it_is() -> None:
+    (model := network().eval())[1].train()
+    with evaluated(load_source(model, rows), False) as said:
+        assert said == "" and modes(model) == [False, False, True, False, False]
+
+
+def test_a_module_of_export_has_no_modes() -> None:
+    exported = torch.export.export(network().eval(), rows(2)).module()
+    exported.training = True
+    with evaluated(load_source(exported, rows), False) as said:
+        assert said == ""
+
+
+def test_an_eval_that_fails_is_told() -> None:
+    class Broken(nn.Linear):
+        def eval(self) -> Broken:
+            raise RuntimeError("no eval today")
+
+    with raises("source-invalid", match=r"test_defaults.py:\d+: eval\(\) failed: RuntimeError: no eval today"):
+        cgcompile.check(Broken(4, 4), rows, sizes=[2])
+
+
+def test_a_forgotten_no_grad_changes_nothing(bundle: Path) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    for drawn in (lambda batch: (torch.ones(batch, 4, requires_grad=True),), lambda batch: (torch.ones(batch, 4) * weight,)):
+        (tensor,) = sample(load_source(network(), drawn), {"batch": 2}).tensors
+        assert not tensor.requires_grad and tensor.grad_fn is None
+        assert cgcompile.check(network(), drawn, sizes=[2, 4]).findings == ()
+    x = torch.linspace(-1, 1, 24).reshape(4, 6)
+    with cgbundle.load(bundle) as program:
+        expected, found = program(x), program(x.clone().requires_grad_())
+        assert torch.equal(expected, found) and not found.requires_grad
+
+
+def test_errors_of_a_model_in_memory_name_the_users_line() -> None:
+    def pairs(batch: int) -> tuple[object, ...]:
+        return ((torch.ones(batch, 4),),)
+
+    line = pairs.__code__.co_firstlineno
+    with raises("eager-failed", match=r"input is a tuple: was a tensor meant\? \(x,\) is one argument"):
+        cgcompile.check(nn.Linear(4, 4), pairs, sizes=[2])
+    with raises("source-invalid", match=rf"test_defaults.py:{line + 7}: inputs\(\) does not fit the model's forward"):
+        cgcompile.check(nn.Linear(4, 4), lambda batch: (*rows(batch), *rows(batch)), sizes=[2])
+
+
+@pytest.mark.parametrize("given", [5, "text", None])
+def test_inputs_that_are_no_tensors(given: object) -> None:
+    with raises("source-invalid", match=rf"test_defaults.py:\d+: inputs\(\) gave {type(given).__name__}, expected a tuple"):
+        cgcompile.check(nn.Linear(4, 4), lambda batch: given, sizes=[2])
