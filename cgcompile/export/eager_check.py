@@ -12,7 +12,7 @@ from cgbundle.format.size_expressions import evaluate
 
 from ..errors import ModelError
 from ..model.flat_module import FlatModule, ProgramModule, Reference, run_eager
-from ..model.source import SEED, Source, all_keys, sample
+from ..model.source import SEED, Source, all_keys, sample, written_method
 from ..model.user_code import definition
 from ..util.tolerance import compare, tolerance
 from .programs import Programs, coarsest
@@ -54,7 +54,7 @@ def check_static(
 ) -> None:
     """Raises export-differs where the program of one int_key differs from the model, both run in eager PyTorch."""
     if _differ(flat, program, tensors, FAR):
-        where = definition(type(source.model).forward) or source.label
+        where = definition(written_method(source.model, source.entry)) or source.label
         at = f" at {_at(chosen)}" if chosen else ""
         raise ModelError("export-differs", f"{where}: while torch.export traces it, the model computes something else{at}")
 

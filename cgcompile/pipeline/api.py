@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..model.declared_sizes import Given
+from ..model.declared_sizes import Given, Inputs
 from ..util.progress import Stages, Watcher
 from ..util.progress_display import Progress, watcher
 from .records import Built, Options, Report
@@ -23,7 +23,7 @@ MAX_KEYS = 64
 
 
 @contextmanager
-def _torch(progress: Watcher) -> Iterator[None]:
+def with_torch(progress: Watcher) -> Iterator[None]:
     """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds: the watcher
     is told before."""
     with warnings.catch_warnings():
@@ -39,7 +39,7 @@ def _torch(progress: Watcher) -> Iterator[None]:
 
 def build(
     model: Any,
-    inputs: Callable[..., Any] | None = None,
+    inputs: Inputs | None = None,
     *,
     sizes: Given = (),
     out: str | os.PathLike[str] | None = None,
@@ -60,8 +60,9 @@ def build(
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
 
     `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example
-    inputs).  `sizes`: of the declared dimensions, e.g. [1, 8, 32] or {"batch": [1, 8], "seq": [128]}.  `target`: auto, cuda, sm_90
-    and its kind (a GPU that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).
+    inputs, or maps each method of the module that is an entry to what makes its inputs).  `sizes`: of the declared dimensions, e.g.
+    [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.  `target`: auto, cuda, sm_90 and its kind (a GPU
+    that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).
     `strict`: findings that put operations on the host are errors.  `waive`: rules whose findings are accepted; the manifest names
     them (what is refused now cannot be waived).  One is "mismatched-integers": it accepts integers that rounding turns over, an
     argmax of near-ties, as far as the build sees it.
@@ -88,7 +89,7 @@ def build(
             max_keys=max_keys, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
-        with _torch(tell):
+        with with_torch(tell):
             from .build import build as run  # late: it imports torch
 
             return run(model, inputs, options)
@@ -96,7 +97,7 @@ def build(
 
 def check(
     model: Any,
-    inputs: Callable[..., Any] | None = None,
+    inputs: Inputs | None = None,
     *,
     sizes: Given = (),
     target: str = "cuda",
@@ -115,7 +116,7 @@ def check(
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
     check_check(model, inputs, sizes, target)
-    with watcher(progress) as tell, _torch(tell):
+    with watcher(progress) as tell, with_torch(tell):
         from .check import check as run  # late: it imports torch
 
         return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, train=train, max_keys=MAX_KEYS)

@@ -13,9 +13,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from cgbundle.format.entries import FORWARD
+
 from ..errors import BuildError, ModelError
-from ..model.declared_sizes import Given, count_keys, declared_sizes
-from ..targets.choice import choose, recorder_for
+from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
+from ..targets.choice import asks_torch, choose, recorder_for
 from ..targets.requirements import check_compiler, check_packages
 from ..util.model_file import (
     Definitions,
@@ -43,6 +45,8 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
         check_free(destination_path(options.out, name), options.force)
     if not options.prove_budget > 0:
         raise BuildError("limit-invalid", f"prove_budget is {options.prove_budget}, expected more than 0 seconds", NO_PROOF)
+    if asks_torch(options.target):
+        return  # `build` chooses when torch is there, and that it is being imported has been told
     recorder = choose(options.target, options.lower, options.specialize, options.record, options.prove).recorder
     check_packages(recorder)
     if recorder == "host":
@@ -54,7 +58,8 @@ def check_check(model: Any, inputs: Any, sizes: Given, target: str) -> None:
     check_arguments(model, inputs)
     check_packages("host")
     _check_model(model, sizes, None)
-    recorder_for(target)
+    if not asks_torch(target):
+        recorder_for(target)
 
 
 def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
@@ -73,16 +78,17 @@ def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
     else:
         path, _, attribute = label.partition(":")
         found = _module(path, label)
-    for name in ("inputs",) if attribute else ("model", "inputs"):
+    several = found is not None and "entries" in found.names  # what it gives is known when it runs
+    for name in (() if attribute else ("model",)) + (() if several else ("inputs",)):
         if found is not None and found.lacks(name):
             raise undefined(name, label)
     if found is not None and attribute and found.lacks(attribute.partition(".")[0]):
         raise missing_attribute(path, attribute, label)
-    dimensions = found.parameters("inputs") if found is not None else None
+    dimensions = found.parameters("inputs") if found is not None and not several else None
     if dimensions is not None and (sizes or max_keys is not None):
-        declared = declared_sizes(sizes, dimensions)
+        declared = declared_sizes(sizes_of_entries(sizes, {FORWARD: dimensions})[FORWARD], dimensions)
         if max_keys is not None:
-            count_keys(declared, max_keys)
+            count_keys({"": declared}, max_keys)
     return attribute.rpartition(".")[2] or Path(label).stem
 
 

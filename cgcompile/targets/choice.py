@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -83,6 +84,16 @@ def choose(target: str, lower: str, specialize: str = "size", record: str = "aut
             "leave --record out: the launches are then traced",
         )
     return _trace(wanted, lower, specialize, wanted == here)
+
+
+def asks_torch(target: str) -> bool:
+    """Whether torch has to be imported to know what `target` means here: which GPU this machine has.  Raises target-unavailable for
+    a name that no target can have."""
+    if target == "cpu" or level_of(target) is not None:
+        return False
+    if target not in ("auto", "cuda") and not re.fullmatch(r"sm_\d+", target):
+        arch(target)
+    return "torch" not in sys.modules and has_driver()
 
 
 def recorder_for(target: str) -> str:

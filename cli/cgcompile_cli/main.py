@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from . import errors, signals
-from .commands import bench, build, cache, check, diff, doctor, explain, inspect, run, sign, sizes, verify
+from .commands import bench, build, cache, check, diff, doctor, explain, inspect, operators, run, sign, sizes, verify
 
 
 class Commands(TyperGroup):
@@ -66,6 +66,7 @@ app.command("diff")(diff.diff)
 app.command("sizes")(sizes.sizes)
 app.command("explain")(explain.explain)
 app.command("targets")(doctor.targets)
+app.command("operators")(operators.operators)
 app.command("doctor")(doctor.doctor)
 caches = typer.Typer(help="Show or remove what builds keep for the next one.", no_args_is_help=True)
 caches.command("dir")(cache.dir)

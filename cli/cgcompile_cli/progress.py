@@ -51,7 +51,7 @@ class Progress:
             self._print(f"{event.stage:<{NAMES}} {duration(event.seconds):>10}  {event.text}")
             self._stage = ""
             return
-        if event.stage == IMPORT and event.state == "detail":
+        if event.stage == IMPORT and event.state == "detail" and not self._detail:
             self._print(f"{event.stage:<{NAMES}} {'...':>10}  {event.text}")
         elif self._verbose and event.state == "detail" and event.text:
             self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {event.text}")

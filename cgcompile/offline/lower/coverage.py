@@ -181,7 +181,7 @@ def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
             continue
         values = [leaf for leaf in tree_leaves([node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]])]
         is_complex = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
-        if isinstance(node.target, torch._ops.OpOverload) and (is_complex or _falls_back(node.target)):
+        if isinstance(node.target, torch._ops.OpOverload) and (is_complex or falls_back(node.target)):
             yield str(node.target).removesuffix(".default")
 
 
@@ -192,9 +192,13 @@ def _is_asked(node: Node) -> bool:
 
 
 def _may_fall_back(node: Node) -> bool:
-    """Whether Inductor makes a kernel of it for some arguments and GPUs, and calls torch's own operator for others."""
-    name = str(node.target).partition(".")[2].partition(".")[0].rstrip("_")
-    return node.op == "call_function" and (name in CHOOSING or name in _names_of_fallbacks())
+    return node.op == "call_function" and chooses(node.target)
+
+
+def chooses(op: Any) -> bool:
+    """Whether Inductor makes a kernel of an operator for some arguments and GPUs, and calls torch's own for others."""
+    name = str(op).partition(".")[2].partition(".")[0].rstrip("_")
+    return name in CHOOSING or name in _names_of_fallbacks()
 
 
 @cache
@@ -203,7 +207,7 @@ def _names_of_fallbacks() -> frozenset[str]:
     return frozenset([str(each).removeprefix("aten.").partition(".")[0].rstrip("_") for each in fallbacks])
 
 
-def _falls_back(op: torch._ops.OpOverload) -> bool:
+def falls_back(op: torch._ops.OpOverload) -> bool:
     """Whether Inductor calls torch's own operator instead of a kernel, whatever the arguments."""
     lowered = lowerings.get(op)
     return lowered is None or getattr(lowered, "_is_fallback_handler", False)

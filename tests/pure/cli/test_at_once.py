@@ -58,11 +58,11 @@ MOST = 400
 class Answer:
     """What a command said, in a process that may import neither torch nor Rich, and which modules it had at the end."""
 
-    def __init__(self, folder: Path, *arguments: object, **more: str) -> None:
+    def __init__(self, folder: Path, *arguments: object, before: str = "", **more: str) -> None:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
         told = folder / "modules.json"
         done = subprocess.run(
-            [sys.executable, "-c", COUNTED, *map(str, arguments)],
+            [sys.executable, "-c", COUNTED.replace("main()", f"{before}main()"), *map(str, arguments)],
             env=os.environ | {"PYTHONPATH": paths, "MODULES": str(told), "COLUMNS": "80"} | more,
             capture_output=True, text=True, check=False, cwd=folder,
         )  # fmt: skip
@@ -148,6 +148,16 @@ def test_completion_comes_at_once(folder: Path, line: str) -> None:
 def test_there_is_a_compiler_or_it_is_told_at_once(folder: Path) -> None:
     answer = Answer(folder, "build", "model.py", *BOTH, "--target", "cpu", CXX="no-such-compiler")
     assert answer.status == 1 and answer.err.startswith("error: no C++ compiler: 'no-such-compiler' is not on the PATH\n")
+
+
+@pytest.mark.parametrize("target", ["auto", "cuda", "sm_90"])
+def test_a_machine_with_a_driver_does_not_ask_torch_for_its_gpu_in_silence(folder: Path, target: str) -> None:
+    driver = "import cgcompile.targets.choice as choice\nchoice.has_driver = lambda: True\n"
+    answer = Answer(folder, "build", "model.py", *BOTH, "--target", target, before=driver)
+    first, *_, last = answer.err.splitlines()
+    assert (first, last) == ("import            ...  torch", "AssertionError: torch is imported")
+    answer = Answer(folder, "build", "model.py", *BOTH, "--target", "sm90", before=driver)
+    assert answer.err.startswith("error: target 'sm90': no such architecture")
 
 
 def test_torch_is_announced_before_it_is_imported(folder: Path) -> None:

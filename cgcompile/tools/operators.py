@@ -1,0 +1,147 @@
+"""What becomes of each of PyTorch's operators on a target, as far as its name tells.  A model's own arguments can change the
+answer: `cgcompile check` looks at these.
+
+Private interfaces (torch 2.11, 2.13): `torch._C._dispatch_get_all_op_names` and `_dispatch_has_kernel_for_dispatch_key`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..pipeline.api import with_torch
+from ..targets.choice import asks_torch, recorder_for
+from ..targets.requirements import check_packages
+from ..util.progress import Watcher, silent
+
+KINDS = {
+    "yes": "compiled, and on a GPU part of a graph",
+    "parts": "made of other operators: these decide",
+    "some": "with some arguments; `cgcompile check` tells for a model's",
+    "host": "runs on the host, between graphs",
+    "no": "refused",
+}
+"""What becomes of an operator."""
+
+LEFT_OUT = ("_foreach", "_fused", "_amp_", "_test", "_nested", "_sparse", "_cudnn", "_mkldnn", "_mps", "_miopen", "_thnn", "_cslt",
+            "cudnn", "mkldnn", "miopen", "mps", "fbgemm", "sparse", "quantized", "_foobar")  # fmt: skip
+"""How operators begin that belong to one library, to training, or to tensors that are not dense: export makes none of them."""
+
+GENERATOR = "a bundle has no generator for it: pass the random tensor as an input"
+ON_HOST = "no Triton kernel: keep it on the host with --host-op, or build where the GPU is"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorKind:
+    """An operator without its overloads, such as "aten.relu"; `kind` is one of KINDS, `why` says more where there is more."""
+
+    name: str
+    kind: str
+    why: str
+
+
+def operators(target: str, progress: Watcher | None = None) -> tuple[OperatorKind, ...]:
+    """All of PyTorch's operators that a program may call, by name.  `target`: as for `check`.  `progress` is told when torch has
+    to be imported.  Raises target-unavailable, extra-missing."""
+    check_packages("host")
+    if not asks_torch(target):
+        check_packages(recorder_for(target))
+    with with_torch(progress or silent):
+        recorder = recorder_for(target)
+        check_packages(recorder)
+        tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "trace": _traced()}[recorder]
+        return tuple([_merged(name, [tell(op) for op in overloads]) for name, overloads in _aten()])
+
+
+def _aten() -> Iterator[tuple[str, list[Any]]]:
+    """The operators by name, each with its overloads; none that writes to an argument, which export takes apart."""
+    import torch
+
+    known = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    for name in sorted({name.removeprefix("aten::").partition(".")[0] for name in known}):
+        if name.endswith(("_", "_out")) or "backward" in name or name.startswith(LEFT_OUT):
+            continue
+        packet = getattr(torch.ops.aten, name)
+        overloads = [getattr(packet, each) for each in packet.overloads() if "out" not in each]
+        if found := [op for op in overloads if op.name() in known]:
+            yield f"aten.{name}", found
+
+
+def _merged(name: str, told: list[tuple[str, str]]) -> OperatorKind:
+    """What overloads have in common."""
+    kinds = {kind for kind, _ in told}
+    if kinds == {"yes", "parts"}:
+        kinds = {"yes"}
+    kind = kinds.pop() if len(kinds) == 1 else "some"
+    why = next((why for each, why in told if why and (each == kind or kind == "some")), "")
+    return OperatorKind(name=name, kind=kind, why=why)
+
+
+def _common(op: Any) -> tuple[str, str] | None:
+    """What is the same on every target, None for all else."""
+    import torch
+
+    from ..transforms.rng.rewrite import supported
+
+    if op in supported():
+        return "yes", "numbers of the program's own generator, not PyTorch's"
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return "no", GENERATOR
+    return None
+
+
+def _compiled(op: Any) -> tuple[str, str]:
+    """For processors: what Inductor does not compile is called in libtorch."""
+    return _common(op) or (("parts", "") if _is_composite(op) else ("yes", ""))
+
+
+def _captured(op: Any) -> tuple[str, str]:
+    """For a GPU that is here: PyTorch's libraries are captured, too."""
+    return _common(op) or _waits(op) or (("parts", "") if _is_composite(op) else ("yes", ""))
+
+
+def _traced() -> Callable[[Any], tuple[str, str]]:
+    """For a GPU that is not here: all has to come down to Triton."""
+    from ..offline.decompose.decompositions import REPLACED, decompositions
+    from ..offline.lower.coverage import FREE, chooses, falls_back
+
+    table = decompositions()
+
+    def tell(op: Any) -> tuple[str, str]:
+        if known := _common(op) or _waits(op):
+            return known
+        if op in REPLACED or op in FREE:
+            return "yes", ""
+        if not falls_back(op):
+            return ("some", "") if chooses(op) else ("yes", "")
+        if _is_composite(op):
+            return "parts", ""
+        return ("yes", "") if op in table else ("no", ON_HOST)
+
+    return tell
+
+
+def _waits(op: Any) -> tuple[str, str] | None:
+    """What the rules of `check` say of an operator that cannot be part of a graph."""
+    import torch
+
+    from ..checks.operators import INCOMPATIBLE, WAITING
+    from ..checks.shapes import FIXES
+
+    if (other := WAITING.get(str(op))) is not None:
+        return "no", f"it waits for the GPU to say whether it failed{f': {other} does not' if other else ''}"
+    name = str(op).removeprefix("aten.").partition(".")[0]
+    if torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags:
+        return (
+            ("some", "with a mask its size depends on data") if name == "index" else ("host", FIXES.get(name, "it depends on data"))
+        )
+    if str(op) in INCOMPATIBLE or torch.Tag.cudagraph_unsafe in op.tags:
+        return "host", "it cannot be captured"
+    return None
+
+
+def _is_composite(op: Any) -> bool:
+    import torch
+
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")

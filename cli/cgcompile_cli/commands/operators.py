@@ -1,0 +1,53 @@
+"""`cgcompile operators`: what becomes of each of PyTorch's operators on a target."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ..errors import UsageError
+from ..options import target_names
+from ..output import show, table, write_json
+from ..progress import watching
+
+
+def operators(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Only operators with this in their name.", show_default=False)
+    ] = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target", metavar="TARGET", help="cuda, an architecture, or cpu; no GPU is needed.", autocompletion=target_names
+        ),
+    ] = "cuda",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what takes long.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """List what becomes of PyTorch's operators on a target.
+
+    Compiled, run on the host between graphs, or refused, as far as the
+    operator's name tells: `cgcompile check` looks at a model's own calls.
+
+    \b
+    cgcompile operators --target sm_90
+    cgcompile operators fft cumsum --target sm_90
+    """
+    from cgcompile.tools.operators import KINDS
+    from cgcompile.tools.operators import operators as listed
+
+    with watching(quiet) as progress:
+        known = listed(target, progress)
+    found = [each for each in known if not names or any(name.removeprefix("aten.") in each.name for name in names)]
+    if not found:
+        raise UsageError(f"{' '.join(names or ())}: no operator of PyTorch's has that in its name", "leave the name out to see all")
+    if as_json:
+        write_json({"target": target, "kinds": KINDS, "operators": [asdict(each) for each in found]})
+        return
+    counts = Counter(each.kind for each in found)
+    show(table(("", ">", ""), [(kind, counts[kind], meaning) for kind, meaning in KINDS.items() if counts[kind]]))
+    show("")
+    show(table(("operator", "", ""), [(each.name, each.kind, each.why) for each in found]))

@@ -1,0 +1,79 @@
+"""The list of what becomes of PyTorch's operators agrees with what `check` says of a model that calls them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import cgcompile
+from cgcompile.tools.operators import KINDS, operators
+from cgcompile_cli.main import app
+from tests.helpers.raising import raises
+
+TABLES = {target: {each.name: each for each in operators(target)} for target in ("sm_90", "cuda", "cpu")}
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["operators", *arguments, "--quiet"], prog_name="cgcompile", env={"COLUMNS": "80"})
+
+
+class Several(nn.Module):
+    def forward(self, x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            torch.relu(x), torch.index_select(x, 1, i[0]), torch.gcd(i, i + 2), torch.histc(x.flatten(), 4),
+            torch.nanmedian(x, 1)[0], torch.nn.functional.leaky_relu(x),
+        )  # fmt: skip
+
+
+def test_what_is_refused_for_an_absent_gpu_is_what_check_refuses() -> None:
+    def inputs(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.rand(batch, 8), torch.ones(batch, 8, dtype=torch.int64)
+
+    report = cgcompile.check(Several(), inputs, sizes=[2, 4], target="sm_90")
+    refused = {finding.message.partition(" has no")[0] for finding in report.findings if finding.rule == "operator-without-kernel"}
+    called = {"relu", "index_select", "gcd", "histc", "nanmedian", "leaky_relu"}
+    assert refused == {name for name in called if TABLES["sm_90"][f"aten.{name}"].kind == "no"}
+    assert {TABLES["sm_90"][f"aten.{name}"].kind for name in called - refused} == {"yes"}
+
+
+@pytest.mark.parametrize(
+    ("name", "traced", "captured", "compiled"),
+    [
+        ("relu", "yes", "yes", "yes"),
+        ("linear", "parts", "parts", "parts"),
+        ("_fft_c2c", "no", "yes", "yes"),
+        ("median", "some", "yes", "yes"),
+        ("nonzero", "host", "host", "yes"),
+        ("index", "some", "some", "yes"),
+        ("multinomial", "no", "no", "no"),
+        ("rand", "yes", "yes", "yes"),
+        ("linalg_inv", "no", "no", "parts"),
+    ],
+)
+def test_an_operator_on_every_kind_of_target(name: str, traced: str, captured: str, compiled: str) -> None:
+    assert tuple(TABLES[target][f"aten.{name}"].kind for target in TABLES) == (traced, captured, compiled)
+
+
+def test_what_is_listed() -> None:
+    for table in TABLES.values():
+        assert len(table) > 500 and {each.kind for each in table.values()} <= set(KINDS)
+        assert not [name for name in table if name.endswith(("_", "_out")) or "backward" in name]
+    with raises("target-unavailable"):
+        operators("sm_999")
+
+
+def test_the_command_shows_some_or_all() -> None:
+    told = call("fft_c2c", "gcd", "--target", "sm_90")
+    assert told.exit_code == 0 and [line.split()[:2] for line in told.stdout.splitlines()[-2:]] == [
+        ["aten._fft_c2c", "no"], ["aten.gcd", "no"],
+    ]  # fmt: skip
+    plain = json.loads(call("aten.relu", "--json").stdout)
+    assert {"name": "aten.relu", "kind": "yes", "why": ""} in plain["operators"] and plain["target"] == "cuda"
+    assert "no operator" in call("no_such_operator").stderr
