@@ -34,8 +34,9 @@ class FlatModule(torch.nn.Module):
     """The user's module over flat tensors: a tuple of tensors in, a tuple of tensors out.
 
     `device` is where the module's tensors and those of a call are, `told` where the bundle will run; `entry` is the method that a
-    call runs.  After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects of each call before it begins.
-    A traced call branches as `earlier` did, a call with real tensors, and takes the reads from it that `known` names by position.
+    call runs.  After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects of each call before it
+    begins.  A traced call branches as `earlier` did, a call with real tensors, and takes the reads from it that `known` names by
+    position.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
