@@ -89,6 +89,7 @@ def compile_cpu(
     from .compilations import side_by_side, unprobed
     from .complex_numbers import complex_decompositions
     from .dispatch import dispatched
+    from .loop_failures import failures_leave_loops
     from .parallel_loops import any_number_of_threads
 
     if not hasattr(torch._inductor, "aot_compile"):
@@ -111,7 +112,7 @@ def compile_cpu(
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
     compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side())
-    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), torch.no_grad())
+    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), torch.no_grad())
     with ExitStack() as stack:
         for each in (*compiled, *generated):
             stack.enter_context(each)
