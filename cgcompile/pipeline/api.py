@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..model.declared_sizes import Given
+from ..util.imports import quick_imports
 from ..util.progress import Stages, Watcher
 from ..util.progress_display import Progress, watcher
 from .records import Built, Options, Report
@@ -29,7 +30,7 @@ def with_torch(progress: Watcher) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
         if "torch" not in sys.modules:
-            with Stages(progress)("import") as tell:
+            with Stages(progress)("import") as tell, quick_imports():
                 tell("torch")
                 import torch
 
@@ -89,7 +90,8 @@ def build(
         )  # fmt: skip
         check_build(model, inputs, options)
         with with_torch(tell):
-            from .build import build as run  # late: it imports torch
+            with quick_imports():
+                from .build import build as run  # late: it imports torch
 
             return run(model, inputs, options)
 
@@ -116,6 +118,7 @@ def check(
     """
     check_check(model, inputs, sizes, target)
     with watcher(progress) as tell, with_torch(tell):
-        from .check import check as run  # late: it imports torch
+        with quick_imports():
+            from .check import check as run  # late: it imports torch
 
         return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, train=train, max_keys=MAX_KEYS)

@@ -31,6 +31,7 @@ from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import manifest_aliases
 from ..transforms.padding_proof import prove_padding
 from ..transforms.prepared import prepare
+from ..util.imports import quick_imports
 from ..util.progress import Stages
 from .destination import destination_path, staged_bundle
 from .kernel_coverage import operators_without_kernel
@@ -54,8 +55,8 @@ def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Bu
             folder = stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
             mode = stack.enter_context(evaluated(loaded, options.train))
             source = stack.enter_context(placed(loaded, chosen.device))
-            # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
-            build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
+            with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
+                build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
             tell(f"{source.name}, {_counted(keys, 'int_key')}{f'; {mode}' if mode else ''}")
         if chosen.recorder == "capture":
             from ..capture.build import started

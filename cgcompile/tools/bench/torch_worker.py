@@ -196,8 +196,12 @@ class UserModule:
 
     def __init__(self, job: dict[str, Any]) -> None:
         from ...model.load import load_source
+        from ...pipeline.training_mode import put_into_eval
 
-        self.module: Any = load_source(job["model"]).model.to(job["target"])
+        source = load_source(job["model"])
+        if not job["train"]:
+            put_into_eval(source)
+        self.module: Any = source.model.to(job["target"])
         from cgbundle.call.structure import builder
 
         self._call = [(name, builder(tree)) for name, tree in job["call"]]
