@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import BundleError, CallError, CgbundleError, MachineError, OutOfMemory
 
 if TYPE_CHECKING:
+    from .call.entry import Entry
     from .call.views import View
     from .loader import load
     from .program import Program
@@ -22,10 +23,14 @@ if TYPE_CHECKING:
     from .tensors.tensor import Tensor
 
 __all__ = [
-    "BundleError", "CallError", "CgbundleError", "MachineError", "OutOfMemory", "Profile", "Program", "Tensor", "View", "load",
+    "BundleError", "CallError", "CgbundleError", "Entry", "MachineError", "OutOfMemory", "Profile", "Program", "Tensor", "View",
+    "load",
 ]  # fmt: skip
 
-_MODULES = {"load": "loader", "Program": "program", "Profile": "session.profile", "Tensor": "tensors.tensor", "View": "call.views"}
+_MODULES = {
+    "load": "loader", "Program": "program", "Entry": "call.entry", "Profile": "session.profile", "Tensor": "tensors.tensor",
+    "View": "call.views",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -76,6 +76,12 @@ class StateMissing(CallError, KeyError):
     __str__ = Exception.__str__  # KeyError's shows the message in quotes
 
 
+class EntryMissing(CallError, KeyError):
+    """The bundle has no such entry."""
+
+    __str__ = Exception.__str__
+
+
 LONGEST = 2000
 """Characters of a message that speaks of what a bundle holds."""
 
@@ -172,6 +178,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "process-forked": Cause(CallError, 2,
         "The process was forked after the program was loaded, or after code for the CPU or a GPU had run in its parent.",
         "load the bundle in the child before any call in the parent, or start processes by spawn, not by fork"),
+    "entry-missing": Cause(EntryMissing, 2, "The bundle has no entry of that name, or several of which the call names none.",
+        "`program.entries` lists them"),
     "state-missing": Cause(StateMissing, 2, "The model has no state of that name, or none at all.",
         "`program.state` lists what there is"),
     "state-invalid": Cause(CallError, 2,

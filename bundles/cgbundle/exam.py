@@ -17,6 +17,7 @@ from typing import Any
 from .call.views import View
 from .errors import BundleError, CgbundleError
 from .format.archive import EXAM, exam_entry
+from .format.entries import FORWARD, each_entry
 from .format.safetensors import Mapped
 from .format.schema import DTYPES, Dimension, Manifest, Proof
 from .loader import open_program
@@ -52,8 +53,9 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one int_key gave: its outputs, the inputs that the call writes to, and state, as `exam_tensors` has them."""
+    """What one int_key of an entry gave: its outputs, the inputs that the call writes to, and state, as `exam_tensors` has them."""
 
+    entry: str
     key: tuple[int, ...]
     tensors: tuple[Compared, ...]
 
@@ -77,9 +79,9 @@ class Result:
         return all(each.passed(compare) for each in self.tensors)
 
     def plain(self, compare: str) -> dict[str, Any]:
-        """For JSON: {"key", "error", "tolerance", "exact", "passed", "tensors": [{"title", "error", "bound", "exact", "text",
-        "passed"}]}."""
-        found = {"key": self.key, "error": self.error, "tolerance": self.tolerance, "exact": self.exact}
+        """For JSON: {"entry", "key", "error", "tolerance", "exact", "passed", "tensors": [{"title", "error", "bound", "exact",
+        "text", "passed"}]}."""
+        found = {"entry": self.entry, "key": self.key, "error": self.error, "tolerance": self.tolerance, "exact": self.exact}
         rows = [{**asdict(each), "passed": each.passed(compare)} for each in self.tensors]
         return {**found, "passed": self.passed(compare), "tensors": rows}
 
@@ -88,29 +90,37 @@ class Result:
 
 
 def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
-    """Replays the exam of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), in order.
+    """Replays the exam of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), entry by
+    entry, in order.
 
     Raises weights-invalid when the exam is damaged.
     """
     exam = program.open_exam()
     try:
-        return [_replay(exam, program, proof) for proof in program.manifest.exam.proofs if keys is None or proof.key in keys]
+        return [
+            _replay(exam, program, manifest, proof)
+            for manifest in each_entry(program.manifest)
+            for proof in manifest.exam.proofs
+            if keys is None or proof.key in keys
+        ]
     finally:
         exam.close()
 
 
 def name_key(manifest: Manifest, key: Sequence[int]) -> str:
-    """`batch=8, seq=128`."""
-    return key_text(manifest.dimensions, key)
+    """`batch=8, seq=128`; of another entry than forward `decode: batch=8`."""
+    return key_text(manifest.dimensions, key, manifest.entry)
 
 
-def key_text(dimensions: Sequence[Dimension], key: Sequence[int]) -> str:
-    """`batch=8, seq=128`."""
-    return ", ".join(f"{dimension.name}={size}" for dimension, size in zip(dimensions, key, strict=True)) or "()"
+def key_text(dimensions: Sequence[Dimension], key: Sequence[int], entry: str = FORWARD) -> str:
+    """`batch=8, seq=128`, `decode: batch=8`, and for no dimension `()` or `decode`."""
+    own = ", ".join(f"{dimension.name}={size}" for dimension, size in zip(dimensions, key, strict=True))
+    return own or "()" if entry == FORWARD else ": ".join(filter(None, [entry, own]))
 
 
-def _replay(exam: Mapped, program: Program, proof: Proof) -> Result:
-    manifest = program.manifest
+def _replay(exam: Mapped, program: Program, manifest: Manifest, proof: Proof) -> Result:
+    """`manifest`: of the entry."""
+    entry = program[manifest.entry]
     state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     if state:
         program.reset()
@@ -120,17 +130,18 @@ def _replay(exam: Mapped, program: Program, proof: Proof) -> Result:
     for _ in range(manifest.exam.calls):
         program.poison(POISON)
         inputs = inputs_of(exam, manifest, proof.key)
-        outputs = program.replay(inputs)
+        outputs = entry.replay(inputs)
     made: Mapping[str, Sequence[Any]] = {"output": outputs, "written": inputs}
 
     def compared(row: ExamTensor, bound: float) -> Compared:  # one by one: state may be large
         if row.kind == "state":
             shape: tuple[int, ...] = (prod(manifest.weights[row.index].shape),)
-            expected, got = _changed(exam, proof.key, row.index, first[row.index]), program.state_bytes(row.index)
+            expected = _changed(exam, (proof.key, manifest.entry), row.index, first[row.index])
+            got = program.state_bytes(row.index)
         else:
             value = made[row.kind][row.index]
             tensor = value.tensor if isinstance(value, View) else value
-            shape, expected = tensor.shape, bytes(stored(exam, exam_entry(proof.key, row.kind, row.index)))
+            shape, expected = tensor.shape, bytes(stored(exam, exam_entry(proof.key, row.kind, row.index, manifest.entry)))
             got = tensor.tobytes()
         exact = expected == got
         error = 0.0 if exact else difference(row.dtype, expected, got)
@@ -139,13 +150,15 @@ def _replay(exam: Mapped, program: Program, proof: Proof) -> Result:
         return found if fine else replace(found, text=describe(row.dtype, shape, expected, got))
 
     pairs = zip(exam_tensors(manifest), bounds(manifest, proof), strict=True)
-    return Result(key=proof.key, tensors=tuple([compared(row, bound) for row, bound in pairs]))
+    return Result(entry=manifest.entry, key=proof.key, tensors=tuple([compared(row, bound) for row, bound in pairs]))
 
 
-def _changed(exam: Mapped, key: tuple[int, ...], index: int, first: bytes) -> bytes:
-    """What a row of state has to hold after the call: its `first` bytes, but for the runs of elements that the exam names."""
-    made, runs = bytearray(first), memoryview(stored(exam, exam_entry(key, "state-at", index))).cast("q")
-    name = exam_entry(key, "state", index)
+def _changed(exam: Mapped, called: tuple[tuple[int, ...], str], index: int, first: bytes) -> bytes:
+    """What a row of state has to hold after the call: its `first` bytes, but for the runs of elements that the exam names.
+    `called`: the int_key and the entry."""
+    key, entry = called
+    made, runs = bytearray(first), memoryview(stored(exam, exam_entry(key, "state-at", index, entry))).cast("q")
+    name = exam_entry(key, "state", index, entry)
     elements, width, taken = stored(exam, name), DTYPES[exam.entries[name].dtype], 0
     for begin, count in zip(runs[::2], runs[1::2], strict=True):
         if begin < 0 or count < 0 or (begin + count) * width > len(made) or (taken + count) * width > len(elements):
@@ -184,8 +197,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with open_program(path, check="full", poison=POISON, key=keys or None) as program:
             results = replay_exam(program)
-            compare = program.manifest.exam.compare
-            rows = [result.plain(compare) for result in results]
+            compare = {each.entry: each.exam.compare for each in each_entry(program.manifest)}
+            rows = [result.plain(compare[result.entry]) for result in results]
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "kind": error.kind}))
         return error.exit_code

@@ -1,81 +1,62 @@
-"""A loaded bundle.  A call is guards -> plan -> inputs -> replay -> outputs."""
+"""A loaded bundle: its entries, its sessions, and what lasts from call to call."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .call.guards import common_device, unreadable, wrong_dtype
-from .call.inputs import cut, lay_out
-from .call.outputs import Call, Outputs
-from .call.plan import Plan, number_of_key, plan
-from .call.structure import builder, flattener
-from .errors import CallError, MachineError
+from .call.entry import Entry
+from .call.outputs import Session
+from .call.plan import number_of_key
+from .errors import EntryMissing
+from .format.entries import FORWARD, each_entry
 from .format.schema import KERNEL_CODE, Manifest
 from .session.locks import closed
 from .session.sessions import PER_SESSION, Sessions
 from .session.state import State
-from .tensors.detection import library_of
-from .tensors.library import Descriptor, Library
-from .tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from .call.output_aliases import OutputAliases
-    from .call.written_inputs import WrittenInputs
     from .format.open_files import KeptFile
     from .format.safetensors import Mapped
     from .session.backend import Backend
     from .session.profile import Profile
 
-PLANS = 4096
-"""Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
 
-
-class Program:
+class Program(Entry):
     """A model, ready to be called; a context manager that closes.
 
     Made by `cgbundle.load`, when several threads may call it and wait for each other where they have to, or by `session`, when one
     thread at a time may.
 
-    `int_keys` are the recorded sizes, as tuples in the order of the declared dimensions; `inputs` and `outputs` the signature
-    (`TensorSpec`s); `memory` the bytes of each memory; `state` what the model keeps from call to call (see `state.State`);
-    `manifest` everything else.
+    `entries` are its callables by name: `program.decode(...)`, or `program["decode"](...)` where a name is one of the program's
+    own.  A call of the program itself goes to `forward`, or to the only entry.  `memory` are the bytes of each memory; `state`
+    what the model keeps from call to call (see `state.State`), the same for all entries; `manifest` everything else.  As an
+    Entry the program is the first one.
     """
 
     def __init__(
         self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False, exam: KeptFile | None = None
     ) -> None:
         """`exam`: the bundle's, which `warmup` and `open_exam` read."""
+        first, *others = each_entry(manifest)
+        super().__init__(first, Session(backend), 0, on_miss, outputs, cast)
         self.manifest, self._exam = manifest, exam
-        self.int_keys = tuple([program.key for program in manifest.programs])
-        self.inputs, self.outputs = manifest.inputs, manifest.outputs
+        self._others: dict[str, Entry] = {}  # what is in here must not hold the program, which closes when it is forgotten
+        if others and self.name != FORWARD:
+            self._others[self.name] = Entry(first, self._session, 0, on_miss, outputs, cast)
+            self._flatten = _refusal(self.name, [first.entry, *[other.entry for other in others]])
+        number = len(first.programs)
+        for other in others:
+            self._others[other.entry] = Entry(other, self._session, number, on_miss, outputs, cast)
+            number += len(other.programs)
         self.memory = dict(manifest.memories)
-        self._backend, self._on_miss, self._views = backend, on_miss, outputs == "view"
-        self._cast = cast
-        self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call, manifest.parameters)
-        self._build = builder(manifest.result)
-        self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._libraries: dict[type, Library] = {}
-        self._aliases: OutputAliases | None = None
-        self._written: WrittenInputs | None = None
-        if manifest.aliases:
-            from .call.output_aliases import OutputAliases  # few bundles have any: a load without them stays light
-
-            self._aliases = OutputAliases(manifest, backend, views=self._views)
-        if manifest.written:
-            from .call.written_inputs import WrittenInputs  # likewise
-
-            self._written = WrittenInputs(manifest)
-        self._outputs = Outputs(manifest, backend, self._aliases, views=self._views)
-        self._held: Sequence[Any] = ()
         self.state = State(manifest, backend)
         self._root: Program | None = None
         self._sessions = Sessions()
-        self._finalizer = weakref.finalize(self, backend.close)
+        self._finalizer = weakref.finalize(self._session, backend.close)
         self._finalizer.atexit = False
         if manifest.random >= 0:  # every session draws random numbers of its own
             try:
@@ -84,70 +65,28 @@ class Program:
                 self.close()
                 raise
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replays the model.
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """All entries by name, in the order of the manifest."""
+        return {self.name: self, **self._others}
 
-        Inputs as the model takes them, by position or by name: NumPy arrays, torch tensors, or anything that speaks DLPack, all of
-        one kind.  The result is of the same kind, row-major, nested as the model's own: an instance of a class of the model's is a
-        record of its fields (call/records.py), and is given as one, as a dict, or as whatever has these attributes.  Raises a
-        CallError that names the input, the axis, what was expected and what came.
-        """
-        return self._build(self.replay(self._flatten(args, kwargs)))
+    def __getitem__(self, name: str) -> Entry:
+        """An entry by its name.  Raises EntryMissing, which is a KeyError."""
+        found = self._others.get(name)
+        if found is None and name == self.name:
+            return self
+        if found is None:
+            raise EntryMissing("entry-missing", f"the bundle has no entry {name!r}, but {', '.join(self.entries)}")
+        return found
 
-    def replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
-        if len(tensors) != len(self.inputs):
-            raise CallError("input-structure", f"expected {len(self.inputs)} inputs, got {len(tensors)}")
-        first = tensors[0] if tensors else None
-        library = self._libraries.get(type(first))
-        if library is None:
-            library = self._libraries[type(first)] = library_of(first)
-        values: list[Any] = []
-        found, shapes = [], []
-        for tensor, spec in zip(tensors, self.inputs, strict=True):
-            try:
-                value, descriptor = library.take(tensor, spec.name)
-            except CallError as error:
-                raise unreadable(error, spec, tensor) from None
-            if descriptor[2] != spec.dtype:
-                place = len(values)
-                value, descriptor = self._cast_input(library, place, value, descriptor)
-                tensors = [*tensors[:place], value, *tensors[place + 1 :]]
-            values.append(value)
-            found.append(descriptor)
-            shapes.append(descriptor[1])
-        device = common_device(self.inputs, found, self._backend.device) if found else None
-        plan = self._plans.get(tuple(shapes)) or self._plan(tuple(shapes))
-        outputs, aliases, written = self._outputs, self._aliases, self._written
-        shared = None if aliases is None else aliases.of_inputs(library, plan, tensors, values, found)
-        targets = None if written is None else written.targets(library, tensors, values, found)
-        try:
-            with self._backend.locked(None if device is None else library.stream(device)) as stream:
-                outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
-                call = (library, device, stream)
-                if plan.exact:
-                    addresses = []
-                    for index, (address, shape, _, strides, _) in enumerate(found):
-                        if strides is not None or not self._row_major[index]:
-                            address = lay_out(library, self.inputs[index].order, values, index, address, shape, strides)
-                        addresses.append(address)
-                    made = outputs.replay(call, plan.parts[0].program, addresses, None)
-                else:
-                    made = self._pieces(call, plan, values)
-        except MachineError as error:
-            from .call.index_ranges import explained  # only where a call has failed
-
-            raise explained(error, self.inputs, found) from None
-        if library.name == "dlpack" and tensors and not self._views:
-            made = [library.converted(value, first) for value in made]
-        if written is not None and targets is not None:
-            # an output of the CPU may lie in an input's memory: a view of it lasts until the next call, and so does the input
-            self._held = values if self._views else ()
-            written.copy_back(targets, values)
-        if shared is not None:
-            for index, value in shared.items():
-                made[index] = value
-        return made
+    def __getattr__(self, name: str) -> Entry:
+        """An entry by its name.  Raises AttributeError."""
+        own = self.__dict__
+        if name in own.get("_others", ()):
+            return self._others[name]
+        if name == own.get("name"):
+            return self
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, and the bundle no such entry")
 
     # --- sessions and what lasts from call to call ------------------------------------------------------------
 
@@ -191,7 +130,7 @@ class Program:
 
     def warmup(self, *int_keys: tuple[int, ...]) -> None:
         """Pays the costs of first calls ahead: reads the weights, builds what `lazy=True` put off, and makes a call of each of
-        `int_keys` (default: all recorded ones), with the inputs that the build proved it with.
+        `int_keys` (default: all recorded ones of all entries), with the inputs that the build proved it with.
 
         State and random numbers are then what they were; views that were handed out are stale.  OpenMP's threads belong to the
         thread that calls: do it in the one that serves.  Raises key-missing, and what a call raises.
@@ -202,7 +141,10 @@ class Program:
             raise closed(self.manifest.name)
         for key in int_keys:
             number_of_key(self.manifest, key)
-        calls = [(self.manifest, key, self.replay) for key in int_keys or self.int_keys]
+        own = each_entry(self.manifest)
+        calls = [(own[0], key, self.replay) for key in int_keys]
+        if not int_keys:
+            calls = [(each, program.key, self[each.entry].replay) for each in own for program in each.programs]
         warm_up(self.manifest, self._backend, self._exam, calls)
 
     def profile(self) -> Profile:
@@ -213,21 +155,7 @@ class Program:
         """
         from .session.profile import Profile  # few programs are profiled
 
-        return Profile(self.manifest.name, self._watch)
-
-    def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
-        """The static input buffers of a recorded key, in the order of the signature, on the program's device, without gaps.  A call
-        with these tensors, or with other libraries' over them (`torch.from_dlpack`), copies nothing in.
-
-        On a GPU those of all keys lie over each other: a call of another key overwrites them.  They are good until the session is
-        closed.  Raises key-missing.
-        """
-        number = number_of_key(self.manifest, int_key)
-        addresses, owner = self._backend.buffers(number)
-        program = self.manifest.programs[number]
-        rows = [program.values[index] for index in program.inputs]
-        device = self._backend.device
-        return [Tensor(at, row.dtype, row.shape, row.strides, owner, device) for at, row in zip(addresses, rows, strict=True)]
+        return Profile(self.manifest.name, self._watch_all)
 
     def open_exam(self) -> Mapped:
         """The exam of the bundle that was loaded, to be closed by the caller.  For verification.  Raises ProgramClosed,
@@ -247,11 +175,12 @@ class Program:
         """Waits for running calls, then frees everything; closing the program that was loaded closes its sessions.  Calling a
         closed program raises ProgramClosed; closing twice does nothing."""
         if self._backend.device is not None:
-            self._outputs.epoch.closed = True  # views of the GPU's memory end here, also those that a running call will give
+            self._session.epoch.closed = True  # views of the GPU's memory end here, also those that a running call will give
         self._sessions.close()
         self._backend.close()
-        self._outputs.close()
-        self._held, self._exam = (), None
+        for entry in (self, *self._others.values()):
+            entry.forget()
+        self._exam = None
         self._finalizer.detach()
 
     def __enter__(self) -> Program:
@@ -264,39 +193,17 @@ class Program:
         keys = ", ".join(map(str, self.int_keys[:6])) + (", ..." if len(self.int_keys) > 6 else "")
         return f"<cgbundle.Program {self.manifest.name!r} for {self.manifest.target.arch}, int_keys {keys}>"
 
-    def _watch(self, profile: Profile | None) -> None:
+    def _watch_all(self, profile: Profile | None) -> None:
         self._backend.watch(profile)
-        self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
-        if profile is not None:
-            self._flatten, self._build = profile.begin(self._flatten), profile.end(self._build)
+        for entry in self.entries.values():
+            entry.watch(profile)
 
-    def _plan(self, shapes: tuple[Any, ...]) -> Plan:
-        if len(self._plans) >= PLANS:
-            self._plans.clear()
-        made = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
-        return made
 
-    def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
-        """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""
-        from .tensors.casts import is_safe  # few calls need one
+def _refusal(name: str, names: Sequence[str]) -> Callable[..., Sequence[Any]]:
+    """What a call of the program itself does where none of its entries is `forward`."""
 
-        spec, written = self.inputs[place], place in self.manifest.written
-        if written or not self._cast or not is_safe(found[2], spec.dtype):
-            raise wrong_dtype(spec, found[2], written=written)
-        value = library.cast(value, spec.dtype)
-        return value, library.describe(value)
+    def refuse(args: object, kwargs: object) -> Sequence[Any]:
+        text = f"the bundle has the entries {', '.join(names)}, and none is called {FORWARD}"
+        raise EntryMissing("entry-missing", text, f"call program.{name}(...)")
 
-    def _pieces(self, call: Call, plan: Plan, values: list[Any]) -> list[Any]:
-        """The outputs of a call that is padded or cut."""
-        library, device, _ = call
-        outputs = self._outputs
-        if len(plan.parts) == 1:
-            (part,) = plan.parts
-            kept, addresses = cut(library, device, self.inputs, part, values)
-            return outputs.replay(call, part.program, addresses, part.outputs)
-        whole = [library.empty(spec.dtype, shape, device) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
-        for part in plan.parts:
-            kept, addresses = cut(library, device, self.inputs, part, values)
-            outputs.replay_into(whole, call, part, addresses)
-            del kept  # the inputs had to live until the replay was done with them
-        return outputs.guard(library, whole) if self._views else whole
+    return refuse

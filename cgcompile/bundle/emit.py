@@ -25,14 +25,15 @@ TRACES = ("stack_trace", "custom", "from_node")
 """What a node's metadata says of the source."""
 
 
-def write_programs(stage: Path, programs: Programs) -> None:
-    """program.pt2, or programs/<int_key>.pt2 where each int_key has its own."""
+def write_programs(stage: Path, programs: Programs, entry: str) -> None:
+    """The program of an entry, or those of its int_keys where each has its own: see `archive.program_files`."""
     if programs.dynamic:
-        write_program(stage / archive.PROGRAM, programs.first)
-        return
-    (stage / archive.PROGRAMS).mkdir()
-    for key, program in programs.by_key.items():
-        write_program(stage / archive.program_file(key), program)
+        files = {archive.whole_program_file(entry): programs.first}
+    else:
+        files = {archive.program_file(key, entry): program for key, program in programs.by_key.items()}
+    for file, program in files.items():
+        (stage / file).parent.mkdir(parents=True, exist_ok=True)
+        write_program(stage / file, program)
 
 
 def write_program(path: Path, program: ExportedProgram) -> None:

@@ -62,7 +62,8 @@ def eager_exam(
         inputs = sample(source, dict(zip(sizes, key, strict=True))).tensors
         ran = run_eager(prepared.reference, inputs, prepared.exam_calls)
         written = tuple([(index, ran.given[index]) for index in prepared.written])
-        after = {row.name: _flat(ran.state[row.name], row) for row in rows}
+        # of the random numbers' state an entry that draws none knows nothing
+        after = {row.name: _flat(ran.state.get(row.name, before[row.name]), row) for row in rows}
         state = _changed(weights, before, after)
         exams.append(KeyExam(key=key, inputs=inputs, outputs=ran.outputs, written=written, state=state))
     return exams
@@ -108,10 +109,11 @@ def state_after(exam: KeyExam, prepared: Prepared, weights: Sequence[Weight]) ->
     return found
 
 
-def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
-    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/written/0`, `8x128/state/3`, `8x128/state-at/3`."""
+def write_exam(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
+    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/written/0`, `8x128/state/3`, `8x128/state-at/3` of entry
+    `forward`, `decode/8x128/input/0`, ... of others.  `exams` by entry."""
     tensors: dict[str, safetensors.Tensor] = {}
-    for exam in exams:
+    for entry, exam in [(entry, exam) for entry, own in exams.items() for exam in own]:
         for kind, values in (
             ("input", enumerate(exam.inputs)),
             ("output", enumerate(exam.outputs)),
@@ -120,13 +122,13 @@ def write_exam(path: Path, exams: Sequence[KeyExam]) -> None:
             ("state", [(index, changed) for index, _, changed in exam.state]),
         ):
             for index, value in values:
-                tensors[archive.exam_entry(exam.key, kind, index)] = _stored(value)
+                tensors[archive.exam_entry(exam.key, kind, index, entry)] = _stored(value)
     with open(path, "wb") as file:
         safetensors.write(file, tensors)
 
 
 def _first_state(prepared: Prepared) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(PREFIX): value for name, value in prepared.programs.weights().items()}
+    return {name.removeprefix(PREFIX): value for name, value in prepared.weights.items()}
 
 
 def _changed(rows: Sequence[Weight], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> tuple[Changed, ...]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from cgbundle.exam import fresh, key_text
+from cgbundle.exam import fresh, key_text, name_key
+from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.schema import Dimension, Exam, Finding, IntKey, Manifest, Proof
 from cgbundle.tensors.comparison import nearest
 from cgbundle.tensors.exam_tensors import WAIVER, exam_tensors, is_exact
@@ -33,6 +35,7 @@ def accepted(
     waive: Sequence[str],
     what: str,
     hint: str = REPORT,
+    entry: str = FORWARD,
 ) -> tuple[float, ...]:
     """The bounds that the bundle keeps, given how far it was from eager PyTorch at every int_key; `what` differs, in words.
 
@@ -50,7 +53,7 @@ def accepted(
             by = "" if bound.exact else f"by {difference.error:.1e}, allowed {bound.bound:.1e}: "
             raise BuildError(
                 "proof-failed",
-                f"int_key {key_text(dimensions, key)}: {what} from eager PyTorch: {bound.title}: {by}{difference.text}",
+                f"int_key {key_text(dimensions, key, entry)}: {what} from eager PyTorch: {bound.title}: {by}{difference.text}",
                 TURNED if bound.exact and bound.rounded else hint,
             )
     return tuple(kept)
@@ -69,8 +72,8 @@ def measured(key: IntKey, method: str, differences: Sequence[Difference], bounds
     return Proof(key=key, method=method, error=error, tolerance=bound, errors=errors, distance=0.0)
 
 
-def replay(stage: Path, manifest: Manifest, bounds: Sequence[ErrorBound], waive: Sequence[str]) -> Exam:
-    """The exam with measured proofs.  Raises proof-failed with the first key that fails.
+def replay(stage: Path, manifest: Manifest, bounds: Sequence[Sequence[ErrorBound]], waive: Sequence[str]) -> tuple[Exam, ...]:
+    """The exam of every entry with measured proofs; `bounds` by entry.  Raises proof-failed with the first key that fails.
 
     What is compared with eager PyTorch gets its errors.  Where the exam holds a recording, its errors stay, and each proof says how
     far the replay was from that.
@@ -80,19 +83,30 @@ def replay(stage: Path, manifest: Manifest, bounds: Sequence[ErrorBound], waive:
         raise BuildError("proof-failed", f"the fresh process refused the bundle: {answer['error']}", answer["hint"])
     if answer["torch_imported"]:
         raise BuildError("proof-failed", "the fresh process imported torch: it proves nothing about serving without it")
-    exam, rows = manifest.exam, answer["results"]
+    rows: list[dict[str, Any]] = answer["results"]
+    return tuple(
+        [
+            _examined(each, own, [row for row in rows if row["entry"] == each.entry], waive)
+            for each, own in zip(each_entry(manifest), bounds, strict=True)
+        ]
+    )
+
+
+def _examined(manifest: Manifest, bounds: Sequence[ErrorBound], rows: Sequence[dict[str, Any]], waive: Sequence[str]) -> Exam:
+    """The exam of an entry, given the `rows` that a replay of it gave."""
+    exam = manifest.exam
     if exam.expected == "eager":
         found = {
             proof.key: [Difference(error=each["error"], text=each["text"]) for each in row["tensors"]]
             for proof, row in zip(exam.proofs, rows, strict=True)
         }
-        kept = accepted(manifest.dimensions, bounds, found, waive, "the bundle's outputs differ")
+        kept = accepted(manifest.dimensions, bounds, found, waive, "the bundle's outputs differ", entry=manifest.entry)
         return replace(exam, bounds=kept, proofs=tuple([measured(key, "replay", each, kept) for key, each in found.items()]))
     proofs = []
     for proof, row in zip(exam.proofs, rows, strict=True):
         for each in row["tensors"]:
             if not each["passed"]:
-                where = f"int_key {key_text(manifest.dimensions, proof.key)}"
+                where = f"int_key {name_key(manifest, proof.key)}"
                 text = f"{where}: the replay differs from the recording: {each['title']}: {each['text']}"
                 raise BuildError("proof-failed", text, REPORT)
         distance = max((each["error"] for each in row["tensors"]), default=0.0)

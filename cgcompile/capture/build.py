@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from cgbundle.format.schema import Exam, IntKey
 from cgbundle.tables.module_state import encode_states
 
 from ..bundle.emit import describe_size
-from ..bundle.exam import replayed_exam, write_exam
+from ..bundle.exam import KeyExam, replayed_exam, write_exam
 from ..bundle.proof import accepted, measured
-from ..model.source import SEED, all_keys, sample
-from ..targets.build_spec import BuildSpec, ManifestParts
-from ..targets.cuda.emit import cuda_target, write_recorded
+from ..model.source import SEED, sample
+from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
+from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
@@ -50,14 +50,15 @@ def started(keys: int, level: str, specialize: str) -> Iterator[RecorderProcesse
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:
     """Records every int_key, and writes tables, images, weights and the exam into `stage`.  Raises the refusals of `record` and
     `split_program`, and proof-failed when a replay is further from eager PyTorch than the dtype allows."""
-    prepared = spec.prepared
-    programs = prepared.programs
+    programs, state = spec.programs, spec.entries[0].prepared.state
+    prepared = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared) for entry in spec.entries})
+    placements = spec.by_key({entry.name: entry.placements for entry in spec.entries})
     calls = _calls(spec, SEED)
     tensors = programs.weights()
     scratch = processes.folder
-    split = split_stage(programs, spec.placements, {key: call[0] for key, call in calls.items()}, stages)
+    split = split_stage(programs, placements, {key: call[0] for key, call in calls.items()}, stages)
     shapes = shapes_of(tensors)
-    unplaced = lay_out(shapes, prepared.state, split.host_only if split else ()).rows
+    unplaced = lay_out(shapes, state, split.host_only if split else ()).rows
     hosts = host_stage(split, unplaced, scratch, stage, stages)
     with stages("record") as tell:
         recorded = record(
@@ -67,13 +68,13 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
             level=spec.lower,
             specialize=spec.specialize,
             exam=_calls(spec, EXAM_SEED),
-            code=code_of(spec.source, programs),
-            placements=spec.placements if split else {},
+            code=code_of(spec.entries[0].source, programs),
+            placements=placements if split else {},
             uploads=split.uploads if split else {},
             host_only=off_gpu(split, hosts, unplaced),
-            written=prepared.written,
-            state=prepared.state,
-            exam_calls=prepared.exam_calls,
+            written={key: own.written for key, own in prepared.items()},
+            state=state,
+            exam_calls={key: own.exam_calls for key, own in prepared.items()},
             stored=stage / archive.WEIGHTS,
             release=True,
             processes=processes,
@@ -84,44 +85,59 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
         nodes = sum(len(graph.recording.nodes) for graphs in recorded.graphs.values() for graph in graphs)
         tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
     with stages("emit") as tell:
-        differences = {key: recorded.replays[key].differences for key in calls}
-        bounds = error_bounds(prepared, recorded.weights)
-        kept = accepted(spec.dimensions, bounds, differences, spec.waive, "the graph differs", EAGER)
-        written = write_recorded(stage, _program(spec, recorded, split), recorded.stored, recorded.arch, split, hosts)
+        written = write_recorded(stage, _program(calls, recorded, split), recorded.stored, recorded.arch, split, hosts)
         if recorded.states:
             (stage / STATES_FILE).write_bytes(encode_states(recorded.states))
-        rows = with_aliases(written.programs, prepared.aliases, prepared.signature.outputs, written.weights)
-        replays = {key: replay.contents for key, replay in recorded.replays.items()}
-        write_exam(stage / archive.EXAM, replayed_exam(rows, replays, prepared, written.weights))
+        parts = [_entry_parts(spec, number, recorded, written, exact=split is None) for number in range(len(spec.entries))]
+        write_exam(stage / archive.EXAM, {entry.name: exam for entry, (_, exam) in zip(spec.entries, parts, strict=True)})
         tell(describe_size(stage))
     driver = _lowest_driver(recorded)
     if written.fills:
         driver = max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
-    exact = split is None and all(replay.deterministic for replay in recorded.replays.values())
     return ManifestParts(
         target=cuda_target(recorded.arch, driver, hosts, spec.torch_version),
         weights=written.weights,
         memories=written.memories,
         regions=written.regions,
-        programs=rows,
         module_state=STATES_FILE if recorded.states else "",
-        exam=Exam(
-            compare="bits" if exact else "tolerance",
-            calls=prepared.exam_calls,
-            expected="recording",
-            bounds=kept,
-            proofs=tuple([measured(key, "none", found, kept) for key, found in differences.items()]),
-        ),
+        entries=tuple([part for part, _ in parts]),
     )
 
 
+def _entry_parts(
+    spec: BuildSpec, number: int, recorded: Recorded, written: Written, *, exact: bool
+) -> tuple[EntryParts, list[KeyExam]]:
+    """The rows of entry number `number`, and its exam.  `exact`: no host computes a part of it.  Raises proof-failed."""
+    entry = spec.entries[number]
+    prepared, replays = entry.prepared, spec.own(number, recorded.replays)
+    differences = {key: replays[key].differences for key in entry.keys}
+    kept = accepted(
+        entry.dimensions, error_bounds(prepared, recorded.weights), differences, spec.waive, "the graph differs", EAGER, entry.name
+    )
+    own = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
+    rows = with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights)
+    exam = Exam(
+        compare="bits" if exact and all(replay.deterministic for replay in replays.values()) else "tolerance",
+        calls=prepared.exam_calls,
+        expected="recording",
+        bounds=kept,
+        proofs=tuple([measured(key, "none", found, kept) for key, found in differences.items()]),
+    )
+    contents = {key: replay.contents for key, replay in replays.items()}
+    return EntryParts(programs=rows, exam=exam), replayed_exam(rows, contents, prepared, written.weights)
+
+
 def _calls(spec: BuildSpec, seed: int) -> dict[IntKey, Call]:
-    keys = all_keys(spec.sizes)
-    return {key: (sample(spec.source, dict(zip(spec.sizes, key, strict=True)), seed).tensors, {}) for key in keys}
+    """A call of every build key."""
+
+    def drawn(entry: EntrySpec, key: IntKey) -> Call:
+        return sample(entry.source, dict(zip(entry.sizes, key, strict=True)), seed).tensors, {}
+
+    return spec.by_key({entry.name: {key: drawn(entry, key) for key in entry.keys} for entry in spec.entries})
 
 
-def _program(spec: BuildSpec, recorded: Recorded, split: SplitProgram | None) -> RecordedProgram:
-    """What was recorded, by region and key."""
+def _program(calls: Mapping[IntKey, Call], recorded: Recorded, split: SplitProgram | None) -> RecordedProgram:
+    """What was recorded, by region and build key, these in the order of `calls`."""
 
     def names(key: IntKey) -> list[str]:
         return [region.name for region in split.partitions[key].regions if region.kind == "graph"] if split else [WHOLE]
@@ -131,7 +147,7 @@ def _program(spec: BuildSpec, recorded: Recorded, split: SplitProgram | None) ->
             (name, key): graph for key, graphs in recorded.graphs.items() for name, graph in zip(names(key), graphs, strict=True)
         },
         images=recorded.images,
-        static={key: recorded.static[key] for key in all_keys(spec.sizes)},
+        static={key: recorded.static[key] for key in calls},
         weights=recorded.weights,
         tables=recorded.tables,
         weights_bytes=recorded.weights_bytes,

@@ -82,9 +82,9 @@ def record(
     placements: Mapping[IntKey, Mapping[str, str]] = MappingProxyType({}),
     uploads: Mapping[IntKey, tuple[UploadedValue, ...]] = MappingProxyType({}),
     host_only: frozenset[str] = frozenset(),
-    written: tuple[int, ...] = (),
+    written: Mapping[IntKey, tuple[int, ...]] = MappingProxyType({}),
     state: Collection[str] = (),
-    exam_calls: int = 1,
+    exam_calls: Mapping[IntKey, int] = MappingProxyType({}),
     stored: Path | None = None,
     release: bool = False,
     processes: RecorderProcesses | None = None,
@@ -93,12 +93,13 @@ def record(
     parallel: bool = True,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Recorded:
-    """Record the programs at every key of `calls` (example tensors on any device; other leaves are constants of the call).
+    """Record the programs at every build key of `calls` (example tensors on any device; other leaves are constants of the call).
 
-    `exam`: other inputs of the same shapes, which are replayed `exam_calls` times from the first state on.  `code`: as in
-    `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph; `uploads` is what
-    the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.  `written`: positions of
-    the inputs, among the call's tensors, that a program writes to; `state`: buffers that one does, by name.
+    `exam`: other inputs of the same shapes, which are replayed `exam_calls` times (once by default) from the first state on.
+    `code`: as in `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph;
+    `uploads` is what the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.
+    `written`: by key, positions of the inputs, among the call's tensors, that its program writes to; `state`: buffers that one
+    does, by name.
 
     `stored` is where the file of weights goes, from which the processes take them (default: inside `folder`).  With `release` the
     programs' own tensors, but for state, give their memory back once it is written: nothing can run the programs afterwards.
@@ -123,7 +124,7 @@ def record(
     both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], exam[key])) for key in calls}
     torch.save(both, folder / "calls.pt")
     static = {key: static_bytes(tensors_of(calls[key]), uploads.get(key, ())) for key in calls}
-    keys = tuple(sorted(calls, key=lambda key: (static[key], key), reverse=True))
+    keys = tuple(sorted(calls, key=lambda key: (static[key], tuple(key)), reverse=True))
 
     def request(role: str, number: int, some: tuple[IntKey, ...]) -> Request:
         return Request(
@@ -144,8 +145,8 @@ def record(
             inputs_end=max(static.values(), default=0),
             settings=settings(),
             shift=bool(number),
-            written=written,
-            exam_calls=exam_calls,
+            written={key: written.get(key, ()) for key in calls},
+            exam_calls={key: exam_calls.get(key, 1) for key in calls},
         )
 
     need = layout.weights_end + 2 * layout.state_end + max(static.values(), default=0) + 2 * activations + MARGIN

@@ -29,7 +29,8 @@ class Request:
     (args, kwargs).  `code` names the model whose code registers operators that a program calls, or is "".  `placements` by key,
     {node of its program: reason}, are on the host: where there are any, programs are several regions, and `uploads` is what the
     host makes by key.  `stored` is the bundle's file of weights, and `weights` are rows of all its tensors, those of the host alone
-    too.  `written`: positions of the call's tensors that a program writes to.  `exam_calls`: how often the exam replays a key.
+    too.  By key, `written` are positions of the call's tensors that its program writes to, and `exam_calls` is how often the exam
+    replays it.
     `shift` makes this process's addresses differ from another's.
     """
 
@@ -50,5 +51,5 @@ class Request:
     inputs_end: int
     settings: dict[str, Any]
     shift: bool
-    written: tuple[int, ...] = ()
-    exam_calls: int = 1
+    written: dict[IntKey, tuple[int, ...]]
+    exam_calls: dict[IntKey, int]

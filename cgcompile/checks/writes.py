@@ -34,7 +34,7 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
     placeholders = {target: name for name, target in context.program.graph_signature.inputs_to_buffers.items()}
     for target in state_buffers(context.functionalized):
         yield finding(
-            "mutated-buffer", NOTE, f"forward() writes to the buffer {target.removeprefix(PREFIX)!r}",
+            "mutated-buffer", NOTE, f"{context.exported.source.entry}() writes to the buffer {target.removeprefix(PREFIX)!r}",
             _writer(context, placeholders.get(target, "")), "it is state of a session; no call is padded or cut",
             f"none needed; or {RETURN}",
         )  # fmt: skip
@@ -73,7 +73,14 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
             if other
             else (NOTE, "the caller's tensor is updated after the call; no call is padded or cut", f"none needed; or {CLONE}")
         )
-        yield finding("mutated-input", severity, f"forward() writes to its input {name!r}", _writer(context, target), effect, fix)
+        yield finding(
+            "mutated-input",
+            severity,
+            f"{context.exported.source.entry}() writes to its input {name!r}",
+            _writer(context, target),
+            effect,
+            fix,
+        )
 
 
 def overlapping_input(context: RuleContext) -> Iterable[Finding]:

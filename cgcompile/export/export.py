@@ -45,7 +45,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source.model)
-    flat = FlatModule(source.model, like, source.device)
+    flat = FlatModule(source.model, like, source.device, source.entry)
     calls: list[SideEffects] = []
     flat.watch = calls.append
     seen = _try_eager(source, flat, sizes)
@@ -124,7 +124,7 @@ def _per_size(
             check_static(source, flat, program, chosen, tensors)
         by_key[key] = program
         obstacles += found
-    programs = with_shared_constants(Programs(by_key=by_key, dynamic=False, reason=reason))
+    (programs,) = with_shared_constants([Programs(by_key=by_key, dynamic=False, reason=reason)])
     return _Made(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *_probed(source, flat, sizes)))
 
 

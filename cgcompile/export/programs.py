@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,14 +65,15 @@ def coarsest(programs: Programs) -> float:
     return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
 
 
-def with_shared_constants(programs: Programs) -> Programs:
-    """The programs, where one name means one tensor: equal constants are one, others of one name get names of their own.
+def with_shared_constants(each: Sequence[Programs]) -> tuple[Programs, ...]:
+    """The programs, where one name means one tensor in all: equal constants are one, others of one name get names of their own.
 
     torch.export numbers the literals of every program from 0.
     """
-    known: dict[str, torch.Tensor] = {name: value for _, program in programs.each for name, value in program.state_dict.items()}
-    by_key: dict[IntKey, ExportedProgram] = {}
-    for key, program in programs.by_key.items():
+    programs = [program for one in each for _, program in one.each]
+    known: dict[str, torch.Tensor] = {name: value for program in programs for name, value in program.state_dict.items()}
+
+    def named(program: ExportedProgram) -> ExportedProgram:
         constants, renamed = {}, {}
         for name, value in program.constants.items():
             if isinstance(value, torch.Tensor):
@@ -81,8 +82,9 @@ def with_shared_constants(programs: Programs) -> Programs:
                 renamed[name], constants[new] = new, known[new]
             else:
                 constants[name] = value
-        by_key[key] = _renamed(program, renamed, constants)
-    return replace(programs, by_key=by_key)
+        return _renamed(program, renamed, constants)
+
+    return tuple([one.changed(named) for one in each])
 
 
 def _name(name: str, value: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str:

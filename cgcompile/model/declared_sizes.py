@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import BuildError, ModelError
 
@@ -19,15 +19,78 @@ class SavedDimension(NamedTuple):
     high: int | None
 
 
-Given = Sequence[int] | Sequence[str] | Mapping[str, Sequence[int]] | str
-"""[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"]."""
+Given = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
+"""[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"].  Of several entries {"decode": [1, 8]}, {"decode": {"batch": [1,
+8]}}, or ["decode:batch=1,8"]; what names no entry holds for all that declare the dimension."""
 
 
-def declared_sizes(given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] = ()) -> dict[str, tuple[int, ...]]:
+Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
+"""What makes example inputs: a function for `forward`, or one for each method that is an entry."""
+
+
+def sizes_of_entries(given: Given, dimensions: Mapping[str, Sequence[str]]) -> dict[str, Given]:
+    """What was given for each of the entries, whose dimensions these are.  Raises sizes-invalid."""
+    if isinstance(given, Mapping):
+        parts = [
+            (name if name in dimensions else "", sizes if name in dimensions else {name: sizes}) for name, sizes in given.items()
+        ]
+    else:
+        items = [given] if isinstance(given, str) else list(given)
+        parts = [_entry_of(item, dimensions) for item in items]
+    if len(dimensions) == 1 and not any(entry for entry, _ in parts):
+        return dict.fromkeys(dimensions, given)
+    found: dict[str, dict[str, Sequence[int]]] = {entry: {} for entry in dimensions}
+    for entry, part in sorted(parts, key=lambda part: not part[0]):
+        own = [entry] if entry else [name for name in dimensions if _names_one_of(part, dimensions[name])]
+        if not own:
+            raise BuildError(
+                "sizes-invalid", f"sizes: {_shown(part)} is of no entry (there are {', '.join(dimensions)})",
+                "name the entry: --sizes decode:batch=1,8",
+            )  # fmt: skip
+        for name in own:
+            for dimension, sizes in _pairs(part, dimensions[name]):
+                if entry and dimension in found[name]:
+                    raise BuildError("sizes-invalid", f"sizes: dimension {dimension!r} of {name!r} is given twice")
+                found[name].setdefault(dimension, sizes)
+    return dict(found)
+
+
+def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, Any]:
+    """(entry, "" where none is named; the rest) of `decode:batch=1,8`."""
+    entry, colon, rest = str(item).partition(":")
+    if not colon:
+        return "", [item]
+    if entry.strip() not in dimensions:
+        raise BuildError("sizes-invalid", f"sizes: {entry.strip()!r} is no entry (there are {', '.join(dimensions)})")
+    return entry.strip(), [rest]
+
+
+def _names_one_of(part: Any, dimensions: Sequence[str]) -> bool:
+    """Whether what names no entry is about one of these dimensions."""
+    if isinstance(part, Mapping):
+        return bool(part.keys() & set(dimensions))
+    return str(part[0]).partition("=")[0].strip() in dimensions
+
+
+def _shown(part: Any) -> str:
+    return repr(next(iter(part)))
+
+
+def declared_sizes(
+    given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] = (), entry: str = ""
+) -> dict[str, tuple[int, ...]]:
     """Ascending sizes of every dimension, in declared order.  One of a `saved` program may be called by an axis, `input_ids.0`.
+    `entry` names the one of several that they are of.
 
     Raises sizes-invalid, and size-excluded for what a program was not exported for.
     """
+    if entry:
+        try:
+            return declared_sizes(given, dimensions, saved)
+        except BuildError as error:
+            raise BuildError(
+                "sizes-invalid", f"entry {entry!r}: {error}", error.hint.replace("--sizes ", f"--sizes {entry}:")
+            ) from None
     pairs = _pairs(given, dimensions)
     found: dict[str, tuple[int, ...]] = {}
     for called, sizes in pairs:
@@ -84,11 +147,11 @@ def _standing(saved: Sequence[SavedDimension]) -> str:
     return "; ".join(told)
 
 
-def count_keys(sizes: Mapping[str, Sequence[int]], limit: int) -> int:
-    """The number of int_keys.  Raises too-many-keys beyond `limit`."""
-    keys = prod(len(values) for values in sizes.values())
+def count_keys(sizes: Mapping[str, Mapping[str, Sequence[int]]], limit: int) -> int:
+    """The number of int_keys of all entries.  Raises too-many-keys beyond `limit`."""
+    keys = sum(prod(len(values) for values in each.values()) for each in sizes.values())
     if keys > limit:
-        factors = " x ".join(f"{len(values)} {name}" for name, values in sizes.items())
+        factors = " + ".join(" x ".join(f"{len(values)} {name}" for name, values in each.items()) or "1" for each in sizes.values())
         raise BuildError(
             "too-many-keys",
             f"sizes: {factors} makes {keys} int_keys, more than {limit}",

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.export import ExportedProgram
 
+from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Tree
 
 from ..errors import ModelError
@@ -18,7 +19,7 @@ from .devices.conversions import needless_conversions_left_out
 from .devices.tracking import track_devices
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import SideEffects
-from .source import CPU, Sample
+from .source import CPU, Sample, entry_method, written_method
 from .user_code import definition
 
 PREFIX = "model."
@@ -32,16 +33,17 @@ def unwatched(effects: SideEffects) -> None:
 class FlatModule(torch.nn.Module):
     """The user's module over flat tensors: a tuple of tensors in, a tuple of tensors out.
 
-    `device` is where the module's tensors and those of a call are.  After a call, `result` and `names` say what it gave.  `watch`
-    is given the SideEffects of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, and
-    takes the reads from it that `known` names by position.
+    `device` is where the module's tensors and those of a call are; `entry` is the method that a call runs.  After a call, `result`
+    and `names` say what it gave.  `watch` is given the SideEffects of each call before it begins.  A traced call branches as
+    `earlier` did, a call with real tensors, and takes the reads from it that `known` names by position.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
 
-    def __init__(self, model: torch.nn.Module, like: Sample, device: torch.device = CPU) -> None:
+    def __init__(self, model: torch.nn.Module, like: Sample, device: torch.device = CPU, entry: str = FORWARD) -> None:
         super().__init__()
         self.model = model
+        self.entry = entry
         self.like = like
         self.device = device
         self.result: Tree | None = None
@@ -63,10 +65,11 @@ class FlatModule(torch.nn.Module):
             track_devices(tensors, self.earlier, self.known, self.device) as effects,
         ):
             self.watch(effects)
-            made = self.model(*args, **kwargs)
+            made = entry_method(self.model, self.entry)(*args, **kwargs)
         for owner, leaf, tensor in before:
             _write_back(owner, leaf, tensor)
-        with located(f"{definition(self.model.forward) or type(self.model).__qualname__}: forward() gives "):
+        written = definition(written_method(self.model, self.entry)) or type(self.model).__qualname__
+        with located(f"{written}: {self.entry}() gives "):
             self.result = describe(made, "", leaves)
         self.names = [name or "output" for name, _ in leaves]
         return tuple([tensor for _, tensor in leaves])

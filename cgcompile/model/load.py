@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,36 +15,46 @@ from typing import Any
 
 import torch
 
+from cgbundle.format.entries import FORWARD
+
 from ..errors import ModelError
 from ..util.model_file import check_arguments, check_file, kind_of, missing_attribute, missing_module, undefined
+from .declared_sizes import Inputs
 from .quantization.plain_model import plain_model
 from .source import Source
 from .user_code import call_user, definition
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:
-    """Raises source-missing or source-invalid, with the user's file and line where it is their code that failed."""
+    """The source of a model with one entry.  Raises as `load_sources`."""
+    return load_sources(model, inputs)[0]
+
+
+def load_sources(model: str | os.PathLike[str] | torch.nn.Module, inputs: Inputs | None = None) -> tuple[Source, ...]:
+    """A source for each entry of a model, `forward` first where it is one.
+
+    Raises source-missing or source-invalid, with the user's file and line where it is their code that failed.
+    """
     check_arguments(model, inputs)
     if isinstance(model, torch.nn.Module) and inputs is not None:
         name, path = type(model).__name__.lower(), type(model).__module__
         origin = f"{path}.{type(model).__qualname__}"
         code = "" if path == "__main__" else path
-        return replace(_source(name, definition(inputs) or origin, code, model, inputs), origin=origin)
+        made = _sources(name, origin, code, model, inputs)
+        return tuple([replace(source, label=definition(source.inputs) or origin, origin=origin) for source in made])
     label = os.fspath(model)
     kind = kind_of(label)
     if kind == "saved":
         from .pt2 import load_saved
 
-        return load_saved(label)
+        return (load_saved(label),)
     if kind == "file":
         module = _load_file(label)
-        return _from_module(
-            Path(label).stem, label, label, label, _member(module, "model", label), _member(module, "inputs", label)
-        )
+        return _from_module(Path(label).stem, label, label, label, _member(module, "model", label), _given_inputs(module, label))
     path, _, attribute = label.partition(":")
     module = _import(path, label)
     return _from_module(
-        attribute.rpartition(".")[2], label, path, path, _attribute(module, attribute, label), _member(module, "inputs", label)
+        attribute.rpartition(".")[2], label, path, path, _attribute(module, attribute, label), _given_inputs(module, label)
     )
 
 
@@ -56,21 +66,58 @@ def load_code(code: str) -> None:
         _import(code, code)
 
 
-def _source(name: str, label: str, code: str, model: Any, inputs: Callable[..., Any], owned: bool = False) -> Source:
+def _sources(name: str, label: str, code: str, model: Any, inputs: Inputs, owned: bool = False) -> tuple[Source, ...]:
     if not isinstance(model, torch.nn.Module):
         raise ModelError("source-invalid", f"{label}: the model is a {type(model).__name__}, expected a torch.nn.Module")
-    return Source(
-        name=name, label=label, code=code, model=plain_model(model, label), inputs=inputs, dimensions=_dimensions(inputs, label),
-        owned=owned,
+    plain = plain_model(model, label)
+    makers = dict(inputs) if isinstance(inputs, Mapping) else {FORWARD: inputs}
+    _check_entries(makers, plain, label)
+    return tuple(
+        [
+            Source(
+                name=name, label=label, code=code, model=plain, inputs=makers[entry], dimensions=_dimensions(makers[entry], label),
+                owned=owned, entry=entry,
+            )
+            for entry in sorted(makers, key=lambda entry: entry != FORWARD)
+        ]
     )  # fmt: skip
 
 
-def _from_module(name: str, label: str, code: str, where: str, maker: Any, inputs: Any) -> Source:
+def _check_entries(makers: Mapping[Any, Any], model: torch.nn.Module, label: str) -> None:
+    """Raises source-invalid unless each entry is a method of the model, and has a function that makes its inputs."""
+    if not makers:
+        raise ModelError("source-invalid", f"{label}: entries() names no method of the model")
+    for entry, maker in makers.items():
+        if not isinstance(entry, str) or not entry.isidentifier() or entry.startswith("_"):
+            raise ModelError("source-invalid", f"{label}: entries(): {entry!r} is no name of a method")
+        if entry != FORWARD and not inspect.ismethod(getattr(model, entry, None)):
+            raise ModelError("source-invalid", f"{label}: entries(): {type(model).__name__} has no method {entry!r}")
+        if not callable(maker):
+            what = "inputs" if entry == FORWARD else f"entries(): that of {entry!r}"
+            raise ModelError("source-invalid", f"{label}: {what} is a {type(maker).__name__}, expected a function")
+
+
+def _given_inputs(module: ModuleType, label: str) -> Any:
+    """inputs(), or what entries() gives.  Raises source-invalid for a file with both, or none."""
+    if not hasattr(module, "entries"):
+        return _member(module, "inputs", label)
+    if hasattr(module, "inputs"):
+        raise ModelError("source-invalid", f"{label}: inputs() and entries() are both there, expected one of them")
+    made = call_user(module.entries, "entries()", label)
+    if not isinstance(made, Mapping):
+        raise ModelError(
+            "source-invalid",
+            f"{label}: entries() gave {type(made).__name__}, expected a dict from methods to what makes their inputs",
+        )
+    return made
+
+
+def _from_module(name: str, label: str, code: str, where: str, maker: Any, inputs: Any) -> tuple[Source, ...]:
     there = isinstance(maker, torch.nn.Module)
     made = maker if there else call_user(maker, "model()", label)
-    if not callable(inputs):
+    if not callable(inputs) and not isinstance(inputs, Mapping):
         raise ModelError("source-invalid", f"{where}: inputs is a {type(inputs).__name__}, expected a function")
-    return _source(name, label, code, made, inputs, owned=not there)
+    return _sources(name, label, code, made, inputs, owned=not there)
 
 
 def _dimensions(inputs: Callable[..., Any], label: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Parameter, Tree
 
 from ..errors import ModelError
@@ -27,12 +28,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A model and how to make inputs for it.  `name` is the bundle's name, `label` what the user typed, for a module the file and
-    line of `inputs`.  `origin`: what the manifest says instead, "" for the label.
+    """A model, one of its methods, and how to make inputs for that.  `name` is the bundle's name, `label` what the user typed, for
+    a module the file and line of `inputs`.  `origin`: what the manifest says instead, "" for the label.
 
-    `code` is the file or module that defines the model, "" where no other process can import it.  `dimensions` are the parameters
-    of `inputs`.  `owned`: the model was made for this build, which may do with it what it likes.  `device`: where it lives.
-    `saved` is what a saved program says of its dimensions.
+    `entry` is the method; the sources of a model with several entries have one and the same `model`.  `code` is the file or module
+    that defines the model, "" where no other process can import it.  `dimensions` are the parameters of `inputs`.  `owned`: the
+    model was made for this build, which may do with it what it likes.  `device`: where it lives.  `saved` is what a saved program
+    says of its dimensions.
     """
 
     name: str
@@ -44,7 +46,20 @@ class Source:
     owned: bool = False
     device: torch.device = CPU
     saved: tuple[SavedDimension, ...] = ()
+    entry: str = FORWARD
     origin: str = ""
+
+
+def entry_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:
+    """A method of the model that is an entry: `forward` with what torch does around it, hooks above all."""
+    found: Callable[..., Any] = model if entry == FORWARD else getattr(model, entry)
+    return found
+
+
+def written_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:
+    """The method as the user wrote it."""
+    found: Callable[..., Any] = getattr(model, entry)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +112,7 @@ def _arguments(source: Source, given: Any) -> tuple[tuple[Any, ...], dict[str, A
     """
     if isinstance(given, tuple) and len(given) == 2 and type(given[0]) is tuple and type(given[1]) is dict:
         args, kwargs = given
-        if all(type(name) is str for name in kwargs) and _fits(source.model, args, kwargs):
+        if all(type(name) is str for name in kwargs) and _fits(source, args, kwargs):
             return args, kwargs
     if isinstance(given, tuple | list):
         return tuple(given), {}
@@ -107,13 +122,19 @@ def _arguments(source: Source, given: Any) -> tuple[tuple[Any, ...], dict[str, A
         return (given,), {}
     raise ModelError(
         "source-invalid",
-        f"{source.label}: inputs() gave {type(given).__name__}, expected a tuple (positional), a dict (by name) or (args, kwargs)",
+        f"{source.label}: {_maker(source)} gave {type(given).__name__}, "
+        "expected a tuple (positional), a dict (by name) or (args, kwargs)",
     )
 
 
-def _fits(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _maker(source: Source) -> str:
+    """What the user calls the function that makes the inputs."""
+    return "inputs()" if source.entry == FORWARD else f"what makes the inputs of {source.entry!r}"
+
+
+def _fits(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        inspect.signature(written_method(source.model, source.entry)).bind(*args, **kwargs)
     except TypeError:
         return False
     return True
@@ -126,9 +147,11 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     another.
     """
     try:
-        bound = inspect.signature(source.model.forward).bind(*args, **kwargs)
+        bound = inspect.signature(written_method(source.model, source.entry)).bind(*args, **kwargs)
     except TypeError as error:
-        raise ModelError("source-invalid", f"{source.label}: inputs() does not fit the model's forward(): {error}") from None
+        raise ModelError(
+            "source-invalid", f"{source.label}: {_maker(source)} does not fit the model's {source.entry}(): {error}"
+        ) from None
     given = set(bound.arguments)
     bound.apply_defaults()
     found: list[tuple[str, Any, Parameter]] = []
@@ -144,7 +167,7 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     names = [name for name, _, _ in found]
     for name in names:
         if names.count(name) > 1:
-            raise ModelError("source-invalid", f"{source.label}: two arguments of forward() are called {name!r}")
+            raise ModelError("source-invalid", f"{source.label}: two arguments of {source.entry}() are called {name!r}")
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 
 from cgbundle.exam import key_text
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, Dimension, Exam, IntKey, Program, Proof, Weight
+from cgbundle.format.schema import MEMORIES, Exam, IntKey, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables.recording import Address, Function
 
@@ -20,9 +20,9 @@ from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, write_exam
 from ..bundle.proof import unproved
 from ..export.programs import coarsest
-from ..model.source import all_keys, sample
+from ..model.source import sample
 from ..targets.architectures import Arch, arch
-from ..targets.build_spec import BuildSpec, ManifestParts
+from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts, build_key
 from ..targets.cuda.conditions import condition_function, condition_image, conditional_driver
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
@@ -58,14 +58,15 @@ BLOCKS = re.compile(r"\b(BLOCK_[MNK]|GROUP_M)\b[^=\n]*= (\d+)$", re.MULTILINE)
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.  Raises the refusals of
     lowering and of `split_program`, and proof-failed when a key differs from eager PyTorch by more than the dtype allows."""
-    target, exported = arch(spec.target), spec.prepared.programs
-    tensors = exported.weights()
-    calls = {key: sample(spec.source, dict(zip(spec.sizes, key, strict=True))).tensors for key in all_keys(spec.sizes)}
+    target, exported = arch(spec.target), spec.programs
+    tensors, state = exported.weights(), spec.entries[0].prepared.state
+    calls = spec.by_key({entry.name: _calls(entry) for entry in spec.entries})
+    prepared = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared) for entry in spec.entries})
     with scratch_folder() as scratch:
-        split = split_stage(exported, spec.placements, calls, stages)
+        split = split_stage(exported, spec.by_key({entry.name: entry.placements for entry in spec.entries}), calls, stages)
         with stages("lower") as tell:
-            writes = bool(spec.prepared.state or spec.prepared.written)
-            live = live_weights(tensors, spec.prepared.aliases, spec.prepared.state)
+            writes = {key: bool(own.changes or own.written) for key, own in prepared.items()}
+            live = live_weights(tensors, [alias for entry in spec.entries for alias in entry.prepared.aliases], state)
             jobs = region_jobs(split, live) if split else whole_jobs(exported, calls, writes, live)
             lowered = lower_all(jobs, target.name, scratch, cache=cache_folder(), table=table_file(target.name), tell=tell)
             joined = _programs(lowered, split)
@@ -81,13 +82,19 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 images[conditions.image] = image
             tell(f"{len(images)} kernel images")
         shapes = shapes_of(tensors)
-        unplaced = lay_out(shapes, spec.prepared.state, split.host_only if split else ()).rows
+        unplaced = lay_out(shapes, state, split.host_only if split else ()).rows
         hosts = host_stage(split, unplaced, scratch, stage, stages)
-        layout = lay_out(shapes, spec.prepared.state, off_gpu(split, hosts, unplaced))
+        layout = lay_out(shapes, state, off_gpu(split, hosts, unplaced))
         folded, end = folded_tables(traced, layout.weights_end)
         with stages("plan") as tell:
             graphs, bound = _assemble(
-                joined, compiled, _places(layout.rows, folded), calls, split, spec.prepared.written, conditions
+                joined,
+                compiled,
+                _places(layout.rows, folded),
+                calls,
+                split,
+                {key: own.written for key, own in prepared.items()},
+                conditions,
             )
             uploads = split.uploads if split else {}
             recorded = RecordedProgram(
@@ -107,28 +114,53 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             rows = add_tables(stage / archive.WEIGHTS, rows, recorded.tables)
             written = write_recorded(stage, recorded, rows, target.name, split, hosts)
             (stage / KERNELS).write_text(_choices(compiled))
-            exams = eager_exam(spec.source, spec.prepared, spec.sizes, written.weights)
+            exams = {each.name: eager_exam(each.source, each.prepared, each.sizes, written.weights) for each in spec.entries}
             write_exam(stage / archive.EXAM, exams)
             tell(describe_size(stage))
-        programs = with_aliases(written.programs, spec.prepared.aliases, spec.prepared.signature.outputs, written.weights)
-        written = replace(written, programs=programs)
-        bounds = error_bounds(spec.prepared, written.weights)
-        kept, proofs = tuple([each.bound for each in bounds]), tuple([unproved(exam.key, bounds) for exam in exams])
+        parts = [_unproved(spec, number, exams[entry.name], written) for number, entry in enumerate(spec.entries)]
         if spec.prove == "interpret":
             with stages("interpret") as tell:
-                trials = _interpret(spec, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
-                kept, proofs = proved(spec.dimensions, bounds, proofs, trials, coarsest(exported), spec.waive)
-                tell(_proved(spec.dimensions, proofs, spec.prove_budget))
+                trials = _interpret(spec, parts, written, exams, split, compiled, stage / archive.WEIGHTS, scratch, tell)
+                parts = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
+                tell(_proved(spec, parts))
     driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
         memories=written.memories,
         regions=written.regions,
-        programs=written.programs,
         module_state="",
-        exam=Exam(compare="tolerance", calls=spec.prepared.exam_calls, expected="eager", bounds=kept, proofs=proofs),
+        entries=tuple(parts),
     )
+
+
+def _calls(entry: EntrySpec) -> dict[IntKey, tuple[torch.Tensor, ...]]:
+    return {key: sample(entry.source, dict(zip(entry.sizes, key, strict=True))).tensors for key in entry.keys}
+
+
+def _unproved(spec: BuildSpec, number: int, exams: Sequence[KeyExam], written: Written) -> EntryParts:
+    """The rows of entry number `number`, none of whose int_keys was compared yet."""
+    prepared = spec.entries[number].prepared
+    own = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
+    bounds = error_bounds(prepared, written.weights)
+    return EntryParts(
+        programs=with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights),
+        exam=Exam(
+            compare="tolerance", calls=prepared.exam_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
+            proofs=tuple([unproved(exam.key, bounds) for exam in exams]),
+        ),
+    )  # fmt: skip
+
+
+def _proved_entry(
+    spec: BuildSpec, number: int, part: EntryParts, trials: Sequence[tuple[Trial, Outcome]], weights: Sequence[Weight]
+) -> EntryParts:
+    """The rows of an entry with what came of interpreting it.  Raises proof-failed."""
+    entry = spec.entries[number]
+    bounds = error_bounds(entry.prepared, weights)
+    within = coarsest(entry.prepared.programs)
+    kept, proofs = proved(entry.dimensions, bounds, part.exam.proofs, trials, within, spec.waive, entry.name)
+    return replace(part, exam=replace(part.exam, bounds=kept, proofs=proofs))
 
 
 def _programs(lowered: Mapping[RegionKey, Lowered], split: SplitProgram | None) -> dict[IntKey, LoweredProgram]:
@@ -183,7 +215,7 @@ def _assemble(
     places: Mapping[str, Address],
     calls: Mapping[IntKey, Sequence[torch.Tensor]],
     split: SplitProgram | None,
-    written: Collection[int],
+    written: Mapping[IntKey, Collection[int]],
     conditions: Function | None,
 ) -> tuple[dict[RegionKey, RecordedGraph], int]:
     """The rows of every region and key, and the largest lower bound of their arenas.  `places`: of weights and state by name;
@@ -194,7 +226,7 @@ def _assemble(
         check_plan(program.lowered, planned)
         starts = [*input_offsets(calls[key])[:-1], *[value.offset for value in (split.uploads[key] if split else ())]]
         kernels = [compiled[variant] for variant in program.lowered.variants]
-        made = assemble(program, kernels, planned, places, starts, written, conditions)
+        made = assemble(program, kernels, planned, places, starts, written[key], conditions)
         graphs.update({(region.name, key): graph for region, graph in zip(program.regions, made, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound
@@ -202,35 +234,37 @@ def _assemble(
 
 def _interpret(
     spec: BuildSpec,
+    parts: Sequence[EntryParts],
     written: Written,
-    exams: Sequence[KeyExam],
+    exams: Mapping[str, Sequence[KeyExam]],
     split: SplitProgram | None,
     compiled: Mapping[KernelVariant, CompiledKernel],
     weights: Path,
     scratch: Path,
     tell: Tell,
-) -> list[tuple[Trial, Outcome]]:
-    """What came of the keys whose kernels were interpreted in time."""
-    programs: tuple[Program, ...] = written.programs
-    trials = [
-        make_trial(each, exam, spec.prepared, written.weights, written.recordings, split)
-        for each, exam in zip(programs, exams, strict=True)
-    ]
+) -> list[list[tuple[Trial, Outcome]]]:
+    """By entry, what came of the keys whose kernels were interpreted in time."""
     sources = kernel_sources(compiled)
-    tasks = [
-        make_task(trial, program, sources, written.memories, weights, written.weights)
-        for trial, program in zip(trials, programs, strict=True)
-    ]
+    trials: dict[IntKey, Trial] = {}
+    tasks = []
+    for number, (entry, part) in enumerate(zip(spec.entries, parts, strict=True)):
+        for program, exam in zip(part.programs, exams[entry.name], strict=True):
+            key = build_key(spec, number, program.key)
+            trials[key] = make_trial(program, exam, entry.prepared, written.weights, written.recordings, split, key)
+            tasks.append(make_task(trials[key], key, program, sources, written.memories, weights, written.weights))
     done = interpret(tasks, scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
-    outcomes = {outcome.key: outcome for outcome in done}
-    return [(trial, outcomes[trial.key]) for trial in trials if trial.key in outcomes]
+    pairs = {outcome.key: (trials[outcome.key], outcome) for outcome in done}
+    return [list(spec.own(number, pairs).values()) for number in range(len(spec.entries))]
 
 
-def _proved(dimensions: Sequence[Dimension], proofs: Sequence[Proof], budget: float) -> str:
-    done = sum(proof.method == "interpret" for proof in proofs)
-    left = "; ".join(key_text(dimensions, proof.key) for proof in proofs if proof.method == "none")
-    text = f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {max(proof.error for proof in proofs):.1e}"
-    return text + (f"; not in {budget:.0f} s: {left}" if left else "")
+def _proved(spec: BuildSpec, parts: Sequence[EntryParts]) -> str:
+    """How many int_keys were proved, and which were not."""
+    proofs = [(entry, proof) for entry, part in zip(spec.entries, parts, strict=True) for proof in part.exam.proofs]
+    done = sum(proof.method == "interpret" for _, proof in proofs)
+    left = "; ".join(key_text(entry.dimensions, proof.key, entry.name) for entry, proof in proofs if proof.method == "none")
+    worst = max(proof.error for _, proof in proofs)
+    text = f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {worst:.1e}"
+    return text + (f"; not in {spec.prove_budget:.0f} s: {left}" if left else "")
 
 
 def _choices(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:

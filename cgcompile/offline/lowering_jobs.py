@@ -31,11 +31,11 @@ def live_weights(tensors: Mapping[str, torch.Tensor], aliases: Sequence[OutputAl
 
 
 def whole_jobs(
-    programs: Programs, calls: Mapping[IntKey, Sequence[torch.Tensor]], writes: bool, live: tuple[str, ...]
+    programs: Programs, calls: Mapping[IntKey, Sequence[torch.Tensor]], writes: Mapping[IntKey, bool], live: tuple[str, ...]
 ) -> dict[RegionKey, LoweringJob]:
     """Programs that are one graph, at every key.  `writes`: they write to buffers or to inputs; `live` as `live_weights` says."""
     return {
-        (WHOLE, key): LoweringJob(program=programs.at(key), tensors=tuple(tensors), layouts=(), writes=writes, live=live)
+        (WHOLE, key): LoweringJob(program=programs.at(key), tensors=tuple(tensors), layouts=(), writes=writes[key], live=live)
         for key, tensors in calls.items()
     }
 

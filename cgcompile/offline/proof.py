@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.exam import key_text
+from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Dimension, IntKey, Program, Proof, Value, Weight
 from cgbundle.tables.recording import Recording
 
@@ -50,12 +51,13 @@ def make_trial(
     weights: Sequence[Weight],
     recordings: Mapping[str, Recording],
     split: SplitProgram | None,
+    key: IntKey,
 ) -> Trial:
     """The steps of a program on the exam's inputs, as often as the exam calls it.  `weights`: the manifest's rows; `recordings` by
-    the file of the step; `split` None for one graph alone."""
+    the file of the step; `split` None for one graph alone, else by build key, which is `key` here."""
     growing = _Stages()
     crossing = []
-    for contents in _contents(program, exam, prepared, weights, split):
+    for contents in _contents(program, exam, prepared, weights, split, key):
         growing.give([(program.values[index], contents[index]) for index in program.inputs])
         for step in program.steps:
             if step.kind == "graph":
@@ -79,7 +81,7 @@ def make_trial(
 
 
 def _contents(
-    program: Program, exam: KeyExam, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None
+    program: Program, exam: KeyExam, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None, key: IntKey
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Call by call: position of a value -> what eager PyTorch says it holds, on the CPU.  Of inputs and state that is what they
     hold when the call begins."""
@@ -87,10 +89,10 @@ def _contents(
     if split is None:
         yield from [given] * prepared.exam_calls
         return
-    planned, own = split.partitions[exam.key], prepared.programs.at(exam.key)
+    planned, own = split.partitions[key], prepared.programs.at(exam.key)
     rows = {(row.memory, row.offset): row.name for row in weights}
-    names = {name.removeprefix(PREFIX): placeholder for placeholder, name in split.state[exam.key].items()}
-    for values in eager_values(own, split.regions[exam.key], planned, exam.inputs, prepared.exam_calls):
+    names = {name.removeprefix(PREFIX): placeholder for placeholder, name in split.state[key].items()}
+    for values in eager_values(own, split.regions[key], planned, exam.inputs, prepared.exam_calls):
         found = dict(given)
         for index, value in enumerate(program.values):
             if value.memory == "state" and (name := names.get(rows.get((value.memory, value.offset), ""))):
@@ -110,14 +112,20 @@ def kernel_sources(compiled: Mapping[KernelVariant, CompiledKernel]) -> Sources:
 
 
 def make_task(
-    trial: Trial, program: Program, sources: Sources, memories: Sequence[tuple[str, int]], weights: Path, placed: tuple[Weight, ...]
+    trial: Trial,
+    key: IntKey,
+    program: Program,
+    sources: Sources,
+    memories: Sequence[tuple[str, int]],
+    weights: Path,
+    placed: tuple[Weight, ...],
 ) -> Task:
-    """What the interpreter is asked for: the memories are as large as this key needs them."""
+    """What the interpreter is asked for, under the build key `key`: the memories are as large as it needs them."""
     functions = {each for stage in trial.stages if stage.recording for each in stage.recording.functions}
     used = {(function.image, function.symbol) for function in functions}
     shared = [(name, size) for name, size in memories if name in ("weights", "state")]
     return Task(
-        key=trial.key,
+        key=key,
         stages=trial.stages,
         variants=tuple([pair for pair in sources if pair[0] in used]),
         sizes=(*shared, ("inputs", program.static), ("arena", program.arena)),
@@ -133,6 +141,7 @@ def proved(
     trials: Sequence[tuple[Trial, Outcome]],
     within: float,
     waive: Sequence[str] = (),
+    entry: str = FORWARD,
 ) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
     """The exam's bounds and proofs as the outcomes make them; a proof without one stays as it is.
 
@@ -147,13 +156,13 @@ def proved(
             if not given.error <= within:
                 raise BuildError(
                     "proof-failed",
-                    f"int_key {key_text(dimensions, trial.key)}: what the interpreted kernels give to the host differs from "
+                    f"int_key {key_text(dimensions, trial.key, entry)}: what the interpreted kernels give to the host differs from "
                     f"eager PyTorch by {given.error:.1e}, allowed {within:.1e}: {given.text}",
                     REPORT,
                 )
         pairs = zip(trial.left, outcome.read[count:], strict=True)
         found[trial.key] = [compare(want, _tensor(want, got)) for want, got in pairs]
-    kept = accepted(dimensions, bounds, found, waive, "the interpreted kernels differ")
+    kept = accepted(dimensions, bounds, found, waive, "the interpreted kernels differ", entry=entry)
     made = {key: measured(key, "interpret", differences, kept) for key, differences in found.items()}
     return kept, tuple([made.get(proof.key, proof) for proof in proofs])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..model.declared_sizes import Given
+from ..model.declared_sizes import Given, Inputs
 from ..util.imports import quick_imports
 from ..util.progress import Stages, Watcher
 from ..util.progress_display import Progress, watcher
@@ -40,7 +40,7 @@ def with_torch(progress: Watcher) -> Iterator[None]:
 
 def build(
     model: Any,
-    inputs: Callable[..., Any] | None = None,
+    inputs: Inputs | None = None,
     *,
     sizes: Given = (),
     out: str | os.PathLike[str] | None = None,
@@ -61,8 +61,9 @@ def build(
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
 
     `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example
-    inputs).  `sizes`: of the declared dimensions, e.g. [1, 8, 32] or {"batch": [1, 8], "seq": [128]}.  `target`: auto, cuda, sm_90
-    and its kind (a GPU that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).
+    inputs, or maps each method of the module that is an entry to what makes its inputs).  `sizes`: of the declared dimensions, e.g.
+    [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.  `target`: auto, cuda, sm_90 and its kind (a GPU
+    that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).
     `strict`: findings that put operations on the host are errors.  `waive`: rules whose findings are accepted; the manifest names
     them (what is refused now cannot be waived).  One is "mismatched-integers": it accepts integers that rounding turns over, an
     argmax of near-ties, as far as the build sees it.
@@ -98,7 +99,7 @@ def build(
 
 def check(
     model: Any,
-    inputs: Callable[..., Any] | None = None,
+    inputs: Inputs | None = None,
     *,
     sizes: Given = (),
     target: str = "cuda",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,26 +11,29 @@ from typing import Any
 
 import torch
 
+from cgbundle.format.entries import each_entry, with_entries
 from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
 from cgbundle.validate import host_code
 
 from ..bundle.emit import seal, write_programs
 from ..bundle.proof import mismatches, replay
 from ..bundle.provenance import provenance
-from ..checks import check, refuse
+from ..checks import Checked, check, refuse
 from ..export.export import export, refuse_branches
-from ..export.programs import Programs
+from ..export.exported import Exported
+from ..export.programs import Programs, with_shared_constants
 from ..export.signature import describe_signature
-from ..model.declared_sizes import count_keys, declared_sizes
+from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
 from ..model.flat_module import PREFIX
-from ..model.load import load_source
-from ..targets.build_spec import BuildSpec, ManifestParts
+from ..model.load import load_sources
+from ..model.source import Source
+from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.choice import CONDITIONALS, choose
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import manifest_aliases
 from ..transforms.padding_proof import prove_padding
-from ..transforms.prepared import prepare
+from ..transforms.prepared import prepare, together
 from ..util.imports import quick_imports
 from ..util.progress import Stages
 from .destination import destination_path, staged_bundle
@@ -42,69 +45,116 @@ BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture
 """By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
 
 
-def build(model: Any, inputs: Callable[..., Any] | None, options: Options) -> Built:
+def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
     """See `cgcompile.build`."""
     stages = Stages(options.progress)
     chosen = choose(options.target, options.lower, options.specialize, options.record, options.prove)
     with ExitStack() as stack:
         with stages("source") as tell:
-            loaded = load_source(model, inputs)
-            sizes = declared_sizes(options.sizes, loaded.dimensions, loaded.saved)
+            loaded = load_sources(model, inputs)
+            sizes = _sizes(loaded, options.sizes)
             keys = count_keys(sizes, options.max_keys)
-            destination = destination_path(options.out, loaded.name)
+            destination = destination_path(options.out, loaded[0].name)
             folder = stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
-            mode = stack.enter_context(evaluated(loaded, options.train))
-            source = stack.enter_context(placed(loaded, chosen.device))
+            mode = stack.enter_context(evaluated(loaded[0], options.train))
+            first = stack.enter_context(placed(loaded[0], chosen.device))
+            sources = [replace(source, device=first.device) for source in loaded]
             with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
                 build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
-            tell(f"{source.name}, {_counted(keys, 'int_key')}{f'; {mode}' if mode else ''}")
+            entries = f", {len(sources)} entries" if len(sources) > 1 else ""
+            tell(f"{first.name}{entries}, {_counted(keys, 'int_key')}{f'; {mode}' if mode else ''}")
         if chosen.recorder == "capture":
             from ..capture.build import started
 
             build_parts = partial(build_parts, processes=stack.enter_context(started(keys, options.lower, options.specialize)))
         with stages("export") as tell:
-            exported = export(source, sizes)
-            refuse_branches(exported)
-            signature = describe_signature(exported)
-            tell(_nodes(exported.programs))
+            exported = _exported(sources, sizes)
+            signatures = [describe_signature(each) for each in exported]
+            tell(", ".join([_nodes(each.programs) for each in exported]))
         with stages("check") as tell:
-            checked = check(
-                exported,
-                "cpu" if chosen.recorder == "host" else "cuda",
-                options.host_ops,
-                conditionals=chosen.recorder in CONDITIONALS,
+            kind, conditionals = "cpu" if chosen.recorder == "host" else "cuda", chosen.recorder in CONDITIONALS
+            checked = [check(each, kind, options.host_ops, conditionals=conditionals) for each in exported]
+            _refuse(checked, options)
+            prepared = together(
+                [
+                    prepare(each, signature, rules.functionalized, markers=bool(rules.on_host))
+                    for each, signature, rules in zip(exported, signatures, checked, strict=True)
+                ]
             )
-            refuse(checked, options.strict, options.waive, options.specialize)
-            prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
             if chosen.recorder == "trace":
-                without = operators_without_kernel(prepared, checked.placements, sizes, chosen.target)
-                checked = replace(checked, findings=(*checked.findings, *without))
-                refuse(checked, options.strict, options.waive, options.specialize)
-            tell(_counted(len(checked.findings), "finding"))
+                without = [
+                    operators_without_kernel(own, rules.placements, sizes[own_source.entry], chosen.target)
+                    for own, rules, own_source in zip(prepared, checked, sources, strict=True)
+                ]
+                checked = [
+                    replace(rules, findings=(*rules.findings, *found)) for rules, found in zip(checked, without, strict=True)
+                ]
+                _refuse(checked, options)
+            tell(_counted(sum(len(rules.findings) for rules in checked), "finding"))
         with stages("padding") as tell:
-            dimensions = prove_padding(source, prepared, sizes, tell)
-            proved = [f"{d.name} by {d.pad}" if d.pad != "no" else f"{d.name} not" for d in dimensions]
+            dimensions = [
+                prove_padding(source, own, sizes[source.entry], tell) for source, own in zip(sources, prepared, strict=True)
+            ]
+            proved = [f"{d.name} by {d.pad}" if d.pad != "no" else f"{d.name} not" for each in dimensions for d in each]
             tell(", ".join(proved) or "no dimension")
         spec = BuildSpec(
-            source=source, prepared=prepared, sizes=sizes, dimensions=dimensions, placements=checked.placements,
+            entries=tuple(
+                [
+                    EntrySpec(source=source, prepared=own, sizes=sizes[source.entry], dimensions=each, placements=rules.placements)
+                    for source, own, each, rules in zip(sources, prepared, dimensions, checked, strict=True)
+                ]
+            ),
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
             prove_budget=options.prove_budget, waive=options.waive, torch_version=torch.__version__.partition("+")[0],
         )  # fmt: skip
         parts = build_parts(spec, folder, stages)
-        write_programs(folder, prepared.programs)
-        origin = provenance(source.origin or source.label, _recorded_options(options, chosen.recorder))
-        manifest = _manifest(spec, parts, checked.findings, options.waive, origin)
+        for entry in spec.entries:
+            write_programs(folder, entry.prepared.programs, entry.name)
+        origin = provenance(first.origin or first.label, _recorded_options(options, chosen.recorder))
+        findings = [rules.findings for rules in checked]
+        manifest = _manifest(spec, parts, findings, options.waive, origin)
         host_code.attach(folder, manifest)
         sealed = seal(folder, _with_mismatches(manifest))
         with stages("verify") as tell:
             if chosen.runs_here:
-                examined = replay(folder, sealed, error_bounds(prepared, sealed.weights), options.waive)
-                sealed = seal(folder, _with_mismatches(replace(sealed, exam=examined, findings=checked.findings)))
-                error = max(proof.error for proof in examined.proofs)
-                tell(f"{_counted(len(examined.proofs), 'int_key')} in a fresh process, largest error {error:.1e}")
+                bounds = [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries]
+                exams = replay(folder, sealed, bounds, options.waive)
+                examined = [
+                    replace(each, exam=exam, findings=found)
+                    for each, exam, found in zip(each_entry(sealed), exams, findings, strict=True)
+                ]
+                sealed = seal(folder, _with_mismatches(with_entries(tuple(examined))))
+                error = max(proof.error for exam in exams for proof in exam.proofs)
+                tell(f"{_counted(keys, 'int_key')} in a fresh process, largest error {error:.1e}")
             else:
                 tell(f"structure and hashes; `cgcompile verify --run` replays it where a GPU of {chosen.target} is")
     return Built(path=destination, manifest=sealed, seconds=tuple(stages.seconds))
+
+
+def _sizes(sources: Sequence[Source], given: Given) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The sizes of every entry's dimensions."""
+    each = sizes_of_entries(given, {source.entry: source.dimensions for source in sources})
+    several = len(sources) > 1
+    return {
+        source.entry: declared_sizes(each[source.entry], source.dimensions, source.saved, source.entry if several else "")
+        for source in sources
+    }
+
+
+def _exported(sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]]) -> list[Exported]:
+    """Every entry exported over the one model; a constant's name means the same in all."""
+    made = [export(source, sizes[source.entry]) for source in sources]
+    for each in made:
+        refuse_branches(each)
+    if len(made) == 1:
+        return made
+    shared = with_shared_constants([each.programs for each in made])
+    return [replace(each, programs=programs) for each, programs in zip(made, shared, strict=True)]
+
+
+def _refuse(checked: Sequence[Checked], options: Options) -> None:
+    for rules in checked:
+        refuse(rules, options.strict, options.waive, options.specialize)
 
 
 def _counted(number: int, noun: str) -> str:
@@ -135,36 +185,43 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
 
 
 def _manifest(
-    spec: BuildSpec, parts: ManifestParts, findings: tuple[Finding, ...], waive: tuple[str, ...], origin: Provenance
+    spec: BuildSpec, parts: ManifestParts, findings: Sequence[tuple[Finding, ...]], waive: tuple[str, ...], origin: Provenance
 ) -> Manifest:
-    prepared = spec.prepared
     names = [row.name for row in parts.weights]
-    return Manifest(
-        format=FORMAT_VERSION,
-        name=spec.source.name,
-        target=parts.target,
-        dimensions=spec.dimensions,
-        inputs=prepared.signature.inputs,
-        written=prepared.written,
-        outputs=prepared.signature.outputs,
-        aliases=manifest_aliases(prepared.aliases, parts.weights),
-        random=names.index(prepared.generator.removeprefix(PREFIX)) if prepared.generator else -1,
-        call=prepared.signature.call,
-        parameters=prepared.signature.parameters,
-        result=prepared.signature.result,
-        weights=parts.weights,
-        memories=parts.memories,
-        regions=parts.regions,
-        programs=parts.programs,
-        module_state=parts.module_state,
-        findings=findings,
-        waivers=tuple(sorted(waive)),
-        exam=parts.exam,
-        provenance=origin,
-        files=(),
-    )
+    generator = next((entry.prepared.generator for entry in spec.entries if entry.prepared.generator), "")
+    each = [
+        Manifest(
+            format=FORMAT_VERSION,
+            name=entry.source.name,
+            target=parts.target,
+            entry=entry.name,
+            dimensions=entry.dimensions,
+            inputs=entry.prepared.signature.inputs,
+            written=entry.prepared.written,
+            changes=tuple(sorted([names.index(name.removeprefix(PREFIX)) for name in entry.prepared.changes])),
+            outputs=entry.prepared.signature.outputs,
+            aliases=manifest_aliases(entry.prepared.aliases, parts.weights),
+            random=names.index(generator.removeprefix(PREFIX)) if generator else -1,
+            call=entry.prepared.signature.call,
+            parameters=entry.prepared.signature.parameters,
+            result=entry.prepared.signature.result,
+            weights=parts.weights,
+            memories=parts.memories,
+            regions=parts.regions,
+            programs=own.programs,
+            module_state=parts.module_state,
+            findings=found,
+            waivers=tuple(sorted(waive)),
+            exam=own.exam,
+            entries=(),
+            provenance=origin,
+            files=(),
+        )
+        for entry, own, found in zip(spec.entries, parts.entries, findings, strict=True)
+    ]
+    return with_entries(tuple(each))
 
 
 def _with_mismatches(manifest: Manifest) -> Manifest:
     """The manifest with a finding for what was accepted though it differs."""
-    return replace(manifest, findings=(*manifest.findings, *mismatches(manifest)))
+    return with_entries(tuple([replace(each, findings=(*each.findings, *mismatches(each))) for each in each_entry(manifest)]))

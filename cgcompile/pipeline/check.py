@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,9 @@ from ..export.export import export
 from ..export.exported import Exported
 from ..export.signature import describe_signature
 from ..export.weights import weight_placeholders
-from ..model.declared_sizes import Given, assumed_sizes, declared_sizes
+from ..model.declared_sizes import Given, Inputs, assumed_sizes, declared_sizes, sizes_of_entries
 from ..model.flat_module import PREFIX
-from ..model.load import load_source
+from ..model.load import load_sources
 from ..model.side_effects import BRANCH, BRANCH_FIX
 from ..model.source import Source, sample
 from ..model.user_code import user_place
@@ -43,7 +43,7 @@ ASSUMED = (2, 8)
 
 def check(
     model: Any,
-    inputs: Callable[..., Any] | None,
+    inputs: Inputs | None,
     *,
     sizes: Given,
     target: str,
@@ -53,16 +53,25 @@ def check(
     max_keys: int,
 ) -> Report:
     """See `cgcompile.check`."""
-    source = load_source(model, inputs)
-    with evaluated(source, train) as mode:
-        return replace(_report(source, sizes, target, strict, host_ops, max_keys), mode=mode)
+    sources = load_sources(model, inputs)
+    each = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
+    with evaluated(sources[0], train) as mode:
+        reports = [
+            _report(source, each.get(source.entry), len(sources) > 1, target, strict, host_ops, max_keys) for source in sources
+        ]
+    return replace(reports[0], mode=mode, others=tuple([replace(report, mode=mode) for report in reports[1:]]))
 
 
-def _report(source: Source, sizes: Given, target: str, strict: bool, host_ops: Sequence[str], max_keys: int) -> Report:
+def _report(
+    source: Source, sizes: Given | None, several: bool, target: str, strict: bool, host_ops: Sequence[str], max_keys: int
+) -> Report:
+    """The report of one entry; `sizes` are those that were given for it, None where none were for any."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
-    assumed = () if sizes else tuple(source.dimensions)
-    wanted = assumed_sizes(assumed, source.saved, ASSUMED) if assumed else declared_sizes(sizes, source.dimensions, source.saved)
+    assumed = tuple(source.dimensions) if sizes is None else ()
+    wanted = assumed_sizes(assumed, source.saved, ASSUMED)
+    if sizes is not None:
+        wanted = declared_sizes(sizes, source.dimensions, source.saved, source.entry if several else "")
     found: list[Finding] = []
     axes: tuple[tuple[str, str], ...] = ()
     regions: tuple[RegionReport, ...] = ()
@@ -101,8 +110,8 @@ def _report(source: Source, sizes: Given, target: str, strict: bool, host_ops: S
         found = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in found]
     found.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
     return Report(
-        name=source.name, target=target, sizes=tuple(wanted.items()), axes=axes, assumed=assumed, findings=tuple(found),
-        regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
+        name=source.name, entry=source.entry, others=(), target=target, sizes=tuple(wanted.items()), axes=axes, assumed=assumed,
+        findings=tuple(found), regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
     )  # fmt: skip
 
 

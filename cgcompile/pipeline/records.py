@@ -85,7 +85,7 @@ class RegionReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What `check` found.
+    """What `check` found of an entry of the model, and in `others` of its other ones.
 
     `target` is "cuda" or "cpu"; `sizes` those that the report is about, `assumed` the dimensions that the user gave no size for,
     `axes` which axes of the inputs each is the size of, in words.
@@ -96,6 +96,7 @@ class Report:
     """
 
     name: str
+    entry: str
     target: str
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
     axes: tuple[tuple[str, str], ...]
@@ -105,9 +106,15 @@ class Report:
     returned: tuple[tuple[str, int], ...]
     unpartitioned: str
     per_size: str
+    others: tuple[Report, ...]
     mode: str = ""
+
+    @property
+    def each(self) -> tuple[Report, ...]:
+        """Of every entry."""
+        return (self, *self.others)
 
     @property
     def refused(self) -> bool:
         """Whether a finding stops a build."""
-        return any(finding.severity == "refuse" for finding in self.findings)
+        return any(finding.severity == "refuse" for report in self.each for finding in report.findings)

@@ -13,8 +13,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from cgbundle.format.entries import FORWARD
+
 from ..errors import BuildError, ModelError
-from ..model.declared_sizes import Given, count_keys, declared_sizes
+from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
 from ..targets.choice import asks_torch, choose, recorder_for
 from ..targets.requirements import check_compiler, check_packages
 from ..util.model_file import (
@@ -76,16 +78,17 @@ def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
     else:
         path, _, attribute = label.partition(":")
         found = _module(path, label)
-    for name in ("inputs",) if attribute else ("model", "inputs"):
+    several = found is not None and "entries" in found.names  # what it gives is known when it runs
+    for name in (() if attribute else ("model",)) + (() if several else ("inputs",)):
         if found is not None and found.lacks(name):
             raise undefined(name, label)
     if found is not None and attribute and found.lacks(attribute.partition(".")[0]):
         raise missing_attribute(path, attribute, label)
-    dimensions = found.parameters("inputs") if found is not None else None
+    dimensions = found.parameters("inputs") if found is not None and not several else None
     if dimensions is not None and (sizes or max_keys is not None):
-        declared = declared_sizes(sizes, dimensions)
+        declared = declared_sizes(sizes_of_entries(sizes, {FORWARD: dimensions})[FORWARD], dimensions)
         if max_keys is not None:
-            count_keys(declared, max_keys)
+            count_keys({"": declared}, max_keys)
     return attribute.rpartition(".")[2] or Path(label).stem
 
 

@@ -4,24 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cgbundle.format.schema import Dimension, Exam, IntKey, Program, Region, Target, Weight
 
-from ..model.source import Source
+from ..export.programs import Programs
+from ..model.source import Source, all_keys
 from ..transforms.prepared import Prepared
+
+Placements = Mapping[IntKey, Mapping[str, str]]
+"""By int_key, the nodes of its program that must be on the host beside a GPU, with the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BuildSpec:
-    """What is built: the model, its sizes per declared dimension, and how.  `placements`: by int_key the nodes of its program that
-    must be on the host beside a GPU, with the reasons.  `recorder` is that of `targets.Chosen`, the rest, `waive` too, are options
-    of `build`."""
+class EntrySpec:
+    """An entry of the model, and its sizes per declared dimension."""
 
     source: Source
     prepared: Prepared
     sizes: dict[str, tuple[int, ...]]
     dimensions: tuple[Dimension, ...]
-    placements: Mapping[IntKey, Mapping[str, str]]
+    placements: Placements
+
+    @property
+    def name(self) -> str:
+        return self.source.entry
+
+    @property
+    def keys(self) -> tuple[IntKey, ...]:
+        """Its int_keys, in order."""
+        return tuple(all_keys(self.sizes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildSpec:
+    """What is built: the entries of one model, and how.  `recorder` is that of `targets.Chosen`, the rest, `waive` too, are options
+    of `build`.
+
+    A recorder works on all entries together, in mappings by *build key*: see `build_key`.
+    """
+
+    entries: tuple[EntrySpec, ...]
     target: str
     recorder: str
     lower: str
@@ -31,15 +54,79 @@ class BuildSpec:
     waive: tuple[str, ...]
     torch_version: str
 
+    @property
+    def programs(self) -> Programs:
+        """The programs of all entries, by build key."""
+        first, *others = self.entries
+        if not others:
+            return first.prepared.programs
+        by_key = self.by_key({entry.name: entry.prepared.programs.by_key for entry in self.entries})
+        return Programs(by_key=by_key, dynamic=False)
+
+    def by_key(self, each: Mapping[str, Mapping[IntKey, Any]]) -> dict[IntKey, Any]:
+        """What every entry has by int_key, as one mapping by build key."""
+        return {
+            build_key(self, number, key): each[entry.name][key]
+            for number, entry in enumerate(self.entries)
+            for key in entry.keys
+            if key in each[entry.name]
+        }
+
+    def own(self, number: int, made: Mapping[IntKey, Any]) -> dict[IntKey, Any]:
+        """Of a mapping by build key, what is of entry number `number`, by its int_keys."""
+        keys = {key: build_key(self, number, key) for key in self.entries[number].keys}
+        return {key: made[build] for key, build in keys.items() if build in made}
+
+
+class EntryKey(tuple[int, ...]):
+    """An int_key of one of several entries: the entry's number, and the sizes.  As a text it names the entry."""
+
+    entry: str
+
+    def __str__(self) -> str:
+        return f"{self.entry} {tuple(self[1:])}"
+
+
+def build_key(spec: BuildSpec, number: int, key: IntKey) -> IntKey:
+    """The key that entry number `number` has during a build for an int_key: itself where there is no other entry."""
+    if len(spec.entries) == 1:
+        return key
+    made = EntryKey((number, *key))
+    made.entry = spec.entries[number].name
+    return made
+
+
+def entry_of(key: IntKey) -> str:
+    """The entry of a build key, "" where there is no other one."""
+    return key.entry if isinstance(key, EntryKey) else ""
+
+
+def own_key(key: IntKey) -> IntKey:
+    """The int_key of a build key."""
+    return tuple(key[1:]) if isinstance(key, EntryKey) else key
+
+
+def key_label(key: IntKey) -> str:
+    """A build key in the name of a file: `8x128`, `decode-8x128`, "" for a model without dimensions."""
+    sizes = "x".join(map(str, own_key(key)))
+    return "-".join(filter(None, [entry_of(key), sizes]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntryParts:
+    """The fields of one entry that depend on the target."""
+
+    programs: tuple[Program, ...]
+    exam: Exam
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestParts:
-    """The fields of the manifest that depend on the target; the files they name are in the stage."""
+    """The fields of the manifest that depend on the target, `entries` as in BuildSpec; the files they name are in the stage."""
 
     target: Target
     weights: tuple[Weight, ...]
     memories: tuple[tuple[str, int], ...]
     regions: tuple[Region, ...]
-    programs: tuple[Program, ...]
     module_state: str
-    exam: Exam
+    entries: tuple[EntryParts, ...]

@@ -61,11 +61,11 @@ def prove_padding(
 
 def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[str, str]:
     if prepared.written:
-        return "no", f"forward() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
+        return "no", f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
     if prepared.generator:
-        return "no", "forward() draws random numbers, and others for other sizes"
-    if prepared.state:
-        return "no", f"forward() writes to its buffer {prepared.state[0].removeprefix(PREFIX)!r}"
+        return "no", f"{source.entry}() draws random numbers, and others for other sizes"
+    if prepared.changes:
+        return "no", f"{source.entry}() writes to its buffer {prepared.changes[0].removeprefix(PREFIX)!r}"
     if shared := _partial(prepared, "inputs"):
         return "no", f"output {shared!r} is a part of an input, and the caller's own would not be padded"
     pad, reason = "rows", f"rows along {name} do not depend on each other"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from cgbundle.format.schema import IntKey
 from ..export.exported import Exported, Signature
 from ..export.functionalization import functional, state_buffers, written_inputs
 from ..export.programs import Programs
-from ..model.flat_module import ProgramModule, Reference, run_eager
+from ..model.flat_module import PREFIX, ProgramModule, Reference, run_eager
 from ..model.source import CPU, all_keys, sample
 from .eager_precision import eager_spread
 from .marker_removal import without_markers
@@ -26,16 +26,18 @@ from .rng.rewrite import generator_buffer, with_generator
 class Prepared:
     """Programs, ready to be lowered.
 
-    `written`: positions of the inputs that one of them writes to.  `state`: the buffers that one writes to, by their names in the
-    programs.  `generator`: the buffer of the random numbers, named so too, "" without.  `reference` gives what a call has
-    to give, and `exam_calls` is how often the exam calls each int_key.  `spread`: of `eager_spread`, at the smallest int_key.
-    `on_gpu`: eager PyTorch ran there.
+    `written`: positions of the inputs that one of them writes to.  `changes`: the buffers that one writes to, by their names in the
+    programs.  `state`: those that any entry of the model writes to, and `weights` the tensors of all entries.  `generator`: the
+    buffer of the random numbers, named so too, "" without.  `reference` gives what a call has to give, and `exam_calls` is how
+    often the exam calls each int_key.  `spread`: of `eager_spread`, at the smallest int_key.  `on_gpu`: eager PyTorch ran there.
     """
 
     programs: Programs
     signature: Signature
     written: tuple[int, ...]
+    changes: tuple[str, ...]
     state: tuple[str, ...]
+    weights: Mapping[str, torch.Tensor] = field(repr=False)
     generator: str
     aliases: tuple[OutputAlias, ...]
     reference: Reference
@@ -60,10 +62,22 @@ def prepare(
     aliases = find_aliases(exported, signature.outputs, state)
     return Prepared(
         programs=programs, signature=signature, written=tuple(sorted({i for each in signatures for i in written_inputs(each)})),
-        state=state, generator=generator, aliases=aliases, reference=reference,
+        changes=state, state=state, weights=programs.weights(), generator=generator, aliases=aliases, reference=reference,
         exam_calls=_exam_calls(exported, reference, state), spread=_spread(exported, reference),
         on_gpu=exported.source.device != CPU,
     )  # fmt: skip
+
+
+def together(each: Sequence[Prepared]) -> tuple[Prepared, ...]:
+    """The entries of one model, each of which knows the state and the weights of all."""
+    state = tuple(sorted({name for one in each for name in one.changes}))
+    weights = {name: value for one in each for name, value in one.weights.items()}
+    plain = {name.removeprefix(PREFIX) for name in state}
+
+    def alias(row: OutputAlias) -> OutputAlias:
+        return replace(row, memory="state") if row.name in plain else row
+
+    return tuple([replace(one, state=state, weights=weights, aliases=tuple(map(alias, one.aliases))) for one in each])
 
 
 def _exam_calls(exported: Exported, reference: Reference, state: Sequence[str]) -> int:

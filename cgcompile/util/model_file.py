@@ -6,7 +6,7 @@ import ast
 import os
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def check_arguments(model: Any, inputs: Any) -> None:
         )
     elif inputs is None:
         raise ModelError("source-invalid", "inputs is missing: a function from the sizes to example inputs", EXAMPLE)
-    elif not callable(inputs):
+    elif not callable(inputs) and not isinstance(inputs, Mapping):
         raise ModelError(
             "source-invalid", f"inputs is {_described(inputs)}, expected a function from the sizes to example inputs", EXAMPLE
         )

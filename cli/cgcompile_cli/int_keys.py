@@ -1,15 +1,25 @@
-"""int_keys as people type them: `8`, `8x128`, `batch=8,seq=128`, and `-` for a model without dimensions."""
+"""int_keys as people type them: `8`, `8x128`, `batch=8,seq=128`, `-` for a model without dimensions, `decode:8` of an entry."""
 
 from __future__ import annotations
 
 from cgbundle.errors import CallError
+from cgbundle.format.entries import one_entry
 from cgbundle.format.schema import Manifest
 
 from .output import listed
 
 
+def find(manifest: Manifest, text: str) -> tuple[Manifest, tuple[int, ...]]:
+    """The entry, as a manifest of its own, and the recorded int_key that `text` names: `decode:8`; without an entry the first one.
+    Raises entry-missing, key-missing."""
+    entry, colon, key = text.partition(":")
+    own = one_entry(manifest, entry.strip() if colon else "")
+    return own, parse(own, key if colon else text)
+
+
 def parse(manifest: Manifest, text: str) -> tuple[int, ...]:
-    """The recorded int_key that `text` names.  Raises key-missing with the recorded keys where there is none."""
+    """The recorded int_key of the manifest's own entry that `text` names.  Raises key-missing with the recorded keys where there is
+    none."""
     names = [dimension.name for dimension in manifest.dimensions]
     if "=" in text:
         given = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)

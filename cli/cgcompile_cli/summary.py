@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cgbundle.call.arguments import Constant, constants, nested, spelled
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, manifest_json
+from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, Weight
 from cgbundle.format.size_expressions import standing, text
@@ -37,27 +38,48 @@ RANDOM = "the seed of the random numbers, and how many calls there were"
 PADDING = {"rows": "padded (any filling is exact)", "zeros": "padded with zeros", "no": "never padded"}
 
 
+OWN_ATTRIBUTES = ("manifest", "name", "int_keys", "inputs", "outputs", "memory", "state")
+"""Attributes of a loaded program that its class does not show."""
+
 SHOWN = 60
 """Characters of a constant that are shown."""
 
 
 def plain(path: str, manifest: Manifest) -> dict[str, Any]:
-    """What `--json` gives: the manifest as it is stored, and what follows from it."""
+    """What `--json` gives: the manifest as it is stored, and what follows from it.  `int_keys` to `outputs` are of the first entry,
+    and `entries` says the same of each."""
+    each = each_entry(manifest)
     return {
         "path": path,
         "bytes": total(manifest),
         "signature": signature(path),
+        **plain_entry(each[0]),
+        "entries": [plain_entry(one) for one in each],
+        "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
+        "state": [weight.name for weight in stateful(manifest)],
+        "load": load_lines(path, manifest),
+        "manifest": json.loads(manifest_json.encode(manifest)),
+    }
+
+
+def plain_entry(manifest: Manifest) -> dict[str, Any]:
+    """What follows from what an entry has for itself."""
+    return {
+        "entry": manifest.entry,
         "int_keys": [list(program.key) for program in manifest.programs],
         "exported": "per size" if archive.per_size(manifest) else "dynamic",
         "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.inputs],
         "constants": [each._asdict() for each in constants(manifest)],
         "written": [manifest.inputs[index].name for index in manifest.written],
         "outputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.outputs],
-        "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
-        "state": [weight.name for weight in stateful(manifest)],
-        "load": load_lines(path, manifest),
-        "manifest": json.loads(manifest_json.encode(manifest)),
+        "changes": [manifest.weights[index].name for index in manifest.changes],
     }
+
+
+def plain_programs(manifest: Manifest) -> list[dict[str, Any]]:
+    """The programs of the manifest's own entry as they are stored."""
+    rows: list[dict[str, Any]] = json.loads(manifest_json.encode(manifest))["programs"]
+    return rows
 
 
 def signature(path: str) -> dict[str, str] | None:
@@ -146,6 +168,12 @@ def sizes(manifest: Manifest) -> str:
     axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in manifest.dimensions])
     own = ", exported per size" if archive.per_size(manifest) else ""
     return f"{axes or 'no dimensions'}: {count(len(manifest.programs), 'int_key')}{own}"
+
+
+def changes(manifest: Manifest) -> list[str]:
+    """`changes keys, values`: a line about the state that calls of an entry change; no line where they change none."""
+    names = [manifest.weights[index].name for index in manifest.changes]
+    return [f"changes {listed(names, 4)}"] if names else []
 
 
 def axes(manifest: Manifest) -> list[str]:
@@ -265,5 +293,17 @@ def files(manifest: Manifest) -> Table:
 
 
 def load_lines(path: str, manifest: Manifest) -> list[str]:
-    """Python that loads the bundle and calls it."""
-    return ["import cgbundle", f"program = cgbundle.load({path!r})", *nested(manifest), f"result = program({spelled(manifest)})"]
+    """Python that loads the bundle and calls it, each of its entries."""
+    lines = ["import cgbundle", f"program = cgbundle.load({path!r})"]
+    each = each_entry(manifest)
+    for one in each:
+        called = "program" if one.entry == FORWARD or len(each) == 1 else attribute(one.entry)
+        lines += [*nested(one), f"result = {called}({spelled(one)})"]
+    return lines
+
+
+def attribute(entry: str) -> str:
+    """`program.decode`, or `program["reset"]` where a loaded program has an attribute of that name."""
+    from cgbundle.program import Program  # late: few bundles have several entries
+
+    return f"program[{entry!r}]" if hasattr(Program, entry) or entry in OWN_ATTRIBUTES else f"program.{entry}"

@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
-A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`
-and `traced_state`.  All are tiny, because the tests of every later version read them.
+A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`,
+`cpu_entries`, `traced_entries` and `traced_state`.  All are tiny, because the tests of every later version read them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).absolute().parent
 sys.path[:0] = [str(HERE.parents[1] / folder) for folder in ("bundles", ".")]
@@ -30,7 +31,7 @@ class Golden:
     `gpu`: whether the machine that makes it has one.  `target`: what every test machine of that kind has, or need not have.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[Any, ...]
     gpu: bool
     limit: int
     target: str = "x86-64-v3"
@@ -45,6 +46,8 @@ GOLDENS = {
     "cpu_state": Golden(sizes=(1, 4), gpu=False, limit=500_000),
     "cpu_records": Golden(sizes=(1, 4), gpu=False, limit=330_000),
     "state": Golden(sizes=(1, 4), gpu=True, limit=250_000, target="auto", level="max-autotune", environment=TRITON_ONLY),
+    "cpu_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=700_000),
+    "traced_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=110_000, target="sm_90"),
     "traced_state": Golden(sizes=(1, 4), gpu=False, limit=110_000, target="sm_90"),
 }
 

@@ -13,7 +13,7 @@ from torch import nn
 
 WIDTH, HEADS, VOCABULARY, TOKENS = 32, 2, 96, 8
 
-Made = tuple[nn.Module, Callable[[int], tuple[Any, ...]]]
+Made = tuple[nn.Module, Callable[[int], tuple[Any, ...]] | dict[str, Callable[..., tuple[Any, ...]]]]
 
 
 class Block(nn.Module):
@@ -194,6 +194,51 @@ def cpu_records() -> Made:
         return (Batch(torch.randn(batch, 16)),), {"shift": torch.randn(4)}
 
     return Recording(), inputs
+
+
+class Lanes(nn.Module):
+    """Three entries over one buffer and one set of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+        self.register_buffer("cache", torch.zeros(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 16) -> (batch, 4)."""
+        return self.linear(x).relu()
+
+    def fill(self, x: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
+        """(rows, 16), (1,): adds to a lane -> (1, 4), what is in it then."""
+        self.cache[lane] += self.linear(x).sum(0)
+        return self.cache[lane]
+
+    def empty(self, lane: torch.Tensor) -> torch.Tensor:
+        """(1,) -> (4,), the sums of all lanes."""
+        self.cache[lane] = 0
+        return self.cache.sum(1)
+
+
+def cpu_entries() -> Made:
+    """fp32, with an entry that may be padded and one that changes state; a shared object each is what its bytes allow."""
+    model, entries = traced_entries()
+    assert isinstance(entries, dict)
+    return model, {name: entries[name] for name in ("forward", "fill")}
+
+
+def traced_entries() -> Made:
+    """fp32, with an entry that may be padded, one with a dimension of its own, and one without any."""
+
+    def rows(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 16),)
+
+    def filling(rows: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(rows, 16), torch.randint(0, 4, (1,))
+
+    def emptied() -> tuple[torch.Tensor, ...]:
+        return (torch.randint(0, 4, (1,)),)
+
+    return Lanes(), {"forward": rows, "fill": filling, "empty": emptied}
 
 
 def perceptron() -> nn.Module:

@@ -19,6 +19,7 @@ from itertools import product
 from typing import Any
 
 from cgbundle.format.archive import EXAM
+from cgbundle.format.entries import all_programs
 from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import evaluate
@@ -138,7 +139,7 @@ class FakeBackend:
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: object) -> FakeResults:
         assert not self.closed, "a replay after close"
-        row = self.manifest.programs[program]
+        row = all_programs(self.manifest)[program]
         given = [read_numbers(address, row.values[index]) for address, index in zip(addresses, row.inputs, strict=True)]
         self.calls.append((row.key, given))
         made = self.compute(row.key, given)

@@ -92,6 +92,7 @@ def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Mani
             Alias(output=5, memory="weights", index=names.index("offsets")),
         ),
         random=names.index("random"),
+        changes=tuple([names.index(name) for name in ("total", "marks", "random")]),
         call={"call": [["x", {"tensor": 0}]]},
         parameters=(POSITIONAL,),
         result={"dict": [[name, {"tensor": place}] for place, name in enumerate(OUTPUTS)]},

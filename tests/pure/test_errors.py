@@ -30,15 +30,15 @@ SOURCES = ("bundles/cgbundle", "cgcompile", "cli/cgcompile_cli")
 
 CLASSES = {
     "CgbundleError", "BundleError", "MachineError", "OutOfMemory", "CallError", "ProgramClosed", "SessionBusy", "StateMissing",
-    "BuildError", "ModelError", "UsageError",
+    "EntryMissing", "BuildError", "ModelError", "UsageError",
 }  # fmt: skip
 """What callers catch."""
 
 OWN_CODE = {"UsageError": ast.Constant("usage")}
 """Classes of one code, which is not given where they are made."""
 
-PASSED_ON = {("cgcompile/util/workers.py", "self.kind.died")}
-"""Where an error is made of a code that a caller gives: (file, variable)."""
+PASSED_ON = {("cgcompile/util/workers.py", "self.kind.died"), ("bundles/cgbundle/validate/bundle.py", "error.code")}
+"""Where an error is made of a code that a caller, or another error, gives: (file, variable)."""
 
 BY_MESSAGE = {
     "source-missing": "tests/cpu/pipeline/test_bad_input.py::test_no_model",

@@ -159,7 +159,7 @@ def test_the_nearest_to_its_bound_speaks_for_all() -> None:
 def test_a_result_passes_by_bits_or_by_tolerance(compare: str, exact: bool, found: float, passed: bool) -> None:
     fine = Compared(title="output a (float32)", error=0.0, bound=0.1, exact=True, text="")
     tensor = Compared(title="output b (float32)", error=found, bound=0.1, exact=exact, text="")
-    result = Result(key=(1,), tensors=(fine, tensor))
+    result = Result(entry="forward", key=(1,), tensors=(fine, tensor))
     assert result.passed(compare) is passed and result.exact is exact
     assert [each["passed"] for each in result.plain(compare)["tensors"]] == [True, passed]
 

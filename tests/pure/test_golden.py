@@ -19,6 +19,7 @@ import cgbundle
 from cgbundle import exam
 from cgbundle.errors import BundleError, CgbundleError, MachineError
 from cgbundle.format import archive, manifest_json
+from cgbundle.format.entries import all_programs, each_entry
 from cgbundle.format.schema import FORMAT_VERSION, MEMORIES, Manifest
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import decode_states, encode_states
@@ -93,9 +94,12 @@ def test_inspect_shows_a_golden(golden: Path, manifest: Manifest) -> None:
     assert code == 0 and manifest.name in text and (manifest.target.level or manifest.target.arch) in text
     code, text = call("inspect", golden, "--json")
     assert code == 0 and json.loads(text)["manifest"]["name"] == manifest.name
-    for program in manifest.programs:
-        code, text = call("inspect", golden, "--graph", "x".join(map(str, program.key)), "--json")
-        assert code == 0 and tuple(json.loads(text)["key"]) == program.key
+    for each in each_entry(manifest):
+        assert each.entry in [row["entry"] for row in json.loads(call("inspect", golden, "--json")[1])["entries"]]
+        for program in each.programs:
+            key = f"{each.entry}:{'x'.join(map(str, program.key)) or '-'}"
+            code, text = call("inspect", golden, "--graph", key, "--json")
+            assert code == 0 and tuple(json.loads(text)["key"]) == program.key
 
 
 def test_verify_finds_nothing(golden: Path, manifest: Manifest) -> None:
@@ -112,7 +116,7 @@ def test_the_manifest_is_canonical(golden: Path, manifest: Manifest) -> None:
 
 def test_every_key_was_verified_by_a_replay_or_by_interpreting_it(manifest: Manifest) -> None:
     traced = dict(manifest.provenance.options).get("record") == "trace"
-    for proof in manifest.exam.proofs:
+    for proof in [proof for each in each_entry(manifest) for proof in each.exam.proofs]:
         assert proof.method == ("interpret" if traced else "replay") and proof.error <= proof.tolerance
     if manifest.target.kind == "cuda":
         assert (manifest.exam.compare == exam.BITS) is not traced
@@ -140,7 +144,7 @@ def test_a_machine_that_cannot_run_a_golden_says_so(golden: Path, manifest: Mani
 
 
 def table_files(manifest: Manifest) -> list[str]:
-    return [step.file for program in manifest.programs for step in program.steps if step.file]
+    return [step.file for program in all_programs(manifest) for step in program.steps if step.file]
 
 
 def recordings(golden: Path, manifest: Manifest) -> list[Recording]:
@@ -162,7 +166,7 @@ def test_tables_decode_check_and_encode_to_themselves(golden: Path, manifest: Ma
 
 def test_every_address_is_a_relocation_inside_its_memory(golden: Path, manifest: Manifest) -> None:
     memories = dict(manifest.memories)
-    for program, recording in zip(manifest.programs, recordings(golden, manifest), strict=False):
+    for program, recording in zip(all_programs(manifest), recordings(golden, manifest), strict=False):
         assert recording.key == program.key and recording.nodes
         limits = memories | {"arena": program.arena, "inputs": program.static}
         for node in recording.nodes:
@@ -204,11 +208,11 @@ def test_every_function_is_in_the_image_that_it_names(golden: Path, manifest: Ma
 
 
 def test_outputs_and_inputs_lie_where_the_recording_reaches(manifest: Manifest) -> None:
-    for program in manifest.programs:
+    for program in all_programs(manifest):
         for index in program.inputs:
             assert program.values[index].memory == ("inputs" if manifest.target.kind == "cuda" else "host")
     if manifest.target.kind == "cuda":
-        assert dict(manifest.memories)["arena"] == max(program.arena for program in manifest.programs)
+        assert dict(manifest.memories)["arena"] == max(program.arena for program in all_programs(manifest))
 
 
 # --- damage ------------------------------------------------------------------------------------------------------

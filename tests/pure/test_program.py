@@ -528,7 +528,7 @@ def test_a_program_that_is_forgotten_is_closed() -> None:
 
 
 def test_plans_are_remembered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgbundle import program as module
+    from cgbundle.call import entry as module
 
     monkeypatch.setattr(module, "PLANS", 4)
     run, _ = program(LINE, double)

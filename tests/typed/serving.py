@@ -30,6 +30,8 @@ def serve(path: str, tokens: Tensor) -> list[float]:
         for spec in (*program.inputs, *program.outputs):
             print(spec.name, spec.dtype, spec.shape)
         total: int = sum(program.memory.values()) + sum(program.session_memory.values())
+        decode: cgbundle.Entry = program.decode
+        print([entry.int_keys for entry in program.entries.values()], program["decode"].name, decode(tokens))
         session: cgbundle.Program = program.session()
         session.seed(1)
         session.reset()

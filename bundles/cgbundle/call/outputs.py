@@ -19,20 +19,31 @@ Call = tuple[Library, int | None, Any]
 one."""
 
 
+class Session:
+    """What the entries of one session share: its memories and programs, and the count of its calls.  It is closed when the last
+    who holds it goes."""
+
+    __slots__ = ("__weakref__", "backend", "epoch")
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.epoch = backend, Epoch()
+
+
 class Outputs:
     """Runs programs for calls; `views`: what it hands out is guarded, and the next replay overwrites it.
 
-    `aliases` is None for a bundle whose outputs share no memory with anything; `epoch` counts replays.
+    `aliases` is None for a bundle whose outputs share no memory with anything; `epoch` counts the session's replays.
+    `first` is the number of the entry's first program among those of all entries.
     """
 
-    __slots__ = ("_aliases", "_backend", "_rows", "_specs", "_static", "_views", "_wrappers", "epoch")
+    __slots__ = ("_aliases", "_backend", "_first", "_rows", "_specs", "_static", "_views", "_wrappers", "epoch")
 
-    def __init__(self, manifest: Manifest, backend: Backend, aliases: OutputAliases | None, *, views: bool) -> None:
-        self._backend, self._aliases, self._views, self._specs = backend, aliases, views, manifest.outputs
+    def __init__(self, manifest: Manifest, session: Session, first: int, aliases: OutputAliases | None, *, views: bool) -> None:
+        self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, manifest.outputs
+        self._first, self.epoch = first, session.epoch
         self._rows = [tuple([program.values[index] for index in program.outputs]) for program in manifest.programs]
         self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
-        self.epoch = Epoch()
 
     def replay(self, call: Call, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
         """Replays on inputs at `addresses`; `parts` are the slices of the outputs that count (None: they count whole)."""
@@ -71,7 +82,7 @@ class Outputs:
     def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
         """Replays, and gives the outputs as the caller's tensors over the runtime's memory."""
         library, device, stream = call
-        results = self._backend.run(program, addresses, device, stream)
+        results = self._backend.run(self._first + program, addresses, device, stream)
         key = (library.name, program)
         if results.static:
             known = self._static.get(key)

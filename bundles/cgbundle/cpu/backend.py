@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MachineError
 from ..format.archive import WEIGHTS, Archive
+from ..format.entries import all_programs, each_entry
 from ..format.schema import Target
 from ..format.spans import span
 from ..session.forks import forked
@@ -65,7 +66,8 @@ class Shared:
         check_machine(manifest.target)
         self.bundle, self.manifest = bundle, manifest
         self.torch = libtorch.load(manifest.target.torch, threads)
-        handed = any(alias.memory == "weights" for alias in manifest.aliases)
+        self.programs = all_programs(manifest)
+        handed = any(alias.memory == "weights" for each in each_entry(manifest) for alias in each.aliases)
         self.weights = bundle.mapped(WEIGHTS, writable=handed)
         self.state = dict(manifest.memories).get(STATE, 0)
         self.initial = InitialState(bundle)
@@ -108,10 +110,9 @@ class CpuBackend:
                     exact=manifest.format < host_code.SINCE,
                 )  # fmt: skip
                 self._regions.append(opened)
-            self._inputs = [
-                [layout_of(program.values[index], self._torch) for index in program.inputs] for program in manifest.programs
-            ]
-            for program in manifest.programs:
+            programs = shared.programs
+            self._inputs = [[layout_of(program.values[index], self._torch) for index in program.inputs] for program in programs]
+            for program in programs:
                 self._regions[program.steps[0].region].check_counts(len(program.inputs), len(program.outputs))
         except BaseException:
             self.close()
@@ -120,9 +121,10 @@ class CpuBackend:
             (
                 self._regions[program.steps[0].region].run,
                 len(program.outputs),
-                OutputLayouts(self._torch, manifest, program, self.address),
+                OutputLayouts(self._torch, each, program, self.address),
             )
-            for program in manifest.programs
+            for each in each_entry(manifest)
+            for program in each.programs
         ]
 
     def locked(self, stream: int | None) -> SharedLock | ExclusiveLock:
@@ -159,7 +161,7 @@ class CpuBackend:
 
     def buffers(self, program: int) -> tuple[list[int], object]:
         """The addresses of the program's static input buffers, and what keeps them alive; the same at every call."""
-        row = self._use().manifest.programs[program]
+        row = self._use().programs[program]
         kept = self._buffers.get(program)
         if kept is None:
             kept = self._buffers.setdefault(program, [_memory(span(row.values[index])) for index in row.inputs])
@@ -176,7 +178,7 @@ class CpuBackend:
             from ..session.profile import step_names  # few programs are profiled
 
             self._unwatched = self._run
-            names = [step_names(manifest, program)[0] for program in manifest.programs]
+            names = [step_names(each, program)[0] for each in each_entry(manifest) for program in each.programs]
             rows = zip(names, self._run, strict=True)
             self._run = [(profile.timed(name, run), outputs, layouts) for name, (run, outputs, layouts) in rows]
 

@@ -14,7 +14,7 @@ from hashlib import sha256
 from threading import Lock
 
 from ..errors import MachineError
-from ..format.elf import SHARED_OBJECT, check_elf
+from ..validate.elf import SHARED_OBJECT, check_elf
 
 _LOADED: dict[str, ctypes.CDLL] = {}
 """What this process has loaded, by SHA-256.  It stays: to unload C++ code is not safe."""

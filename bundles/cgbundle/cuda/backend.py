@@ -96,7 +96,7 @@ class CudaBackend:
             undo.callback(self._give_back)
             with self._context, Relaxed():
                 self._open(self._cleanup, alone=alone)
-                self._bind(() if lazy else range(len(self._manifest.programs)))
+                self._bind(() if lazy else range(len(shared.rows)))
                 shared.settle()  # and zeroed memories and state
                 driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
             undo.pop_all()
@@ -176,7 +176,7 @@ class CudaBackend:
     def buffers(self, program: int) -> tuple[list[int], object]:
         """The addresses of the program's static input buffers, and what owns tensors over them."""
         with self.locked(None):  # which raises where this was closed
-            return [address for address, _ in static_buffers(self._manifest.programs[program], self._memories)], self
+            return [address for address, _ in static_buffers(self._shared.rows[program][0], self._memories)], self
 
     def copy_out(self, address: int, size: int, stream: int | None) -> Output:
         """A copy of GPU memory that the next replay leaves alone, in the order of the stream."""
@@ -293,7 +293,7 @@ class CudaBackend:
         if self._order.capturing(stream):
             raise CallError(
                 "capture-refused",
-                f"int_key {self._manifest.programs[number].key} is not built yet, and cannot be while a CUDA graph is captured",
+                f"int_key {self._shared.rows[number][0].key} is not built yet, and cannot be while a CUDA graph is captured",
                 "call it once before the capture, or load the bundle with lazy=False",
             )
         with Relaxed():
@@ -306,17 +306,17 @@ class CudaBackend:
 
         assert self._clock is not None
         self._unwatched[number] = bound
-        program = self._manifest.programs[number]
-        rows = zip(step_names(self._manifest, program), program.steps, bound.steps, strict=True)
+        program, _ = self._shared.rows[number]
+        rows = zip(step_names(self._shared.entries[number], program), program.steps, bound.steps, strict=True)
         clock = self._clock
         timed = [clock.profile.timed(name, run) if step.kind == "host" else clock.timed(name, run) for name, step, run in rows]
         return bound._replace(steps=timed)
 
     def _bind(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            manifest = self._manifest
+            program, written = self._shared.rows[number]
             with self._shared.lock:
-                bound = bind(manifest.programs[number], manifest.written, self._memories, self._executors, self._host)
+                bound = bind(program, written, self._memories, self._executors, self._host)
             self._results[number] = DeviceOutputs(bound.outputs, self.device, self.copy_out)
             self._programs[number] = bound if self._clock is None else self._timed(number, bound)
 

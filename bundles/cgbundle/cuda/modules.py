@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import BundleError
 from ..format.archive import KERNELS, Archive, kernel_images
-from ..format.elf import check_elf
 from ..format.schema import MEMORIES
 from ..format.spans import graph_memories
+from ..validate.elf import check_elf
 from .driver import check, cu
 
 if TYPE_CHECKING:

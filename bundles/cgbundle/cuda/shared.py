@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from ..cpu.processor import check_features
 from ..format.archive import KERNELS, Archive
 from ..format.archive import WEIGHTS as FILE
+from ..format.entries import each_entry
 from ..session.initial_state import InitialState
 from . import weights
 from .driver import Context, Relaxed, check_device, check_driver
@@ -19,7 +20,8 @@ class Shared:
     """A bundle on GPU number `device`; `context`, `mode`, `poison` and `threads` as for `CudaBackend`, as is what it raises.
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
-    makes graphs or loads modules holds `lock`.
+    makes graphs or loads modules holds `lock`.  `rows` are the programs of all entries, each with the inputs that its calls
+    change, and `entries` the manifests of their entries.
     """
 
     def __init__(
@@ -28,6 +30,8 @@ class Shared:
         manifest = bundle.manifest
         self.threads = threads
         self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
+        self.entries = [each for each in each_entry(manifest) for _ in each.programs]
+        self.rows = [(program, each.written) for each in each_entry(manifest) for program in each.programs]
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self._shares = 1
         self._upload: weights.Upload | None = None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from ..errors import BundleError
 from . import limits, manifest_json
+from .entries import FORWARD, each_entry
 from .open_files import CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
@@ -227,25 +228,40 @@ def unlisted_files(path: str, manifest: Manifest) -> list[BundleError]:
     return [BundleError("file-damaged", f"{name}: not named in the manifest") for name in sorted(names)]
 
 
-def exam_entry(key: Sequence[int], kind: str, index: int) -> str:
+def exam_entry(key: Sequence[int], kind: str, index: int, entry: str = FORWARD) -> str:
     """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`.  `kind`: input, output, or
-    written, which is what the input of that number holds after the call."""
-    return f"{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
+    written, which is what the input of that number holds after the call.  Of another entry than `forward`:
+    `decode/8x128/input/0`."""
+    return f"{_folder(entry)}{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
 
 
-def program_file(key: Sequence[int]) -> str:
-    """The exported program of an int_key, where each has its own: `programs/8x128.pt2`."""
-    return f"{PROGRAMS}{'x'.join(map(str, key))}.pt2"
+def program_file(key: Sequence[int], entry: str = FORWARD) -> str:
+    """The exported program of an int_key, where each has its own: `programs/8x128.pt2`, `programs/decode/8x128.pt2`."""
+    return f"{PROGRAMS}{_folder(entry)}{'x'.join(map(str, key))}.pt2"
+
+
+def whole_program_file(entry: str = FORWARD) -> str:
+    """The exported program that is for all int_keys: `program.pt2`, `programs/decode.pt2`."""
+    return PROGRAM if entry == FORWARD else f"{PROGRAMS}{entry}.pt2"
 
 
 def program_files(manifest: Manifest) -> tuple[str, ...]:
-    """The files of the exported programs: one for all int_keys, or one for each."""
-    return tuple([program_file(program.key) for program in manifest.programs]) if per_size(manifest) else (PROGRAM,)
+    """The files of the exported programs: of each entry one for all int_keys, or one for each."""
+    found: list[str] = []
+    for each in each_entry(manifest):
+        keys = [program.key for program in each.programs]
+        found += [program_file(key, each.entry) for key in keys] if per_size(each) else [whole_program_file(each.entry)]
+    return tuple(found)
 
 
 def per_size(manifest: Manifest) -> bool:
-    """Whether every int_key has an exported program of its own."""
-    return any(file.path.startswith(PROGRAMS) for file in manifest.files)
+    """Whether every int_key of the manifest's own entry has an exported program of its own."""
+    own = {program_file(program.key, manifest.entry) for program in manifest.programs}
+    return any(file.path in own for file in manifest.files)
+
+
+def _folder(entry: str) -> str:
+    return "" if entry == FORWARD else f"{entry}/"
 
 
 def sha256(path: str) -> str:

@@ -27,13 +27,16 @@ SIZE_OPERATORS = 256
 """Operators of one size."""
 
 SIZE_EVALUATIONS = 4_000_000
-"""Sizes and operators of all inputs and outputs, times the int_keys."""
+"""Sizes and operators of all inputs and outputs, times the int_keys, of all entries together."""
 
 AXES = 64
 """Axes of a tensor, as in PyTorch."""
 
 DIMENSIONS = 64
 """Declared dimensions."""
+
+ENTRIES = 64
+"""Entries of a bundle."""
 
 INTEGER = 1 << 63
 """Whole numbers are from -INTEGER on and below INTEGER; so are the bytes of a tensor, and where it ends."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state, random numbers,
 outputs that share memory with something else.  4 (2026-11): parameters of the call, a bound for every tensor of the exam, levels of
-processors, ranges of indices, signatures, the rows that a shared object was built for, records in trees."""
+processors, ranges of indices, signatures, the rows that a shared object was built for, records in trees.  5 (2026-11): several
+entries."""
 
 ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "written"): (2, ()),
@@ -28,6 +29,9 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Proof", "errors"): (4, ()),
     ("Proof", "distance"): (4, 0.0),
     ("Manifest", "parameters"): (4, ()),
+    ("Manifest", "entry"): (5, "forward"),
+    ("Manifest", "changes"): (5, ()),
+    ("Manifest", "entries"): (5, ()),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
@@ -265,17 +269,45 @@ class File:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A callable of the bundle: the method `name` of the module.  Its fields are those of the manifest that have the same names;
+    the manifest's own are of the first entry."""
+
+    name: Name
+    dimensions: tuple[Dimension, ...]
+    inputs: tuple[TensorSpec, ...]
+    written: tuple[int, ...]
+    changes: tuple[int, ...]
+    outputs: tuple[TensorSpec, ...]
+    aliases: tuple[Alias, ...]
+    call: Tree
+    parameters: tuple[Parameter, ...]
+    result: Tree
+    programs: tuple[Program, ...]
+    findings: tuple[Finding, ...]
+    exam: Exam
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything about a bundle but its bulk.  `written`: positions in `inputs` of those that a call changes in place, in the
-    caller's own memory.  `aliases`: outputs that share memory, by output.  `random`: the position in `weights` of the state of the
-    random numbers, int64 [seed, calls so far], or -1 for a model that draws none.  `parameters`: those of `call`, in its order."""
+    """Everything about a bundle but its bulk.
+
+    `entry` is the name of its first entry, the method that `dimensions` to `result`, `programs`, `findings` and `exam` are of;
+    `entries` are the further ones.  `entries.py` gives a manifest for each.
+
+    `written`: positions in `inputs` of those that a call changes in place, in the caller's own memory.  `changes`: positions in
+    `weights` of the state that a call changes.  `aliases`: outputs that share memory, by output.  `random`: the position in
+    `weights` of the state of the random numbers, int64 [seed, calls so far], or -1 for a model that draws none.  `parameters`:
+    those of `call`, in its order."""
 
     format: int
     name: Name
     target: Target
+    entry: Name
     dimensions: tuple[Dimension, ...]
     inputs: tuple[TensorSpec, ...]
     written: tuple[int, ...]
+    changes: tuple[int, ...]
     outputs: tuple[TensorSpec, ...]
     aliases: tuple[Alias, ...]
     random: int
@@ -290,5 +322,6 @@ class Manifest:
     findings: tuple[Finding, ...]
     waivers: tuple[Name, ...]
     exam: Exam
+    entries: tuple[Entry, ...]
     provenance: Provenance
     files: tuple[File, ...]

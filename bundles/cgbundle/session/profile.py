@@ -10,6 +10,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from ..format.entries import FORWARD
 from ..format.schema import Manifest, Program, Step
 
 CALL = "call"
@@ -143,8 +144,9 @@ class Profile:
 
 def step_names(manifest: Manifest, program: Program) -> list[str]:
     """A name for each step of a program: `graph graph-1 [batch=8]`, `copy from the GPU [batch=8]`."""
+    entry = "" if manifest.entry == FORWARD else f"{manifest.entry} "
     sizes = ", ".join([f"{each.name}={size}" for each, size in zip(manifest.dimensions, program.key, strict=False)])
-    return [f"{_step_name(manifest, program, step)}{f' [{sizes}]' if sizes else ''}" for step in program.steps]
+    return [f"{entry}{_step_name(manifest, program, step)}{f' [{sizes}]' if sizes else ''}" for step in program.steps]
 
 
 def _step_name(manifest: Manifest, program: Program, step: Step) -> str:

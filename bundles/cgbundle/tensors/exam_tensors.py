@@ -59,7 +59,7 @@ def is_exact(dtype: str) -> bool:
 
 def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Tensor]:
     """The exam's inputs for `key`, copied."""
-    names = [exam_entry(key, "input", index) for index in range(len(manifest.inputs))]
+    names = [exam_entry(key, "input", index, manifest.entry) for index in range(len(manifest.inputs))]
     return [from_bytes(stored(exam, name), exam.entries[name].dtype, exam.entries[name].shape) for name in names]
 
 

@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from ..errors import BundleError, CgbundleError
 from ..format import archive, limits
 from ..format.archive import Archive
+from ..format.entries import FORWARD, all_programs, each_entry
 from ..format.schema import Manifest
 from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
 from . import host_code
 from .exam import check_exam, check_exam_rows
 from .memories import check_memories, check_weight_rows
-from .programs import check_programs
+from .programs import check_programs, check_size_evaluations
 from .require import require
 from .signature import check_signature
-from .state import check_alias_spans, check_aliases, check_state
+from .state import check_alias_spans, check_aliases, check_changes, check_state
 
 LEVELS = ("load", "full")
 """How much `check_bundle` hashes: everything but the weights' data, or everything."""
@@ -84,19 +85,63 @@ def examine(bundle: Archive) -> list[CgbundleError]:
 
 def check_manifest(manifest: Manifest) -> None:
     """Raises manifest-invalid unless the manifest is sound in itself, file-damaged when it does not list a file that it needs."""
-    check_signature(manifest)
+    each = each_entry(manifest)
+    _check_entries(each)
+    _of_each(check_signature, each)
     _check_target(manifest)
     check_memories(manifest)
     check_weight_rows(manifest)
     _check_regions(manifest)
     check_state(manifest)
+    _of_each(_check_calls, each)
+    _check_owners(each)
+    _check_files(manifest)
+    _of_each(_check_reports, each)
+
+
+def _of_each(check: Callable[[Manifest], None], each: Sequence[Manifest]) -> None:
+    """A check of what every entry has for itself; errors name the field of the bundle's own manifest."""
+    for index, manifest in enumerate(each):
+        try:
+            check(manifest)
+        except BundleError as error:
+            if not index:
+                raise
+            raise BundleError(error.code, f"entries[{index - 1}].{error}", error.hint) from None
+
+
+def _check_calls(manifest: Manifest) -> None:
+    check_changes(manifest)
     check_aliases(manifest)
     check_programs(manifest)
     check_alias_spans(manifest)
-    _check_files(manifest)
+
+
+def _check_reports(manifest: Manifest) -> None:
     check_exam_rows(manifest)
     for index, finding in enumerate(manifest.findings):
         require(finding.severity in SEVERITIES, f"findings[{index}].severity", f"unknown severity {finding.severity!r}")
+
+
+def _check_entries(each: Sequence[Manifest]) -> None:
+    """Every entry has a name of its own.  One that is called `forward` is the first."""
+    names = [manifest.entry for manifest in each]
+    require(len(names) <= limits.ENTRIES, "entries", f"{len(names)}, more than the limit of {limits.ENTRIES}")
+    for index, name in enumerate(names):
+        where = f"entries[{index - 1}].name" if index else "entry"
+        require(name.isidentifier(), where, f"{name!r} is no name")
+        require(name not in names[:index], where, f"{name!r} stands twice")
+        require(name != FORWARD or not index, where, f"{FORWARD!r} is not the first entry")
+    check_size_evaluations(each)
+
+
+def _check_owners(each: Sequence[Manifest]) -> None:
+    """A shared object, and the graphs of a recording, are one entry's: they say how they are called."""
+    owners: dict[int, str] = {}
+    for manifest in each:
+        for region in host_code.host_regions(manifest):
+            taken = owners.setdefault(region, manifest.entry)
+            require(taken == manifest.entry, f"regions[{region}]", f"is of two entries, {taken!r} and {manifest.entry!r}")
 
 
 def check_weights(bundle: Archive) -> None:
@@ -128,7 +173,7 @@ def check_tables(bundle: Archive) -> None:
     manifest = bundle.manifest
     memories = graph_memories(manifest.memories)
     images = archive.kernel_images(manifest)
-    for program in manifest.programs:
+    for program in all_programs(manifest):
         for place, step in enumerate(program.steps):
             if step.kind != "graph":
                 continue
@@ -149,9 +194,10 @@ def check_host_code(bundle: Archive) -> None:
     manifest = bundle.manifest
     if manifest.format < host_code.SINCE:
         return
+    each = each_entry(manifest)
     for index, region in enumerate(manifest.regions):
         if region.file:
-            found, expected = host_code.read(bundle.data(region.file)), host_code.described(manifest, index)
+            found, expected = host_code.read(bundle.data(region.file)), host_code.described(host_code.owner(each, index), index)
             where = f"regions[{index}].file"
             require(found is not None, where, f"{region.file} does not say what it was built for")
             if found != expected:
@@ -203,13 +249,13 @@ def _check_files(manifest: Manifest) -> None:
         require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
         if file.path.startswith(archive.KERNELS):
             require(file.path == archive.KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
-    tables = {step.file for program in manifest.programs for step in program.steps} | {manifest.module_state}
+    files = {step.file for program in all_programs(manifest) for step in program.steps}
+    tables = files | {manifest.module_state}
     for index, file in enumerate(manifest.files):
         small = file.bytes <= limits.TABLE_BYTES or file.path not in tables
         require(small, f"files[{index}].bytes", f"a table of {file.bytes} bytes, more than the limit of {limits.TABLE_BYTES}")
     needed = {archive.WEIGHTS, archive.EXAM, *archive.program_files(manifest)}
     needed |= {region.file for region in manifest.regions if region.file}
-    needed |= {step.file for program in manifest.programs for step in program.steps if step.file}
-    needed |= {manifest.module_state} - {""}
+    needed |= tables - {""}
     for path in sorted(needed - set(paths)):
         raise BundleError("file-damaged", f"{path}: the manifest needs it and does not list it")

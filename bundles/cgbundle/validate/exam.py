@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ..errors import BundleError
 from ..format import archive
 from ..format.archive import Archive
+from ..format.entries import each_entry
 from ..format.safetensors import Entry
 from ..format.schema import IntKey, Manifest, Program
 from ..tensors.exam_tensors import WAIVER, exam_tensors, is_exact
@@ -49,9 +50,10 @@ def check_exam(bundle: Archive) -> None:
     """Raises weights-invalid unless the file holds the inputs, outputs and what calls change of every int_key, and nothing else."""
     manifest, entries = bundle.manifest, bundle.tensors(archive.EXAM)
     expected = set()
-    for program in manifest.programs:
-        expected |= _check_state(manifest, program.key, entries)
-        expected |= _check_values(manifest, program, entries)
+    for own in each_entry(manifest):
+        for program in own.programs:
+            expected |= _check_state(own, program.key, entries)
+            expected |= _check_values(own, program, entries)
     for name in sorted(entries.keys() - expected):
         raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} belongs to no int_key")
 
@@ -62,7 +64,7 @@ def _check_values(manifest: Manifest, program: Program, entries: Mapping[str, En
     names = set()
     for kind, positions in (("input", enumerate(program.inputs)), ("output", enumerate(program.outputs)), ("written", written)):
         for index, position in positions:
-            name, value = archive.exam_entry(program.key, kind, index), program.values[position]
+            name, value = archive.exam_entry(program.key, kind, index, manifest.entry), program.values[position]
             names.add(name)
             entry = _entry(entries, name)
             if (entry.dtype, entry.shape) != (value.dtype, value.shape):
@@ -78,7 +80,7 @@ def _check_state(manifest: Manifest, key: IntKey, entries: Mapping[str, Entry]) 
     for index, weight in enumerate(manifest.weights):
         if weight.memory == STATE:
             for kind, dtype, rank in (("state", weight.dtype, 1), ("state-at", "int64", 2)):
-                name = archive.exam_entry(key, kind, index)
+                name = archive.exam_entry(key, kind, index, manifest.entry)
                 names.add(name)
                 entry = _entry(entries, name)
                 if entry.dtype != dtype or len(entry.shape) != rank or (rank == 2 and entry.shape[1] != 2):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
+from ..format.entries import each_entry
 from ..format.schema import Manifest, Value, Weight
 
 SINCE = 4
@@ -28,8 +30,19 @@ SIGNATURE = ("dimensions", "inputs", "written", "outputs", "aliases", "random", 
 _WEIGHT, _VALUE = [attrgetter(*[field.name for field in fields(record)]) for record in (Weight, Value)]
 
 
+def owner(each: Sequence[Manifest], region: int) -> Manifest:
+    """Of the entries' manifests the one whose programs run host region number `region`; the first where none does."""
+    return next((one for one in each if region in host_regions(one)), each[0])
+
+
+def host_regions(manifest: Manifest) -> set[int]:
+    """The numbers of the host regions that an entry's programs run."""
+    return {step.region for program in manifest.programs for step in program.steps if step.kind == "host"}
+
+
 def described(manifest: Manifest, region: int) -> bytes:
-    """The rows that the code of host region number `region` depends on, as canonical JSON."""
+    """The rows that the code of host region number `region` depends on, as canonical JSON.  `manifest`: of the entry that runs
+    it."""
     row = manifest.regions[region]
     steps = [(program, step) for program in manifest.programs for step in program.steps if step.kind == "host"]
     plain: dict[str, Any] = {
@@ -42,14 +55,17 @@ def described(manifest: Manifest, region: int) -> bytes:
     }
     if manifest.target.kind == "cpu":
         plain |= {name: _plain(getattr(manifest, name)) for name in SIGNATURE}
+        if manifest.format >= 5:
+            plain["entry"] = manifest.entry
     return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
 
 
 def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
     """Writes the rows behind every shared object of the bundle in `folder`.  Its files must be described anew."""
+    each = each_entry(manifest)
     for index, region in enumerate(manifest.regions):
         if region.file:
-            text = described(manifest, index)
+            text = described(owner(each, index), index)
             with open(os.path.join(folder, region.file), "ab") as file:
                 file.write(text + len(text).to_bytes(8, "little") + MAGIC)
 

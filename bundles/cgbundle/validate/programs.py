@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
 
@@ -21,14 +21,22 @@ def check_programs(manifest: Manifest) -> None:
     """Raises manifest-invalid unless the programs are sound."""
     count = prod(len(dimension.sizes) for dimension in manifest.dimensions)
     require(len(manifest.programs) == count, "programs", f"{len(manifest.programs)}, the dimensions' sizes make {count}")
-    sizes = sum(operands(size) for spec in (*manifest.inputs, *manifest.outputs) for size in spec.shape)
-    few = sizes * count <= limits.SIZE_EVALUATIONS
-    require(few, "programs", f"{count} of {sizes} sizes and operators, more than the limit of {limits.SIZE_EVALUATIONS} in all")
     keys = list(product(*[dimension.sizes for dimension in manifest.dimensions]))
     found = [program.key for program in manifest.programs]
     require(found == keys, "programs", f"keys {found[:4]}... are not the product of the dimensions' sizes")
     for index, program in enumerate(manifest.programs):
         _check_program(manifest, program, f"programs[{index}]")
+
+
+def check_size_evaluations(each: Sequence[Manifest]) -> None:
+    """Raises manifest-invalid where the shapes of all entries, given one manifest for each, cost too much to work out."""
+    total = 0
+    for manifest in each:
+        sizes = sum(operands(size) for spec in (*manifest.inputs, *manifest.outputs) for size in spec.shape)
+        total += sizes * len(manifest.programs)
+        few = total <= limits.SIZE_EVALUATIONS
+        text = f"{len(manifest.programs)} of {sizes} sizes and operators, more than the limit of {limits.SIZE_EVALUATIONS} in all"
+        require(few, "programs", text)
 
 
 def _check_program(manifest: Manifest, program: Program, where: str) -> None:

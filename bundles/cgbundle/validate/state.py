@@ -15,8 +15,8 @@ SHARED = ("inputs", "outputs", "weights", STATE)
 
 
 def check_state(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless every buffer that calls change has bytes and a tensor of its own, and no call of such a model
-    may be padded or cut.  The state of the random numbers is two integers of memory state."""
+    """Raises manifest-invalid unless every buffer that calls change has bytes and a tensor of its own.  The state of the random
+    numbers is two integers of memory state."""
     total = dict(manifest.memories).get(STATE, 0)
     rows = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     users = Counter([weight.tensor for weight in manifest.weights])
@@ -40,7 +40,15 @@ def check_state(manifest: Manifest) -> None:
         row = manifest.weights[manifest.random]
         fits = (row.memory, row.dtype, row.shape) == (STATE, "int64", (2,))
         require(fits, "random", f"weight {row.name!r} is not two integers of memory {STATE}")
-    if any(index != manifest.random for index, _ in rows):
+
+
+def check_changes(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless `changes` are weights of memory state, and no call of an entry that changes any is padded or
+    cut.  Before format version 5 calls may change all state."""
+    state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
+    changes = list(manifest.changes) if manifest.format >= 5 else state
+    require(changes == sorted(set(changes)) and set(changes) <= set(state), "changes", "are not ascending weights of memory state")
+    if any(index != manifest.random for index in changes):
         require_whole_calls(manifest, "calls change state")
 
 

@@ -159,7 +159,7 @@ def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[]
         return lowered(*args, **kwargs)
 
     def restore() -> None:
-        for i in loaded.request.written:
+        for i in loaded.request.written[key]:
             static[i].copy_(examples[i])
         loaded.restore()
 

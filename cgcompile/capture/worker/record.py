@@ -144,16 +144,16 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
         item.graph.instantiate()
     torch.cuda.synchronize()
     before = torch.cuda.get_rng_state()
-    for call in range(loaded.request.exam_calls):
+    for call in range(loaded.request.exam_calls[key]):
         for static, value in zip(inputs, values, strict=True) if call else ():
             static.copy_(value)
         made = replay_regions(opened, items) if opened else _replay(items[0])
     if not torch.equal(before, torch.cuda.get_rng_state()):
         raise ModelError("randomness-refused", f"int_key {key}: replaying the graph draws random numbers")
     for i, (static, value) in enumerate(zip(inputs, values, strict=True)):
-        if i not in loaded.request.written and row_major(static) != row_major(value):
+        if i not in loaded.request.written[key] and row_major(static) != row_major(value):
             raise ModelError("input-mutated", f"int_key {key}: the program changes tensor {i} of its inputs")
-    changed = [inputs[i] for i in loaded.request.written]
+    changed = [inputs[i] for i in loaded.request.written[key]]
     outputs, written = tuple(row_major(t) for t in made), tuple(row_major(t) for t in changed)
     rows = [row for row in loaded.request.weights if row.memory == "state"]
     state = tuple([(row.name, contents(loaded.tensor_of(row), row.strides)) for row in rows])
@@ -175,9 +175,9 @@ def _eager(loaded: LoadedProgram, key: IntKey) -> list[torch.Tensor]:
     """The outputs of eager PyTorch on a key's fresh call, then the inputs that it writes to, on the GPU; of programs of several
     regions, those of the host are on the CPU."""
     opened = open_regions(loaded, key) if loaded.split else None
-    for _ in range(loaded.request.exam_calls):
+    for _ in range(loaded.request.exam_calls[key]):
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(loaded.inputs.device, copy=True), loaded.calls[key][1])
         given = tensors_of((args, kwargs))
         with torch.no_grad():
             made = list(eager_regions(opened, given)) if opened else tensors_of(loaded.modules[key](*args, **kwargs))
-    return [*made, *[given[i] for i in loaded.request.written]]
+    return [*made, *[given[i] for i in loaded.request.written[key]]]

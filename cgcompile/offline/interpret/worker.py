@@ -57,7 +57,7 @@ def execute(task: Task) -> Outcome:
             _run(memory, kernels, stage.recording)
         memory.where = f"int_key {task.key}, its outputs"
         read += [_view(memory, value, "reads").tobytes() for value in stage.read]
-    return Outcome(key=task.key, read=tuple(read), seconds=time.monotonic() - began)
+    return Outcome(key=tuple(task.key), read=tuple(read), seconds=time.monotonic() - began)
 
 
 def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> None:

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
+from ...targets.build_spec import own_key
 from ...targets.cuda.recorded import RegionKey
 from ...targets.cuda.tensors import settings
 from ...targets.program_contents import program_contents, tensor_layout
@@ -67,7 +68,10 @@ def lower_all(
     rest = arch, table.read_bytes() if table else b"", settings()
     about = program_contents([job.program for job in jobs.values()])
     asked = {name: ([tensor_layout(each) for each in job.tensors], job.layouts, job.writes, job.live) for name, job in jobs.items()}
-    kept = {name: cache_path(cache, "lowered", about[id(job.program)], rest, name[1], *asked[name]) for name, job in jobs.items()}
+    kept = {
+        name: cache_path(cache, "lowered", about[id(job.program)], rest, own_key(name[1]), *asked[name])
+        for name, job in jobs.items()
+    }
     known: dict[RegionKey, Lowered] = {name: found for name, path in kept.items() if (found := recall(path, Lowered)) is not None}
     if len(known) == len(jobs):
         tell(f"all {len(known)} were lowered before")
@@ -77,7 +81,7 @@ def lower_all(
     for name, job in left.items():
         content = WorkerJob(
             program=files[id(job.program)], tensors=job.tensors, layouts=job.layouts, writes=job.writes, live=job.live,
-            key=name[1], arch=arch, settings=settings(), table=table,
+            key=own_key(name[1]), arch=arch, settings=settings(), table=table,
         )  # fmt: skip
         requests[name] = Request(content=content, what=f"lowering {name[0]} for int_key {name[1]}")
     for name, lowered in ask(Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken"), requests):

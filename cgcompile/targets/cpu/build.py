@@ -5,16 +5,17 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from cgbundle.format import archive, safetensors
+from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Exam, IntKey, Region, Target, Value, Weight
 
 from ...bundle.emit import describe_size
-from ...bundle.exam import eager_exam, write_exam
+from ...bundle.exam import KeyExam, eager_exam, write_exam
 from ...bundle.proof import unproved
 from ...errors import ModelError
 from ...export.exported import memory_order
@@ -24,10 +25,10 @@ from ...model.pytree import dtype_name
 from ...transforms.error_bounds import error_bounds
 from ...transforms.inlining import inlined
 from ...transforms.output_aliases import with_aliases
-from ...util.progress import Stages
+from ...util.progress import Stages, Tell
 from ...util.scratch import scratch_folder
-from ..build_spec import BuildSpec, ManifestParts
-from ..instruction_sets import level_of
+from ..build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
+from ..instruction_sets import Level, level_of
 from ..memory_layout import lay_out, tensor_bytes
 from ..program_contents import program_contents
 from ..rows import WHOLE, whole_program, whole_region
@@ -39,62 +40,95 @@ from .object_cache import recalled_or_compiled
 REASON = "the cpu target has no graphs"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CompiledEntry:
+    """An entry with what was compiled of it: a shared object for each of its programs, by the first int_key."""
+
+    entry: EntrySpec
+    programs: Programs
+    compiled: dict[IntKey, Compiled]
+
+    def name(self, key: IntKey) -> str:
+        """The region of the program of `key`: `model`, or `model-8x128` where each has its own; of another entry than forward
+        `decode`, `decode-8x128`."""
+        base = WHOLE if self.entry.name == FORWARD else self.entry.name
+        return base if self.programs.dynamic else f"{base}-{'x'.join(map(str, key))}"
+
+    def file(self, key: IntKey) -> str:
+        return f"{archive.HOST}{self.name(key)}.so"
+
+
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Compiles every program, and writes the shared objects, the weights and the exam into `stage`."""
-    prepared, level = spec.prepared, level_of(spec.target)
+    level = level_of(spec.target)
     with scratch_folder() as scratch:
         with stages("lower") as tell:
-            shared = prepared.aliases
-            changing = bool(prepared.state) or any(each.name for each in shared)
-            inner = prepared.programs.changed(inlined)
-            contents = program_contents([program for _, program in inner.each])
-            compiled: dict[IntKey, Compiled] = {}
-            for key, program in inner.each:
-                work = scratch / _name(key, prepared.programs)
-                work.mkdir()
-                compiled[key] = recalled_or_compiled(
-                    program, contents[id(program)], work, tell, [each.output for each in shared], changing, level
-                )
-            tell(_summary(compiled, prepared.programs))
+            changing = any(entry.prepared.state or any(each.name for each in entry.prepared.aliases) for entry in spec.entries)
+            entries = [_compile(entry, scratch, tell, changing, level) for entry in spec.entries]
+            tell(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
-            tensors = dict(sorted(prepared.programs.weights().items()))
-            weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, prepared.state))
-            exams = eager_exam(spec.source, prepared, spec.sizes, weights)
+            tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
+            weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, spec.entries[0].prepared.state))
             (stage / archive.HOST).mkdir()
             regions: list[Region] = []
-            numbers: dict[IntKey, int] = {}
-            strides: dict[IntKey, list[tuple[int, ...]]] = {}
-            for key, program in inner.each:
-                bound = layouts.bind_constants(compiled[key].path, program, weights)
-                for exam in [exam for exam in exams if inner.at(exam.key) is program]:
-                    numbers[exam.key] = len(regions)
-                    strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
-                bound.region.close()
-                file = _file(key, prepared.programs)
-                shutil.copyfile(compiled[key].path, stage / file)
-                regions.append(whole_region("host", REASON, file, bound.constants, _name(key, prepared.programs)))
+            exams: dict[str, list[KeyExam]] = {}
+            parts = []
+            for each in entries:
+                own = each.entry
+                exams[own.name] = eager_exam(own.source, own.prepared, own.sizes, weights)
+                parts.append(_entry_parts(each, exams[own.name], weights, regions, stage))
             write_exam(stage / archive.EXAM, exams)
             tell(describe_size(stage))
+    features = {feature for each in entries for compiled in each.compiled.values() for feature in compiled.features}
+    return ManifestParts(
+        target=Target(
+            kind="cpu", arch=platform.machine(), level=level.name if level else "", features=tuple(sorted(features)),
+            torch=spec.torch_version, driver=0,
+        ),
+        weights=weights,
+        memories=_memories(weights),
+        regions=tuple(regions),
+        module_state="",
+        entries=tuple(parts),
+    )  # fmt: skip
+
+
+def _compile(entry: EntrySpec, scratch: Path, tell: Tell, changing: bool, level: Level | None) -> _CompiledEntry:
+    """`changing`: weights may change, whichever entry does it."""
+    inner = entry.prepared.programs.changed(inlined)
+    made = _CompiledEntry(entry=entry, programs=inner, compiled={})
+    contents = program_contents([program for _, program in inner.each])
+    shared = [each.output for each in entry.prepared.aliases]
+    for key, program in inner.each:
+        work = scratch / made.name(key)
+        work.mkdir()
+        made.compiled[key] = recalled_or_compiled(program, contents[id(program)], work, tell, shared, changing, level)
+    return made
+
+
+def _entry_parts(
+    each: _CompiledEntry, exams: Sequence[KeyExam], weights: tuple[Weight, ...], regions: list[Region], stage: Path
+) -> EntryParts:
+    """The rows of an entry; its regions are added to `regions`, its shared objects to `stage`."""
+    prepared = each.entry.prepared
+    numbers: dict[IntKey, int] = {}
+    strides: dict[IntKey, list[tuple[int, ...]]] = {}
+    for key, program in each.programs.each:
+        bound = layouts.bind_constants(each.compiled[key].path, program, weights)
+        for exam in [exam for exam in exams if each.programs.at(exam.key) is program]:
+            numbers[exam.key] = len(regions)
+            strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
+        bound.region.close()
+        shutil.copyfile(each.compiled[key].path, stage / each.file(key))
+        regions.append(whole_region("host", REASON, each.file(key), bound.constants, each.name(key)))
     programs = []
     for exam in exams:
         given = [_value(tensor, tensor.stride()) for tensor in exam.inputs]
         made = [_value(tensor, stride) for tensor, stride in zip(exam.outputs, strides[exam.key], strict=True)]
         programs.append(whole_program("host", exam.key, given, made, region=numbers[exam.key]))
     bounds = error_bounds(prepared, weights)
-    return ManifestParts(
-        target=Target(
-            kind="cpu",
-            arch=platform.machine(),
-            level=level.name if level else "",
-            features=tuple(sorted({feature for each in compiled.values() for feature in each.features})),
-            torch=spec.torch_version,
-            driver=0,
-        ),
-        weights=weights,
-        memories=_memories(weights),
-        regions=tuple(regions),
+    return EntryParts(
         programs=with_aliases(tuple(programs), prepared.aliases, prepared.signature.outputs, weights),
-        module_state="",
         exam=Exam(
             compare="tolerance", calls=prepared.exam_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
             proofs=tuple([unproved(exam.key, bounds) for exam in exams]),
@@ -102,22 +136,13 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     )  # fmt: skip
 
 
-def _summary(compiled: Mapping[IntKey, Compiled], programs: Programs) -> str:
+def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
     """`host/model.so, 150 KB`, or `3 files, 460 KB, 2 of them compiled by an earlier build`."""
-    size = sum(each.path.stat().st_size for each in compiled.values()) >> 10
-    before = sum(each.recalled for each in compiled.values())
+    size = sum(each.path.stat().st_size for _, each in compiled) >> 10
+    before = sum(each.recalled for _, each in compiled)
     if len(compiled) == 1:
-        return f"{_file(next(iter(compiled)), programs)}, {size} KB{', compiled by an earlier build' if before else ''}"
+        return f"{compiled[0][0]}, {size} KB{', compiled by an earlier build' if before else ''}"
     return f"{len(compiled)} files, {size} KB{f', {before} of them compiled by an earlier build' if before else ''}"
-
-
-def _name(key: IntKey, programs: Programs) -> str:
-    """The region of the program of `key`: `model`, or `model-8x128` where each has its own."""
-    return WHOLE if programs.dynamic else f"{WHOLE}-{'x'.join(map(str, key))}"
-
-
-def _file(key: IntKey, programs: Programs) -> str:
-    return f"{archive.HOST}{_name(key, programs)}.so"
 
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> tuple[Weight, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cgbundle.format.schema import KERNEL_CODE, IntKey, Program, Region, Target, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Recording
 
+from ..build_spec import key_label, own_key
 from ..memory_layout import PAD
 from ..rows import WHOLE, whole_program, whole_region
 from .fills import fill_image, has_memsets, without_memsets
@@ -40,7 +41,7 @@ def write_recorded(
 ) -> Written:
     """Writes kernel images and graph tables into `stage`.  `weights`: the manifest's rows, whose file is there; `arch`: "sm_90".
     Raises extra-missing, kernel-failed."""
-    recordings = {name: graph.recording for name, graph in recorded.graphs.items()}
+    recordings = {name: replace(graph.recording, key=own_key(name[1])) for name, graph in recorded.graphs.items()}
     images = dict(recorded.images)
     fills = has_memsets(recordings.values())
     if fills:
@@ -90,7 +91,7 @@ def cuda_target(arch: str, driver: int, hosts: HostRegions, torch_version: str) 
 
 def _whole(recorded: RecordedProgram, key: IntKey, file: str) -> Program:
     graph = recorded.graphs[WHOLE, key]
-    return whole_program("graph", key, graph.inputs, graph.outputs, file, graph.arena, recorded.static[key])
+    return whole_program("graph", own_key(key), graph.inputs, graph.outputs, file, graph.arena, recorded.static[key])
 
 
 def _write_kernels(stage: Path, images: Mapping[str, bytes]) -> None:
@@ -106,6 +107,6 @@ def _write_tables(stage: Path, recordings: Mapping[RegionKey, Recording]) -> dic
     (stage / "graphs").mkdir()
     files = {}
     for (region, key), recording in recordings.items():
-        file = files[region, key] = f"graphs/{region}-{'x'.join(map(str, key)) or 'fixed'}.bin"
+        file = files[region, key] = f"graphs/{region}-{key_label(key) or 'fixed'}.bin"
         (stage / file).write_bytes(tables.encode(recording))
     return files

@@ -23,6 +23,7 @@ from ...partition.isolated import RegionModule, eager_values, isolated_regions, 
 from ...partition.split import Partition, partition
 from ...transforms.inlining import inlined
 from ...util.progress import Stages, Tell
+from ..build_spec import Placements, entry_of, key_label, own_key
 from ..cpu import layouts
 from ..cpu.object_cache import recalled_or_compiled
 from ..memory_layout import UploadedValue, dense_strides
@@ -57,10 +58,6 @@ class HostRegions:
 
 
 NO_HOST_REGIONS = HostRegions(rows={}, features=())
-
-
-Placements = Mapping[IntKey, Mapping[str, str]]
-"""By int_key, the nodes of its program that must be on the host, with the reasons."""
 
 
 def split_stage(
@@ -153,10 +150,10 @@ def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch
             name = region.planned.name
             given = [split.values[key][each].cpu() for each in region.planned.inputs]
             code = "".join(module.code for module in region.module.modules() if isinstance(module, GraphModule))
-            like = (name, code, tuple((t.dtype, t.shape, t.stride()) for t in given))
+            like = (name, entry_of(key), code, tuple((t.dtype, t.shape, t.stride()) for t in given))
             if like not in made:
                 tell(f"compiling {name} for int_key {key}")
-                own = name if len(split.regions) == 1 else f"{name}-{'x'.join(map(str, key))}"
+                own = name if len(split.regions) == 1 else f"{name}-{key_label(key)}"
                 expected = [split.values[key][each].cpu() for each in region.planned.made]
                 made[like], used = _compile(region, own, given, expected, weights, scratch, stage)
                 features |= set(used)
@@ -242,7 +239,7 @@ def split_rows(
             regions={row.name: place[row] for row in graph_rows}
             | {name: place[row] for (name, other), row in hosts.rows.items() if other == key},
         )
-        row, used = program_row(key, split.partitions[key], lowered, arena[key], recorded.static[key])
+        row, used = program_row(own_key(key), split.partitions[key], lowered, arena[key], recorded.static[key])
         programs.append(row)
         most = max(most, used)
     return rows, tuple(programs), most

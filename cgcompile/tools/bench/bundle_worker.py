@@ -32,17 +32,20 @@ class BundleModel:
             self._context = driver.Context(0)
             with self._context:
                 self._free = driver.free_bytes()
-        self._program = load(job["bundle"], outputs="view" if self._context else "copy")
+        self._loaded = load(job["bundle"], outputs="view" if self._context else "copy")
+        self._program = self._loaded[job["entry"]]
         laps.mark("load")
         self._keys = [tuple(key) for key in job["keys"]]
         self._resets = job["state"]
         self._gpu = job["target"] == "cuda"
         from cgbundle import exam
         from cgbundle.format import archive
+        from cgbundle.format.entries import one_entry
         from cgbundle.format.safetensors import Mapped
 
+        self._manifest = one_entry(self._loaded.manifest, job["entry"])
         self._exam = Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)
-        self._given = [exam.inputs_of(self._exam, self._program.manifest, key) for key in self._keys]
+        self._given = [exam.inputs_of(self._exam, self._manifest, key) for key in self._keys]
         laps.skip()
 
     def call(self, key: int) -> None:
@@ -59,14 +62,16 @@ class BundleModel:
         from cgbundle.format import archive
 
         if self._resets:
-            self._program.reset()
+            self._loaded.reset()
         int_key = self._keys[key]
-        for _ in range(self._program.manifest.exam.calls):
-            given = exam.inputs_of(self._exam, self._program.manifest, int_key)
+        for _ in range(self._manifest.exam.calls):
+            given = exam.inputs_of(self._exam, self._manifest, int_key)
             made = [_plain(output) for output in self._program.replay(given)]
         found = [("output", index, value) for index, value in enumerate(made)]
-        found += [("written", index, given[index]) for index in self._program.manifest.written]
-        expected = [bytes(self._exam.data(archive.exam_entry(int_key, kind, index))) for kind, index, _ in found]
+        found += [("written", index, given[index]) for index in self._manifest.written]
+        expected = [
+            bytes(self._exam.data(archive.exam_entry(int_key, kind, index, self._manifest.entry))) for kind, index, _ in found
+        ]
         return difference([(value.dtype, data, value.tobytes()) for (_, _, value), data in zip(found, expected, strict=True)])
 
     def prepare(self, key: int) -> Callable[[], object]:
@@ -75,7 +80,7 @@ class BundleModel:
         )
         from cgbundle.call.arguments import arranged
 
-        args, kwargs = arranged(self._program.manifest, given)
+        args, kwargs = arranged(self._manifest, given)
         program = self._program
         return lambda: program(*args, **kwargs)
 

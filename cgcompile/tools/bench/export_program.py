@@ -24,6 +24,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.export.passes import move_to_device_pass
 
 from cgbundle.format import archive
+from cgbundle.format.entries import one_entry
 from cgbundle.format.schema import Weight
 from cgbundle.tensors.tensor import memory_order
 
@@ -155,11 +156,11 @@ def main(path: str, form: str) -> None:
     sys.excepthook = fail
     with open(path) as file:
         job = json.load(file)
-    manifest = archive.read_manifest(job["bundle"])
+    manifest = one_entry(archive.read_manifest(job["bundle"]), job["entry"])
     weights = {row.name: row for row in manifest.weights}
     if archive.per_size(manifest):
         raise BuildError("peer-unwritable", "programs/: the model was exported per size, and a peer takes one program for all")
-    program = load(f"{job['bundle']}/{archive.PROGRAM}", job["target"] if form == "python" else "cpu")
+    program = load(f"{job['bundle']}/{archive.whole_program_file(job['entry'])}", job["target"] if form == "python" else "cpu")
     if form == "python":
         with open(job["program"], "w") as file:
             file.write(python_source(program, weights))

@@ -15,6 +15,7 @@ from typing import Any
 
 from cgbundle.exam import BITS, name_key
 from cgbundle.format.archive import Archive
+from cgbundle.format.entries import one_entry
 from cgbundle.format.schema import IntKey, Manifest
 from cgbundle.tensors.comparison import nearest
 from cgbundle.tensors.exam_tensors import bounds
@@ -57,6 +58,7 @@ def measure(
     keys: Sequence[IntKey] = (),
     rounds: int = ROUNDS,
     model: str = "",
+    entry: str = "",
     progress: Watcher | None = None,
 ) -> Benchmark:
     """Measures the bundle at `path` beside its peers, and compares all outputs with the exam's.
@@ -64,6 +66,7 @@ def measure(
     - `against`: names among `peers.PEERS`; default: all that this bundle's target has.
     - `keys`: int_keys of the bundle; default: all, or four of many.
     - `rounds`: fresh workers per peer, and turns of timed calls; torch.compile with an empty cache is measured once.
+    - `entry`: the one of several that is measured; default: the first.
     - `model`: a model.py or package.module:attribute that PyTorch runs instead of the bundle's own program.
 
     A peer that fails, or whose packages are missing, has a row that says why.  KeyboardInterrupt ends the measuring: what was found
@@ -73,7 +76,7 @@ def measure(
     folder = os.path.abspath(path)
     bundle = Archive(os.fspath(path))
     verify.check_bundle(bundle)
-    manifest = bundle.manifest
+    manifest = one_entry(bundle.manifest, entry)
     recorded = [program.key for program in manifest.programs]
     if model.endswith((".py", ".pt2")) and not os.path.isfile(model):
         raise BuildError("source-missing", f"{model}: no such model file")

@@ -26,12 +26,13 @@ class OnnxModel:
         laps.mark("load")
         from cgbundle.exam import inputs_of
         from cgbundle.format import archive
+        from cgbundle.format.entries import one_entry
         from cgbundle.format.safetensors import Mapped
 
         self._job, self._gpu = job, job["target"] == "cuda"
         self._value = onnxruntime.OrtValue
         self._exam = Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)
-        manifest = archive.read_manifest(job["bundle"])
+        manifest = one_entry(archive.read_manifest(job["bundle"]), job["entry"])
         names = [each.name for each in self._session.get_inputs()]
         self._given = [
             dict(zip(names, [numpy.asarray(value) for value in inputs_of(self._exam, manifest, tuple(key))], strict=True))
@@ -51,7 +52,7 @@ class OnnxModel:
 
         found = []
         for index, value in enumerate(self._session.run(None, self._given[key])):
-            name = archive.exam_entry(self._job["keys"][key], "output", index)
+            name = archive.exam_entry(self._job["keys"][key], "output", index, self._job["entry"])
             found.append((self._exam.entries[name].dtype, bytes(self._exam.data(name)), value.tobytes()))
         return difference(found)
 

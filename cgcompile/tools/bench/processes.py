@@ -92,6 +92,7 @@ def write_job(folder: str, manifest: Manifest, keys: Sequence[IntKey], model: st
     job = {
         "bundle": folder,
         "target": manifest.target.kind,
+        "entry": manifest.entry,
         "keys": keys,
         "orders": [spec.order for spec in manifest.inputs],
         "outputs": len(manifest.outputs),

@@ -3,7 +3,7 @@
 Imports nothing but what every Python has loaded already: what a peer needs is paid for, and seen, when the peer asks for it.
 
 A job (`processes.write_job`):
-- `bundle` its folder, `target` "cpu" or "cuda", `keys` int_keys in order, `call` the manifest's tree;
+- `bundle` its folder, `target` "cpu" or "cuda", `entry` its name, `keys` int_keys in order, `call` the manifest's tree;
 - `orders` each input's axes from outermost to innermost in memory, `outputs` how many;
 - `written` positions of inputs that a call changes, `state` whether calls change buffers;
 - `calls` from the first state on until the exam's outputs are given, `compared` whether outputs can be;

@@ -39,7 +39,7 @@ class TorchModel:
         laps.mark("load")
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[torch.Tensor], Any]] = {}
         self._pool: Any = None
-        self._function = self._model.module
+        self._function = self._model.function
         if how == "compile":
             torch._dynamo.config.recompile_limit = max(8, len(job["keys"]) + 1)
             self._function = torch.compile(self._function, mode="reduce-overhead" if self._gpu else None, dynamic=False)
@@ -170,6 +170,7 @@ class ProgramModule:
 
         made = _imported(job["program"])
         self.module: Any = made.Program()
+        self.function: Any = self.module
         tensors = load_file(job["weights"], device=job["target"])
         placed: dict[Any, Any] = {}
         for name, tensor, order, parameter in made.WEIGHTS:
@@ -196,12 +197,15 @@ class UserModule:
 
     def __init__(self, job: dict[str, Any]) -> None:
         from ...model.load import load_source
+        from ...model.source import entry_method, written_method
         from ...pipeline.training_mode import put_into_eval
 
         source = load_source(job["model"])
         if not job["train"]:
             put_into_eval(source)
         self.module: Any = source.model.to(job["target"])
+        self.function = entry_method(self.module, job["entry"])
+        self._written = written_method(self.module, job["entry"])
         from cgbundle.call.structure import builder
 
         self._call = [(name, builder(tree)) for name, tree in job["call"]]
@@ -213,7 +217,7 @@ class UserModule:
         left = {name: build(tensors) for name, build in self._call}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for place, (name, parameter) in enumerate(inspect.signature(self.module.forward).parameters.items()):
+        for place, (name, parameter) in enumerate(inspect.signature(self._written).parameters.items()):
             if parameter.kind is parameter.VAR_POSITIONAL:
                 args += [left.pop(each) for each in list(left) if each.startswith(f"{name}_")]
             elif parameter.kind is parameter.VAR_KEYWORD:
@@ -242,7 +246,7 @@ def _stored(job: dict[str, Any], key: int, kind: str) -> list[torch.Tensor]:
     with closing(Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)) as exam:
         found = []
         for index in count:
-            name = archive.exam_entry(job["keys"][key], kind, index)
+            name = archive.exam_entry(job["keys"][key], kind, index, job["entry"])
             row, data = exam.entries[name], bytearray(exam.data(name))
             dtype = getattr(torch, row.dtype)
             value = torch.frombuffer(data, dtype=dtype).reshape(row.shape) if data else torch.empty(row.shape, dtype=dtype)

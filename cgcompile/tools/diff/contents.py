@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from functools import cache
 
 from cgbundle.format import archive
+from cgbundle.format.entries import each_entry
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import DTYPES
 
@@ -31,10 +32,10 @@ def exam(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
     """The tensors of exam.safetensors for the int_keys that both have."""
     if not _both_other(a, b, archive.EXAM):
         return
-    keys = [{archive.exam_entry(program.key, "", 0).split("/")[0] for program in found.manifest.programs} for found in (a, b)]
+    keys = [set(_calls(found)) for found in (a, b)]
     with tensors(a, archive.EXAM) as mine, tensors(b, archive.EXAM) as theirs:
         for name in sorted({*mine.entries, *theirs.entries}):
-            if name.split("/")[0] not in keys[0] & keys[1]:
+            if name.rpartition("/")[0].rpartition("/")[0] not in keys[0] & keys[1]:
                 continue
             shapes = [
                 f"{entry.dtype} {value_text(entry.shape)}" if (entry := found.entries.get(name)) else None
@@ -44,6 +45,13 @@ def exam(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
                 yield from _elements("exam", name, mine, theirs)
             else:
                 yield Difference(part="exam", name=name, a=shapes[0], b=shapes[1])
+
+
+def _calls(bundle: BundleFiles) -> Iterator[str]:
+    """What the names of an int_key's tensors begin with, of all entries."""
+    for each in each_entry(bundle.manifest):
+        for program in each.programs:
+            yield archive.exam_entry(program.key, "input", 0, each.entry).removesuffix("/input/0")
 
 
 def files(a: BundleFiles, b: BundleFiles, told: Collection[str]) -> Iterator[Difference]:

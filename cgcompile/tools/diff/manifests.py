@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from cgbundle.format import archive
+from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.schema import Alias, Manifest, Program, Value, Weight
 from cgbundle.tensors.tensor import dense
@@ -19,36 +20,58 @@ from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, com
 
 ELSEWHERE = frozenset({
     "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result", "weights",
-    "memories", "regions", "programs", "module_state", "findings", "waivers", "exam", "provenance", "files",
+    "memories", "regions", "programs", "module_state", "findings", "waivers", "exam", "provenance", "files", "entry", "entries",
+    "changes",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
 
 
 def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    """The differences, part by part."""
+    """The differences, part by part; of what each entry has for itself, entry by entry."""
     both = (a, b)
+    pairs = common_entries(a, b)
     yield from compare_fields("bundle", "", *[as_row(each, *ELSEWHERE) for each in both])
     yield from compare_fields("target", "", *[as_row(each.target, "features") for each in both])
     yield from _sets("target", "features", a.target.features, b.target.features)
-    yield from _signature(a, b)
-    yield from compare_fields("sizes", "", *[{"exported": "per size" if archive.per_size(each) else "dynamic"} for each in both])
-    yield from compare_rows("sizes", *[{each.name: as_row(each, "name") for each in found.dimensions} for found in both])
+    yield from _sets("signature", "entries", *[[each.entry for each in each_entry(found)] for found in both])
+    yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in both])
+    for pair in pairs:
+        yield from _of_entry(pair, _signature(*pair))
+        exported = [{"exported": "per size" if archive.per_size(each) else "dynamic"} for each in pair]
+        yield from _of_entry(pair, compare_fields("sizes", "", *exported))
+        sizes = [{each.name: as_row(each, "name") for each in found.dimensions} for found in pair]
+        yield from _of_entry(pair, compare_rows("sizes", *sizes))
     yield from _memory(a, b)
     yield from compare_rows("weights", *[{each.name: _weight(each) for each in found.weights} for found in both])
     yield from _regions(a, b)
-    yield from _steps(a, b)
-    yield from compare_rows(
-        "findings", *[unique_names([(each.rule, as_row(each, "rule")) for each in found.findings]) for found in both]
-    )
+    for pair in pairs:
+        yield from _steps(*pair)
+        findings = [unique_names([(each.rule, as_row(each, "rule")) for each in found.findings]) for found in pair]
+        yield from _of_entry(pair, compare_rows("findings", *findings))
+        yield from _of_entry(pair, _proofs(*pair))
     yield from _sets("findings", "waivers", a.waivers, b.waivers)
-    yield from _proofs(a, b)
     yield from compare_fields("versions", "", *[dict(each.provenance.versions) for each in both])
     yield from compare_fields("options", "", *[dict(each.provenance.options) for each in both])
 
 
 def key_text(manifest: Manifest, key: Sequence[int]) -> str:
     """An int_key for people: `batch=8, seq=128`."""
-    return ", ".join([f"{each.name}={size}" for each, size in zip(manifest.dimensions, key, strict=True)]) or "no dimensions"
+    own = ", ".join([f"{each.name}={size}" for each, size in zip(manifest.dimensions, key, strict=True)]) or "no dimensions"
+    return own if manifest.entry == FORWARD else f"{manifest.entry}: {own}"
+
+
+def common_entries(a: Manifest, b: Manifest) -> list[tuple[Manifest, Manifest]]:
+    """The entries that both have, each as two manifests."""
+    theirs = {each.entry: each for each in each_entry(b)}
+    return [(each, theirs[each.entry]) for each in each_entry(a) if each.entry in theirs]
+
+
+def _of_entry(pair: tuple[Manifest, Manifest], found: Iterator[Difference]) -> Iterator[Difference]:
+    """Differences of an entry, with its name before theirs where it is not `forward`."""
+    entry = pair[0].entry
+    for each in found:
+        own = each if entry == FORWARD else replace(each, name=": ".join(filter(None, [entry, each.name])))
+        yield own
 
 
 def common_programs(a: Manifest, b: Manifest) -> list[tuple[str, Program, Program]]:
@@ -80,7 +103,9 @@ def _signature(a: Manifest, b: Manifest) -> Iterator[Difference]:
         texts = [json.dumps(each[name], separators=(",", ":")) for each in trees]
         yield from compare_fields("signature", "", {what: texts[0]}, {what: texts[1]})
     yield from compare_fields("signature", "", *[{"parameters": _parameters(each)} for each in (a, b)])
-    yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in (a, b)])
+    if min(a.format, b.format) >= 5:
+        changes = [{"changes": tuple([_weight_name(each, index) for index in each.changes])} for each in (a, b)]
+        yield from compare_fields("signature", "", *changes)
 
 
 def _specs(manifest: Manifest, side: str) -> dict[str, Row]:
@@ -119,7 +144,7 @@ def _weight_name(manifest: Manifest, index: int) -> str:
 
 def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from _bytes("", dict(a.memories), dict(b.memories))
-    for key, mine, theirs in common_programs(a, b):
+    for key, mine, theirs in [each for pair in common_entries(a, b) for each in common_programs(*pair)]:
         yield from _bytes(key, *[{"arena": each.arena, "inputs": each.static} for each in (mine, theirs)])
     before, after = [{each.name: each.offset for each in found.weights} for found in (a, b)]
     moved = [name for name, offset in before.items() if after.get(name, offset) != offset]

@@ -41,6 +41,9 @@ def bench(
             help="Let PyTorch run this model.py instead of the bundle's own program.",
         ),
     ] = "",
+    entry: Annotated[
+        str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
+    ] = "",
     plot: Annotated[str, typer.Option("--plot", metavar="FILE", help="Draw the medians as an SVG file.")] = "",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
@@ -56,6 +59,7 @@ def bench(
     cgcompile bench gpt.cgb
     cgcompile bench gpt.cgb --against eager,compile --model gpt.py
     """
+    from cgbundle.format.entries import one_entry
     from cgbundle.validate.bundle import checked_manifest
     from cgcompile.tools.bench.measure import measure
     from cgcompile.tools.bench.plot import svg
@@ -63,7 +67,7 @@ def bench(
     from .. import int_keys
     from ..benchmark import show_benchmark
 
-    manifest = checked_manifest(bundle)
+    manifest = one_entry(checked_manifest(bundle), entry)
     if plot:
         check_writable(plot)
     with watching(quiet) as progress:
@@ -71,6 +75,7 @@ def bench(
             bundle,
             against=against.replace(",", " ").split(),
             keys=[int_keys.parse(manifest, text) for text in sizes or ()],
+            entry=manifest.entry,
             rounds=rounds,
             model=model,
             progress=progress,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from cgbundle.format.schema import Manifest
     from cgcompile.pipeline.build import Built
 
+    from ..output import Field
+
 PROVED = {
     "replay": "replayed in a fresh process, compared with eager PyTorch",
     "interpret": "interpreted on the CPU over poisoned memory, compared with eager PyTorch",
@@ -32,7 +34,9 @@ def build(
     model: ModelName,
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--sizes", metavar="SIZES", help="Sizes to record: 1,8,32, or batch=1,8 for each of several dimensions."),
+        typer.Option(
+            "--sizes", metavar="SIZES", help="Sizes to record: 1,8,32, or batch=1,8 for each dimension, decode:batch=1,8."
+        ),
     ] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
@@ -116,19 +120,29 @@ def build(
 
 
 def _summary(built: Built, seconds: float) -> Table:
+    from cgbundle.format.entries import each_entry
+
     from .. import summary
 
     manifest = built.manifest
-    findings = [f"{finding.where or finding.rule}: {finding.message}" for finding in manifest.findings]
-    return record([
+    each = each_entry(manifest)
+    found = dict.fromkeys([finding for one in each for finding in one.findings])
+    findings = [f"{finding.where or finding.rule}: {finding.message}" for finding in found]
+    fields: list[Field] = [
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
         ("target", summary.target(manifest.target)),
-        ("sizes", [summary.sizes(manifest), *summary.axes(manifest)]),
-        *([("padding", [summary.padding(dimension) for dimension in manifest.dimensions])] if manifest.dimensions else []),
-        ("memory", summary.memory(manifest)),
-        ("files", summary.files(manifest)),
-        ("programs", summary.programs(manifest)),
-        ("proof", _proof(manifest, dict(built.seconds))),
+    ]
+    for one in each:
+        fields += [("entry", [one.entry, *summary.changes(one)])] if len(each) > 1 else []
+        fields.append(("sizes", [summary.sizes(one), *summary.axes(one)]))
+        if one.dimensions:
+            fields.append(("padding", [summary.padding(dimension) for dimension in one.dimensions]))
+    fields += [("memory", summary.memory(manifest)), ("files", summary.files(manifest))]
+    for one in each:
+        of = f" {one.entry}" if len(each) > 1 else ""
+        fields += [(f"programs{of}", summary.programs(one)), (f"proof{of}", _proof(one, dict(built.seconds)))]
+    return record([
+        *fields,
         *([("findings", first_lines(findings))] if findings else []),
         *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
         ("load", summary.load_lines(str(built.path), manifest)),

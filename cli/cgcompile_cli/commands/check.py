@@ -63,10 +63,11 @@ def check(
     if as_json:
         write_json(asdict(report) | {"refused": report.refused})
     else:
-        show(_head(report))
-        for found in grouped(report.findings):
-            show(_finding(found))
-        show(_regions(report))
+        for each in report.each:
+            show(_head(each, several=bool(report.others)))
+            for found in grouped(each.findings):
+                show(_finding(found))
+            show(_regions(each))
     if report.refused:
         raise typer.Exit(FINDINGS)
 
@@ -80,12 +81,14 @@ def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
-def _head(report: Report) -> RenderableType:
+def _head(report: Report, *, several: bool) -> RenderableType:
     sizes = ", ".join([f"{name} {listed(values)}" for name, values in report.sizes]) or "no dimensions"
     assumed = f" (assumed: name yours with --sizes {report.assumed[0]}=...)" if report.assumed else ""
     axes = [f"{name}: {where}" for name, where in report.axes]
     return record([
+        *([("", "")] if several else []),
         ("model", f"{report.name}, for {report.target}{f'; {report.mode}' if report.mode else ''}"),
+        *([("entry", report.entry)] if several else []),
         ("sizes", [sizes + assumed, *axes]),
         *([("exported", f"per size: {safe(report.per_size)}")] if report.per_size else []),
         ("findings", _summary(report)),

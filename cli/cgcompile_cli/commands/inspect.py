@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from cgbundle.format.schema import Manifest, Program
 
+    from ..inspection.memory_map import Place
+    from ..inspection.nodes import NodeRow
     from ..output import Field
 
 WIDTH = 100
@@ -30,7 +32,10 @@ def inspect(
     graph: Annotated[
         str | None,
         typer.Option(
-            "--graph", metavar="KEY", help="Show steps, values and nodes of one int_key: 8, or 8x128.", autocompletion=recorded_keys
+            "--graph",
+            metavar="KEY",
+            help="Show steps, values and nodes of one int_key: 8, 8x128, decode:8.",
+            autocompletion=recorded_keys,
         ),
     ] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Show the kernels by number of launches and image size.")] = False,
@@ -48,6 +53,9 @@ def inspect(
     Signature, target, sizes, memory, files, findings and proof, from the manifest alone. --graph, --kernels, --memory, --dot and
     --html read the recordings, too. `cgcompile verify` checks every file.
     """
+    from dataclasses import replace
+
+    from cgbundle.format.entries import each_entry
     from cgbundle.validate.bundle import checked_manifest
 
     from .. import int_keys, summary
@@ -55,23 +63,24 @@ def inspect(
 
     _check_options(graph, {"--kernels": kernels, "--memory": memory, "--html": html is not None, "--dot": dot, "--json": as_json})
     manifest = checked_manifest(bundle)
-    programs = list(manifest.programs)
+    own, chosen = manifest, None
     if graph is not None:
-        key = int_keys.parse(manifest, graph)
-        programs = [next(each for each in programs if each.key == key)]
+        own, chosen = int_keys.find(manifest, graph)
+    programs = [each for each in own.programs if chosen in (None, each.key)]
     if kernels:
         _kernels(bundle, manifest, as_json)
     elif memory:
-        _memory(bundle, manifest, programs, as_json)
+        shown = each_entry(manifest) if chosen is None else (replace(own, programs=tuple(programs)),)
+        _memory(bundle, shown, as_json)
     elif html is not None:
         _html(bundle, manifest, html)
     elif dot:
         from ..inspection.dot import dot as drawn
         from ..inspection.nodes import read_nodes
 
-        sys.stdout.write(drawn(manifest, programs[0], read_nodes(bundle, manifest, programs[0])))
+        sys.stdout.write(drawn(own, programs[0], read_nodes(bundle, own, programs[0])))
     elif graph is not None:
-        _graph(bundle, manifest, programs[0], as_json)
+        _graph(bundle, own, programs[0], as_json)
     elif as_json:
         write_json(summary.plain(bundle, manifest))
     else:
@@ -126,7 +135,8 @@ def _graph(path: str, manifest: Manifest, program: Program, as_json: bool) -> No
     if as_json:
         from .. import summary
 
-        plain = next(p for p in summary.plain(path, manifest)["manifest"]["programs"] if tuple(p["key"]) == program.key)
+        rows = summary.plain_programs(manifest)
+        plain = next(row for row in rows if tuple(row["key"]) == program.key)
         write_json(plain | {"nodes": [node.plain() for nodes in steps for node in nodes]})
         return
     show(record(program_fields(manifest, program)))
@@ -142,39 +152,45 @@ def _graph(path: str, manifest: Manifest, program: Program, as_json: bool) -> No
         say("lines are cut to the terminal's width; all of it: | less -S")
 
 
-def _memory(path: str, manifest: Manifest, programs: Sequence[Program], as_json: bool) -> None:
+def _memory(path: str, entries: Sequence[Manifest], as_json: bool) -> None:
+    """`entries`: manifests with the programs that are shown."""
     from .. import summary
     from ..inspection import memory_map, memory_text
     from ..inspection.nodes import read_nodes
 
-    found = []
-    for program in programs:
-        steps = read_nodes(path, manifest, program)
-        nodes = memory_map.order(steps)
-        found.append((program, steps, memory_map.places(manifest, program, nodes)))
+    found: list[list[tuple[Program, Sequence[Sequence[NodeRow]], list[Place]]]] = []
+    for entry in entries:
+        found.append([])
+        for program in entry.programs:
+            steps = read_nodes(path, entry, program)
+            found[-1].append((program, steps, list(memory_map.places(entry, program, memory_map.order(steps)))))
+    first = entries[0]
     if as_json:
         write_json({
-            "memories": dict(manifest.memories),
+            "memories": dict(first.memories),
             "programs": [
                 {
-                    "key": program.key, "arena": program.arena, "inputs": program.static,
+                    "entry": entry.entry, "key": program.key, "arena": program.arena, "inputs": program.static,
                     "nodes": [(node.step, node.number, node.what) for nodes in steps for node in nodes],
                     "places": [place._asdict() for place in places],
                 }
-                for program, steps, places in found
+                for entry, rows in zip(entries, found, strict=True)
+                for program, steps, places in rows
             ],
         })  # fmt: skip
         return
-    fields: list[Field] = [("memory", summary.memory(manifest)), ("weights", memory_text.weights_line(manifest))]
-    if summary.state(manifest):
-        fields.append(("state", summary.state(manifest)))
-    parts: Sequence[RenderableType] = ()
-    if not any(places for _, _, places in found):
+    fields: list[Field] = [("memory", summary.memory(first)), ("weights", memory_text.weights_line(first))]
+    if summary.state(first):
+        fields.append(("state", summary.state(first)))
+    parts: list[RenderableType] = []
+    if not any(places for rows in found for _, _, places in rows):
         fields.append(("values", "in memory that the caller brings or the host region allocates during the call: nothing to draw"))
-    elif len(found) == 1:
-        parts = memory_text.one_program(manifest, *found[0], _width())
-    else:
-        parts = memory_text.all_programs(manifest, found, _width())
+        entries = ()
+    for entry, rows in zip(entries, found, strict=False):
+        if len(entries) > 1:
+            parts.append(record([("entry", entry.entry)]))
+        drawn = memory_text.one_program(entry, *rows[0], _width()) if len(rows) == 1 else ()
+        parts += drawn or memory_text.all_programs(entry, rows, _width())
     for part in (record(fields), *parts):
         show(part)
 

@@ -48,6 +48,9 @@ def run(
             autocompletion=recorded_keys,
         ),
     ] = None,
+    entry: Annotated[
+        str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
+    ] = "",
     repeat: Annotated[
         int, typer.Option("--repeat", min=0, metavar="N", help="Replay N times more, warm, and show how long these took.")
     ] = 0,
@@ -71,6 +74,7 @@ def run(
     """
     import cgbundle
     from cgbundle.call.arguments import constants
+    from cgbundle.format.entries import one_entry
     from cgbundle.validate.bundle import checked_manifest
 
     from ..summary import cut
@@ -79,16 +83,17 @@ def run(
         raise UsageError("--size picks among the stored inputs: it cannot be used with --inputs")
     if outputs is not None:
         _check_outputs(outputs, as_json)
-    manifest = checked_manifest(bundle)
+    manifest = one_entry(checked_manifest(bundle), entry)
     given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
     begin = time.perf_counter()
     with cgbundle.load(bundle) as program:
         loaded = time.perf_counter()
         again = _inputs_again(manifest, given)
+        called = program[manifest.entry]
         begun = time.perf_counter()
-        made: list[Tensor] = program.replay(given)
+        made: list[Tensor] = called.replay(given)
         replayed = time.perf_counter()
-        warm = _repeated(program, again, repeat)
+        warm = _repeated(program, manifest.entry, again, repeat)
     found = _named(manifest, given, made)
     rows = [_row(name, value) | {"values": preview(value)} for name, value in found]
     if outputs is not None:
@@ -130,14 +135,14 @@ def _inputs_again(manifest: Manifest, given: list[Tensor]) -> Callable[[], list[
     return lambda: [before[index].clone() if index in before else value for index, value in enumerate(given)]
 
 
-def _repeated(program: Program, inputs: Callable[[], list[Tensor]], times: int) -> list[float]:
+def _repeated(program: Program, entry: str, inputs: Callable[[], list[Tensor]], times: int) -> list[float]:
     """The seconds of each of so many replays, all of the same inputs and state."""
-    found = []
+    found, called = [], program[entry]
     for _ in range(times):
         program.reset()
         given = inputs()
         begun = time.perf_counter()
-        program.replay(given)
+        called.replay(given)
         found.append(time.perf_counter() - begun)
     return found
 

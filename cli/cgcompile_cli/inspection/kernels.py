@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, json_text
+from cgbundle.format.entries import all_programs
 from cgbundle.tables.table import Table as Recording
 
 from ..output import size, table
@@ -34,7 +35,7 @@ def kernels(path: str, manifest: Manifest) -> list[KernelLaunches]:
     """All kernels, those launched most first, then those with the larger images.  Raises file-damaged, table-invalid."""
     files = {file.path: file for file in manifest.files}
     launches: dict[tuple[str, str], int] = {}
-    for step in [step for program in manifest.programs for step in program.steps if step.kind == "graph"]:
+    for step in [step for program in all_programs(manifest) for step in program.steps if step.kind == "graph"]:
         found = Recording(archive.read(path, files[step.file]), step.file)
         for function in found.function:
             key = (found.images[function], found.symbols[function])

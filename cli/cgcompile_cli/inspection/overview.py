@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from cgbundle.format.entries import each_entry
+
 from .. import summary
 from ..output import first_rows, shortened, table
 
@@ -18,24 +20,35 @@ if TYPE_CHECKING:
 
 def overview(path: str, manifest: Manifest) -> list[Field]:
     """What `inspect` shows of a bundle: its manifest, field by field."""
-    origin = manifest.provenance
+    origin, each = manifest.provenance, each_entry(manifest)
+    several = len(each) > 1
     fields: list[Field] = [
         ("bundle", f"{manifest.name}, format {manifest.format}, {summary.bulk(manifest)}"),
         ("target", summary.target(manifest.target)),
-        ("signature", table(("", "", "", "", ""), summary.signature_rows(manifest))),
-        ("sizes", [summary.sizes(manifest), *summary.axes(manifest)]),
     ]
-    if manifest.dimensions:
-        fields.append(("padding", [summary.padding(dimension) for dimension in manifest.dimensions]))
+    for one in each:
+        fields += [("entry", [one.entry, *summary.changes(one)])] if several else []
+        fields += [
+            ("signature", table(("", "", "", "", ""), summary.signature_rows(one))),
+            ("sizes", [summary.sizes(one), *summary.axes(one)]),
+        ]
+        if one.dimensions:
+            fields.append(("padding", [summary.padding(dimension) for dimension in one.dimensions]))
     fields += [
         ("memory", summary.memory(manifest)),
         ("weights", summary.weights(manifest)),
         *([("state", summary.state(manifest))] if summary.state(manifest) else []),
         ("regions", _regions(manifest)),
-        ("programs", summary.programs(manifest)),
-        *([("exam", table(("", ">error", ">bound"), summary.exam_rows(manifest)))] if summary.exam_rows(manifest) else []),
+    ]
+    for one in each:
+        of = f" {one.entry}" if several else ""
+        fields.append((f"programs{of}", summary.programs(one)))
+        if rows := summary.exam_rows(one):
+            fields.append((f"exam{of}", table(("", ">error", ">bound"), rows)))
+    findings = list(dict.fromkeys([finding for one in each for finding in one.findings]))
+    fields += [
         ("files", summary.files(manifest)),
-        ("findings", _findings(manifest.findings, manifest.waivers)),
+        ("findings", _findings(findings, manifest.waivers)),
         *([("waived", ", ".join(manifest.waivers))] if manifest.waivers else []),
         ("signed", summary.signed(path)),
         ("built", f"{origin.created} from {origin.source}"),

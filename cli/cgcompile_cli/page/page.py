@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from cgbundle.format.entries import all_programs, each_entry
 from cgbundle.format.safetensors import nbytes
 
 from .. import summary
@@ -37,16 +38,13 @@ WEIGHTS = 400
 
 def page(path: str, manifest: Manifest) -> str:
     """The page of the bundle at `path`.  Raises file-damaged, table-invalid."""
-    steps = [read_nodes(path, manifest, program) for program in manifest.programs]
-    maps = [places(manifest, program, order(each)) for program, each in zip(manifest.programs, steps, strict=True)]
+    each = each_entry(manifest)
+    steps = [[read_nodes(path, one, program) for program in one.programs] for one in each]
     rows = kernels(path, manifest)
     sections: list[tuple[str, str, Iterable[object]]] = [
-        ("signature", "Signature", _signature(path, manifest)),
-        ("regions", "Regions", pageparts.chains(manifest, steps)),
-        ("findings", "Findings", _findings(manifest)),
-        ("sizes", "Sizes", _sizes(manifest)),
-        ("memory", "Memory", pageparts.memory(manifest, steps, maps)),
-        *([("nodes", "Nodes", pageparts.nodes(manifest, steps))] if rows else []),
+        section for one, own in zip(each, steps, strict=True) for section in _entry(path, one, own, several=len(each) > 1)
+    ]
+    sections += [
         *([("kernels", "Kernels", pageparts.kernel_rows(rows))] if rows else []),
         ("weights", "Weights", _weights(manifest)),
         ("provenance", "Provenance", _provenance(path, manifest)),
@@ -60,8 +58,27 @@ def page(path: str, manifest: Manifest) -> str:
         tag("title", f"{manifest.name} - cgcompile bundle"),
         Html(f"<style>{style}</style>"),
     ]
-    made = [*head, "</head>", "<body>", _header(manifest, steps), nav, tag("main", *body), _footer(manifest)]
+    top = _header(manifest, [nodes for own in steps for nodes in own])
+    made = [*head, "</head>", "<body>", top, nav, tag("main", *body), _footer(manifest)]
     return OPENING + "\n".join(made) + f"\n<script>{script}</script>\n</body>\n</html>\n"
+
+
+def _entry(
+    path: str, manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]], *, several: bool
+) -> list[tuple[str, str, Iterable[object]]]:
+    """The sections about an entry: (id, title, parts)."""
+    maps = [places(manifest, program, order(each)) for program, each in zip(manifest.programs, steps, strict=True)]
+    own, of = (f"-{manifest.entry}", f" of {manifest.entry}") if several else ("", "")
+    found: list[tuple[str, str, Iterable[object]]] = [
+        ("signature", "Signature", _signature(path, manifest)),
+        ("regions", "Regions", pageparts.chains(manifest, steps)),
+        ("findings", "Findings", _findings(manifest)),
+        ("sizes", "Sizes", _sizes(manifest)),
+        ("memory", "Memory", pageparts.memory(manifest, steps, maps)),
+    ]
+    if any(step.kind == "graph" for program in manifest.programs for step in program.steps):
+        found.append(("nodes", "Nodes", pageparts.nodes(manifest, steps)))
+    return [(f"{name}{own}", f"{title}{of}", parts) for name, title, parts in found]
 
 
 def _beside(name: str) -> str:
@@ -79,9 +96,9 @@ def _policy(style: str, script: str) -> str:
 def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) -> Html:
     memories = dict(manifest.memories)
     most = max([sum(node.kind not in ("copy", "host") for nodes in each for node in nodes) for each in steps], default=0)
-    found = [finding.severity for finding in manifest.findings]
+    found = [finding.severity for one in each_entry(manifest) for finding in one.findings]
     facts = [
-        ("int_keys", len(manifest.programs)),
+        ("int_keys", len(all_programs(manifest))),
         ("on disk", size(summary.total(manifest))),
         ("weights", size(memories.get("weights", 0))),
         *([("state", size(memories["state"]))] if memories.get("state") else []),
@@ -168,5 +185,7 @@ def _provenance(path: str, manifest: Manifest) -> Iterator[Html]:
 
 
 def _footer(manifest: Manifest) -> Html:
-    names = listed([spell(program.key) for program in manifest.programs])
+    several = len(each_entry(manifest)) > 1
+    keys = [(f"{one.entry}:" if several else "", program.key) for one in each_entry(manifest) for program in one.programs]
+    names = listed([entry + spell(key) for entry, key in keys])
     return tag("footer", f"int_keys {names}. Written by {GENERATOR}; the page loads nothing and sends nothing.")

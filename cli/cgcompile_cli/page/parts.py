@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from cgbundle.exam import name_key
+from cgbundle.format.entries import FORWARD
 from cgbundle.format.spans import span
 
 from ..inspection.kernels import KernelLaunches
@@ -76,7 +77,7 @@ def _box(manifest: Manifest, index: int, place: int, nodes: Sequence[Sequence[No
     if step.kind == "graph":
         numbers = sorted({len(each) for each in nodes})
         many = count(numbers[0], "node") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} nodes"
-        about.append(tag("span", tag("a", many, href=f"#nodes-{index}-{place}") if linked else many))
+        about.append(tag("span", tag("a", many, href=f"#{_anchor(manifest, index, place)}") if linked else many))
     sides = (("in", step.inputs, program.inputs, manifest.inputs), ("out", step.outputs, program.outputs, manifest.outputs))
     for side, values, given, specs in sides:
         if values:
@@ -91,6 +92,12 @@ def _box(manifest: Manifest, index: int, place: int, nodes: Sequence[Sequence[No
 
 
 # --- nodes --------------------------------------------------------------------------------------------------------
+
+
+def _anchor(manifest: Manifest, program: int, step: int) -> str:
+    """Where the nodes of a step are on the page."""
+    own = "" if manifest.entry == FORWARD else f"{manifest.entry}-"
+    return f"nodes-{own}{program}-{step}"
 
 
 def nodes(manifest: Manifest, steps: Sequence[Steps]) -> Iterator[Html]:
@@ -140,7 +147,7 @@ def _list(manifest: Manifest, index: int, place: int, found: Sequence[NodeRow], 
     return tag(
         "details", tag("summary", name_key(manifest, program.key), tag("small", about)),
         tag("div", box, Html("<output></output>"), class_="find", hidden=True),
-        tag("div", tag("table", head, body, class_="nodes"), class_="scroll"), id=f"nodes-{index}-{place}", open=opened,
+        tag("div", tag("table", head, body, class_="nodes"), class_="scroll"), id=_anchor(manifest, index, place), open=opened,
     )  # fmt: skip
 
 

@@ -27,13 +27,13 @@ def test_a_replay_becomes_tensors_and_runs_of_state(tmp_path: Path) -> None:
     raw = [each.contiguous().view(torch.uint8).numpy().tobytes() for each in (x, kept, x + 1, after)]
     replay = ReplayedBytes(inputs=(raw[0], b""), outputs=(raw[1],), written=(raw[2],), state=(("model.cache", raw[3]),))
     row = Weight(name="cache", tensor="cache", dtype="bfloat16", shape=(2, 4), strides=(4, 1), memory="state", offset=0)
-    prepared = SimpleNamespace(programs=SimpleNamespace(weights=lambda: {"model.cache": cache}), written=(0,))
+    prepared = SimpleNamespace(weights={"model.cache": cache}, written=(0,))
     (exam,) = replayed_exam([program], {(2,): replay}, prepared, [row])  # type: ignore[arg-type]
     assert torch.equal(exam.inputs[0], x) and exam.inputs[1].shape == (0,) and torch.equal(exam.outputs[0], kept)
     assert [(index, each.tolist()) for index, each in exam.written] == [(0, (x + 1).tolist())]
     ((index, runs, elements),) = exam.state
     assert (index, runs.tolist(), elements.tolist()) == (0, [[4, 2]], [3, 3])
-    write_exam(tmp_path / "exam.safetensors", [exam])
+    write_exam(tmp_path / "exam.safetensors", {"forward": [exam]})
     text = (tmp_path / "exam.safetensors").read_bytes()
     for name in ("2/input/0", "2/input/1", "2/output/0", "2/written/0", "2/state/0", "2/state-at/0"):
         assert name.encode() in text, name

@@ -35,7 +35,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
             tensor = Compared(
                 title=BOUND.title, error=error, bound=1e-5, exact=not error, text="1 of 8 values differ" if error else ""
             )
-            rows.append(Result(key=(size,), tensors=(tensor,)).plain(compare))
+            rows.append(Result(entry="forward", key=(size,), tensors=(tensor,)).plain(compare))
         monkeypatch.setattr(proof, "fresh", lambda path: {"results": rows, "torch_imported": False})
 
     return answer
@@ -44,7 +44,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_beside_a_recording_both_distances_are_kept(answers: Any) -> None:
     """The error against eager PyTorch, measured when it was recorded, and how far the replay was from the recording."""
     answers("tolerance", 1e-6, 0.0)
-    exam = proof.replay(Path("nowhere"), made("recording"), [BOUND], ())
+    (exam,) = proof.replay(Path("nowhere"), made("recording"), [[BOUND]], ())
     assert [(each.method, each.error, each.errors, each.distance) for each in exam.proofs] == [
         ("replay", 4e-6, (4e-6,), 1e-6), ("replay", 4e-6, (4e-6,), 0.0),
     ]  # fmt: skip
@@ -52,7 +52,7 @@ def test_beside_a_recording_both_distances_are_kept(answers: Any) -> None:
 
 def test_without_a_recording_the_replay_is_what_is_compared_with_eager(answers: Any) -> None:
     answers("tolerance", 1e-6, 2e-6)
-    exam = proof.replay(Path("nowhere"), made("eager"), [BOUND], ())
+    (exam,) = proof.replay(Path("nowhere"), made("eager"), [[BOUND]], ())
     assert [(each.method, each.error, each.tolerance, each.errors, each.distance) for each in exam.proofs] == [
         ("replay", 1e-6, 1e-5, (1e-6,), 0.0), ("replay", 2e-6, 1e-5, (2e-6,), 0.0),
     ]  # fmt: skip
@@ -61,7 +61,7 @@ def test_without_a_recording_the_replay_is_what_is_compared_with_eager(answers: 
         r"batch=4: the bundle's outputs differ from eager PyTorch: output y \(float32\): by 2.0e-05, allowed 1.0e-05: 1 of 8 values"
     )
     with raises("proof-failed", match=words):
-        proof.replay(Path("nowhere"), made("eager"), [BOUND], ())
+        proof.replay(Path("nowhere"), made("eager"), [[BOUND]], ())
 
 
 @pytest.mark.parametrize(("compare", "error"), [("bits", 1e-9), ("tolerance", 2e-5)])
@@ -70,4 +70,4 @@ def test_a_replay_that_is_not_its_recording_is_refused(answers: Any, compare: st
     with raises(
         "proof-failed", match=r"batch=4: the replay differs from the recording: output y \(float32\): 1 of 8 values differ"
     ):
-        proof.replay(Path("nowhere"), made("recording", compare), [BOUND], ())
+        proof.replay(Path("nowhere"), made("recording", compare), [[BOUND]], ())

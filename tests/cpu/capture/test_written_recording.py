@@ -44,7 +44,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     asked = Request(
         role="record", programs={KEY: tmp_path}, calls=tmp_path, result=tmp_path, keys=(KEY,), level="eager", specialize="size",
         code="", placements={}, uploads={}, stored=tmp_path, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={},
-        shift=False, written=written,
+        shift=False, written={KEY: written}, exam_calls={KEY: 1},
     )  # fmt: skip
     nothing = torch.empty(0)
     calls = {KEY: ((draw(inputs, 4, 0), {}), (draw(inputs, 4, 1), {}))}
@@ -62,7 +62,7 @@ def test_every_warm_up_starts_from_the_examples_values(case: tuple[Any, Any]) ->
     assert [torch.equal(one, other) for one, other in zip(static, examples, strict=True)] == [True] * len(examples)
     call()
     changed = {index for index, (one, other) in enumerate(zip(static, examples, strict=True)) if not torch.equal(one, other)}
-    assert changed == set(loaded.request.written), "the call itself restores nothing"
+    assert changed == set(loaded.request.written[KEY]), "the call itself restores nothing"
 
 
 class Graph:
@@ -101,21 +101,21 @@ def test_the_exam_holds_what_the_replay_leaves_in_the_inputs(case: tuple[Any, An
     fresh = loaded.calls[KEY][1][0]
     outputs, after = eager(network, fresh)
     assert all(each.error == 0 for each in found.differences) and found.written == tuple(
-        [row_major(after[index]) for index in loaded.request.written]
+        [row_major(after[index]) for index in loaded.request.written[KEY]]
     )
     assert found.outputs == tuple([row_major(output) for output in outputs])
 
 
 def test_a_replay_that_leaves_something_else_there_is_an_error(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, _ = case
-    index = loaded.request.written[-1]
+    index = loaded.request.written[KEY][-1]
     wrong = examined(loaded, monkeypatch, lambda static: static[index].copy_(static[index].flip(0).logical_not()))
     assert any(each.error > 0 and each.text for each in wrong.differences)
 
 
 def test_a_write_that_nobody_announced_is_refused(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, _ = case
-    others = set(range(len(loaded.calls[KEY][0][0]))) - set(loaded.request.written)
+    others = set(range(len(loaded.calls[KEY][0][0]))) - set(loaded.request.written[KEY])
     if not others:
         pytest.skip("it writes to all of its inputs")
     with raises("input-mutated", match=f"tensor {min(others)} of its inputs"):

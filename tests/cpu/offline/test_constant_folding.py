@@ -133,7 +133,7 @@ def test_a_weight_that_a_caller_may_write_to_is_left_alone() -> None:
     tensors = exported.programs.weights()
     live = live_weights(tensors, aliases, ())
     assert live == ("model.linear.bias",)
-    ((_, job),) = whole_jobs(exported.programs, {(1,): (x, x)}, False, live).items()
+    ((_, job),) = whole_jobs(exported.programs, {(1,): (x, x)}, {(1,): False}, live).items()
     kept = [lower_key(job.program, (1,), job.tensors, arch("sm_90"), live=names).constants for names in (job.live, ())]
     assert kept[0] == () and [constant.contents for constant in kept[1]] == [contents(model.linear.bias, (1,))]
 

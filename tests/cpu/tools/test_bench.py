@@ -239,7 +239,8 @@ def test_the_compilers_worker_serves_in_this_process_too(bundle: Path, model_fil
     """What a fresh process does, without one: the exam's inputs in, the exam's outputs out."""
     manifest = archive.read_manifest(str(bundle))
     given = {
-        "bundle": str(bundle), "target": "cpu", "keys": [[4]], "orders": [[0, 1]], "outputs": 1, "written": [], "state": False,
+        "bundle": str(bundle), "target": "cpu", "entry": "forward",
+        "keys": [[4]], "orders": [[0, 1]], "outputs": 1, "written": [], "state": False,
         "calls": 1, "call": manifest.call["call"], "model": str(model_file), "train": False,
     }  # fmt: skip
     try:

@@ -370,7 +370,6 @@ def test_state_that_is_not_sound(bundle: tuple[Manifest, Path]) -> None:
         (broken("marks", offset=3), "is not aligned"), (broken("marks", offset=0), "overlaps another row of memory state"),
         (broken("marks", offset=2048), "outside memory state"), (broken("marks", tensor="total"), "is another weight's, too"),
         (replace(manifest, random=rows["total"]), "is not two integers"), (replace(manifest, random=99), "no weight 99"),
-        (replace(manifest, dimensions=(replace(manifest.dimensions[0], pad="rows"),)), "batch is padded or cut, and calls change"),
         (replace(manifest, regions=(replace(manifest.regions[0], constants=(("c", rows["total"]),)),)), "which lies on the GPU"),
     ):  # fmt: skip
         with raises("manifest-invalid", match=words):

@@ -24,7 +24,8 @@ BUFFER = replace(ITEM, rule="mutated-buffer", severity="refuse", node="add_", wh
 KEYS = replace(ITEM, rule="too-many-keys", severity="note", node="", where="", source="", message="128 int_keys")
 
 REPORT = Report(
-    name="tiny", target="cuda", sizes=(("batch", (1, 8)),), axes=(("batch", "axis 0 of x"),), assumed=(), findings=(ITEM,),
+    name="tiny", entry="forward", others=(), target="cuda",
+    sizes=(("batch", (1, 8)),), axes=(("batch", "axis 0 of x"),), assumed=(), findings=(ITEM,),
     regions=(
         RegionReport(name="graph-1", kind="graph", reason="", operations=(("linear", 6), ("max", 1)), reads=(("x", 4096),)),
         RegionReport(name="host-1", kind="host", reason="host-scalar", operations=(("item", 1),), reads=(("max", 4),)),

@@ -268,7 +268,9 @@ def test_verify_run_names_the_output_that_failed(bundle: Path, monkeypatch: pyte
     fine = Compared(title="output 0 (float32)", error=1e-7, bound=1e-5, exact=False, text="")
     wrong = Compared(title="output 1 (int64)", error=0.375, bound=0.0, exact=False, text=text)
     lost = Compared(title="state cache (float32)", error=float("inf"), bound=1e-5, exact=False, text="1 of 1 values differ")
-    results = [exam.Result(key=key, tensors=found) for key, found in (((1,), (fine,)), ((4,), (fine, wrong, lost)))]
+    results = [
+        exam.Result(entry="forward", key=key, tensors=found) for key, found in (((1,), (fine,)), ((4,), (fine, wrong, lost)))
+    ]
 
     def fresh(path: str, keys: object = ()) -> dict[str, object]:
         return {"results": [result.plain("tolerance") for result in results], "torch_imported": False, "exit_code": 1}

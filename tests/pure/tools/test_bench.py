@@ -423,7 +423,13 @@ def test_the_bundles_process_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
     install(monkeypatch, fake)
     folder = tmp_path / "tiny.cgb"
     manifest = gpu_bundle(folder)
-    job = {"bundle": str(folder), "target": "cuda", "keys": [[size] for size in cuda_bundles.KEYS], "state": False}
+    job = {
+        "bundle": str(folder),
+        "target": "cuda",
+        "entry": "forward",
+        "keys": [[size] for size in cuda_bundles.KEYS],
+        "state": False,
+    }
     served = BundleModel(job, Laps(started=0.0), stays)
     served.call(0)
     served.settle(1)

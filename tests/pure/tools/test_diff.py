@@ -154,7 +154,7 @@ def _uncounted(path: tuple[Any, ...]) -> bool:
         names[0] in ("sha256", "files", "module_state")
         or names[-1] in UNCOUNTED
         or names[-2:] == ["steps", "file"]
-        or path == ("programs",)
+        or names[-1:] == ["programs"]
         or "key" in names
     )
 

@@ -11,7 +11,7 @@ import pytest
 from cgbundle.format.schema import Alias, Manifest, Region, Value, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.validate.programs import check_programs
-from cgbundle.validate.state import base_of, check_alias_spans, check_aliases, check_state
+from cgbundle.validate.state import base_of, check_alias_spans, check_aliases, check_changes, check_state
 from tests.helpers import state_bundles
 from tests.helpers.raising import raises
 
@@ -95,7 +95,9 @@ def test_calls_of_a_model_with_state_are_not_cut_nor_padded(manifest: Manifest) 
     (dimension,) = manifest.dimensions
     for changes in ({"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}):
         made = replace(manifest, dimensions=(replace(dimension, **changes),))  # type: ignore[arg-type]
-        bad(check_state, made, "batch is padded or cut, and calls change state")
+        bad(check_changes, made, "batch is padded or cut, and calls change state")
+        bad(check_changes, replace(made, format=4, changes=()), "batch is padded or cut, and calls change state")
+        check_changes(replace(made, changes=()))  # of an entry that only reads the state
         only = tuple([weight for weight in made.weights if weight.name not in ("total", "marks")])
         check_state(replace(made, weights=only, random=[weight.name for weight in only].index("random")))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.format.elf import SHARED_OBJECT, check_elf
+from cgbundle.validate.elf import SHARED_OBJECT, check_elf
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 

@@ -1,0 +1,185 @@
+"""An entry of a loaded bundle: one method of the model, ready to be called.  A call is guards -> plan -> inputs -> replay ->
+outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CallError, MachineError
+from ..format.schema import Manifest
+from ..tensors.detection import library_of
+from ..tensors.library import Descriptor, Library
+from ..tensors.tensor import Tensor
+from .guards import common_device, unreadable, wrong_dtype
+from .inputs import cut, lay_out
+from .outputs import Call, Outputs, Session
+from .plan import Plan, number_of_key, plan
+from .structure import builder, flattener
+
+if TYPE_CHECKING:
+    from ..session.profile import Profile
+    from .output_aliases import OutputAliases
+    from .written_inputs import WrittenInputs
+
+PLANS = 4096
+"""Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
+
+
+class Entry:
+    """An entry of a session.
+
+    `name` is that of the model's method.  `int_keys` are the recorded sizes, as tuples in the order of the declared dimensions;
+    `inputs` and `outputs` the signature (`TensorSpec`s); `manifest` everything else, with the fields of this entry.
+    """
+
+    def __init__(self, manifest: Manifest, session: Session, first: int, on_miss: str, outputs: str, cast: bool = False) -> None:
+        """`manifest`: of `entries.each_entry`; `first`: the number of its first program among those of all entries."""
+        self.manifest, self.name = manifest, manifest.entry
+        self.int_keys = tuple([program.key for program in manifest.programs])
+        self.inputs, self.outputs = manifest.inputs, manifest.outputs
+        self._session, self._first = session, first
+        self._backend, self._on_miss, self._views = session.backend, on_miss, outputs == "view"
+        self._cast = cast
+        self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call, manifest.parameters)
+        self._build = builder(manifest.result)
+        self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._libraries: dict[type, Library] = {}
+        self._aliases: OutputAliases | None = None
+        self._written: WrittenInputs | None = None
+        if manifest.aliases:
+            from .output_aliases import OutputAliases  # few bundles have any: a load without them stays light
+
+            self._aliases = OutputAliases(manifest, session.backend, views=self._views)
+        if manifest.written:
+            from .written_inputs import WrittenInputs  # likewise
+
+            self._written = WrittenInputs(manifest)
+        self._outputs = Outputs(manifest, session, first, self._aliases, views=self._views)
+        self._held: Sequence[Any] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replays the model.
+
+        Inputs as the model takes them, by position or by name: NumPy arrays, torch tensors, or anything that speaks DLPack, all of
+        one kind.  The result is of the same kind, row-major, nested as the model's own: an instance of a class of the model's is a
+        record of its fields (call/records.py), and is given as one, as a dict, or as whatever has these attributes.  Raises a
+        CallError that names the input, the axis, what was expected and what came.
+        """
+        return self._build(self.replay(self._flatten(args, kwargs)))
+
+    def replay(self, tensors: Sequence[Any]) -> list[Any]:
+        """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        if len(tensors) != len(self.inputs):
+            raise CallError("input-structure", f"expected {len(self.inputs)} inputs, got {len(tensors)}")
+        first = tensors[0] if tensors else None
+        library = self._libraries.get(type(first))
+        if library is None:
+            library = self._libraries[type(first)] = library_of(first)
+        values: list[Any] = []
+        found, shapes = [], []
+        for tensor, spec in zip(tensors, self.inputs, strict=True):
+            try:
+                value, descriptor = library.take(tensor, spec.name)
+            except CallError as error:
+                raise unreadable(error, spec, tensor) from None
+            if descriptor[2] != spec.dtype:
+                place = len(values)
+                value, descriptor = self._cast_input(library, place, value, descriptor)
+                tensors = [*tensors[:place], value, *tensors[place + 1 :]]
+            values.append(value)
+            found.append(descriptor)
+            shapes.append(descriptor[1])
+        device = common_device(self.inputs, found, self._backend.device) if found else None
+        plan = self._plans.get(tuple(shapes)) or self._plan(tuple(shapes))
+        outputs, aliases, written = self._outputs, self._aliases, self._written
+        shared = None if aliases is None else aliases.of_inputs(library, plan, tensors, values, found)
+        targets = None if written is None else written.targets(library, tensors, values, found)
+        try:
+            with self._backend.locked(None if device is None else library.stream(device)) as stream:
+                outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                call = (library, device, stream)
+                if plan.exact:
+                    addresses = []
+                    for index, (address, shape, _, strides, _) in enumerate(found):
+                        if strides is not None or not self._row_major[index]:
+                            address = lay_out(library, self.inputs[index].order, values, index, address, shape, strides)
+                        addresses.append(address)
+                    made = outputs.replay(call, plan.parts[0].program, addresses, None)
+                else:
+                    made = self._pieces(call, plan, values)
+        except MachineError as error:
+            from .index_ranges import explained  # only where a call has failed
+
+            raise explained(error, self.inputs, found) from None
+        if library.name == "dlpack" and tensors and not self._views:
+            made = [library.converted(value, first) for value in made]
+        if written is not None and targets is not None:
+            # an output of the CPU may lie in an input's memory: a view of it lasts until the next call, and so does the input
+            self._held = values if self._views else ()
+            written.copy_back(targets, values)
+        if shared is not None:
+            for index, value in shared.items():
+                made[index] = value
+        return made
+
+    def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
+        """The static input buffers of a recorded key, in the order of the signature, on the program's device, without gaps.  A call
+        with these tensors, or with other libraries' over them (`torch.from_dlpack`), copies nothing in.
+
+        On a GPU those of all keys lie over each other: a call of another key overwrites them.  They are good until the session is
+        closed.  Raises key-missing.
+        """
+        number = number_of_key(self.manifest, int_key)
+        addresses, owner = self._backend.buffers(self._first + number)
+        program = self.manifest.programs[number]
+        rows = [program.values[index] for index in program.inputs]
+        device = self._backend.device
+        return [Tensor(at, row.dtype, row.shape, row.strides, owner, device) for at, row in zip(addresses, rows, strict=True)]
+
+    def watch(self, profile: Profile | None) -> None:
+        """From now on calls are told to a profile; None ends it."""
+        self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
+        if profile is not None:
+            self._flatten, self._build = profile.begin(self._flatten), profile.end(self._build)
+
+    def forget(self) -> None:
+        """Lets go of what calls have kept; for a session that is closed."""
+        self._outputs.close()
+        self._held = ()
+
+    def __repr__(self) -> str:
+        keys = ", ".join(map(str, self.int_keys[:6])) + (", ..." if len(self.int_keys) > 6 else "")
+        return f"<cgbundle.Entry {self.name!r} of {self.manifest.name!r}, int_keys {keys}>"
+
+    def _plan(self, shapes: tuple[Any, ...]) -> Plan:
+        if len(self._plans) >= PLANS:
+            self._plans.clear()
+        made = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
+        return made
+
+    def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
+        """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""
+        from ..tensors.casts import is_safe  # few calls need one
+
+        spec, written = self.inputs[place], place in self.manifest.written
+        if written or not self._cast or not is_safe(found[2], spec.dtype):
+            raise wrong_dtype(spec, found[2], written=written)
+        value = library.cast(value, spec.dtype)
+        return value, library.describe(value)
+
+    def _pieces(self, call: Call, plan: Plan, values: list[Any]) -> list[Any]:
+        """The outputs of a call that is padded or cut."""
+        library, device, _ = call
+        outputs = self._outputs
+        if len(plan.parts) == 1:
+            (part,) = plan.parts
+            kept, addresses = cut(library, device, self.inputs, part, values)
+            return outputs.replay(call, part.program, addresses, part.outputs)
+        whole = [library.empty(spec.dtype, shape, device) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
+        for part in plan.parts:
+            kept, addresses = cut(library, device, self.inputs, part, values)
+            outputs.replay_into(whole, call, part, addresses)
+            del kept  # the inputs had to live until the replay was done with them
+        return outputs.guard(library, whole) if self._views else whole

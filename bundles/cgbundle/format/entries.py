@@ -1,0 +1,51 @@
+"""The entries of a bundle, each as a manifest of its own.  Pure.
+
+The manifest of an entry says of the whole bundle what the bundle's own does, and has no other entries.  So all that looks at a call
+(guards, dispatch, outputs, the exam) reads a manifest, whether a bundle has one entry or several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from ..errors import EntryMissing
+from .schema import Entry, Manifest, Program
+
+FORWARD = "forward"
+"""The entry that a bundle has where the model names none, and that a call of the program itself goes to."""
+
+_OWN = tuple([field.name for field in fields(Entry) if field.name != "name"])
+"""What every entry has for itself."""
+
+
+def each_entry(manifest: Manifest) -> tuple[Manifest, ...]:
+    """A manifest for each entry, in order."""
+    if not manifest.entries:
+        return (manifest,)
+    return (replace(manifest, entries=()), *[_alone(manifest, entry) for entry in manifest.entries])
+
+
+def one_entry(manifest: Manifest, name: str = "") -> Manifest:
+    """The manifest of an entry, by default of the first.  Raises entry-missing."""
+    each = each_entry(manifest)
+    found = next((one for one in each if one.entry == name), None) if name else each[0]
+    if found is None:
+        raise EntryMissing("entry-missing", f"the bundle has no entry {name!r}, but {', '.join([one.entry for one in each])}")
+    return found
+
+
+def with_entries(each: tuple[Manifest, ...]) -> Manifest:
+    """The bundle's manifest, given one for each of its entries."""
+    first, *others = each
+    rows = [Entry(name=other.entry, **{name: getattr(other, name) for name in _OWN}) for other in others]
+    return replace(first, entries=tuple(rows))
+
+
+def all_programs(manifest: Manifest) -> tuple[Program, ...]:
+    """The programs of all entries, in the order of these."""
+    return (*manifest.programs, *[program for entry in manifest.entries for program in entry.programs])
+
+
+def _alone(manifest: Manifest, entry: Entry) -> Manifest:
+    own = {name: getattr(entry, name) for name in _OWN}
+    return replace(manifest, entry=entry.name, entries=(), **own)

@@ -1,0 +1,142 @@
+"""A model with several entries: how it is named, exported over one module, and what its entries have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cgcompile.checks import check
+from cgcompile.export.export import export
+from cgcompile.export.exported import Exported
+from cgcompile.export.programs import with_shared_constants
+from cgcompile.export.signature import describe_signature
+from cgcompile.model.flat_module import run_eager
+from cgcompile.model.load import load_sources
+from cgcompile.model.source import sample
+from cgcompile.transforms.padding_proof import prove_padding
+from cgcompile.transforms.prepared import Prepared, prepare, together
+from tests.golden.models import Lanes, traced_entries
+from tests.helpers.raising import raises
+
+SIZES: dict[str, dict[str, tuple[int, ...]]] = {"forward": {"batch": (1, 4)}, "fill": {"rows": (2,)}, "empty": {}}
+
+
+class Literals(nn.Module):
+    """Two methods with a literal each, which torch.export gives one name."""
+
+    def one(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tensor([1.0, 2.0, 3.0])
+
+    def other(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([4.0, 5.0, 6.0])
+
+
+def exports(model: nn.Module, entries: Any, sizes: Any) -> list[Exported]:
+    return [export(source, sizes[source.entry]) for source in load_sources(model, entries)]
+
+
+@pytest.fixture(scope="module")
+def made() -> list[tuple[Exported, Prepared]]:
+    model, entries = traced_entries()
+    exported = exports(model, entries, SIZES)
+    prepared = [prepare(each, describe_signature(each), check(each).functionalized, markers=False) for each in exported]
+    return list(zip(exported, together(prepared), strict=True))
+
+
+def test_entries_have_one_module_and_one_name_for_each_weight(made: list[tuple[Exported, Prepared]]) -> None:
+    assert [exported.source.entry for exported, _ in made] == ["forward", "fill", "empty"]
+    assert len({id(exported.source.model) for exported, _ in made}) == 1
+    (first, *others) = [prepared.programs.weights() for _, prepared in made]
+    for other in others:
+        for name in first.keys() & other.keys():
+            assert other[name].data_ptr() == first[name].data_ptr()
+    assert {"model.linear.weight", "model.linear.bias", "model.cache"} <= first.keys()
+
+
+def test_what_one_entry_writes_to_is_state_for_all(made: list[tuple[Exported, Prepared]]) -> None:
+    assert [prepared.state for _, prepared in made] == [("model.cache",)] * 3
+    assert [prepared.changes for _, prepared in made] == [(), ("model.cache",), ("model.cache",)]
+    assert {id(prepared.weights["model.cache"]) for _, prepared in made} == {id(made[0][1].weights["model.cache"])}
+
+
+def test_an_entry_that_changes_nothing_is_padded(made: list[tuple[Exported, Prepared]]) -> None:
+    proved = [prove_padding(each.source, own, SIZES[each.source.entry], lambda text: None) for each, own in made]
+    assert [[(d.name, d.pad, d.chunk) for d in each] for each in proved] == [[("batch", "rows", True)], [("rows", "no", False)], []]
+    assert proved[1][0].reason == "fill() writes to its buffer 'cache'"
+
+
+def test_eager_pytorch_runs_the_method(made: list[tuple[Exported, Prepared]]) -> None:
+    exported, prepared = made[1]
+    x, lane = sample(exported.source, {"rows": 2}).tensors
+    ran = run_eager(prepared.reference, (x, lane))
+    expected = Lanes.fill(_like(exported.source.model), x, lane)
+    assert torch.allclose(ran.outputs[0], expected)
+
+
+def _like(model: nn.Module) -> Any:
+    own = Lanes()
+    own.load_state_dict(model.state_dict())
+    return own
+
+
+def test_literals_of_one_name_get_names_of_their_own() -> None:
+    rows = {"one": lambda: (torch.ones(3),), "other": lambda: (torch.ones(3),)}
+    made = exports(Literals(), rows, {"one": {}, "other": {}})
+    names = [set(each.programs.first.constants) for each in made]
+    shared = with_shared_constants([each.programs for each in made])
+    values = {name: value.tolist() for each in shared for name, value in each.weights().items()}
+    assert names[0] == names[1] and len(values) == 2 and sorted(values.values()) == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert [each.first.module()(torch.ones(3))[0].tolist() for each in shared] == [[2.0, 3.0, 4.0], [4.0, 5.0, 6.0]]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+MODEL = """
+import torch
+class Two(torch.nn.Module):
+    steps = 3
+    def prefill(self, ids): return ids + 1
+    def decode(self, ids): return ids + 2
+def model(): return Two()
+def rows(batch): return (torch.zeros(batch),)
+"""
+
+
+def file(folder: Path, more: str) -> str:
+    path = folder / "model.py"
+    path.write_text(MODEL + more)
+    return str(path)
+
+
+def test_a_file_with_entries(tmp_path: Path) -> None:
+    sources = load_sources(file(tmp_path, "def entries(): return {'prefill': rows, 'decode': lambda: (torch.zeros(1),)}"))
+    assert [(each.entry, each.dimensions) for each in sources] == [("prefill", ("batch",)), ("decode", ())]
+    assert sources[0].model is sources[1].model
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("def entries(): return {'prefill': rows}\ndef inputs(): return ()", "inputs\\(\\) and entries\\(\\) are both there"),
+        ("def entries(): return [rows]", "entries\\(\\) gave list, expected a dict from methods"),
+        ("def entries(): return {}", "entries\\(\\) names no method"),
+        ("def entries(): return {'encode': rows}", "Two has no method 'encode'"),
+        ("def entries(): return {'steps': rows}", "Two has no method 'steps'"),
+        ("def entries(): return {'_call_impl': rows}", "'_call_impl' is no name of a method"),
+        ("def entries(): return {'prefill': 3}", "that of 'prefill' is a int, expected a function"),
+        ("def entries(): raise KeyError('x')", "model.py:9: entries\\(\\) failed: KeyError"),
+    ],
+)
+def test_entries_that_are_none(tmp_path: Path, more: str, message: str) -> None:
+    with raises("source-invalid", match=message):
+        load_sources(file(tmp_path, more))
+
+
+def test_inputs_that_do_not_fit_name_the_method(tmp_path: Path) -> None:
+    (source,) = load_sources(file(tmp_path, "def entries(): return {'decode': lambda: (torch.zeros(1), 2)}"))
+    with raises("source-invalid", match=r"what makes the inputs of 'decode' does not fit the model's decode\(\): too many"):
+        sample(source, {})

@@ -1,0 +1,93 @@
+"""The golden bundle of several entries: calls in any order beside eager PyTorch, in every session."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import cgbundle
+from cgbundle.errors import MachineError
+from cgbundle.format import archive
+from cgbundle.format.entries import each_entry
+from cgbundle.format.safetensors import Mapped
+from tests.golden.models import Lanes
+from tests.helpers.places import GOLDEN
+from tests.helpers.raising import raises
+
+BUNDLE = GOLDEN / "v5/cpu_entries.cgb"
+
+
+@pytest.fixture
+def program() -> cgbundle.Program:
+    try:
+        return cgbundle.load(BUNDLE)
+    except MachineError as error:
+        pytest.skip(str(error))
+
+
+def eager() -> Lanes:
+    model = Lanes()
+    stored = Mapped(str(BUNDLE / archive.WEIGHTS), archive.WEIGHTS)
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(torch.frombuffer(bytearray(stored.data(name)), dtype=tensor.dtype).reshape(tensor.shape))
+    stored.close()
+    return model
+
+
+def check(program: cgbundle.Program, model: Lanes, count: int, seed: int) -> None:
+    drawn, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        name = drawn.choice(["forward", "fill"])
+        lane = torch.tensor([drawn.randrange(4)])
+        given = {
+            "forward": (torch.randn(drawn.randrange(1, 10), 16, generator=generator),),
+            "fill": (torch.randn(2, 16, generator=generator), lane),
+        }[name]
+        with torch.no_grad():
+            expected = getattr(model, name)(*given)
+        assert torch.allclose(program[name](*given), expected, rtol=1e-4, atol=1e-4), name
+    assert torch.allclose(torch.from_dlpack(program.state["cache"]), model.cache, rtol=1e-4, atol=1e-4)
+
+
+def test_calls_in_any_order_are_eager_pytorchs(program: cgbundle.Program) -> None:
+    with program:
+        check(program, eager(), 1000, 0)
+
+
+def test_a_session_has_a_state_of_its_own_for_all_entries(program: cgbundle.Program) -> None:
+    with program, program.session() as other:
+        check(other, eager(), 50, 1)
+        check(program, eager(), 50, 2)
+
+
+def test_one_copy_of_the_weights_and_the_memory_that_is_told(program: cgbundle.Program) -> None:
+    with program:
+        stored = archive.Archive(str(BUNDLE)).tensors(archive.WEIGHTS)
+        weights = {name: entry.end - entry.begin for name, entry in stored.items()}
+        assert sorted(name for name in weights if not name.startswith("lifted")) == ["cache", "linear.bias", "linear.weight"]
+        assert program.memory["state"] == weights.pop("cache")
+        assert program.memory["weights"] == sum(weights.values())
+
+
+def test_only_who_changes_the_state_says_so(program: cgbundle.Program) -> None:
+    with program:
+        names = [weight.name for weight in program.manifest.weights]
+        changes = {each.entry: [names[index] for index in each.changes] for each in each_entry(program.manifest)}
+        assert changes == {"forward": [], "fill": ["cache"]}
+        with raises("key-missing", match="fill\\(\\) writes to its buffer 'cache'"):
+            program.fill(torch.zeros(1, 16), torch.tensor([0]))
+
+
+def test_buffers_of_an_entry(program: cgbundle.Program) -> None:
+    with program:
+        x, lane = program.fill.buffers((2,))
+        assert x.shape == (2, 16) and lane.shape == (1,)
+        torch.from_dlpack(x).fill_(1.0)
+        torch.from_dlpack(lane).fill_(3)
+        model = eager()
+        with torch.no_grad():
+            expected = model.fill(torch.ones(2, 16), torch.tensor([3]))
+        got = program.fill(torch.from_dlpack(x), torch.from_dlpack(lane))
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,146 @@
+"""Several entries in one bundle, captured and traced: every call beside eager PyTorch, in any order, in every session."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from cgbundle.format import archive  # noqa: E402
+from cgbundle.format.entries import all_programs, each_entry  # noqa: E402
+from tests.gpu.helpers.exams import passed  # noqa: E402
+from tests.helpers.entry_models import ENTRIES, SIZES, calls, check_calls, error, lanes  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=["capture", "trace"])
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prove = "none" if request.param == "trace" else "interpret"  # the tests replay it
+    path = tmp_path_factory.mktemp("entries") / f"{request.param}.cgb"
+    return cgcompile.build(lanes(), ENTRIES, sizes=SIZES, out=path, target="cuda", recorder=request.param, prove=prove).path
+
+
+def test_what_the_bundle_holds(bundle: Path) -> None:
+    manifest = archive.read_manifest(str(bundle))
+    assert [each.entry for each in each_entry(manifest)] == ["prefill", "decode", "reset_lane"]
+    memories = dict(manifest.memories)
+    programs = all_programs(manifest)
+    assert memories["arena"] == max(program.arena for program in programs)
+    assert memories["inputs"] == max(program.static for program in programs)
+    assert len({weight.tensor for weight in manifest.weights if not weight.tensor.startswith("cgcompile.")}) == 6
+
+
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+def test_calls_in_any_order_are_eager_pytorchs(bundle: Path, mode: str) -> None:
+    with cgbundle.load(bundle, mode=mode) as program:
+        print(f"{bundle.stem} {mode}: largest error {check_calls(program, lanes().cuda(), 'cuda', 1000):.1e}")
+
+
+def test_views_are_stale_after_another_entry(bundle: Path) -> None:
+    with cgbundle.load(bundle, outputs="view") as program:
+        first = program.decode(torch.zeros(1, dtype=torch.int64, device="cuda"))
+        assert first.tensor.shape == (1, 64)
+        program.reset_lane(torch.zeros(1, dtype=torch.int64, device="cuda"))
+        with pytest.raises(cgbundle.CallError, match="was read after"):
+            first.tensor  # noqa: B018
+
+
+def test_sessions_have_a_state_of_their_own(bundle: Path) -> None:
+    with cgbundle.load(bundle) as program:
+        failures: list[AssertionError] = []
+
+        def work(seed: int) -> None:
+            try:
+                with program.session() as own, torch.cuda.stream(torch.cuda.Stream()):
+                    check_calls(own, lanes().cuda(), "cuda", 100, seed)
+            except AssertionError as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+        assert not torch.from_dlpack(program.state["length"]).any()
+
+
+def test_memory_is_what_the_manifest_says(bundle: Path) -> None:
+    torch.zeros(1, device="cuda")
+    with cgbundle.load(bundle) as warm:  # the context and the driver's own
+        warm.decode(torch.zeros(1, dtype=torch.int64, device="cuda"))
+    before = torch.cuda.mem_get_info()[0]
+    with cgbundle.load(bundle) as program:
+        for name, inputs in calls(20, 3):
+            program[name](*[tensor.cuda() for tensor in inputs])
+        taken = before - torch.cuda.mem_get_info()[0]
+        promised = sum(size for name, size in program.memory.items() if name != "host")
+        print(f"{bundle.stem}: {taken / 2**20:.1f} MiB taken, {promised / 2**20:.1f} MiB promised, {dict(program.memory)}")
+        assert taken <= promised + (16 << 20)  # allocations in steps of 2 MiB, graphs of the driver
+
+
+def test_a_lazy_load_builds_what_is_called(bundle: Path) -> None:
+    with cgbundle.load(bundle, lazy=True) as program:
+        check_calls(program, lanes().cuda(), "cuda", 30, 5)
+
+
+def test_calls_from_the_host(bundle: Path) -> None:
+    model = lanes()
+    with cgbundle.load(bundle) as program:
+        for name, inputs in calls(20, 7):
+            with torch.no_grad():
+                expected = getattr(model, name)(*inputs)
+            assert error(program[name](*inputs), expected) <= 1e-3  # the CPU's sums are in another order
+
+
+def test_the_exam_passes_without_torch(bundle: Path) -> None:
+    passed(bundle)
+    assert all(
+        proof.method in ("replay", "none") for each in each_entry(archive.read_manifest(str(bundle))) for proof in each.exam.proofs
+    )
+
+
+def test_random_numbers_and_padding_are_an_entrys_own(tmp_path: Path) -> None:
+    class Noisy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + self.seen
+
+        def train_like(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.add_(1)
+            return torch.nn.functional.dropout(self.linear(x), 0.5, training=True)
+
+    def rows(batch: int) -> tuple[torch.Tensor]:
+        return (torch.randn(batch, 4),)
+
+    model = Noisy()
+    entries = {"forward": rows, "train_like": rows}
+    path = cgcompile.build(model, entries, sizes=[2, 4], out=tmp_path / "noisy.cgb", target="cuda").path
+    with cgbundle.load(path) as program:
+        x = torch.randn(3, 4, device="cuda")
+        assert program(x).shape == (3, 4)  # padded: it only reads the state
+        with pytest.raises(cgbundle.CallError, match="batch"):
+            program.train_like(x)
+        ones = torch.ones(4, 4, device="cuda")
+        program.seed(1)
+        first = program.train_like(ones)
+        program.seed(1)
+        assert torch.equal(program.train_like(ones), first)
+        assert torch.from_dlpack(program.state["seen"]).tolist() == [2.0] * 4
+        with torch.no_grad():
+            assert error(program(ones), replace_seen(model.cuda(), 2.0)(ones)) <= 2e-3
+
+
+def replace_seen(model: torch.nn.Module, value: float) -> torch.nn.Module:
+    model.seen.fill_(value)
+    return model

@@ -1,0 +1,216 @@
+"""A program of several entries: each has its own signature, and all share the session's memory, state and lock."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+
+import cgbundle.program
+from cgbundle.errors import BundleError, CallError, EntryMissing
+from cgbundle.format import archive, limits, manifest_json
+from cgbundle.format.entries import FORWARD, all_programs, each_entry, with_entries
+from cgbundle.format.schema import Manifest, Region
+from cgbundle.program import Program
+from cgbundle.validate.bundle import check_bundle, check_manifest
+from tests.helpers import support
+from tests.helpers.fabricate import FakeBackend, Numbers, dimension, signature, spec
+from tests.helpers.raising import raises
+from tests.pure.test_program import numbers
+
+
+def entry(made: Manifest, name: str) -> Manifest:
+    return replace(made, entry=name)
+
+
+PREFILL = entry(signature([dimension("seq", 4, 8, pad="no", chunk=False)], [spec("ids", "seq")], [spec("last", 1)]), "prefill")
+DECODE = entry(signature([dimension("batch", 1, 4)], [spec("x", "batch", 2)], [spec("y", "batch", 2)]), "decode")
+RESET = entry(signature([], [spec("lane", 1)], [spec("done", 1)]), "reset")
+THREE = with_entries((PREFILL, DECODE, RESET))
+"""No entry is called forward."""
+
+
+def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+    """Tells the entries apart by their keys: prefill has even ones from 4 on with a sum, the others double."""
+    return [[sum(inputs[0])]] if key and len(inputs[0]) == key[0] else [[2 * value for value in inputs[0]]]
+
+
+def program(made: Manifest = THREE, outputs: str = "copy") -> tuple[Program, FakeBackend]:
+    backend = FakeBackend(made, compute, static=outputs == "view")
+    return Program(made, backend, "pad", outputs), backend
+
+
+def test_every_entry_is_called_by_its_name() -> None:
+    run, backend = program()
+    assert list(run.entries) == ["prefill", "decode", "reset"]
+    assert run.prefill(numbers((4,)))[0].tolist() == [10.0]
+    assert run["decode"](numbers((1, 2)))[0].tolist() == [[2.0, 4.0]]
+    assert run["reset"](numbers((1,)))[0].tolist() == [2.0]  # program.reset brings back the state
+    assert [key for key, _ in backend.calls] == [(4,), (1,), ()]
+    assert run.decode.int_keys == ((1,), (4,)) and run["reset"].int_keys == ((),)
+    assert [each.name for each in run.decode.inputs] == ["x"] and "decode" in repr(run.decode)
+
+
+def test_every_entry_has_its_own_guards_and_its_own_dispatch() -> None:
+    run, backend = program()
+    assert run.decode(numbers((3, 2)))[0].tolist() == [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0]]
+    assert backend.calls[-1][0] == (4,)
+    with raises("key-missing", match="seq"):
+        run.prefill(numbers((3,)))
+    with raises("input-shape", match="'x'"):
+        run.decode(numbers((3, 5)))
+
+
+def test_a_program_without_forward_is_not_called_itself() -> None:
+    run, backend = program()
+    with raises("entry-missing", match="prefill, decode, reset, and none is called forward") as caught:
+        run(numbers((4,)))
+    assert caught.value.hint == "call program.prefill(...)" and not backend.calls
+
+
+def test_a_name_that_is_no_entry() -> None:
+    run, _ = program()
+    with pytest.raises(AttributeError, match="no attribute 'encode', and the bundle no such entry"):
+        run.encode  # noqa: B018
+    with pytest.raises(EntryMissing, match="no entry 'encode', but prefill, decode, reset"):
+        run["encode"]
+    assert not hasattr(run, "__array__")
+    assert issubclass(EntryMissing, KeyError) and issubclass(EntryMissing, CallError)
+
+
+def test_forward_is_what_the_program_itself_calls() -> None:
+    run, _ = program(with_entries((entry(PREFILL, FORWARD), DECODE)))
+    assert run(numbers((4,)))[0].tolist() == run.forward(numbers((4,)))[0].tolist() == [10.0]
+    assert run["forward"] is run and run.decode(numbers((1, 2)))[0].tolist() == [[2.0, 4.0]]
+
+
+def test_an_only_entry_is_what_the_program_itself_calls() -> None:
+    run, _ = program(DECODE)
+    assert run(numbers((1, 2)))[0].tolist() == run.decode(numbers((1, 2)))[0].tolist() == [[2.0, 4.0]]
+    assert list(run.entries) == ["decode"]
+
+
+def test_a_view_is_stale_after_a_call_of_another_entry() -> None:
+    run, _ = program(outputs="view")
+    (y,) = run.decode(numbers((1, 2)))
+    assert y.tensor.tolist() == [[2.0, 4.0]]
+    run.prefill(numbers((4,)))
+    with raises("stale-view", match="output 'y' of call 1 was read after call 2"):
+        y.tensor  # noqa: B018
+
+
+def test_an_entry_keeps_the_session_and_not_the_program() -> None:
+    run, backend = program()
+    decode, alive = run.decode, weakref.ref(run)
+    del run
+    assert alive() is None and not backend.closed  # at once: nothing waits for the collector
+    assert decode(numbers((1, 2)))[0].tolist() == [[2.0, 4.0]]
+    del decode
+    gc.collect()
+    assert backend.closed == 1
+
+
+def test_a_closed_program_closes_its_entries() -> None:
+    run, _ = program()
+    decode = run.decode
+    run.close()
+    with raises("program-closed", match="tiny"):
+        decode(numbers((1, 2)))
+
+
+def test_a_name_of_the_programs_own_is_reached_by_brackets_alone() -> None:
+    run, _ = program()
+    assert callable(run.reset) and run.reset is not run["reset"]
+    assert "reset" in vars(cgbundle.program.Program)
+
+
+# --- the manifest ----------------------------------------------------------------------------------------------------
+
+
+def test_entries_are_taken_apart_and_put_together() -> None:
+    each = each_entry(THREE)
+    assert [one.entry for one in each] == ["prefill", "decode", "reset"] and not any(one.entries for one in each)
+    assert with_entries(each) == THREE
+    assert [row.key for row in all_programs(THREE)] == [(4,), (8,), (1,), (4,), ()]
+    assert manifest_json.decode(manifest_json.encode(THREE)) == THREE
+
+
+def bundle() -> Manifest:
+    """`prefill` and `decode` over a region each."""
+    first = replace(support.manifest(), entry="prefill")
+    regions = (*first.regions, Region(name="other", kind="host", reason="", file="host/other.so", constants=()))
+    programs = tuple([replace(row, steps=(replace(row.steps[0], region=1),)) for row in first.programs])
+    decode = replace(first, entry="decode", programs=programs)
+    whole = with_entries((replace(first, regions=regions), decode))
+    return replace(whole, files=tuple([support_file(path) for path in (*FILES, "host/other.so", "programs/decode.pt2")]))
+
+
+FILES = (support.HOST_FILE, "programs/prefill.pt2", archive.WEIGHTS, archive.EXAM)
+
+
+def support_file(path: str) -> archive.File:
+    return archive.File(path=path, bytes=1, sha256="0" * 64)
+
+
+def test_two_entries_are_sound() -> None:
+    check_manifest(bundle())
+    assert archive.program_files(bundle()) == ("programs/prefill.pt2", "programs/decode.pt2")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("prefill", r"entries\[0\].name: 'prefill' stands twice"),
+        ("de code", r"entries\[0\].name: 'de code' is no name"),
+        (FORWARD, r"entries\[0\].name: 'forward' is not the first entry"),
+    ],
+)
+def test_names_of_entries(name: str, message: str) -> None:
+    made = bundle()
+    with raises("manifest-invalid", match=message):
+        check_manifest(replace(made, entries=(replace(made.entries[0], name=name),)))
+
+
+def test_too_many_entries() -> None:
+    made = bundle()
+    many = tuple([replace(made.entries[0], name=f"e{number}") for number in range(limits.ENTRIES)])
+    with raises("manifest-invalid", match="entries: 65, more than the limit of 64"):
+        check_manifest(replace(made, entries=many))
+
+
+def test_an_error_names_the_entry() -> None:
+    made = bundle()
+    with raises("manifest-invalid", match=r"^entries\[0\].programs: 0, the dimensions' sizes make 2"):
+        check_manifest(replace(made, entries=(replace(made.entries[0], programs=()),)))
+    with raises("manifest-invalid", match=r"^entries\[0\].dimensions"):
+        broken = replace(made.entries[0].dimensions[0], sizes=())
+        check_manifest(replace(made, entries=(replace(made.entries[0], dimensions=(broken,)),)))
+
+
+def test_a_shared_object_is_one_entrys() -> None:
+    made = bundle()
+    both = replace(made.entries[0], programs=made.programs)
+    with raises("manifest-invalid", match=r"regions\[0\]: is of two entries, 'prefill' and 'decode'"):
+        check_manifest(replace(made, entries=(both,)))
+
+
+def test_an_earlier_version_has_no_entries() -> None:
+    with raises("manifest-invalid", match="entry: format version 4 has no such field"):
+        manifest_json.encode(replace(bundle(), format=4))
+    plain = manifest_json.encode(replace(support.manifest(), format=4))
+    assert manifest_json.decode(plain).entry == FORWARD and b"entries" not in plain
+
+
+def test_entries_with_swapped_names_are_refused(tmp_path: object) -> None:
+    """The code behind both takes the same inputs: only its rows say which entry it is."""
+    path = support.write_bundle(tmp_path / "tiny.cgb")  # type: ignore[operator]
+    check_bundle(archive.Archive(str(path)))
+    made = archive.read_manifest(str(path))
+    files = tuple([replace(file, path="programs/other.pt2") if file.path == archive.PROGRAM else file for file in made.files])
+    (path / "programs").mkdir()
+    (path / archive.PROGRAM).rename(path / "programs/other.pt2")
+    (path / archive.MANIFEST).write_bytes(manifest_json.encode(replace(made, entry="other", files=files)))
+    with pytest.raises(BundleError, match="was built for other entry than the manifest has"):
+        check_bundle(archive.Archive(str(path)))

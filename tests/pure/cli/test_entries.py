@@ -1,0 +1,87 @@
+"""A bundle of several entries on the command line: the golden one, traced without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cgbundle.format import archive
+from cgbundle.format.entries import one_entry
+from cgcompile_cli import main, summary
+from tests.helpers.places import GOLDEN
+
+BUNDLE = GOLDEN / "v5/traced_entries.cgb"
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "120"})
+    return result.exit_code, result.stdout
+
+
+def test_inspect_shows_every_entry() -> None:
+    code, text = call("inspect", BUNDLE)
+    assert code == 0
+    for words in (
+        "entry             forward", "changes cache", "batch 1, 4: 2 int_keys", "rows 2: 1 int_key", "no dimensions: 1 int_key",
+        "programs fill", "exam empty", "result = program(x)", "result = program.fill(x, lane)", "result = program.empty(lane)",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_json_says_the_same_of_every_entry() -> None:
+    plain = json.loads(call("inspect", BUNDLE, "--json")[1])
+    rows = {row["entry"]: row for row in plain["entries"]}
+    assert list(rows) == ["forward", "fill", "empty"]
+    assert rows["fill"]["int_keys"] == [[2]] and rows["fill"]["changes"] == ["cache"] and rows["forward"]["changes"] == []
+    assert plain["int_keys"] == rows["forward"]["int_keys"] == [[1], [4]]
+
+
+@pytest.mark.parametrize(
+    ("key", "told"), [("fill:2", "fill: rows=2"), ("empty:-", "empty"), ("4", "batch=4"), ("forward:4", "batch=4")]
+)
+def test_an_int_key_of_an_entry(key: str, told: str) -> None:
+    code, text = call("inspect", BUNDLE, "--graph", key)
+    assert code == 0 and f"int_key  {told}" in text
+
+
+def test_an_entry_that_is_not_there() -> None:
+    code, text = call("inspect", BUNDLE, "--graph", "encode:1", "--json")
+    assert code == 2 and "no entry 'encode', but forward, fill, empty" in text
+
+
+def test_memory_and_kernels_are_of_all_entries() -> None:
+    text = call("inspect", BUNDLE, "--memory")[1]
+    assert all(f"entry  {name}" in text for name in ("forward", "fill", "empty"))
+    rows = json.loads(call("inspect", BUNDLE, "--memory", "--json")[1])["programs"]
+    assert [(row["entry"], row["key"]) for row in rows] == [("forward", [1]), ("forward", [4]), ("fill", [2]), ("empty", [])]
+    launches = sum(row["launches"] for row in json.loads(call("inspect", BUNDLE, "--kernels", "--json")[1]))
+    assert launches == sum(len([node for node in row["nodes"] if "kernel" in str(node) or node]) for row in rows)
+
+
+def test_the_page_has_sections_for_every_entry(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert call("inspect", BUNDLE, "--html", page)[0] == 0
+    text = page.read_text()
+    for name in ("forward", "fill", "empty"):
+        assert f'id="signature-{name}"' in text and f"Memory of {name}" in text
+    anchors = [part.split('"')[0] for part in text.split(' id="')[1:]]
+    assert len(anchors) == len(set(anchors))
+
+
+def test_a_bundle_is_like_itself() -> None:
+    code, text = call("diff", BUNDLE, BUNDLE)
+    assert code == 0 and "no difference" in text
+
+
+def test_verify_finds_nothing() -> None:
+    assert call("verify", BUNDLE)[0] == 0
+
+
+def test_attributes_of_a_program_are_reached_by_brackets() -> None:
+    assert [summary.attribute(name) for name in ("decode", "reset", "inputs")] == [
+        "program.decode", "program['reset']", "program['inputs']",
+    ]  # fmt: skip
+    assert one_entry(archive.read_manifest(str(BUNDLE)), "fill").entry == "fill"

@@ -1,0 +1,65 @@
+"""What --sizes and `sizes=` mean where a model has several entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cgcompile.model.declared_sizes import count_keys, declared_sizes, sizes_of_entries
+from tests.helpers.raising import raises
+
+DIMENSIONS = {"prefill": ("batch", "seq"), "decode": ("batch",), "reset": ()}
+
+
+def sizes(given: Any, dimensions: Any = DIMENSIONS) -> dict[str, dict[str, tuple[int, ...]]]:
+    each = sizes_of_entries(given, dimensions)
+    return {entry: declared_sizes(each[entry], own, (), entry) for entry, own in dimensions.items()}
+
+
+WANTED = {"prefill": {"batch": (1, 2), "seq": (128, 512)}, "decode": {"batch": (1, 8)}, "reset": {}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["prefill:batch=1,2", "prefill:seq=128,512", "decode:batch=8,1"],
+        ["prefill:batch=1,2", "seq=128,512", "decode:1,8"],
+        ["batch=1,8", "prefill:batch=1,2", "prefill:seq=512,128"],
+        {"prefill": {"batch": [1, 2], "seq": [128, 512]}, "decode": [1, 8]},
+        {"prefill": ["batch=1,2", "seq=128,512"], "decode": "1,8"},
+        {"batch": [1, 8], "seq": [128, 512], "prefill": {"batch": [1, 2]}},
+    ],
+)
+def test_sizes_of_entries(given: Any) -> None:
+    assert sizes(given) == WANTED
+    assert count_keys(WANTED, 7) == 7
+    with raises("too-many-keys", match="makes 7 int_keys, more than 6"):
+        count_keys(WANTED, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["encode:batch=1"], "'encode' is no entry"),
+        (["prefill:seq=1", "width=3"], "'width=3' is of no entry"),
+        ([1, 8], "'1' is of no entry|1 is of no entry"),
+        (["batch=1", "prefill:batch=1", "prefill:batch=2", "seq=1"], "dimension 'batch' of 'prefill' is given twice"),
+        (["batch=1"], "entry 'prefill': sizes: no size for dimension 'seq'"),
+        (["batch=1", "seq=0"], "entry 'prefill': sizes: seq=0 is not a positive whole number"),
+    ],
+)
+def test_sizes_that_fit_no_entry(given: Any, message: str) -> None:
+    with raises("sizes-invalid", match=message):
+        sizes(given)
+
+
+def test_a_hint_names_the_entry() -> None:
+    with raises("sizes-invalid") as caught:
+        sizes(["batch=1"])
+    assert caught.value.hint == "add --sizes prefill:seq=1,8"
+
+
+@pytest.mark.parametrize("given", [[1, 8], "1,8", ["batch=1,8"], {"batch": [1, 8]}, ["forward:batch=1,8"], {"forward": [8, 1]}])
+def test_one_entry_is_given_as_ever(given: Any) -> None:
+    assert sizes(given, {"forward": ("batch",)}) == {"forward": {"batch": (1, 8)}}
