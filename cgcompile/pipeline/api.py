@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from ..model.declared_sizes import Given, Inputs
@@ -24,9 +25,9 @@ MAX_KEYS = 64
 
 
 @contextmanager
-def with_torch(progress: Watcher) -> Iterator[None]:
-    """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds: the watcher
-    is told before."""
+def with_torch(progress: Watcher, module: str) -> Iterator[None]:
+    """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds, and so does
+    that of `module`, one of ours over it: the watcher is told before."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
         if "torch" not in sys.modules:
@@ -34,6 +35,7 @@ def with_torch(progress: Watcher) -> Iterator[None]:
                 tell("torch")
                 import torch
 
+                import_module(module)
                 tell(f"torch {torch.__version__}")
         yield
 
@@ -90,9 +92,8 @@ def build(
             max_keys=max_keys, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
-        with with_torch(tell):
-            with quick_imports():
-                from .build import build as run  # late: it imports torch
+        with with_torch(tell, f"{__package__}.build"):
+            from .build import build as run  # late: it imports torch
 
             return run(model, inputs, options)
 
@@ -118,8 +119,7 @@ def check(
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
     check_check(model, inputs, sizes, target)
-    with watcher(progress) as tell, with_torch(tell):
-        with quick_imports():
-            from .check import check as run  # late: it imports torch
+    with watcher(progress) as tell, with_torch(tell, f"{__package__}.check"):
+        from .check import check as run  # late: it imports torch
 
         return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, train=train, max_keys=MAX_KEYS)
