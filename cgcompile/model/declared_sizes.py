@@ -22,8 +22,8 @@ class SavedDimension(NamedTuple):
 Given = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
 """[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"].
 
-Of several entries {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}}, or ["decode:batch=1,8"].  What names no entry holds for all that
-declare the dimension, and [1, 8] where all declare the same one.
+Of several entries {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}}, or ["decode:batch=1,8"].  What names no entry holds for all
+that declare the dimension, and [1, 8] where all declare the same one.
 """
 
 Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
