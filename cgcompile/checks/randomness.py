@@ -10,7 +10,8 @@ from torch.fx import Node
 from cgbundle.format.schema import Finding
 
 from ..export.functionalization import keeps_rng_state
-from ..transforms.rng.rewrite import can_rewrite, draws, generator_buffers, is_random, supported
+from ..transforms.rng.recurrent_dropout import RECURRENT
+from ..transforms.rng.rewrite import can_rewrite, drawn, draws, generator_buffers, is_random, supported
 from .context import NOTE, REFUSE, RuleContext, finding, operator
 
 DRAWN_TOKEN = "draw with (p / torch.empty_like(p).exponential_()).argmax(-1), or pass the random tensor as an input"
@@ -23,8 +24,9 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
     What it looks for: operators tagged `nondeterministic_seeded`, and attention, but for those that draw nothing.
     Why CUDA cares: a bundle without torch has no generator that could be registered with a graph, and would repeat its numbers.  So
     the program computes them itself, from a seed and a count of its calls in its state.
-    Effect: fresh numbers at every call, not PyTorch's; `program.seed(n)` repeats them.  Refused are other operators (multinomial,
-    poisson, binomial, gamma), generators of the user's, operators inside torch.cond, and a second program that computes its own.
+    Effect: fresh numbers at every call, and in every turn of a loop, not PyTorch's; `program.seed(n)` repeats them.  Refused are
+    other operators (multinomial, poisson, binomial, gamma), generators of the user's, operators inside of scan or map, and a second
+    program that computes its own.
     Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input (DRAWN_TOKEN for
     multinomial).
     Source: torch.Tag.nondeterministic_seeded; torch.cuda.CUDAGraph.register_generator_state; transforms/rng.
@@ -35,10 +37,11 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
             "random-operation", REFUSE, "the model draws random numbers beside a saved program that computes its own", None,
             "a bundle has one generator, and would leave the other without a seed", "build from the model that was saved",
         )  # fmt: skip
+    rewritten = set(drawn(context.program.graph_module))
     for node, top in context.calls():
         if is_random(node):
             name = operator(node)
-            if top == node.name and can_rewrite(node):
+            if node in rewritten and can_rewrite(node) and (top == node.name or node.target not in RECURRENT):
                 severity, effect, fix = NOTE, "fresh numbers at every call; program.seed(n) repeats them", "none needed"
             else:
                 severity, effect, fix = REFUSE, _obstacle(node, top), "pass the random tensor as an input"
@@ -52,7 +55,7 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
 def _obstacle(node: Node, top: str) -> str:
     """Why a random operator cannot be rewritten."""
     if top != node.name:
-        return "inside a branch or a loop it has no place in the count of what is drawn"
+        return "inside this operator it has no place in the count of what is drawn"
     if node.target in supported():
         return "a bundle has no generator but its own"
     return "a bundle has no generator for it, and would repeat the same numbers"

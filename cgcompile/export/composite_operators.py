@@ -1,12 +1,19 @@
-"""Operators of other libraries that are written with PyTorch's own."""
+"""Operators that are written with PyTorch's own: those of other libraries, and products of groups of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 
 PYTORCH = frozenset({"aten", "prim", "prims", "cgcompile"})
 """Namespaces of operators that compilers know."""
+
+GROUPED = "transformers::grouped_mm_fallback"
+"""What transformers (5.17, 5.23) calls where PyTorch has no grouped product: it reads the groups' ends on the host."""
 
 
 def without_composites(program: ExportedProgram) -> ExportedProgram:
@@ -15,5 +22,35 @@ def without_composites(program: ExportedProgram) -> ExportedProgram:
     calls = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     others = [op for op in calls if op.namespace not in PYTORCH]
     table = torch.export.default_decompositions() if others else {}
-    composites = {op: table[op] for op in others if op in table}
+    composites: dict[Any, Callable[..., Any]] = {op: table[op] for op in others if op in table}
+    composites |= {op: grouped_product for op in calls if op.name() == GROUPED or op.name() == "aten::_grouped_mm"}
     return program.run_decompositions(composites) if composites else program
+
+
+FEW = 16
+"""So many groups are multiplied one by one: each reads its matrix once, and needs no memory of its own."""
+
+
+def grouped_product(
+    rows: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Rows (s, k) by the matrix of their group (g, k, n): (s, n).  `offs` (g) are the ends of the groups; what is behind the last
+    one is 0.
+
+    PyTorch's own reads `offs` on the host unless the operands are bfloat16 on a GPU of compute capability 9 or more.  All rows are
+    multiplied with every matrix: the work grows with the groups, and no size depends on data.
+    """
+    capable = rows.dtype == torch.bfloat16 and rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    if rows.dim() != 2 or matrices.dim() != 3 or offs is None or bias is not None or capable:
+        return NotImplemented
+    ends = offs.to(torch.int64)
+    begins = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+    place = torch.arange(rows.shape[0], device=rows.device)
+    inside = ((place >= begins[:, None]) & (place < ends[:, None]))[:, :, None]
+    if matrices.shape[0] > FEW:
+        made = torch.bmm(torch.where(inside, rows, torch.zeros_like(rows)), matrices).sum(0)
+    else:
+        made = torch.zeros(rows.shape[0], matrices.shape[2], dtype=rows.dtype, device=rows.device)
+        for group in range(matrices.shape[0]):
+            made = torch.where(inside[group], rows @ matrices[group], made)
+    return made if out_dtype is None else made.to(out_dtype)

@@ -6,6 +6,7 @@ meanwhile, `_special_op_to_preserve_cia`, `_is_preservable_cia_op`.  Without one
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,7 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     """The signature of the functional form: export itself leaves writes in place as operations of the graph.
 
     torch makes none of a program that saves states of random generators: it is the program's own then, and the rule
-    rng-state-operation refuses the program.  Raises state-changed, state-shared, export-failed.
+    rng-state-operation refuses the program.  Raises state-changed, state-shared, shape-depends-on-data, export-failed.
     """
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     if any(keeps_rng_state(node) for part in parts for node in part.graph.nodes):
@@ -53,6 +54,8 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
                 f"model: the buffers {shared[0]!r} and {shared[1]!r} share memory, and torch.export cannot follow writes to them",
                 "give each a tensor of its own",
             ) from error
+        if where := _size_from_a_float(program):
+            raise ModelError("shape-depends-on-data", f"{where}: the size of a tensor depends on data") from error
         raise ModelError(
             "export-failed",
             f"model: torch.export cannot make the program functional: {type(error).__name__}: {first_line(error)}",
@@ -74,6 +77,20 @@ def written_inputs(signature: ExportGraphSignature) -> tuple[int, ...]:
 def state_buffers(signature: ExportGraphSignature) -> tuple[str, ...]:
     """The names of the buffers that the program writes to, sorted; `signature` is that of its functional form."""
     return tuple(sorted(set(signature.buffers_to_mutate.values())))
+
+
+def _size_from_a_float(program: ExportedProgram) -> str:
+    """Where a tensor is made whose size follows from a float that was read out of another, or ""."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else ()
+        if any(isinstance(size, torch.SymInt) and FLOATS.search(str(size)) for size in sizes):
+            return place(node)[0]
+    return ""
+
+
+FLOATS = re.compile(r"\bzuf\d")
+"""How torch calls the symbols of such floats (2.11, 2.13)."""
 
 
 @contextmanager

@@ -197,13 +197,17 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
     if isinstance(error, GuardOnDataDependentSymNode):
         place, line = user_place(error)
         return branch(place or source.label, line)
-    place = user_line(error, source.label)
+    place = found_place = user_line(error, source.label)
     if not place:
         found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
         place = f"{found[1]}:{found[2]}" if found else source.label
     if isinstance(error, DynamicOutputShapeException) or (isinstance(error, TypeError) and "but got FakeTensor" in text):
         what = f" ({error.func})" if isinstance(error, DynamicOutputShapeException) else ""
         return ModelError("shape-depends-on-data", f"{place}: the size of a tensor depends on data{what}")
+    if not sizes and found_place and type(error).__module__ == "builtins" and "torch.export" not in text:
+        # raised by the model's own code, which eager PyTorch could run
+        said = f"{type(error).__name__}: {first_line(error)}"
+        return ModelError("export-differs", f"{place}: while torch.export traces it, the model fails here: {said}")
     return ModelError("export-failed", f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
 
 

@@ -19,7 +19,7 @@ from .devices.conversions import needless_conversions_left_out
 from .devices.tracking import track_devices
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import SideEffects
-from .source import CPU, Sample, entry_method, written_method
+from .source import CPU, CUDA, Sample, entry_method, written_method
 from .user_code import definition
 
 PREFIX = "model."
@@ -33,19 +33,28 @@ def unwatched(effects: SideEffects) -> None:
 class FlatModule(torch.nn.Module):
     """The user's module over flat tensors: a tuple of tensors in, a tuple of tensors out.
 
-    `device` is where the module's tensors and those of a call are; `entry` is the method that a call runs.  After a call, `result`
-    and `names` say what it gave.  `watch` is given the SideEffects of each call before it begins.  A traced call branches as
-    `earlier` did, a call with real tensors, and takes the reads from it that `known` names by position.
+    `device` is where the module's tensors and those of a call are, `told` where the bundle will run; `entry` is the method that a
+    call runs.  After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects of each call before it
+    begins.  A traced call branches as `earlier` did, a call with real tensors, and takes the reads from it that `known` names by
+    position.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
 
-    def __init__(self, model: torch.nn.Module, like: Sample, device: torch.device = CPU, entry: str = FORWARD) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        like: Sample,
+        device: torch.device = CPU,
+        told: torch.device = CUDA,
+        entry: str = FORWARD,
+    ) -> None:
         super().__init__()
         self.model = model
         self.entry = entry
         self.like = like
         self.device = device
+        self.told = told
         self.result: Tree | None = None
         self.names: list[str] = []
         self.earlier = SideEffects()
@@ -62,7 +71,7 @@ class FlatModule(torch.nn.Module):
         before = [(owner, leaf, owner._buffers[leaf]) for owner, leaf in self.snapshot.owners()]
         with (
             needless_conversions_left_out(),
-            track_devices(tensors, self.earlier, self.known, self.device) as effects,
+            track_devices(tensors, self.earlier, self.known, self.device, self.told) as effects,
         ):
             self.watch(effects)
             made = entry_method(self.model, self.entry)(*args, **kwargs)

@@ -23,7 +23,7 @@ from .user_code import call_user, definition
 SEED = 0
 """Inputs are drawn after seeding torch with this, so that two builds of one model have the same exam."""
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +33,8 @@ class Source:
 
     `entry` is the method; the sources of a model with several entries have one and the same `model`.  `code` is the file or module
     that defines the model, "" where no other process can import it.  `dimensions` are the parameters of `inputs`.  `owned`: the
-    model was made for this build, which may do with it what it likes.  `device`: where it lives.  `saved` is what a saved program
-    says of its dimensions.
+    model was made for this build, which may do with it what it likes.  `device`: where it lives.  `told`: where the bundle will
+    run; the model's code is told that its tensors are there.  `saved` is what a saved program says of its dimensions.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Source:
     dimensions: tuple[str, ...]
     owned: bool = False
     device: torch.device = CPU
+    told: torch.device = CUDA
     saved: tuple[SavedDimension, ...] = ()
     entry: str = FORWARD
     origin: str = ""

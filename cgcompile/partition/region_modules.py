@@ -15,6 +15,8 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
+from ..export.higher_order.conditionals import WHILE, bodies, is_conditional
+from ..export.higher_order.conditionals import higher_order as higher_order_name
 from ..export.torch_program import device_of, move_graph, moved_arguments
 from ..export.weights import weight_placeholders
 from ..model.devices.markers import marker
@@ -27,8 +29,11 @@ from .writes import WriteConstraints, write_constraints
 KEPT = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "custom")
 """Metadata that says where a node comes from; the rest speaks of export's symbols."""
 
-DIRECT = ("cond", "wrap_with_set_grad_enabled", "wrap_with_autocast")
+DIRECT = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 """Higher-order operators that hand what follows their modules to these as it is."""
+
+OPERANDS = 3
+"""The argument of `cond` and of `while_loop` that their bodies take behind what a loop carries."""
 
 
 def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequence[torch.Tensor]) -> tuple[GraphModule, ...]:
@@ -119,18 +124,19 @@ class _ModuleBuilder:
             for part in [part for each in modules.values() for part in each.modules() if isinstance(part, GraphModule)]:
                 move_graph(part, CPU)
         args = list(moved_arguments(node, CPU)[0] if self.host else node.args)
-        if node.target.name() in DIRECT:
-            start = 1 + max(index for index, each in enumerate(args) if each in modules)
-            nested = node.target.name() == "cond"
-            operands = list(args[start] if nested else args[start:])
+        if node.target.name() in DIRECT or is_conditional(node):
+            start = OPERANDS if is_conditional(node) else 1 + max(index for index, each in enumerate(args) if each in modules)
+            operands = list(args[start] if is_conditional(node) else args[start:])
             constant = [
                 index for index, each in enumerate(operands) if not isinstance(each, Node) or self.known[each] is NodeKind.NUMBER
             ]
             values = {index: torch.fx.map_arg(operands[index], self._value) for index in constant}
             for module in modules.values():
-                _fill(module, values)
+                _fill(module, {index + _carried(node): value for index, value in values.items()})
             left = [each for index, each in enumerate(operands) if index not in values]
-            args[start:] = [tuple(left)] if nested else left
+            args[start:] = [tuple(left)] if is_conditional(node) else left
+        for module in modules.values():
+            _without_constants(module)
         for index, (source, module) in enumerate(modules.items()):
             target = f"{node.name}_part_{index}"
             self.held[target] = module
@@ -193,6 +199,23 @@ def _fill(module: GraphModule, values: Mapping[int, Any]) -> None:
     for index, value in values.items():
         _replace(placeholders[index], value)
         module.graph.erase_node(placeholders[index])
+    module.recompile()
+
+
+def _carried(node: Node) -> int:
+    """How many values a loop carries; 0 for other operators."""
+    return len(node.args[2]) if higher_order_name(node) == WHILE else 0
+
+
+def _without_constants(module: GraphModule) -> None:
+    """Puts numbers that branches and loops inside of a module are given into their bodies."""
+    for node in [node for node in module.graph.nodes if is_conditional(node)]:
+        operands = list(node.args[OPERANDS])
+        constants = {index + _carried(node): each for index, each in enumerate(operands) if not isinstance(each, Node)}
+        for body in bodies(node, module):
+            _fill(body, constants)
+            _without_constants(body)
+        node.update_arg(OPERANDS, tuple([each for each in operands if isinstance(each, Node)]))
     module.recompile()
 
 

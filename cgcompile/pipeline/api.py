@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from ..model.declared_sizes import Given, Inputs
@@ -23,9 +24,9 @@ MAX_KEYS = 64
 
 
 @contextmanager
-def with_torch(progress: Watcher) -> Iterator[None]:
-    """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds: the watcher
-    is told before."""
+def with_torch(progress: Watcher, module: str) -> Iterator[None]:
+    """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds, and so does
+    that of `module`, one of ours over it: the watcher is told before."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
         if "torch" not in sys.modules:
@@ -33,6 +34,7 @@ def with_torch(progress: Watcher) -> Iterator[None]:
                 tell("torch")
                 import torch
 
+                import_module(module)
                 tell(f"torch {torch.__version__}")
         yield
 
@@ -89,7 +91,7 @@ def build(
             max_keys=max_keys, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
-        with with_torch(tell):
+        with with_torch(tell, f"{__package__}.build"):
             from .build import build as run  # late: it imports torch
 
             return run(model, inputs, options)
@@ -116,7 +118,7 @@ def check(
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
     check_check(model, inputs, sizes, target)
-    with watcher(progress) as tell, with_torch(tell):
+    with watcher(progress) as tell, with_torch(tell, f"{__package__}.check"):
         from .check import check as run  # late: it imports torch
 
         return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, train=train, max_keys=MAX_KEYS)

@@ -27,7 +27,7 @@ from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, si
 from ..model.devices.placing import placed
 from ..model.flat_module import PREFIX
 from ..model.load import load_sources
-from ..model.source import Source
+from ..model.source import CPU, CUDA, Source
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.choice import CONDITIONALS, choose
 from ..transforms.error_bounds import error_bounds
@@ -57,7 +57,8 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             folder = stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
             mode = stack.enter_context(evaluated(loaded[0], options.train))
             first = stack.enter_context(placed(loaded[0], chosen.device))
-            sources = [replace(source, device=first.device) for source in loaded]
+            told = CPU if chosen.recorder == "host" else CUDA
+            sources = [replace(source, device=first.device, told=told) for source in loaded]
             # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
             build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
             entries = f", {len(sources)} entries" if len(sources) > 1 else ""

@@ -26,7 +26,7 @@ from ..model.declared_sizes import Given, Inputs, assumed_sizes, declared_sizes,
 from ..model.flat_module import PREFIX
 from ..model.load import load_sources
 from ..model.side_effects import BRANCH, BRANCH_FIX
-from ..model.source import Source, sample
+from ..model.source import CPU, CUDA, Source, sample
 from ..model.user_code import user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
@@ -68,6 +68,7 @@ def _report(
     """The report of one entry; `sizes` are those that were given for it, None where none were for any."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
+    source = replace(source, told=CPU if recorder == "host" else CUDA)
     assumed = tuple(source.dimensions) if sizes is None else ()
     wanted = assumed_sizes(assumed, source.saved, ASSUMED)
     if sizes is not None:

@@ -47,7 +47,7 @@ def operators(target: str, progress: Watcher | None = None) -> tuple[OperatorKin
     check_packages("host")
     if not asks_torch(target):
         check_packages(recorder_for(target))
-    with with_torch(progress or silent):
+    with with_torch(progress or silent, "cgcompile.checks.operators"):
         recorder = recorder_for(target)
         check_packages(recorder)
         tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "trace": _traced()}[recorder]

@@ -154,6 +154,35 @@ def traced_state() -> Made:
     return Kept(), inputs
 
 
+class Turning(nn.Module):
+    """A loop in a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def turns(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            start = torch.zeros((), dtype=torch.int64, device=y.device)
+            count, v = torch.while_loop(lambda i, v: v.sum() < 50, lambda i, v: (i + 1, v * 1.5 + 1), (start, y))
+            return v, count
+
+        def none(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return y.sin(), y.sum().to(torch.int64)
+
+        y = x @ self.weight
+        return torch.cond(y.sum() > 0, turns, none, (y,))
+
+
+def traced_branches() -> Made:
+    """fp32, with a branch and a loop as conditional nodes."""
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 8),)
+
+    return Turning().eval(), inputs
+
+
 @dataclass
 class Batch:
     """A call's tensors, and a number that is none."""

@@ -125,7 +125,7 @@ def types(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recorder", ["trace", "carried"])
-@pytest.mark.parametrize("name", ["nested", "carried", "middle"])
+@pytest.mark.parametrize("name", ["nested", "carried", "overlapping", "middle"])
 def test_every_way_is_eagers(tmp_path: Path, name: str, recorder: str) -> None:
     import torch
 

@@ -49,6 +49,20 @@ class Carried(nn.Module):
         return i, a, b, square, kept, c, d[1:]
 
 
+class Overlapping(nn.Module):
+    """A turn's first part gives a view of what is carried, and its last part reads the view where it writes what is carried."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def turn(i: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            rows = v.reshape(8, 8).narrow(0, 1, 4)
+            more = torch.cond(v.sum() > 0, lambda v: v * 0.5, lambda v: v + 0.25, (v,))
+            return i + 1, more + rows.sum(1).repeat(16) * 0.1 - rows.T.reshape(-1).repeat(2).flip(0) * 0.1
+
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+        i, v = torch.while_loop(lambda i, v: i < 5, turn, (start, x))
+        return i, v
+
+
 class Middle(nn.Module):
     """Twelve layers, and a branch between the sixth and the seventh: a wide layer or none."""
 
@@ -64,7 +78,7 @@ class Middle(nn.Module):
 
 
 class Drawing(nn.Module):
-    """A loop whose turns use random numbers and state, and state that a branch changes."""
+    """A loop whose turns draw random numbers and use state, and state that a branch changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,10 +86,8 @@ class Drawing(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        noise = torch.rand(TURNS, WIDTH, device=x.device)
-
         def turn(i: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return i + 1, v + noise.index_select(0, i.view(1)).view(WIDTH) * self.scale
+            return i + 1, v + torch.rand(WIDTH, device=x.device) * self.scale
 
         start = torch.zeros((), dtype=torch.int64, device=x.device)
         turns, v = torch.while_loop(lambda i, v: (i < TURNS) & (v.sum() < 30), turn, (start, x))
@@ -97,6 +109,10 @@ def carried_inputs() -> list[Tensor]:
     return [each.abs() * scale for each, scale in zip(_random(3, 4, ((1, 0),) * 4), (0.1, 1, 3, 0), strict=True)]
 
 
+def overlapping_inputs() -> list[Tensor]:
+    return [each.view(-1) for each in _random(8, 8, ((1, 0.1), (2, -0.3)))]
+
+
 def middle_inputs() -> list[Tensor]:
     return _random(4, 64, ((1, 1), (1, -1), (0.3, 0.1), (2, -0.5)))
 
@@ -104,6 +120,7 @@ def middle_inputs() -> list[Tensor]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], tuple[str, ...]]] = {
     "nested": (Nested, nested_inputs, ("if", "if", "if", "while")),
     "carried": (Carried, carried_inputs, ("if", "while")),
+    "overlapping": (Overlapping, overlapping_inputs, ("if", "while")),
     "middle": (Middle, middle_inputs, ("if",)),
 }
 """By name: the model, inputs, and the types of its conditional nodes, sorted."""

@@ -23,7 +23,7 @@ from cgbundle.format.entries import all_programs, each_entry
 from cgbundle.format.schema import FORMAT_VERSION, MEMORIES, Manifest
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import decode_states, encode_states
-from cgbundle.tables.recording import Address, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording
+from cgbundle.tables.recording import Address, ConditionalNode, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.recordings import check_module_states, check_recording
@@ -184,7 +184,7 @@ def targets(node: object) -> list[tuple[Address, int]]:
         return [(node.target, (node.height - 1) * node.pitch + node.width * node.element)]
     if isinstance(node, MemcpyNode):
         return [(node.source, 0), (node.target, 0)]
-    assert isinstance(node, EmptyNode)
+    assert isinstance(node, EmptyNode | ConditionalNode)
     return []
 
 

@@ -191,11 +191,16 @@ def _connect(graphs: Sequence[Any], table: Table, nodes: list[Any]) -> None:
             edge = cu.CUgraphEdgeData()
             edge.from_port, edge.to_port, edge.type = out, into, kind
             data.append(edge)
+    sources, targets = ([nodes[index] for index in ends] for ends in (table.edge_source, table.edge_target))
+    if len(graphs) == 1:
+        answer = cu.cuGraphAddDependencies(graphs[0], sources, targets, data, len(sources))
+        check("cuGraphAddDependencies", answer, table.where)
+        return
     edges: list[list[int]] = [[] for _ in graphs]
     for row, source in enumerate(table.edge_source):
         edges[table.graph(source)].append(row)
     for graph, own in zip(graphs, edges, strict=True):
-        sources, targets = [[nodes[ends[row]] for row in own] for ends in (table.edge_source, table.edge_target)]
+        ends = [[each[row] for row in own] for each in (sources, targets)]
         among = None if data is None else [data[row] for row in own]
         if own:
-            check("cuGraphAddDependencies", cu.cuGraphAddDependencies(graph, sources, targets, among, len(own)), table.where)
+            check("cuGraphAddDependencies", cu.cuGraphAddDependencies(graph, *ends, among, len(own)), table.where)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .operations import operate
-from .tensor_places import DEVICE, HOST, TensorPlaces, plain_device
+from .tensor_places import CPU, DEVICE, HOST, TensorPlaces, plain_device
 from .tracing import called
 
 
@@ -34,7 +34,7 @@ def to(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any])
 
 def cpu(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """`x.cpu()`."""
-    return _move(places, args[0], HOST, None, kwargs.get("memory_format"), False)
+    return _move(places, args[0], places.named(CPU) or HOST, None, kwargs.get("memory_format"), False)
 
 
 def cuda(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

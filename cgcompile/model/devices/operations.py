@@ -82,6 +82,16 @@ def lstm(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any
     return output, *[made if made.dim() == like.dim() else made.view(like.shape) for made, like in zip(states, first, strict=True)]
 
 
+def histogram(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.histc`: only a GPU counts integers, and the CPU may stand for one."""
+    tensor = args[0] if args else kwargs["input"]
+    if places.real != CPU or places.told == CPU or tensor.is_floating_point():
+        return operate(places, func, args, kwargs)
+    floats = operate(places, torch.Tensor.double, [tensor], {})
+    made = operate(places, func, [floats, *args[1:]], {name: value for name, value in kwargs.items() if name != "input"})
+    return operate(places, torch.Tensor.to, [made, tensor.dtype], {})
+
+
 def pack_sequence(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """A packed sequence holds its data where the input is, and the sizes of its batches on the host."""
     if places.real == CPU or is_traced((args, kwargs)):

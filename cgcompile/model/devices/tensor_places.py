@@ -23,17 +23,19 @@ HOST, DEVICE, FREE = "host", "device", "free"
 """Places of a tensor."""
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-"""What the user's code is told."""
+"""What the user's code is told of a tensor on the host, and of one on the device where that is a GPU."""
 
 
 class TensorPlaces:
     """The place of every tensor of one call of the user's model, whose tensors are on the device `real`.
 
-    `effects` gets what cannot be followed.
+    `told`: where the bundle will run.  On the CPU there is one place, and a move to a GPU moves nothing.  `effects` gets what
+    cannot be followed.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], real: torch.device) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], real: torch.device, told: torch.device) -> None:
         self.real = real
+        self.told = told
         self.effects = SideEffects()
         self._places: Any = WeakTensorKeyDictionary()
         for tensor in inputs:
@@ -48,7 +50,7 @@ class TensorPlaces:
         """What the user's code is told.  Tensors without memory keep their device."""
         if real.type == "meta":
             return real
-        return CPU if self.place(tensor) == HOST else CUDA
+        return CPU if self.place(tensor) == HOST else self.told
 
     def named(self, device: Any) -> str | None:
         """The place of a device as the user writes it, None for one without memory (meta)."""
@@ -56,7 +58,7 @@ class TensorPlaces:
         if found.type == "meta":
             return None
         if found.type == "cpu":
-            return HOST
+            return DEVICE if self.told == CPU else HOST
         if found.type != "cuda" or found.index:
             self.saw("several-devices", f"a tensor on {found}: a bundle runs on one GPU and the host")
         return DEVICE

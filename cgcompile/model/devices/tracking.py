@@ -1,8 +1,9 @@
 """Where the user's code puts its tensors: a mode that keeps a virtual device per tensor while the model runs on one device.
 
 A model is exported on one device, the CPU or the GPU that it is built for.  An explicit move (`.cpu()`, `.cuda()`, `.to(device)`,
-`device=`) would vanish from the graph, or break it.  `DeviceTracking` answers `tensor.device` as if everything were on a GPU and
-follows the moves.  It leaves a marker operator in the graph for each (markers.py).  A model that names no device gets no marker.
+`device=`) would vanish from the graph, or break it.  `DeviceTracking` answers `tensor.device` as if everything were where the
+bundle will run, and follows the moves.  It leaves a marker operator in the graph for each (markers.py).  A model that names no
+device gets no marker.
 
 Private interfaces (torch 2.11, 2.13): `FakeTensor.device`, `torch.overrides._get_current_function_mode_stack`,
 `torch.autocast.__init__`.  Two are replaced while the model runs: `FakeTensor.device`, a property of Python that no mode is asked
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..side_effects import SideEffects
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
-from .operations import lstm, operate, pack_sequence
+from .operations import histogram, lstm, operate, pack_sequence
 from .tensor_places import CPU, CUDA, TensorPlaces
 
 _Handler = Callable[[TensorPlaces, Any, list[Any], dict[str, Any]], Any]
@@ -41,6 +42,8 @@ _SPECIAL: Mapping[Any, _Handler] = {
     torch.get_device: lambda places, func, args, kwargs: 0 if places.device(args[0], CPU) == CUDA else -1,
     torch._VF._pack_padded_sequence: pack_sequence,
     torch._VF.lstm: lstm,
+    torch.histc: histogram,
+    torch.Tensor.histc: histogram,
 }
 """What is no operation like others: moves, questions about devices, packed sequences and LSTMs."""
 
@@ -65,14 +68,19 @@ class DeviceTracking(TorchFunctionMode):
 
 @contextmanager
 def track_devices(
-    inputs: Sequence[torch.Tensor], earlier: SideEffects, known: Set[int] = frozenset(), real: torch.device = CPU
+    inputs: Sequence[torch.Tensor],
+    earlier: SideEffects,
+    known: Set[int] = frozenset(),
+    real: torch.device = CPU,
+    told: torch.device = CUDA,
 ) -> Iterator[SideEffects]:
     """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
 
-    `earlier` and `known` are those of `DataReads`.  Fake tensors answer `.device` by a property that asks no mode.  While the
-    user's own code runs, the property asks this one; in what that code calls, the mode is off the stack.
+    `told` is that of `TensorPlaces`, `earlier` and `known` are those of `DataReads`.  Fake tensors answer `.device` by a property
+    that asks no mode.  While the user's own code runs, the property asks this one; in what that code calls, the mode is off the
+    stack.
     """
-    places = TensorPlaces(inputs, real)
+    places = TensorPlaces(inputs, real, told)
     mode = DeviceTracking(places, DataReads(places, earlier, known))
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
 
@@ -86,7 +94,7 @@ def track_devices(
         autocast(self, device_type, dtype, *args, **kwargs)
 
     FakeTensor.device = property(device, fake.fset)
-    if real == CPU:
+    if real == CPU != told:
         torch.autocast.__init__ = on_the_cpu
     try:
         with mode:

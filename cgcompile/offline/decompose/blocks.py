@@ -42,7 +42,8 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
-    """`torch.while_loop`: `condition` and `body` take what is carried, and behind it `operands`; `carried` are the first values."""
+    """`torch.while_loop`: `condition` and `body` take what is carried, and behind it `operands`; `carried` are the first values.
+    The body gives what is carried on, and last the condition for the next turn."""
 
     name: str
     condition: Block
@@ -168,9 +169,11 @@ def _conditional(module: GraphModule, node: Node, names: dict[Node, str]) -> Bra
             outputs=tuple([f"{node.name}.{number}" for number in range(len(blocks_of[0].outputs))]),
         )
     condition, body, carried, more = node.args[:4]
+    _as_bool(inner[condition])
+    _append(inner[body], inner[condition], len(carried))
     return Loop(
         name=node.name,
-        condition=_as_bool(inner[condition]),
+        condition=blocks(inner[condition]),
         body=blocks(inner[body]),
         carried=_operands(carried, names),
         operands=_operands(more, names),
@@ -178,13 +181,29 @@ def _conditional(module: GraphModule, node: Node, names: dict[Node, str]) -> Bra
     )
 
 
-def _as_bool(module: GraphModule) -> Block:
-    """The block of a loop's condition, its result a tensor of bool."""
+def _as_bool(module: GraphModule) -> None:
+    """Makes the result of a loop's condition a tensor of bool."""
     (output,) = module.graph.find_nodes(op="output")
     (result,) = _listed(output.args[0])
     with module.graph.inserting_before(output):
         output.args = ((module.graph.call_function(torch.ops.aten.ne.Scalar, (result, 0)),),)
-    return blocks(module)
+
+
+def _append(body: GraphModule, condition: GraphModule, carried: int) -> None:
+    """Makes the condition for the next turn the last result of a loop's body: what compares is fused with what computes."""
+    (output,) = body.graph.find_nodes(op="output")
+    given = [*_listed(output.args[0]), *body.graph.find_nodes(op="placeholder")[carried:]]
+    made: dict[Node, Any] = dict(zip(condition.graph.find_nodes(op="placeholder"), given, strict=True))
+    with body.graph.inserting_before(output):
+        for node in condition.graph.nodes:
+            if node.op == "output":
+                output.args = ((*_listed(output.args[0]), made[node.args[0][0]]),)
+            elif node.op == "get_attr":
+                name = f"condition_{str(node.target).replace('.', '_')}"
+                setattr(body, name, operator.attrgetter(str(node.target))(condition))
+                made[node] = body.graph.get_attr(name)
+            elif node not in made:
+                made[node] = body.graph.node_copy(node, made.__getitem__)
 
 
 def _operands(given: Sequence[Any], names: dict[Node, str]) -> tuple[Operand, ...]:

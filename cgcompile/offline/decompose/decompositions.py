@@ -45,6 +45,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.convolution.default: convolution,
         aten._trilinear.default: trilinear,
         aten._cdist_forward.default: distances,
+        aten.histc.default: histogram,
         aten.sort.default: lambda x, dim=-1, descending=False: sort(x, dim=dim, descending=descending),
         aten.sort.stable: sort,
         aten.topk.default: topk,
@@ -75,6 +76,16 @@ def normalized(
         shift = shift + bias.to(wide)
     axes = [1, -1] + [1] * (x.dim() - 2)
     return (x.to(wide) * scale.view(axes) + shift.view(axes)).to(x.dtype)
+
+
+def histogram(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """How many elements of `x` are in each of `bins` equal parts of [min, max], in x's dtype; `max` belongs to the last."""
+    if min >= max:  # the range is that of the elements
+        return NotImplemented
+    wide = x.reshape(-1).to(torch.float64 if x.dtype in (torch.float64, torch.int64) else torch.float32)
+    part = ((wide - min) * bins / (max - min)).floor().clamp(max=bins - 1)
+    kept = (wide >= min) & (wide <= max)
+    return ((part[:, None] == torch.arange(bins, device=x.device)) & kept[:, None]).sum(0).to(x.dtype)
 
 
 # --- products -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Programs with branches and loops: every straight part is lowered by itself, and what they launch is put together in order.
 
 A branch's results lie in buffers that both of its bodies write to.  What a loop carries lies in buffers of its own, filled before
-it begins and written in place at the end of its body.  Its condition is computed before the loop and again at the end of each turn.
+it begins and written in place at the end of its body, where the condition for the next turn is computed too.
 All values that cross from one part to another are dense.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from ..lowered import (
     TEMPORARY,
     WEIGHT,
     Begin,
+    Buffer,
     BufferView,
     Copy,
     End,
@@ -90,6 +91,7 @@ def lower_blocks(
         source=source,
         mode=mode,
         lower=lower,
+        changing=frozenset([rows[argument][1] for _, argument in changed if rows[argument][0] == WEIGHT]),
         merged=MergedProgram(key=key, given={name: int(name) for name in _inputs(values)}),
     )
     growing.straight_parts(block, values)
@@ -110,16 +112,17 @@ def _inputs(values: Values) -> dict[str, torch.Tensor]:
 
 @dataclass(kw_only=True, slots=True)
 class _Growing:
-    """The program as it grows.  `lowerings` of parts that are there twice: the condition of a loop."""
+    """The program as it grows.  `changing`: the weights that it writes to; `conditionals` and `named` count what was numbered and
+    named."""
 
     key: IntKey
     source: torch.fx.GraphModule
     mode: FakeTensorMode
     lower: LowerStraight
+    changing: frozenset[str]
     merged: MergedProgram
     conditionals: int = 0
     named: int = 0
-    lowerings: dict[tuple[int, tuple[str, ...]], tuple[Lowered, dict[int, Any]]] = field(default_factory=dict)
 
     def straight_parts(self, block: Block, values: Values) -> None:
         """All parts of a block but the last."""
@@ -167,25 +170,34 @@ class _Growing:
         for _, value in tensors:
             names.append((WEIGHT, value.name) if value.kind == WEIGHT else (INPUT, str(len(crossing))))
             crossing += [] if value.kind == WEIGHT else [value.name]
-        again = id(part), tuple(crossing)
-        if again not in self.lowerings:
-            places = [name for name, _ in tensors]
-            written = [places.index(name) for name, _ in new]
-            arguments = [value.number if value.fake is None else value.fake for value in given]
-            retraced, numbers = retrace_straight(module, self.source, arguments, names, self.mode, layouts, written)
-            results = retraced.graph.graph.output_node().args[0]
-            kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
-            fixed = [None if layout is None else each.meta["val"].stride() for layout, each in zip(kept, results, strict=True)]
-            self.lowerings[again] = self.lower(retraced, fixed), numbers
-        lowered, numbers = self.lowerings[again]
+        places = [name for name, _ in tensors]
+        written = [places.index(name) for name, _ in new]
+        arguments = [value.number if value.fake is None else value.fake for value in given]
+        retraced, numbers = retrace_straight(module, self.source, arguments, names, self.mode, layouts, written)
+        results = retraced.graph.graph.output_node().args[0]
+        kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
+        fixed = [None if layout is None else each.meta["val"].stride() for layout, each in zip(kept, results, strict=True)]
+        lowered = self.lower(retraced, fixed)
         self.named += 1
         made = [f"v{self.named}.{number}" for number in range(len(outputs)) if number not in numbers]
         region = LoweredRegion(name=f"p{self.named}", inputs=tuple(crossing), outputs=tuple(made), lowered=lowered)
-        self.merged.add(region, lowered, targets(lowered))
+        targeted = targets(lowered)
+        self.merged.add(region, lowered, targeted)
+        for name, output in zip(made, lowered.outputs, strict=True) if DENSE in layouts and not targeted else ():
+            self._keep(name, lowered.buffers[output.pointer.buffer])
         results_of = iter(made)
         return [
             _Value(number=numbers[number]) if number in numbers else self._value(next(results_of)) for number in range(len(outputs))
         ]
+
+    def _keep(self, name: str, held: Buffer) -> None:
+        """Copies a value that lies in something which a later part may write to: an input of the part, such as what a loop carries,
+        or state.  Inductor takes the tensors of a part to lie beside each other."""
+        if held.kind == INPUT or (held.kind == WEIGHT and held.name in self.changing):
+            view = self.merged.made[name]
+            target = self.merged.temporary(dense_bytes(view))
+            self.merged.events.append(Copy(source=view.pointer, target=target, nbytes=dense_bytes(view)))
+            self.merged.made[name] = replace(view, pointer=target)
 
     def branch(self, part: Branch, values: Values) -> None:
         """Both bodies write to the same buffers, which the first one's layouts decide."""
@@ -220,21 +232,19 @@ class _Growing:
         """What is carried is copied to buffers of its own first."""
         carried = [self._carried(part, each) for each in self._operands(part.carried, values)]
         given = [*carried, *self._operands(part.operands, values)]
-        number = self._turn(part, given)
-        self.merged.events.append(Begin(conditional=number, type="while"))
-        own = dict(zip(part.body.inputs, given, strict=True))
-        self.straight_parts(part.body, own)
-        pairs = list(zip(part.body.inputs, part.body.outputs, strict=False))
-        self.last_part(part.body, own, (), (), [(place, new) for place, new in pairs if place != new])
-        self._turn(part, given, number)
-        self.merged.events.append(End(conditional=number))
-        values.update(zip(part.outputs, carried, strict=True))
-
-    def _turn(self, part: Loop, given: Sequence[_Value], number: int | None = None) -> int:
         own = dict(zip(part.condition.inputs, given, strict=True))
         self.straight_parts(part.condition, own)
         (condition,) = self.last_part(part.condition, own, part.condition.outputs, [DENSE])
-        return self._set_condition(condition, number)
+        number = self._set_condition(condition)
+        self.merged.events.append(Begin(conditional=number, type="while"))
+        own = dict(zip(part.body.inputs, given, strict=True))
+        self.straight_parts(part.body, own)
+        *new, again = part.body.outputs
+        pairs = [(place, value) for place, value in zip(part.body.inputs, new, strict=False) if place != value]
+        (condition,) = self.last_part(part.body, own, [again], [DENSE], pairs)
+        self._set_condition(condition, number)
+        self.merged.events.append(End(conditional=number))
+        values.update(zip(part.outputs, carried, strict=True))
 
     def _carried(self, part: Loop, first: _Value) -> _Value:
         if first.fake is None:

@@ -20,7 +20,7 @@ import torch
 from torch._inductor.lowering import fallbacks, lowerings
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.export import ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -31,6 +31,7 @@ from ...checks.context import REFUSE, computes, finding, operator
 from ...checks.operators import WITHOUT_KERNEL
 from ...errors import BuildError
 from ...export.functionalization import functional
+from ...export.higher_order.conditionals import bodies, is_conditional
 from ...export.weights import weight_placeholders
 from ...model.devices.markers import marker
 from ...targets.architectures import Arch
@@ -62,15 +63,24 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
     folded = _folded(program)
     with fake_device(arch), _quiet():
         asked: dict[Any, str] = {}
-        for node in program.graph.nodes:
-            if node.name not in on_host and _is_asked(node):
-                like = node in folded, _like(node)
-                if like not in asked:
-                    asked[like] = _missing(node, arch, node in folded)
-                if asked[like]:
-                    found[node] = asked[like]
+        for node in _operations(program.graph_module, on_host):
+            like = node in folded, _like(node)
+            if like not in asked:
+                asked[like] = _missing(node, arch, node in folded)
+            if asked[like]:
+                found[node] = asked[like]
     hint = host_hint([str(node.target).removesuffix(".default") for node in found])
     return tuple([_finding(node, missing, hint) for node, missing in found.items()])
+
+
+def _operations(module: GraphModule, on_host: Collection[str]) -> Iterator[Node]:
+    """The operations that need kernels, those inside of branches and loops too."""
+    for node in [node for node in module.graph.nodes if node.name not in on_host]:
+        if is_conditional(node):
+            for body in bodies(node, module):
+                yield from _operations(body, ())
+        elif _is_asked(node):
+            yield node
 
 
 @contextmanager

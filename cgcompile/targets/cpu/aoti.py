@@ -1,5 +1,5 @@
 """lower, for the cpu target: AOTInductor turns the exported program into one shared object without weights.  Private APIs of torch
-used here: `torch._inductor.aot_compile` and the options below (tested with torch 2.13 and 2.11)."""
+used here: `torch._inductor.aot_compile`, its `exc.CppCompileError`, and the options below (tested with torch 2.13 and 2.11)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch._inductor.config
+from torch._inductor.exc import CppCompileError
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves
@@ -53,6 +54,9 @@ KEPT = {"always_keep_tensor_constants": True}
 """For a program that hands a weight of no dimensions to a library: Inductor would make a number of it, and of that a constant of
 its own, whose value is nowhere in what it hands out (seen with 2.13: the scales of `_scaled_mm`)."""
 
+UNVECTORIZED = {"cpp.simdlen": 1}
+"""Where the vectorized code does not compile (torch 2.11: a mask over a value that is the same for all, as in a Swin)."""
+
 UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
 """For a program with complex numbers: it would make `aten.full` of those whose elements are equal, behind complex_numbers.py."""
 
@@ -85,6 +89,7 @@ def compile_cpu(
     from .compilations import side_by_side, unprobed
     from .complex_numbers import complex_decompositions
     from .dispatch import dispatched
+    from .loop_failures import failures_leave_loops
     from .parallel_loops import any_number_of_threads
 
     if not hasattr(torch._inductor, "aot_compile"):
@@ -107,24 +112,32 @@ def compile_cpu(
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
     compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side())
-    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), torch.no_grad())
+    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), torch.no_grad())
     with ExitStack() as stack:
         for each in (*compiled, *generated):
             stack.enter_context(each)
+        options["aot_inductor.output_path"] = str(target)
         try:
-            made = torch._inductor.aot_compile(
-                _apart(with_buffers(program.module()), shared),
-                program.example_inputs[0],
-                options={**options, "aot_inductor.output_path": str(target)},
-            )
+            made = _compiled(program, shared, options)
         except Exception as error:
-            raise _own(error) or BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
+            if level is not None or not any(isinstance(each, CppCompileError) for each in _chain(error)):
+                raise _own(error) or BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
+            tell("the C++ compiler refuses the vectorized code: again without vectors")
+            try:
+                made = _compiled(program, shared, options | UNVECTORIZED)
+            except Exception as second:
+                raise BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
     if not isinstance(made, str) or not target.exists():
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
         )
     _make_reproducible(target, work)
     return Compiled(path=target, features=needed(compiler(), wrapped.options(), os.uname().machine, processor_flags()))
+
+
+def _compiled(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
+    module = _apart(with_buffers(program.module()), shared)
+    return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
 
 
 def _has_complex(program: ExportedProgram) -> bool:
@@ -142,10 +155,15 @@ def _libraries_take_numbers(program: ExportedProgram) -> bool:
 
 def _own(error: BaseException) -> BuildError | None:
     """The error of ours that Inductor passed on as its own."""
+    return next((each for each in _chain(error) if isinstance(each, BuildError)), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, BuildError):
+    while cause is not None:
+        yield cause
         cause = cause.__cause__ or cause.__context__
-    return cause
 
 
 def with_buffers(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -1,5 +1,7 @@
 """Random numbers in a program: its random operators are rewritten so that the program computes the numbers itself.
 
+Those inside of branches and loops are rewritten there (bodies.py).
+
 The program gets one more buffer, RNG: int64 [seed, calls so far].  Every random operator becomes ordinary operations that make its
 numbers from that buffer, and the last operation adds 1 to the calls.  All other nodes keep their names and metadata.  The new ones
 carry the metadata of the operator whose place they take, and the one that gives its result takes its name.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -23,12 +25,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from ...export.higher_order.conditionals import bodies, is_conditional
 from ...export.torch_program import arguments, copied_graph, device_of, with_graph
+from .bodies import given_to_bodies, of_turn
 from .distributions import BLOCK, Stream, axes_in_memory
 from .operators import COMPOSITES, LEAVES
 from .philox import block, schedule
@@ -59,9 +63,19 @@ def can_rewrite(node: Node) -> bool:
     return node.target in supported() and arguments(node).get("generator") is None
 
 
+def drawn(module: GraphModule) -> Iterator[Node]:
+    """The random nodes of a program's graph and of the bodies of its branches and loops."""
+    for node in module.graph.nodes:
+        if is_random(node):
+            yield node
+        elif is_conditional(node):
+            for body in bodies(node, module):
+                yield from drawn(body)
+
+
 def draws(program: ExportedProgram) -> bool:
     """Whether the program draws random numbers."""
-    return any(is_random(node) for node in program.graph.nodes)
+    return any(True for _ in drawn(program.graph_module))
 
 
 def generator_buffer(program: ExportedProgram) -> str:
@@ -90,19 +104,42 @@ def with_generator(program: ExportedProgram, first: Tensor | None = None) -> Exp
     renamed: dict[str, str] = {}
     for node in [node for node in graph.nodes if node.target in RECURRENT and is_random(node)]:
         renamed |= _stand_in(node, split_layers(node, _origin(node)))
-    random = [node for node in graph.nodes if is_random(node)]
-    shared = _insert(random[0], [state], schedule)
-    stream = Stream(shared=shared.meta["val"], numbers=itertools.count())
-    for node in random:
-        renamed |= _replace(node, shared, stream)
+    first_draw = next(node for node in graph.nodes if is_random(node) or _draws_inside(node, root))
+    renamed |= _rewrite(root, _insert(first_draw, [state], schedule), itertools.count())
     (output,) = graph.find_nodes(op="output")
     _insert(output, [state], lambda value: value.select(0, 1).add_(1))
-    _expand(graph)
     _spell_counts(graph)
     graph.lint()
     root.recompile()
     buffer = torch.zeros(2, dtype=torch.int64, device=device) if first is None else first
     return with_graph(program, root, renamed, input_specs=specs, state_dict={**program.state_dict, RNG: buffer})
+
+
+def _draws_inside(node: Node, module: GraphModule) -> bool:
+    """Whether a node is a branch or a loop that draws random numbers."""
+    return is_conditional(node) and any(True for body in bodies(node, module) for _ in drawn(body))
+
+
+def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[str, str]:
+    """Rewrites the random operators of a graph and of the bodies in it; gives what `_stand_in` gives, of the graph's own."""
+    renamed: dict[str, str] = {}
+    stream = Stream(shared=shared.meta["val"], numbers=numbers)
+    for node in list(module.graph.nodes):
+        if is_random(node):
+            renamed |= _replace(node, shared, stream)
+        elif _draws_inside(node, module):
+            first = _insert(node, [shared], lambda s: torch.zeros((), dtype=torch.int64, device=s.device))
+            for body in given_to_bodies(node, module, shared, first):
+                begin = next(each for each in body.module.graph.nodes if each.op != "placeholder")
+                own = body.shared if body.turn is None else _insert(begin, [body.shared, body.turn], of_turn)
+                _rewrite(body.module, own, numbers)
+                _spell_counts(body.module.graph)
+                body.module.graph.eliminate_dead_code()
+                body.module.recompile()
+            if not first.users:
+                module.graph.erase_node(first)
+    _expand(module.graph)
+    return renamed
 
 
 def _add_buffer(graph: Graph, signature: ExportGraphSignature, device: torch.device) -> tuple[Node, list[InputSpec]]:

@@ -30,7 +30,7 @@ def inputs(batch: int):
 def test_the_command_is_no_line_of_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "layers.py").write_text(LAYERS)
-    told = CliRunner().invoke(app, ["check", "layers.py", "--sizes", "1,2", "--quiet"], prog_name="cgcompile")
+    told = CliRunner().invoke(app, ["check", "layers.py", "--sizes", "1,2", "--train", "--quiet"], prog_name="cgcompile")
     assert told.exit_code == 0 and "note random-operation\n" in told.stdout, "layers of a library have no line of the user's"
     assert "check.py" not in told.stdout and "typer" not in told.stdout
 
@@ -46,7 +46,7 @@ def test_a_script_is_called_by_its_model_alone() -> None:
 
     found = {}
     for name, model in (("own", Dropping()), ("library", nn.Dropout(0.5))):
-        report = cgcompile.check(model, inputs, sizes=[1, 2])
+        report = cgcompile.check(model, inputs, sizes=[1, 2], train=True)
         (found[name],) = [finding.where for finding in report.findings if finding.rule == "random-operation"]
     line = Dropping.forward.__code__.co_firstlineno + 1
     assert found["own"].endswith(f"test_user_code.py:{line}") and found["library"] == ""

@@ -50,6 +50,10 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     "median": ("aten.median.dim", lambda x, w: x.median(-1).values),
     "digamma": ("aten.digamma", lambda x, w: torch.digamma(x)),
     "solve": ("aten.linalg_solve", lambda x, w: torch.linalg.solve(w + x.T @ x, w)),
+    "a branch": (
+        "aten.median.dim",
+        lambda x, w: torch.cond(x.sum() > 0, lambda x: x.median(-1).values, lambda x: x.sum(-1), (x,)),
+    ),
     "a scatter": ("aten.scatter_reduce.two", lambda x, w: x.scatter_reduce(1, (x > 0).long(), x, "amax")),
 }
 """What `--host-op` is told of the first operation without a kernel, "" where there is none."""

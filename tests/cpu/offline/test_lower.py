@@ -586,3 +586,12 @@ def test_distances_and_trilinear() -> None:
     x, y = torch.randn(5, 3), torch.randn(5, 4)
     weight = torch.randn(6, 3, 4)
     torch.testing.assert_close(decompositions.trilinear(x, weight, y, [1, 3], [0], [1, 2], [2, 3]), F.bilinear(x, y, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_histograms(dtype: torch.dtype) -> None:
+    """Elements outside, at both ends, and between."""
+    x = torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.9, 3.0, 3.1, 1.0], dtype=dtype)
+    for bins in (1, 3, 4, 7):
+        torch.testing.assert_close(decompositions.histogram(x, bins, 0, 3), torch.histc(x, bins, 0, 3))
+    assert decompositions.histogram(x, 4) is NotImplemented

@@ -129,6 +129,18 @@ def branch(m: Model, x: Tensor) -> Any:
     return m.c(torch.cond(h.sum() > 0, lambda h: m.b(h), lambda h: h * 2, (h,))).flatten(0, 1)
 
 
+def turns_with_sizes(m: Model, x: Tensor) -> Any:
+    """A loop, and a branch in it, that know the batch."""
+    h = m.b(x)
+    rows = h.shape[0]
+
+    def turn(i: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, torch.cond(v.sum() > rows, lambda v: v * 0.5 + rows, lambda v: v + 1, (v,))
+
+    zero = torch.zeros((), dtype=torch.int64)
+    return m.c(torch.while_loop(lambda i, v: (i < rows) & (v.sum() < 100), turn, (zero, h))[1])
+
+
 def branch_with_sizes(m: Model, x: Tensor) -> Any:
     """The branches know the batch, and one of them changes a copy in place."""
     h = m.a(x)
@@ -272,6 +284,7 @@ CASES = (
     Case(function=lookup, kinds="ghg", place=("embedding",)),
     Case(function=branch, kinds="ghg", place=("cond",)),
     Case(function=branch_with_sizes, kinds="g"),
+    Case(function=turns_with_sizes, kinds="ghg", place=("while_loop",)),
     Case(function=sizes, kinds="ghg"),
     Case(function=an_input, kinds="gh"),
     Case(function=a_weight, kinds="gh"),

@@ -473,13 +473,50 @@ def random_findings(function: Callable[..., Any]) -> list[Finding]:
         (lambda x: torch.multinomial(x, 1), "has no generator for it", "argmax"),
         (lambda x: torch.poisson(x), "has no generator for it", "as an input"),
         (lambda x: torch.rand(3, out=torch.empty(3)) + x[:, :3], "has no generator for it", "as an input"),
-        (lambda x: torch.cond(x.sum() > 0, lambda x: F.dropout(x, 0.5), lambda x: x - 1, (x,)), "inside a branch", "model.eval()"),
+        (
+            lambda x: torch._higher_order_ops.map(lambda row: F.dropout(row, 0.5), x),
+            "inside this operator",
+            "model.eval()",
+        ),
     ],
-    ids=["multinomial", "poisson", "out", "inside a branch"],
+    ids=["multinomial", "poisson", "out", "inside a map"],
 )
 def test_what_cannot_be_rewritten_is_refused(function: Callable[..., Any], effect: str, fix: str) -> None:
     (found,) = random_findings(function)
     assert found.severity == "refuse" and effect in found.effect and fix in found.fix
+
+
+class Wandering(nn.Module):
+    """A loop in a loop and a branch that draw, and one draw outside."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        def turn(i: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            def inner(j: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+                return j + 1, torch.cat([w[:, 1:], torch.rand(x.shape[0], 1)], 1)
+
+            return i + 1, torch.while_loop(lambda j, w: j < 2, inner, (torch.zeros((), dtype=torch.int64), v))[1]
+
+        _, v = torch.while_loop(lambda i, v: i < 4, turn, (torch.zeros((), dtype=torch.int64), torch.zeros(x.shape[0], 8)))
+        y = torch.cond(x.sum() > 0, lambda x: F.dropout(x + 1, 0.5, training=True), lambda x: x + torch.randn_like(x), (x,))
+        return v, y, torch.rand(x.shape[0])
+
+
+def test_branches_and_loops_draw_anew_in_every_turn() -> None:
+    x = torch.ones(3, 5)
+    program = torch.export.export(Wandering(), (x,), strict=False)
+    module = with_generator(program).module(check_guards=False)
+    assert all(finding.severity == "note" for finding in random_findings(lambda x: Wandering()(x)))
+    state = dict(module.named_buffers())[RNG]
+    state.copy_(torch.tensor([7, 0]))
+    first, again = module(x), module(x)
+    assert state.tolist() == [7, 2]
+    state.copy_(torch.tensor([7, 0]))
+    for one, two in zip(first, module(x), strict=True):
+        assert torch.equal(one, two)
+    turns = [*first[0].T, *again[0].T, first[2], again[2]]
+    assert len({tuple(each.tolist()) for each in turns}) == 18, "every turn of every loop, and every call, has its own numbers"
+    assert set(first[1].unique().tolist()) <= {0.0, 4.0}
+    assert not torch.equal(module(-x)[1], module(-x)[1])
 
 
 def test_a_saved_program_with_a_generator_is_refused_beside_another() -> None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from cgcompile.export.export import export
 from cgcompile.model import flat_module as flat
 from cgcompile.model.devices import operations as tracked
+from cgcompile.model.devices.tensor_places import CPU
 from cgcompile.model.devices.tracking import track_devices
 from cgcompile.model.load import load_source
 from cgcompile.model.side_effects import SideEffects
@@ -106,3 +107,21 @@ def test_states_of_an_lstm_have_the_shapes_of_the_first_ones(monkeypatch: pytest
 
 def _with_an_axis(func: object, result: Any) -> Any:
     return (result[0], result[1][:, None], result[2][:, None]) if func == torch._VF.lstm else result
+
+
+def test_where_the_bundle_runs_on_the_cpu_tensors_are_there() -> None:
+    """A model with a way for the CPU takes that one, and moves are none."""
+    x = torch.ones(2, 3)
+    with track_devices([x], SideEffects(), told=CPU) as effects:
+        assert x.device == CPU and x.is_cpu and not x.is_cuda and x.get_device() == -1
+        made = x.cuda() + torch.ones(3, device=x.device) + x.cpu() + x.to("cuda:0")
+        assert made.device == CPU
+    assert not effects.obstacles
+
+
+def test_integers_are_counted_where_the_cpu_stands_for_a_gpu() -> None:
+    """Eager PyTorch counts integers on a GPU only."""
+    x = torch.tensor([0, 3, 1, 3, 3, 9], dtype=torch.int32)
+    with track_devices([x], SideEffects()):
+        for made in (torch.histc(x, bins=4, min=0, max=3), x.histc(4, 0, 3), torch.histc(input=x, bins=4, min=0, max=3)):
+            assert made.dtype == torch.int32 and made.tolist() == [1, 1, 0, 3]

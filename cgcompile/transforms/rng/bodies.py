@@ -1,0 +1,77 @@
+"""Branches and loops that draw random numbers: their bodies are given what all draws share, and loops count their turns for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from ...export.higher_order.conditionals import WHILE, bodies, higher_order
+from .philox import MASK
+
+MIXED = 0x9E3779B1
+"""What the turns of outer loops are multiplied by (an odd number near 2^32 over the golden ratio): turns of two loops inside each
+other meet nowhere as long as both count below 2^15."""
+
+
+class Body(NamedTuple):
+    """The graph of a body, and its inputs: what all draws share, and in a loop the number of the turn."""
+
+    module: GraphModule
+    shared: Node
+    turn: Node | None
+
+
+def of_turn(shared: Tensor, turn: Tensor) -> Tensor:
+    """What the draws of one turn share: the highest word of the counter, 0 in the first 2^32 calls, numbers the turn from 1 on."""
+    last = shared.shape[0] - 1
+    word = (shared.select(0, last) * MIXED + (turn & MASK) + 1) & MASK
+    return torch.cat([shared.narrow(0, 0, last), word.view(1)]).as_strided((last + 1,), (1,))
+
+
+def given_to_bodies(node: Node, module: GraphModule, shared: Node, first: Node | None) -> Iterator[Body]:
+    """Hands `shared` to every body of a branch or a loop, changed in place; `first` is the number of a loop's first turn."""
+    if higher_order(node) != WHILE:
+        predicate, true, false, operands = node.args
+        node.args = (predicate, true, false, (*operands, shared))
+        for body in bodies(node, module):
+            yield Body(body, _input(body, len(list(_inputs(body))), shared), None)
+        return
+    assert first is not None
+    condition, turns, carried, more = node.args[:4]
+    node.args = (condition, turns, (*carried, first), (*more, shared), *node.args[4:])
+    node.meta["val"] = (*node.meta["val"], first.meta["val"])
+    count = len(carried)
+    for body, source in [(getattr(module, str(each.target)), each) for each in (condition, turns)]:
+        turn = _input(body, count, first)
+        own = _input(body, len(list(_inputs(body))), shared)
+        if source is turns:
+            (output,) = body.graph.find_nodes(op="output")
+            with body.graph.inserting_before(output):
+                next_turn = body.graph.call_function(torch.ops.aten.add.Tensor, (turn, 1))
+            next_turn.meta["val"] = turn.meta["val"]
+            output.args = ((*_listed(output.args[0]), next_turn),)
+        yield Body(body, own, turn)
+
+
+def _inputs(body: GraphModule) -> list[Node]:
+    return list(body.graph.find_nodes(op="placeholder"))
+
+
+def _input(body: GraphModule, place: int, like: Node) -> Node:
+    """A new input number `place` of a body, with the value of another node."""
+    known = _inputs(body)
+    before = known[place] if place < len(known) else next(node for node in body.graph.nodes if node.op != "placeholder")
+    with body.graph.inserting_before(before):
+        made = body.graph.placeholder("cgcompile_draws")
+    made.target = made.name  # which is unique
+    made.meta["val"] = like.meta["val"]
+    return made
+
+
+def _listed(value: Any) -> list[Any]:
+    return tree_leaves(value)

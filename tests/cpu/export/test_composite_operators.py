@@ -1,0 +1,38 @@
+"""Operators that are spelled out with PyTorch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cgcompile.export.composite_operators import FEW, grouped_product, without_composites
+
+
+@pytest.mark.parametrize("groups", [1, 3, FEW, FEW + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_of_rows(groups: int, dtype: torch.dtype) -> None:
+    """Groups without a row, rows behind the last group, and all rows in one."""
+    torch.manual_seed(0)
+    rows, matrices = torch.randn(10, 16, dtype=dtype), torch.randn(groups, 16, 8, dtype=dtype)
+    ends = torch.randint(0, 10, (groups,)).sort().values.to(torch.int32)
+    for offs in (ends, torch.zeros_like(ends), torch.full_like(ends, 10)):
+        expected, begin = torch.zeros(10, 8, dtype=dtype), 0
+        for group, end in enumerate(offs.tolist()):
+            expected[begin:end] = rows[begin:end] @ matrices[group]
+            begin = end
+        torch.testing.assert_close(grouped_product(rows, matrices, offs), expected)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = torch.nn.Parameter(torch.randn(4, 16, 24, dtype=torch.bfloat16))
+
+    def forward(self, rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(rows, self.matrices, offs=offs)
+
+
+def test_a_program_calls_no_grouped_product() -> None:
+    given = (torch.randn(10, 16, dtype=torch.bfloat16), torch.tensor([2, 2, 7, 10], dtype=torch.int32))
+    made = without_composites(torch.export.export(Experts(), given))
+    assert not [node for node in made.graph.nodes if "grouped" in str(node.target)]
