@@ -20,9 +20,11 @@ class SavedDimension(NamedTuple):
 
 
 Given = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
-"""[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"].  Of several entries {"decode": [1, 8]}, {"decode": {"batch": [1,
-8]}}, or ["decode:batch=1,8"]; what names no entry holds for all that declare the dimension."""
+"""[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"].
 
+Of several entries {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}}, or ["decode:batch=1,8"].  What names no entry holds for all
+that declare the dimension, and [1, 8] where all declare the same one.
+"""
 
 Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 """What makes example inputs: a function for `forward`, or one for each method that is an entry."""
@@ -36,6 +38,8 @@ def sizes_of_entries(given: Given, dimensions: Mapping[str, Sequence[str]]) -> d
         ]
     else:
         items = [given] if isinstance(given, str) else list(given)
+        if items and not any(isinstance(item, str) for item in items):
+            items = [",".join(map(str, items))]
         parts = [_entry_of(item, dimensions) for item in items]
     if len(dimensions) == 1 and not any(entry for entry, _ in parts):
         return dict.fromkeys(dimensions, given)
@@ -59,7 +63,8 @@ def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, 
     """(entry, "" where none is named; the rest) of `decode:batch=1,8`."""
     entry, colon, rest = str(item).partition(":")
     if not colon:
-        return "", [item]
+        names = {name for own in dimensions.values() for name in own}  # one that all have need not be named
+        return "", [item if "=" in str(item) or len(names) != 1 else f"{next(iter(names))}={item}"]
     if entry.strip() not in dimensions:
         raise BuildError("sizes-invalid", f"sizes: {entry.strip()!r} is no entry (there are {', '.join(dimensions)})")
     return entry.strip(), [rest]

@@ -43,7 +43,7 @@ def test_sizes_of_entries(given: Any) -> None:
     [
         (["encode:batch=1"], "'encode' is no entry"),
         (["prefill:seq=1", "width=3"], "'width=3' is of no entry"),
-        ([1, 8], "'1' is of no entry|1 is of no entry"),
+        ([1, 8], "'1,8' is of no entry"),
         (["batch=1", "prefill:batch=1", "prefill:batch=2", "seq=1"], "dimension 'batch' of 'prefill' is given twice"),
         (["batch=1"], "entry 'prefill': sizes: no size for dimension 'seq'"),
         (["batch=1", "seq=0"], "entry 'prefill': sizes: seq=0 is not a positive whole number"),
@@ -52,6 +52,13 @@ def test_sizes_of_entries(given: Any) -> None:
 def test_sizes_that_fit_no_entry(given: Any, message: str) -> None:
     with raises("sizes-invalid", match=message):
         sizes(given)
+
+
+@pytest.mark.parametrize("given", [[1, 8], "1,8", ["1,8"]])
+def test_a_dimension_that_all_entries_have_need_not_be_named(given: Any) -> None:
+    assert sizes(given, {"look": ("batch",), "add": ("batch",), "reset": ()}) == {
+        "look": {"batch": (1, 8)}, "add": {"batch": (1, 8)}, "reset": {},
+    }  # fmt: skip
 
 
 def test_a_hint_names_the_entry() -> None:

@@ -1,0 +1,80 @@
+"""Several entries built for a GPU that is not here: traced, interpreted, and one of them beside the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import cgcompile
+from cgbundle.format import archive
+from cgbundle.format.entries import all_programs, each_entry
+from cgbundle.format.schema import Manifest
+from tests.golden.models import traced_entries
+from tests.helpers.raising import raises
+
+
+class Hosted(nn.Module):
+    """One entry reads a number out of a tensor, on the host; the other does not, and both use the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("total", torch.zeros(8))
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        self.total += self.linear(x).sum(0)
+        return self.linear(x).relu().sum(1)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(self.linear(x).relu())
+        return self.linear(self.linear(y / (y.abs().sum().item() + 1.0)) + self.total)
+
+
+def rows(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randn(batch, 8),)
+
+
+def check_shared(manifest: Manifest) -> None:
+    """What the entries have in common stands once, and the arena is the largest of all."""
+    memories, programs = dict(manifest.memories), all_programs(manifest)
+    assert memories["arena"] == max(program.arena for program in programs)
+    assert memories["inputs"] == max(program.static for program in programs)
+    assert len({weight.name for weight in manifest.weights}) == len(manifest.weights)
+    files = [file.path for file in manifest.files]
+    assert len(files) == len(set(files)) and {step.file for program in programs for step in program.steps} - {""} <= set(files)
+    assert {proof.method for each in each_entry(manifest) for proof in each.exam.proofs} == {"interpret"}
+
+
+def test_traced_entries_share_what_they_have(tmp_path: Path) -> None:
+    model, entries = traced_entries()
+    built = cgcompile.build(model, entries, sizes=["batch=1,4", "fill:rows=2"], out=tmp_path / "lanes.cgb", target="sm_90")
+    check_shared(built.manifest)
+    assert [each.entry for each in each_entry(built.manifest)] == ["forward", "fill", "empty"]
+    assert [file.path for file in built.manifest.files if file.path.endswith(".pt2")] == [
+        "program.pt2", "programs/empty.pt2", "programs/fill.pt2",
+    ]  # fmt: skip
+    assert {file.path for file in built.manifest.files if file.path.startswith(archive.GRAPHS)} == {
+        "graphs/model-empty.bin", "graphs/model-fill-2.bin", "graphs/model-forward-1.bin", "graphs/model-forward-4.bin",
+    }  # fmt: skip
+
+
+def test_an_entry_beside_the_host_and_one_without(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    entries = {"plain": rows, "scaled": rows}
+    built = cgcompile.build(Hosted(), entries, sizes=[4], out=tmp_path / "hosted.cgb", target="sm_90")
+    check_shared(built.manifest)
+    kinds = {each.entry: [step.kind for step in each.programs[0].steps] for each in each_entry(built.manifest)}
+    assert kinds["plain"] == ["graph"]
+    assert "host" in kinds["scaled"] and kinds["scaled"].count("graph") == 2
+    assert dict(built.manifest.memories)["host"] > 0
+
+
+@pytest.mark.parametrize("sizes", [[1, 4], ["fill:rows=2"], ["batch=1,4", "rows=2", "encode:rows=2"]])
+def test_sizes_that_do_not_fit_the_entries(tmp_path: Path, sizes: list[int] | list[str]) -> None:
+    model, entries = traced_entries()
+    with raises("sizes-invalid"):
+        cgcompile.build(model, entries, sizes=sizes, out=tmp_path / "lanes.cgb", target="sm_90")
+    assert list(tmp_path.iterdir()) == []
