@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from ..model.declared_sizes import Given, Inputs
+from ..util.imports import quick_imports
 from ..util.progress import Stages, Watcher
 from ..util.progress_display import Progress, watcher
 from .records import Built, Options, Report
@@ -30,7 +31,7 @@ def with_torch(progress: Watcher, module: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
         if "torch" not in sys.modules:
-            with Stages(progress)("import") as tell:
+            with Stages(progress)("import") as tell, quick_imports():
                 tell("torch")
                 import torch
 

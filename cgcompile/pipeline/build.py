@@ -34,6 +34,7 @@ from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import manifest_aliases
 from ..transforms.padding_proof import prove_padding
 from ..transforms.prepared import prepare, together
+from ..util.imports import quick_imports
 from ..util.progress import Stages
 from .destination import destination_path, staged_bundle
 from .kernel_coverage import operators_without_kernel
@@ -59,8 +60,8 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             first = stack.enter_context(placed(loaded[0], chosen.device))
             told = CPU if chosen.recorder == "host" else CUDA
             sources = [replace(source, device=first.device, told=told) for source in loaded]
-            # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
-            build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
+            with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
+                build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
             entries = f", {len(sources)} entries" if len(sources) > 1 else ""
             tell(f"{first.name}{entries}, {_counted(keys, 'int_key')}{f'; {mode}' if mode else ''}")
         if chosen.recorder == "capture":

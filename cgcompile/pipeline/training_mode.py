@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from ..model.source import Source
 from ..model.user_code import call_user
 
@@ -17,21 +19,24 @@ def evaluated(source: Source, train: bool) -> Iterator[str]:
 
     Gives what to say of it, "" where nothing changes: for a model that is in eval() as a whole, whatever its parts are in, and for
     one that torch.export made, which has no modes.  Raises source-invalid where the model's own eval() fails."""
-    model = source.model
-    if train or source.saved or not model.training:
-        yield ""
-        return
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in source.model.modules()]
     try:
-        yield SAID if call_user(_put_into_eval, "eval()", source.label, model) else ""
+        yield SAID if not train and put_into_eval(source) else ""
     finally:
         for module, mode in modes:
             module.training = mode
 
 
-def _put_into_eval(model: object) -> bool:
+def put_into_eval(source: Source) -> bool:
+    """Puts a model that is in training mode into eval(); whether it was one.  Raises source-invalid."""
+    if source.saved or not source.model.training:
+        return False
+    return bool(call_user(_put, "eval()", source.label, source.model))
+
+
+def _put(model: torch.nn.Module) -> bool:
     try:
-        model.eval()  # type: ignore[attr-defined]
-    except NotImplementedError:  # of torch.export's modules
+        model.eval()
+    except NotImplementedError:  # of a module that torch.export made
         return False
     return True

@@ -111,13 +111,16 @@ def _traced() -> Callable[[Any], tuple[str, str]]:
     def tell(op: Any) -> tuple[str, str]:
         if known := _common(op) or _waits(op):
             return known
-        if op in REPLACED or op in FREE:
+        if op in FREE:
             return "yes", ""
         if not falls_back(op):
             return ("some", "") if chooses(op) else ("yes", "")
         if _is_composite(op):
             return "parts", ""
-        return ("yes", "") if op in table else ("no", ON_HOST)
+        smaller = REPLACED.get(op) or table.get(op)
+        if smaller is None:
+            return "no", ON_HOST
+        return ("yes", "") if smaller.__module__.startswith("torch.") else ("some", "")  # ours leave some arguments to torch
 
     return tell
 

@@ -116,7 +116,7 @@ def traced(name: str, folder: Path, recorder: str) -> tuple[Path, Any, list[Any]
 def build(model: Any, inputs: Any, path: Path) -> Path:
     import cgcompile
 
-    return cgcompile.build(model, inputs, out=path, target="cuda", recorder="trace", prove="none").path
+    return cgcompile.build(model, inputs, out=path, target="cuda", record="trace", prove="none").path
 
 
 def types(path: Path) -> list[str]:

@@ -23,7 +23,7 @@ from tests.helpers.entry_models import ENTRIES, SIZES, calls, check_calls, error
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prove = "none" if request.param == "trace" else "interpret"  # the tests replay it
     path = tmp_path_factory.mktemp("entries") / f"{request.param}.cgb"
-    return cgcompile.build(lanes(), ENTRIES, sizes=SIZES, out=path, target="cuda", recorder=request.param, prove=prove).path
+    return cgcompile.build(lanes(), ENTRIES, sizes=SIZES, out=path, target="cuda", record=request.param, prove=prove).path
 
 
 def test_what_the_bundle_holds(bundle: Path) -> None:

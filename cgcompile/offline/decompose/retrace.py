@@ -19,8 +19,8 @@ from torch.fx.node import map_aggregate
 
 from ...errors import CATALOGUE, BuildError, ModelError
 from ...export.exported import memory_order
-from ...model.user_code import first_line, is_user_file
-from ...targets.compiler_errors import source_operator
+from ...model.user_code import is_user_file
+from ...targets.compiler_errors import explain, source_operator
 from ...targets.cuda.lowering import repair
 from ...targets.memory_layout import dense_strides
 from ..lowered import INPUT, WEIGHT
@@ -251,6 +251,7 @@ class _Replacing(torch.fx.Interpreter):
 
     def __init__(self, module: torch.fx.GraphModule, source: torch.fx.GraphModule) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # torch writes the node, and lines of its own, into the text of whatever is raised
         self._source = source
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -270,9 +271,9 @@ class _Replacing(torch.fx.Interpreter):
                 host_hint([source_operator(n, [self._source])]),
             ) from error
         except Exception as error:
-            raise BuildError(
-                "lowering-broken", f"{_named(n)} cannot be traced for cuda: {type(error).__name__}: {first_line(error)}"
-            ) from error
+            failure = explain(error, self._source)
+            text = f"{_named(n)} cannot be traced for cuda: {failure.cause}"
+            raise BuildError("lowering-broken", text, failure.hint("eager")) from error
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().call_function(REPLACED.get(target, target), args, kwargs)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from cgbundle.cpu.processor import processor_flags
 
 from ...errors import BuildError
+from ...util.imports import quick_imports
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from ..requirements import check_compiler, compiler
@@ -85,12 +86,12 @@ def compile_cpu(
     for those that are like this one.  Raises compiler-failed, torch-unsupported.
     """
     tell("loading Inductor")
-    # late: it takes two seconds, and what an earlier build compiled needs none of it
-    from .compilations import side_by_side, unprobed
-    from .complex_numbers import complex_decompositions
-    from .dispatch import dispatched
-    from .loop_failures import failures_leave_loops
-    from .parallel_loops import any_number_of_threads
+    with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
+        from .compilations import side_by_side, unprobed
+        from .complex_numbers import complex_decompositions
+        from .dispatch import dispatched
+        from .loop_failures import failures_leave_loops
+        from .parallel_loops import any_number_of_threads
 
     if not hasattr(torch._inductor, "aot_compile"):
         raise BuildError(

@@ -103,6 +103,7 @@ def write_job(folder: str, manifest: Manifest, keys: Sequence[IntKey], model: st
         "compared": manifest.random < 0,
         "weights": os.path.join(folder, archive.WEIGHTS),
         "model": os.path.abspath(model) if os.path.exists(model) else model,
+        "train": ("train", "true") in manifest.provenance.options,
         "program": os.fspath(scratch / "cgcompile_bench_program.py"),
         "onnx": os.fspath(scratch / "program.onnx"),
     }

@@ -7,7 +7,8 @@ A job (`processes.write_job`):
 - `orders` each input's axes from outermost to innermost in memory, `outputs` how many;
 - `written` positions of inputs that a call changes, `state` whether calls change buffers;
 - `calls` from the first state on until the exam's outputs are given, `compared` whether outputs can be;
-- `weights` a file, `model` the user's or "", `program` and `onnx` files that are made first.
+- `weights` a file, `model` the user's or "", `train` whether it stays in training mode;
+- `program` and `onnx` files that are made first.
 
 The answer of a worker that is ready:
 - `laps` seconds by phase, `memory` as `worker.resident_bytes`, `torch` whether it is imported;

@@ -198,8 +198,12 @@ class UserModule:
     def __init__(self, job: dict[str, Any]) -> None:
         from ...model.load import load_source
         from ...model.source import entry_method, written_method
+        from ...pipeline.training_mode import put_into_eval
 
-        self.module: Any = load_source(job["model"]).model.to(job["target"])
+        source = load_source(job["model"])
+        if not job["train"]:
+            put_into_eval(source)
+        self.module: Any = source.model.to(job["target"])
         self.function = entry_method(self.module, job["entry"])
         self._written = written_method(self.module, job["entry"])
         from cgbundle.call.structure import builder

@@ -23,6 +23,7 @@ from cgcompile.model.source import sample
 from cgcompile.offline.assemble.arena import lifetimes
 from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import convolutions, decompositions, sort
+from cgcompile.offline.decompose import retrace as retracing
 from cgcompile.offline.decompose.retrace import retrace
 from cgcompile.offline.lower import fake_device
 from cgcompile.offline.lower.inductor import lower_key
@@ -379,6 +380,18 @@ def test_control_flow() -> None:
     program, tensors = exported(Choosing(), floats(8), 4)
     with raises("operation-needs-gpu", match="control flow"), fake_device.fake_device(H200):
         retrace(program, tensors)
+
+
+def test_what_fails_while_it_is_traced_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("The tensor has no data\n    return torch.empty(/usr/lib/torch/x.py)\n" + "more of it " * 99)
+
+    monkeypatch.setitem(retracing.REPLACED, torch.ops.aten.relu.default, broken)
+    program, tensors = exported(nn.ReLU(), floats(8), 4)
+    text = r"relu.* cannot be traced for cuda: RuntimeError: The tensor has no data$"
+    with raises("lowering-broken", match=text) as caught, fake_device.fake_device(H200):
+        retrace(program, tensors)
+    assert "--host-op aten.relu" in caught.value.hint
 
 
 def test_tensors_that_do_not_fit() -> None:

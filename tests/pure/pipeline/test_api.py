@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 import cgcompile
 from cgcompile.pipeline.records import Built
+from cgcompile.util.imports import quick_imports
 from cgcompile.util.progress import Event, Stages, silent
 from cgcompile.util.progress_display import Lines, watcher
 from tests.helpers.raising import raises
@@ -125,3 +127,19 @@ def test_a_result_prints_as_three_lines() -> None:
     assert third == "program = cgbundle.load('a<b.cgb')"
     assert "\n" not in repr(built) and "a<b.cgb" in repr(built) and len(repr(built)) < 100
     assert built._repr_html_() == f"<pre>{str(built).replace('<', '&lt;').replace(chr(39), '&#x27;')}</pre>"
+
+
+# --- imports ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_garbage_is_collected_after_imports_as_before(on: bool) -> None:
+    was = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        with pytest.raises(KeyError), quick_imports():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is on
+    finally:
+        (gc.enable if was else gc.disable)()
