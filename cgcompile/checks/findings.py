@@ -17,6 +17,7 @@ from .context import HOST, REFUSE, RuleContext
 from .control import with_moved_control_flow
 from .host_placement import data_dependent_nodes, moved_nodes, placements
 from .operators import check_host_ops, operators_without_code
+from .randomness import with_moved_draws
 from .rules import RULES, names
 
 GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
@@ -91,7 +92,7 @@ def _check_program(
         kept += tuple(operators_without_code(program))
         return _CheckedProgram(findings=kept, placements={}, functionalized=functionalized)
     placed = placements(program.graph, found, context.data_dependent, context.moved)
-    found = with_moved_control_flow(found, placed)
+    found = with_moved_draws(with_moved_control_flow(found, placed), placed, program)
     found += tuple(operators_without_code(program, placed)) if placed else ()
     return _CheckedProgram(findings=found, placements=placed, functionalized=functionalized)
 

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import Node
 
 from cgbundle.format.schema import Finding
 
 from ..export.functionalization import keeps_rng_state
+from ..export.higher_order.conditionals import is_conditional
 from ..transforms.rng.recurrent_dropout import RECURRENT
 from ..transforms.rng.rewrite import can_rewrite, drawn, draws, generator_buffers, is_random, supported
 from .context import NOTE, REFUSE, RuleContext, finding, operator
 
 DRAWN_TOKEN = "draw with (p / torch.empty_like(p).exponential_()).argmax(-1), or pass the random tensor as an input"
 """What to write for multinomial."""
+
+
+INSIDE = "inside this operator only a graph whose launches are traced can draw"
+"""What compiled code for a CPU does there ended with a segmentation fault (AOTInductor, torch 2.13)."""
+
+
+def with_moved_draws(findings: Sequence[Finding], placed: Collection[str], program: ExportedProgram) -> tuple[Finding, ...]:
+    """The findings, with draws inside of branches and loops that are `placed` on the host refused."""
+    moved = {node.name for node in program.graph.nodes if is_conditional(node) and node.name in placed}
+    return tuple(
+        [
+            replace(each, severity=REFUSE, effect=INSIDE, fix="draw before it, or pass the random tensor as an input")
+            if each.rule == "random-operation" and each.severity == NOTE and each.node in moved
+            else each
+            for each in findings
+        ]
+    )
 
 
 def random_operation(context: RuleContext) -> Iterable[Finding]:
@@ -25,8 +45,8 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
     Why CUDA cares: a bundle without torch has no generator that could be registered with a graph, and would repeat its numbers.  So
     the program computes them itself, from a seed and a count of its calls in its state.
     Effect: fresh numbers at every call, and in every turn of a loop, not PyTorch's; `program.seed(n)` repeats them.  Refused are
-    other operators (multinomial, poisson, binomial, gamma), generators of the user's, operators inside of scan or map, and a second
-    program that computes its own.
+    other operators (multinomial, poisson, binomial, gamma), generators of the user's, operators inside of scan or map, those inside
+    of branches and loops that run on the host, and a second program that computes its own.
     Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input (DRAWN_TOKEN for
     multinomial).
     Source: torch.Tag.nondeterministic_seeded; torch.cuda.CUDAGraph.register_generator_state; transforms/rng.
@@ -41,7 +61,8 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
     for node, top in context.calls():
         if is_random(node):
             name = operator(node)
-            if node in rewritten and can_rewrite(node) and (top == node.name or node.target not in RECURRENT):
+            inside = top != node.name
+            if node in rewritten and can_rewrite(node) and (not inside or (context.conditionals and node.target not in RECURRENT)):
                 severity, effect, fix = NOTE, "fresh numbers at every call; program.seed(n) repeats them", "none needed"
             else:
                 severity, effect, fix = REFUSE, _obstacle(node, top), "pass the random tensor as an input"
@@ -55,7 +76,7 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
 def _obstacle(node: Node, top: str) -> str:
     """Why a random operator cannot be rewritten."""
     if top != node.name:
-        return "inside this operator it has no place in the count of what is drawn"
+        return INSIDE
     if node.target in supported():
         return "a bundle has no generator but its own"
     return "a bundle has no generator for it, and would repeat the same numbers"
