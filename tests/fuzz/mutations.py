@@ -17,7 +17,7 @@ from typing import Any
 from cgbundle.errors import CgbundleError
 from cgbundle.tables.column_file import pack, unpack
 from cgbundle.tables.module_state import STATES
-from cgbundle.tables.table import RECORDING
+from cgbundle.tables.table import BRANCHING, RECORDING
 
 INTEGERS = (
     0, 1, -1, 2, 3, 7, 8, 16, 63, 64, 65, 72, 127, 128, 255, 256, 4096, 65535, 1 << 20, 2**31 - 1, 2**31, 2**32, 10**9, 2**40,
@@ -184,7 +184,9 @@ def table(data: bytes, draw: random.Random) -> bytes:
 
 def columns(data: bytes, draw: random.Random) -> bytes:
     """A table whose columns have other numbers: of a neighbour, of a limit, or of another column; its structure is kept."""
-    layout = RECORDING if data[:8] == RECORDING.magic else STATES
+    layout = STATES
+    if data[:8] == RECORDING.magic:
+        layout = BRANCHING if int.from_bytes(data[8:16], "little") == BRANCHING.version else RECORDING
     counts, views = unpack(layout, data, "table")
     contents = {name: view.tolist() for name, view in views.items()}
     filled = [column for column in layout.columns if contents[column.name]]

@@ -25,8 +25,8 @@ def test_a_session_leaves_no_handle(path: Path, monkeypatch: pytest.MonkeyPatch)
     freed = []
     init = LibTorch.__init__
 
-    def counted(self: LibTorch, library: object) -> None:
-        init(self, library)  # type: ignore[arg-type]
+    def counted(self: LibTorch, *libraries: object) -> None:
+        init(self, *libraries)  # type: ignore[arg-type]
         delete = self.delete
         self.delete = lambda handle: (freed.append(handle), delete(handle))[1]  # type: ignore[assignment]
 

@@ -49,10 +49,10 @@ def test_integers_that_differ_end_a_build_and_the_message_says_where(path: Path,
     token = r"output token \(int64\): \d of 8 values differ, first at \[\d\]: 1000"
     words = f"batch=8: the bundle's outputs differ from eager PyTorch: {token}"
     with raises("proof-failed", match=words) as caught:
-        replay(path, manifest, BOUNDS, ())
+        replay(path, manifest, [BOUNDS], ())
     assert caught.value.hint.endswith(f"or accept it with --waive {WAIVER}")
     with raises("proof-failed", match=words):
-        replay(path, manifest, [BOUNDS[0], replace(BOUNDS[1], rounded=False), BOUNDS[2]], (WAIVER,))
+        replay(path, manifest, [[BOUNDS[0], replace(BOUNDS[1], rounded=False), BOUNDS[2]]], (WAIVER,))
 
 
 def test_what_is_waived_stands_in_the_manifest_and_bounds_the_replay(path: Path, manifest: Manifest) -> None:

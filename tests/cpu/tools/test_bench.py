@@ -228,7 +228,7 @@ def test_a_users_module_is_called_as_its_forward_wants(tmp_path: Path) -> None:
         ["a", tensor[0]], ["rest_0", tensor[1]], ["rest_1", tensor[2]], ["scale", {"value": 3}],
         ["extra", {"dict": [["b", tensor[3]]]}], ["c", tensor[4]],
     ]  # fmt: skip
-    user = UserModule({"model": str(path), "target": "cpu", "state": False, "train": False, "call": call})
+    user = UserModule({"model": str(path), "target": "cpu", "entry": "forward", "state": False, "train": False, "call": call})
     tensors = [torch.tensor([float(10**index)]) for index in range(5)]
     args, kwargs = user.arrange(tensors)
     found = user.outputs(user.module(*args, **kwargs))

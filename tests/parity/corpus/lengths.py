@@ -124,6 +124,6 @@ CASES = (
     _case(LastToken, ragged, near=("data-dependent-select",)),
     _case(IndexSelect, ragged, near=("data-dependent-select",)),
     _case(SplitByItem, ragged, "host-scalar", FOLLOWER),
-    _case(NestedToPadded, ragged, "export-failed"),
+    _case(NestedToPadded, ragged, "export-differs"),
     _case(JaggedToPadded, ragged, near=("incompatible-operator",)),
 )

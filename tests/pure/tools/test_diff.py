@@ -181,7 +181,7 @@ def test_everything_else_in_a_manifest_counts(golden: Path | None) -> None:
             continue  # such a manifest is refused when it is opened
         assert told, path
         tried += 1
-    assert tried > 0.8 * len(paths) > 100
+    assert tried > 0.75 * len(paths) > 100
 
 
 def decoded(plain: dict[str, Any]) -> Manifest:

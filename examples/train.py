@@ -1,0 +1,148 @@
+"""A training step as an entry of a bundle: forward, backward and the optimizer in one replay; `evaluate` beside it.
+
+    cgcompile build examples/train.py --sizes evaluate:batch=1,32 -o train.cgb
+    python examples/train.py train.cgb --steps 200 --save trained.safetensors
+
+What a bundle changes from call to call is buffers, so the network's parameters are made buffers; `torch.func` says how a loss
+follows from them, and `make_fx` writes its gradient down as operations, which export takes like any others.  The task: every token
+is the sum of the two before it.
+"""
+
+import argparse
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+from torch.fx.experimental.proxy_tensor import make_fx
+
+VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 17, 32, 64, 4, 2
+BATCH = 32
+"""Rows of a step: its gradient is written down for that many."""
+
+
+class Block(nn.Module):
+    """Causal attention and a perceptron, each behind a LayerNorm and added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("hidden", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = x.shape[0]
+        query, key, value = self.qkv(self.attention_norm(x)).view(batch, LENGTH, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        scores = query @ key.transpose(-2, -1) / (WIDTH // HEADS) ** 0.5
+        mixed = torch.softmax(scores.masked_fill(self.hidden, float("-inf")), -1) @ value
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, LENGTH, WIDTH))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class Network(nn.Module):
+    """Token ids (batch, LENGTH) -> logits of the next token at every place (batch, LENGTH, VOCABULARY)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.tokens(ids) + self.places.weight)))
+
+
+class Trainer(nn.Module):
+    """A network whose parameters are buffers, and the momentum of each."""
+
+    def __init__(self, network: nn.Module, rate: float = 0.1, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.rate, self.momentum = rate, momentum
+        self.trained = tuple([name for name, _ in network.named_parameters()])
+        made = make_fx(grad_and_value(lambda values, x, y: loss_of(network, values, x, y)))
+        self.gradients = made({name: value.detach().clone() for name, value in network.named_parameters()}, *sequences(BATCH))
+        for module in network.modules():
+            for name, value in list(module._parameters.items()):
+                del module._parameters[name]
+                module.register_buffer(name, value.detach())
+        self.network = network
+        for name in self.trained:
+            self.register_buffer(f"momentum_{name.replace('.', '_')}", torch.zeros_like(network.get_buffer(name)))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One step of gradient descent on ids and their next tokens, int64 (BATCH, LENGTH); the loss before it."""
+        values = {name: self.network.get_buffer(name) for name in self.trained}
+        gradients, loss = self.gradients(values, x, y)
+        for name, value in values.items():
+            kept = self.get_buffer(f"momentum_{name.replace('.', '_')}")
+            kept.mul_(self.momentum).add_(gradients[name])
+            value.sub_(self.rate * kept)
+        self.steps += 1
+        return loss
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        """The likeliest next token at every place, int64 (batch, LENGTH)."""
+        return self.network(x).argmax(-1)
+
+
+def loss_of(network: nn.Module, values: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """The mean cross entropy, with `values` as the network's weights."""
+    return F.cross_entropy(functional_call(network, values, (x,)).flatten(0, 1), y.flatten())
+
+
+def sequences(batch: int) -> tuple[Tensor, Tensor]:
+    """Ids and their next tokens, of the task."""
+    rows = [torch.randint(0, VOCABULARY, (batch,)) for _ in range(2)]
+    for _ in range(LENGTH - 1):
+        rows.append((rows[-1] + rows[-2]) % VOCABULARY)
+    whole = torch.stack(rows, 1)
+    return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Trainer(Network()).eval()
+
+
+def entries():
+    def step():
+        return sequences(BATCH)
+
+    def evaluate(batch: int):
+        return sequences(batch)[:1]
+
+    return {"step": step, "evaluate": evaluate}
+
+
+def main() -> None:
+    from safetensors.torch import load_file, save_file
+
+    import cgbundle
+
+    parser = argparse.ArgumentParser(description="Trains with a bundle of this file.")
+    parser.add_argument("bundle")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--resume", metavar="FILE", help="state that an earlier run saved")
+    parser.add_argument("--save", metavar="FILE", help="where to write the state")
+    given = parser.parse_args()
+    program = cgbundle.load(given.bundle)
+    for name, value in (load_file(given.resume) if given.resume else {}).items():
+        program.state[name] = value
+    done = int(torch.from_dlpack(program.state["steps"]))
+    for number in range(done, done + given.steps):
+        torch.manual_seed(number + 1)
+        loss = program.step(*sequences(BATCH))
+        if number % 20 == 0 or number == done + given.steps - 1:
+            print(f"step {number}: loss {float(loss):.4f}")
+    x, y = sequences(BATCH)
+    right = (program.evaluate(x) == y)[:, 1:].float().mean()
+    print(f"{right:.1%} of the next tokens are right")
+    if given.save:
+        save_file({name: torch.from_dlpack(program.state[name]).clone() for name in program.state}, given.save)
+
+
+if __name__ == "__main__":
+    main()
