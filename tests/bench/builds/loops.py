@@ -1,0 +1,155 @@
+"""Greedy decoding in one launch (`torch.while_loop`) beside a launch per token whose token the host fetches, in one run.
+
+    loops.py [--target cuda] [--layers 12] [--width 768] [--tokens 128]
+
+Both bundles are of one GPT, traced (`--record trace`), batch 1.  LOOP begins with one token and gives all; STEP gives one per call
+over a cache that is state.  Exit status 1 when their tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cgbundle
+import cgcompile
+
+HEAD, VOCABULARY, NONE = 64, 50257, -1
+ROUNDS = 12
+
+Caches = list[Tensor]
+
+
+class Layer(nn.Module):
+    """Attention over a cache of keys and values (1, heads, places, HEAD), then a perceptron."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // HEAD
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, place: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = self.qkv(self.attention_norm(x)).view(1, 3, self.heads, 1, HEAD).unbind(1)
+        keys, values = keys.index_copy(2, place.view(1), key), values.index_copy(2, place.view(1), value)
+        scores = (query @ keys.transpose(-2, -1)).float() / HEAD**0.5
+        later = torch.arange(keys.shape[2], device=x.device) > place
+        mixed = torch.softmax(scores.masked_fill(later, float("-inf")), -1).to(x.dtype) @ values
+        x = x + self.out(mixed.view(1, -1))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)))), keys, values
+
+
+class Decoder(nn.Module):
+    """The likeliest next token of one row."""
+
+    def __init__(self, layers: int, width: int, places: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.cache = (1, width // HEAD, places, HEAD)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(places, width)
+        self.layers, self.norm = nn.ModuleList([Layer(width) for _ in range(layers)]), nn.LayerNorm(width)
+        self.to(dtype)
+
+    def empty(self, like: Tensor) -> Caches:
+        dtype = self.tokens.weight.dtype
+        return [torch.zeros(self.cache, dtype=dtype, device=like.device) for _ in range(2 * len(self.layers))]
+
+    def next(self, token: Tensor, place: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
+        x, made = self.tokens(token) + self.places(place.view(1)), []
+        for index, layer in enumerate(self.layers):
+            x, *new = layer(x, place, *caches[2 * index : 2 * index + 2])
+            made += new
+        return (self.norm(x) @ self.tokens.weight.t()).argmax(-1), made
+
+
+class Loop(Decoder):
+    def forward(self, token: Tensor) -> Tensor:
+        count = self.cache[2]
+
+        def more(place: Tensor, token: Tensor, out: Tensor, *caches: Tensor) -> Tensor:
+            return (place < count) & (token != NONE).all()
+
+        def turn(place: Tensor, token: Tensor, out: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
+            token, made = self.next(token, place, list(caches))
+            return place + 1, token, out.index_copy(0, place.view(1), token), *made
+
+        begin = torch.zeros((), dtype=torch.int64, device=token.device)
+        out = torch.zeros(count, dtype=torch.int64, device=token.device)
+        return torch.while_loop(more, turn, (begin, token.clone(), out, *self.empty(token)))[2]
+
+
+class Step(Decoder):
+    def __init__(self, layers: int, width: int, places: int, dtype: torch.dtype) -> None:
+        super().__init__(layers, width, places, dtype)
+        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
+        for index, value in enumerate(self.empty(torch.zeros(1))):
+            self.register_buffer(f"cache{index}", value)
+
+    def forward(self, token: Tensor) -> Tensor:
+        kept = [self.get_buffer(f"cache{index}") for index in range(2 * len(self.layers))]
+        token, made = self.next(token, self.get_buffer("place"), kept)
+        for old, new in zip(kept, made, strict=True):
+            old.copy_(new)
+        self.get_buffer("place").add_(1)
+        return token
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="cuda")
+    for name, value in (("layers", 12), ("width", 768), ("tokens", 128)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    given = parser.parse_args()
+    device = "cuda" if given.target == "cuda" else "cpu"
+    record = {"record": "trace", "prove": "none"} if device == "cuda" else {}
+    first = torch.tensor([17], device=device)
+    with tempfile.TemporaryDirectory() as scratch:
+        programs = []
+        for kind in (Loop, Step):
+            torch.manual_seed(0)
+            model = kind(given.layers, given.width, given.tokens, torch.bfloat16 if device == "cuda" else torch.float32)
+            path = Path(scratch, f"{kind.__name__}.cgb")
+            cgcompile.build(model.eval(), lambda: (torch.tensor([17]),), out=path, target=given.target, **record)
+            programs.append(cgbundle.load(path, outputs="view"))
+        loop, step = programs
+
+        def looped() -> list[int]:
+            return list(loop(first).tensor.tolist())
+
+        def stepped() -> list[int]:
+            step.reset()
+            found, token = [], first
+            for _ in range(given.tokens):
+                token = step(token).tensor
+                found.append(int(token))
+                if found[-1] == NONE:
+                    break
+            return found
+
+        (one, all_at_once), (each, by_one) = timed(looped), timed(stepped)
+    print(f"one launch: {given.tokens / one:.0f} tokens/s; a launch per token: {given.tokens / each:.0f}; ratio {each / one:.3f}")
+    print("same tokens" if all_at_once == by_one else "OTHER tokens")
+    return 0 if all_at_once == by_one else 1
+
+
+def timed(call: Callable[[], list[int]]) -> tuple[float, list[int]]:
+    """(median seconds, what the call gives); the host has the tokens at the end."""
+    found, seconds = call(), []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter()
+        found = call()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds), found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
