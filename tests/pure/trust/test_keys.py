@@ -69,6 +69,8 @@ def test_a_private_key_is_refused_kindly(tmp_path: Path) -> None:
         (pem(ed448.Ed448PrivateKey.generate().public_key()), "a key, but none of ed25519"),
         (pem(ec.generate_private_key(ec.SECP256R1()).public_key()), "a key, but none of ed25519"),
     ],
+    # names of their own: some of these keys are drawn, and every process of a run has to collect the same tests
+    ids=["empty", "raw", "hex", "two", "cut off", "too long", "damaged", "no padding", "x25519", "ed448", "p-256"],
 )
 def test_files_that_are_no_key(file: Path, text: bytes, told: str) -> None:
     file.write_bytes(text)
