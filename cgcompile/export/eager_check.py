@@ -30,7 +30,7 @@ def check_dynamic(
     """Raises size-excluded for a declared size that does not satisfy what export found, or where program and model differ.
 
     Export takes a dynamic size for larger than 1: `if x.shape[0] == 1` is False in its program.  So the two are compared at
-    int_keys where a size is 1, and at the largest; not if the program is `branched` on data.
+    int_keys where a size is 1, and at the smallest; not if the program is `branched` on data.
     """
     symbols_of(source, program, shapes, sizes)
     if branched:
@@ -40,10 +40,11 @@ def check_dynamic(
         return
     keys = all_keys(sizes)
     bound = coarsest(Programs(by_key=dict.fromkeys(keys, program), dynamic=True))
+    exported = ProgramModule([program])
     for key in keys:
         chosen = dict(zip(sizes, key, strict=True))
         ones = any(evaluate(size, chosen) == 1 for shape in shapes for size in shape if not isinstance(size, int))
-        if (ones or key == keys[-1]) and _differ(flat, program, sample(source, chosen).tensors, bound):
+        if (ones or key == keys[0]) and _differ(flat, exported, sample(source, chosen).tensors, bound):
             raise ModelError(
                 "size-excluded", f"{source.label}: at {_at(chosen)} the model computes something else than its program"
             )
@@ -56,7 +57,7 @@ def check_static(
 
     A model that does not repeat itself either keeps something that is no buffer: the checks name it.
     """
-    if _differ(flat, program, tensors, FAR):
+    if _differ(flat, ProgramModule([program]), tensors, FAR):
         where = definition(written_method(source.model, source.entry)) or source.label
         at = f" at {_at(chosen)}" if chosen else ""
         raise ModelError("export-differs", f"{where}: while torch.export traces it, the model computes something else{at}")
@@ -70,9 +71,9 @@ def _at(chosen: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in chosen.items())
 
 
-def _differ(flat: FlatModule, program: ExportedProgram, tensors: Sequence[torch.Tensor], bound: float) -> bool:
-    wanted, made = _seeded(flat, tensors), _seeded(ProgramModule([program]), tensors)
-    return _apart(wanted, made, bound) and not _apart(wanted, _seeded(flat, tensors), bound)
+def _differ(flat: FlatModule, exported: ProgramModule, tensors: Sequence[torch.Tensor], bound: float) -> bool:
+    wanted = _seeded(flat, tensors)
+    return _apart(wanted, _seeded(exported, tensors), bound) and not _apart(wanted, _seeded(flat, tensors), bound)
 
 
 def _apart(wanted: Sequence[torch.Tensor], made: Sequence[torch.Tensor], bound: float) -> bool:

@@ -1,0 +1,42 @@
+"""What AOTInductor of torch 2.11 does otherwise: names of constants, and vectorized code that does not compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.exc import CppCompileError
+
+from cgcompile.targets.cpu.aoti import compile_cpu, with_buffers
+from tests.helpers.raising import raises
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / torch.sqrt(torch.tensor(3.0)) + torch.tensor([1.0, 2.0])
+
+
+def test_constants_are_buffers_under_their_names() -> None:
+    """As plain attributes torch 2.11 would call them _tensor_constant0, which is no weight of the model."""
+    program = torch.export.export(Scaled(), (torch.randn(2, 2),))
+    module = with_buffers(program.module())
+    named = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    assert named == set(program.constants) == set(dict(module.named_buffers()))
+    assert torch.equal(module(torch.ones(2, 2)), Scaled()(torch.ones(2, 2)))
+
+
+def test_code_that_does_not_compile_is_made_again_without_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Swin's, by torch 2.11."""
+    asked, told = [], []
+
+    def refused(module: Any, inputs: Any, options: Any) -> str:
+        asked.append(options.get("cpp.simdlen"))
+        raise RuntimeError("compiling failed") from CppCompileError(["g++"], "error: no class")
+
+    monkeypatch.setattr(torch._inductor, "aot_compile", refused)
+    with raises("compiler-failed"):
+        compile_cpu(torch.export.export(Scaled(), (torch.randn(2, 2),)), tmp_path, told.append)
+    assert asked == [None, 1] and any("without vectors" in text for text in told)
