@@ -21,6 +21,7 @@ from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
+from ..targets.fixed_weights import fixed_weights
 from ..targets.memory_layout import lay_out
 from ..targets.rows import WHOLE
 from ..targets.weights import shapes_of
@@ -97,6 +98,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
     return ManifestParts(
         target=cuda_target(recorded.arch, driver, hosts, spec.torch_version),
         weights=written.weights,
+        fixed=fixed_weights(stage, written.weights, programs, hosts.unbound),
         memories=written.memories,
         regions=written.regions,
         module_state=STATES_FILE if recorded.states else "",

@@ -29,6 +29,7 @@ from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
+from ..targets.fixed_weights import fixed_weights
 from ..targets.memory_layout import PAD, Table, align, lay_out
 from ..targets.weights import add_tables, shapes_of, write_weights
 from ..transforms.error_bounds import error_bounds
@@ -86,6 +87,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         hosts = host_stage(split, unplaced, scratch, stage, stages)
         layout = lay_out(shapes, state, off_gpu(split, hosts, unplaced))
         folded, end = folded_tables(traced, layout.weights_end)
+        sources = {name for each in lowered.values() for constant in each.constants for name in constant.sources}
         with stages("plan") as tell:
             graphs, bound = _assemble(
                 joined,
@@ -127,6 +129,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
+        fixed=fixed_weights(stage, written.weights, exported, sources | hosts.unbound),
         memories=written.memories,
         regions=written.regions,
         module_state="",

@@ -21,7 +21,7 @@ from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, com
 ELSEWHERE = frozenset({
     "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result", "weights",
     "memories", "regions", "programs", "module_state", "findings", "waivers", "exam", "provenance", "files", "entry", "entries",
-    "changes",
+    "changes", "fixed",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
 
