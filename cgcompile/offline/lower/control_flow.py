@@ -21,7 +21,7 @@ from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError
 from ..assemble.merge import LoweredRegion, MergedProgram, dense_bytes
-from ..decompose.blocks import Block, Branch, Loop, Operand, Straight, blocks, straight_module, taken
+from ...partition.blocks import Block, Branch, Loop, Operand, Straight, blocks, straight_module, taken
 from ..decompose.retrace import (
     DENSE,
     DEVICE,
