@@ -10,6 +10,7 @@ from cgbundle.format.schema import MEMORIES, Value
 from cgbundle.tables.recording import Address, Function, KernelNode, MemcpyNode, MemsetNode, Recording, Relocation
 
 from ...errors import BuildError
+from ...targets.cuda.bodies import Bodies
 from ...targets.cuda.conditions import set_condition
 from ...targets.cuda.recorded import RecordedGraph
 from ..compile.kernels import CompiledKernel
@@ -31,7 +32,6 @@ from ..lowered import (
     SetCondition,
 )
 from .arena import Plan
-from ...targets.cuda.bodies import Bodies
 from .parameter_block import pack_arguments
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14

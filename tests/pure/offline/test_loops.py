@@ -14,7 +14,6 @@ from cgbundle.tables.recording import ConditionalNode, KernelNode, MemsetNode, R
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
 from cgcompile.offline.assemble.arena import Plan, lifetimes, plan
-from cgcompile.targets.cuda.bodies import Bodies
 from cgcompile.offline.assemble.plan_check import check_plan
 from cgcompile.offline.lowered import (
     TEMPORARY,
@@ -29,6 +28,7 @@ from cgcompile.offline.lowered import (
     Pointer,
     SetCondition,
 )
+from cgcompile.targets.cuda.bodies import Bodies
 from tests.helpers.conditional_rows import fill, function, setter
 from tests.helpers.raising import raises
 from tests.helpers.recordings import IMAGE, MEMORIES
