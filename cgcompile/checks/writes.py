@@ -58,7 +58,7 @@ def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
     for obstacle in context.obstacles("assigned-attribute"):
         yield finding(
             "mutated-attribute", NOTE, f"{obstacle.message}, and reads it only afterwards", obstacle,
-            "none on results: a call hands nothing to the next; a bundle has no such attribute", "return it, if its value is wanted",
+            "none on results: no call hands it to the next; a bundle has no attributes", "return it, if its value is wanted",
         )  # fmt: skip
 
 

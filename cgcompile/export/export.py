@@ -16,9 +16,9 @@ from cgbundle.format.schema import IntKey, Size, Tree
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.flat_module import FlatModule, run_eager, unwatched
-from ..model.tracing.attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
+from ..model.tracing.attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.tracing.held_tensors import held_tensors, make_buffer
 from ..model.tracing.questions import ALL, FLAGS_ALONE
 from ..model.user_code import first_line, user_line
@@ -39,7 +39,9 @@ PROBES = 8
 
 def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
-    Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.
+
+    Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
+    tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), branch-on-data, shape-depends-on-data and structure-unsupported.
@@ -249,7 +251,7 @@ def _check_result(source: Source, one: Tree | None, other: Tree | None) -> None:
 
 
 def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Obstacle]:
-    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors that it writes to become buffers."""
+    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers."""
     tensors = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
     watch, flat.watch = flat.watch, unwatched
     run_eager(flat, tensors)

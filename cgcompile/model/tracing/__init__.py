@@ -1,2 +1,3 @@
-"""What a call of the user's model does to Python while torch.export traces it, and what its code is told meanwhile: attributes that it
-changes (`attributes`), conversions that change nothing (`conversions`), and whether it is traced at all (`questions`)."""
+"""What the user's code does to Python while torch.export traces it, and what it is told meanwhile: attributes that it changes
+(`attributes`, `attribute_reads`), tensors that are no buffers (`held_tensors`), conversions that change nothing (`conversions`),
+and whether it is traced at all (`questions`)."""

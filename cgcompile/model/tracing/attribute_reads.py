@@ -54,9 +54,15 @@ def early_reads(model: torch.nn.Module, names: Sequence[str], early: set[str]) -
         grouped.setdefault(prefix, []).append(leaf)
     modules = {prefix: model.get_submodule(prefix) for prefix in grouped}
     watched = {id(modules[prefix]): _Watched(prefix, leaves, early) for prefix, leaves in grouped.items()}
-    before = [(vars(modules[prefix]), leaf, vars(modules[prefix]).get(leaf, _MISSING)) for prefix in grouped for leaf in grouped[prefix]]
+    before = [
+        (vars(modules[prefix]), leaf, vars(modules[prefix]).get(leaf, _MISSING)) for prefix in grouped for leaf in grouped[prefix]
+    ]
     kinds = list(dict.fromkeys(type(module) for module in modules.values()))
-    own = [(kind, name, vars(kind).get(name, _MISSING)) for kind in kinds for name in ("__getattribute__", "__setattr__", "__delattr__")]
+    own = [
+        (kind, name, vars(kind).get(name, _MISSING))
+        for kind in kinds
+        for name in ("__getattribute__", "__setattr__", "__delattr__")
+    ]
     for kind in kinds:
         _watch(kind, watched)
     try:

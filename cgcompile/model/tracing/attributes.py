@@ -28,7 +28,7 @@ Marks = dict[str, Any]
 
 
 def marks(model: torch.nn.Module, state: Set[int] = frozenset()) -> Marks:
-    """Of every module's attributes that are no parameters, buffers or modules.  Tensors whose `id` is in `state` may be written to."""
+    """Of every module's attributes that are no parameters, buffers or modules.  Tensors of an `id` in `state` may be written to."""
     found = {}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
@@ -45,7 +45,9 @@ def changed(before: Marks, after: Marks) -> list[str]:
 
 def _mark(value: Any, deep: int, state: Set[int]) -> Any:
     if isinstance(value, torch.Tensor):
-        return id(value), -1 if id(value) in state else value._version  # by identity: who assigns an equal tensor assigns what an input may have made
+        return id(value), -1 if id(
+            value
+        ) in state else value._version  # by identity: who assigns an equal tensor assigns what an input may have made
     if isinstance(value, _PLAIN):
         return value
     if deep and isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
 """Tensors that a model keeps neither as parameters nor as buffers: attributes of its modules, and of objects, lists and dicts that
 these hold.
 
-torch.export knows parameters and buffers alone; any other tensor is a constant to it.  So what a call writes to becomes a buffer for
-the time of a build: it is state.  And where an object holds a tensor that is a buffer too (the layers of a cache, registered to be
-exported), it holds the traced one while the model is traced.
+torch.export knows parameters and buffers alone; any other tensor is a constant to it.  So what a call writes to becomes a buffer as
+long as a build takes: it is state.  And where an object holds a tensor that is a buffer too (the layers of a cache, registered
+to be exported), it holds the traced one while the model is traced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 class Held:
     """A tensor at `key` of `holder`: the attributes of a module or object, a list or a dict.
 
-    It is reached from `module` by `path`, names with dots.  `device`: that of the attributes beside it which names one, or None.
+    It is reached from `module` by `path`, names with dots.
     """
 
     module: torch.nn.Module

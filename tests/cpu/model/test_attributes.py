@@ -100,7 +100,7 @@ def severities(made: Exported) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("model", [Levels(), Inner(Levels())])
 def test_an_attribute_that_is_assigned_before_it_is_read_is_a_note(model: nn.Module) -> None:
-    levels = [module for module in model.modules() if isinstance(module, Levels)][0]
+    levels = next(module for module in model.modules() if isinstance(module, Levels))
     before = levels.levels
     made = exported(model)
     assert severities(made) == [("mutated-attribute", "note")]
