@@ -3,8 +3,8 @@
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
 A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`,
-`cpu_entries`, `traced_entries`, `traced_state` and `traced_branches`.  All are tiny, because the tests of every later version read
-them.
+`cpu_entries`, `traced_entries`, `traced_state`, `traced_branches`, `cpu_fixed` and `traced_fixed`.  All are tiny, because the tests
+of every later version read them.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ GOLDENS = {
     "traced_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=110_000, target="sm_90"),
     "traced_state": Golden(sizes=(1, 4), gpu=False, limit=110_000, target="sm_90"),
     "traced_branches": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
+    "cpu_fixed": Golden(sizes=(4,), gpu=False, limit=200_000),
+    "traced_fixed": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
 }
 
 

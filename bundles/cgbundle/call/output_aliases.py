@@ -21,7 +21,6 @@ from .plan import Plan, Slices
 
 if TYPE_CHECKING:
     from ..session.backend import Backend
-    from .outputs import Call
 
 INPUTS, OUTPUTS = "inputs", "outputs"
 
@@ -128,7 +127,7 @@ class OutputAliases:
             made[alias.output] = part if self._views else library.converted(part, tensors[0])
         return made
 
-    def wrap(self, call: Call, program: int, made: list[Any], addresses: Sequence[int]) -> list[Any]:
+    def wrap(self, call: tuple[Library, int | None, Any], program: int, made: list[Any], addresses: Sequence[int]) -> list[Any]:
         """The outputs of a replay; on the cpu target those that are aliases are taken from what they share memory with."""
         library, _, stream = call
         backend, layouts = self._backend, self._layouts[program]

@@ -14,6 +14,8 @@ from cgbundle.format import archive
 from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.schema import Alias, Manifest, Program, Value, Weight
+from cgbundle.session.update import SINCE as UPDATES
+from cgbundle.session.update import updatable
 from cgbundle.tensors.tensor import dense
 
 from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, compare_rows, unique_names, value_text
@@ -42,7 +44,7 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
         sizes = [{each.name: as_row(each, "name") for each in found.dimensions} for found in pair]
         yield from _of_entry(pair, compare_rows("sizes", *sizes))
     yield from _memory(a, b)
-    yield from compare_rows("weights", *[{each.name: _weight(each) for each in found.weights} for found in both])
+    yield from compare_rows("weights", *[_weights(found, tell=min(a.format, b.format) >= UPDATES) for found in both])
     yield from _regions(a, b)
     for pair in pairs:
         yield from _steps(*pair)
@@ -157,6 +159,14 @@ def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Di
     for each in compare_fields("memory", name, a, b):
         known = each.facts
         yield replace(each, b=f"{each.b} bytes ({known['b'] - known['a']:+})" if known else each.b)
+
+
+def _weights(manifest: Manifest, *, tell: bool) -> dict[str, Row]:
+    """By name; `tell` also why a weight cannot be updated, which an old bundle does not say."""
+    reasons = updatable(manifest)[1] if tell else {}
+    return {
+        each.name: {**_weight(each), **({"fixed": reasons[each.name]} if each.name in reasons else {})} for each in manifest.weights
+    }
 
 
 def _weight(weight: Weight) -> Row:
