@@ -58,7 +58,7 @@ def killed(model_file: Path, bundle: Path) -> Iterator[Kill]:
     path = ":".join(str(ROOT / part) for part in (".", "bundles"))
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", BUILDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "CXX": "false"},
     ) as builds:  # fmt: skip
 
         def kill(out: Path, stage: str, state: str) -> None:
