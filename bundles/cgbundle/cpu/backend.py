@@ -182,7 +182,7 @@ class CpuBackend:
             rows = zip(names, self._run, strict=True)
             self._run = [(profile.timed(name, run), outputs, layouts) for name, (run, outputs, layouts) in rows]
 
-    def poison(self, byte: int) -> None:
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Nothing: a replay's memory is fresh from torch's allocator."""
 
     def close(self) -> None:

@@ -72,8 +72,8 @@ class Backend(Protocol):
     def watch(self, profile: Profile | None) -> None:
         """From now on the steps of every program are timed for a profile; None ends it, and adds what is still missing there."""
 
-    def poison(self, byte: int) -> None:
-        """Overwrites what no replay may read before it has written it."""
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
+        """Overwrites what no replay may read before it has written it; without `reserved` all but what chains keep."""
 
     def close(self) -> None:
         """Waits for those that hold it, then frees everything; may be called twice."""
