@@ -172,7 +172,7 @@ def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:
     """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
     are given, one of them must have signed what it loads.
 
-    {"results": [as `Result.plain`], "torch_imported"}, or {"error", "hint"}.
+    {"results": [as `Result.plain`], "chains": [as `exam_chains.ChainResult`], "torch_imported"}, or {"error", "hint"}.
     """
     import subprocess
 
@@ -192,18 +192,24 @@ def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Loads the bundle, replays the exam, prints {"results": [...], "torch_imported": false} or {"error": ..., "hint": ...}."""
+    """Loads the bundle, replays the exam, prints {"results": [...], "chains": [...], "torch_imported": false} or {"error": ...,
+    "hint": ...}."""
     path, *keys = arguments
     try:
         with open_program(path, check="full", poison=POISON, key=keys or None) as program:
             results = replay_exam(program)
             compare = {each.entry: each.exam.compare for each in each_entry(program.manifest)}
             rows = [result.plain(compare[result.entry]) for result in results]
+            chains: list[dict[str, Any]] = []
+            if program.manifest.chains:
+                from .exam_chains import replay_chains  # few bundles have any
+
+                chains = [asdict(each) for each in replay_chains(program, POISON)]
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "kind": error.kind}))
         return error.exit_code
-    print(json.dumps({"results": rows, "torch_imported": "torch" in sys.modules}))
-    return 0 if all(row["passed"] for row in rows) else 1
+    print(json.dumps({"results": rows, "chains": chains, "torch_imported": "torch" in sys.modules}))
+    return 0 if all(row["passed"] for row in (*rows, *chains)) else 1
 
 
 if __name__ == "__main__":

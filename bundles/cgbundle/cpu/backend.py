@@ -153,6 +153,12 @@ class CpuBackend:
     def store(self, weight: int, address: int, device: int | None, stream: object = None) -> None:
         ctypes.memmove(self.address(weight), address, span(self._weights[weight]))
 
+    def write(self, address: int, data: bytes, stream: object = None) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def read(self, address: int, size: int, stream: object = None) -> bytes:
+        return ctypes.string_at(address, size)
+
     def reset(self, stream: object = None) -> None:
         for row in self._initial.rows:
             if not row.source:

@@ -243,11 +243,7 @@ class CudaBackend:
 
     def fetch(self, weight: int, stream: Any) -> bytes:
         """A weight's bytes, in the order of memory; waits for them."""
-        size = self._size(weight)
-        buffer = ctypes.create_string_buffer(max(1, size))
-        memory.copy(ctypes.addressof(buffer), self.address(weight), size, stream, target_on_device=False)
-        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
-        return buffer.raw[:size]
+        return self.read(self.address(weight), self._size(weight), stream)
 
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
         """Copies to a weight as many bytes as it has; from memory of the CPU (None), which may be pinned and the caller's to change
@@ -255,6 +251,19 @@ class CudaBackend:
         memory.copy(self.address(weight), address, self._size(weight), stream, source_on_device=device is not None)
         if device is None:
             driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+
+    def write(self, address: int, data: bytes, stream: Any) -> None:
+        """Copies bytes to the GPU."""
+        buffer = ctypes.create_string_buffer(data, max(1, len(data)))
+        memory.copy(address, ctypes.addressof(buffer), len(data), stream, source_on_device=False)
+        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+
+    def read(self, address: int, size: int, stream: Any) -> bytes:
+        """Bytes of the GPU; waits for them."""
+        buffer = ctypes.create_string_buffer(max(1, size))
+        memory.copy(ctypes.addressof(buffer), address, size, stream, target_on_device=False)
+        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        return buffer.raw[:size]
 
     def reset(self, stream: Any) -> None:
         self._memories.reset_state(self._shared.initial, stream)

@@ -63,6 +63,12 @@ class Backend(Protocol):
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
         """Copies to a weight as many bytes as it has, from `device`; from the CPU (None) it is done when this returns."""
 
+    def write(self, address: int, data: bytes, stream: Any) -> None:
+        """Copies bytes to an address of the device's memory; done when this returns."""
+
+    def read(self, address: int, size: int, stream: Any) -> bytes:
+        """Bytes of the device's memory, when the calls before are done."""
+
     def reset(self, stream: Any) -> None:
         """Brings back what state held at first."""
 
