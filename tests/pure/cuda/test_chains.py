@@ -15,7 +15,7 @@ import pytest
 from cgbundle.cuda.backend import CudaBackend
 from cgbundle.cuda.programs import with_inputs_at
 from cgbundle.errors import CgbundleError
-from cgbundle.exam_chains import replay_chains
+from cgbundle.exam import replay_chained
 from cgbundle.format.schema import Manifest
 from cgbundle.loader import MODES
 from cgbundle.program import Program
@@ -30,7 +30,6 @@ from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 
 MAKE, AGAIN, TAKE = range(3)
-POISON = 0xFF
 
 
 @pytest.fixture
@@ -252,7 +251,7 @@ def test_an_address_behind_the_last_byte_moves_along(manifest: Manifest) -> None
 
 def examined(manifest: Manifest, folder: Path) -> list[tuple[str, bool]]:
     with Program(manifest, opened(manifest, folder), "pad", "copy", exam=kept_exam(str(folder))) as program:
-        return [(row.title, row.passed) for row in replay_chains(program, POISON)]
+        return [(row.title, row.passed) for row in replay_chained(program)]
 
 
 def test_the_exam_of_chains(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:

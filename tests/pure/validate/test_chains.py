@@ -167,7 +167,7 @@ def test_chains_and_what_is_reserved_are_lines_of_the_manifest_where_there_are_a
 
 
 def test_an_empty_list_is_left_out(manifest: Manifest) -> None:
-    text = manifest_json.encode(replace(manifest, chains=(), reserved=())).replace(b'"call":', b'"chains":[],\n"call":')
+    text = manifest_json.encode(replace(manifest, chains=(), reserved=())).replace(b'\n"call":', b'\n"chains":[],\n"call":')
     seal = text[text.index(b'\n"sha256":"') + 11 :][:64]
     blank = text.replace(seal, b"0" * 64)
     with raises("manifest-invalid", match="chains: stands there, and is empty"):

@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .format.archive import exam_entry
-from .format.entries import chained_programs, each_entry
-from .format.safetensors import Mapped
-from .format.schema import DTYPES, Value
-from .format.spans import span
-from .program import Program as Loaded
-from .tensors.comparison import describe, difference
-from .tensors.exam_tensors import is_exact, stored
-from .tensors.tensor import Tensor, copy, empty, from_bytes
+from ..format.archive import exam_entry
+from ..format.entries import chained_programs, each_entry
+from ..format.safetensors import Mapped
+from ..format.schema import DTYPES, Manifest, Value
+from ..format.spans import span
+from ..tensors.comparison import describe, difference
+from ..tensors.exam_tensors import is_exact, stored
+from ..tensors.tensor import Tensor, copy, empty, from_bytes
+from .backend import Backend
+from .state import State
 
 BETWEEN = 3
 """Other calls between the one that gives an output and the one that takes it, at the most."""
@@ -36,38 +37,33 @@ class ChainResult:
     text: str
 
 
-def replay_chains(program: Loaded, poison: int) -> list[ChainResult]:
+def replay_chains(manifest: Manifest, backend: Backend, exam: Mapped, poison: int) -> list[ChainResult]:
     """A result for every int_key that may take outputs of another call, and every entry that gives some: of one of its int_keys.
 
     `poison`: the byte that overwrites what is not reserved.  Raises what calls raise.
     """
-    each = each_entry(program.manifest)
+    each = each_entry(manifest)
     takers: dict[int, dict[int, list[tuple[int, int]]]] = {}
-    for chain, source, target in chained_programs(each) if program.manifest.chains else ():
+    for chain, source, target in chained_programs(each) if manifest.chains else ():
         takers.setdefault(target, {}).setdefault(source, []).append((chain.output, chain.input))
-    exam = program.open_exam()
-    try:
-        calls = _Calls(program, exam, poison)
-        drawn = random.Random(0)
-        made = []
-        for target, sources in takers.items():
-            by_entry: dict[str, list[int]] = {}
-            for source in sources:
-                by_entry.setdefault(calls.rows[source][0].entry, []).append(source)
-            for numbers in by_entry.values():
-                source = drawn.choice(numbers)
-                made.append(calls.compared((source, sources[source]), target, drawn.random()))
-        return made
-    finally:
-        exam.close()
+    calls, drawn, made = _Calls(manifest, backend, exam, poison), random.Random(0), []
+    for target, sources in takers.items():
+        by_entry: dict[str, list[int]] = {}
+        for source in sources:
+            by_entry.setdefault(calls.rows[source][0].entry, []).append(source)
+        for numbers in by_entry.values():
+            source = drawn.choice(numbers)
+            made.append(calls.compared((source, sources[source]), target, drawn.random()))
+    return made
 
 
 class _Calls:
     """Calls of the programs of a loaded bundle, by number, over the memory of their device."""
 
-    def __init__(self, program: Loaded, exam: Mapped, poison: int) -> None:
-        self.program, self.exam, self.backend, self.byte = program, exam, program._backend, poison
-        self.rows = [(manifest, each) for manifest in each_entry(program.manifest) for each in manifest.programs]
+    def __init__(self, manifest: Manifest, backend: Backend, exam: Mapped, poison: int) -> None:
+        self.exam, self.backend, self.byte, self.state = exam, backend, poison, State(manifest, backend)
+        self.draws = manifest.random >= 0
+        self.rows = [(own, each) for own in each_entry(manifest) for each in own.programs]
 
     def compared(self, source: tuple[int, Sequence[tuple[int, int]]], target: int, seed: float) -> ChainResult:
         """The calls of program `source[0]` and of `target`, which takes the (output, input) pairs of `source[1]`."""
@@ -89,10 +85,10 @@ class _Calls:
     ) -> list[bytes]:
         """The outputs of the target."""
         number, pairs = source
-        self.program.reset()
-        if self.program.manifest.random >= 0:
-            self.program.seed(0)
-        self.program.poison(self.byte)
+        self.state.reset()
+        if self.draws:
+            self.state.seed(0)
+        self.backend.poison(self.byte)
         made = self.call(number, {})
         copies = {output: self.read(number, output, made) for output, _ in pairs}
         own = self.rows[number][0].entry
@@ -102,7 +98,7 @@ class _Calls:
         given: dict[int, Any] = {}
         for output, taken in pairs:
             given[taken] = made.addresses[output] if chained else copies[output]
-        self.program.poison(self.byte, reserved=not chained)
+        self.backend.poison(self.byte, reserved=not chained)
         results = self.call(target, given)
         return [self.read(target, output, results) for output in range(len(self.rows[target][0].outputs))]
 
