@@ -87,9 +87,11 @@ CATALOGUE: Mapping[str, Cause] = {
         "give --max and --multiple a number of 1 or more"),
     # --- the environment ---
     "extra-missing": Cause(BuildError, 2, "A package that building or signing needs is not installed.",
-        "pip install 'torch>=2.11' 'triton>=3.6' numpy to build, 'cryptography>=43' to sign"),
+        "pip install 'torch>=2.11' 'triton>=3.6,<3.8' numpy to build, 'cryptography>=43' to sign"),
     "torch-unsupported": Cause(BuildError, 2, "This torch lacks something that the compiler uses; the message names it.",
         "install a version of torch that cgcompile was tested with: 2.11 or 2.13"),
+    "triton-unsupported": Cause(BuildError, 2, "Kernels for a GPU that is not there are not built with this version of Triton.",
+        "pip install 'triton>=3.6,<3.8'"),
     "target-unavailable": Cause(BuildError, 2, "The target cannot be built for on this machine, or does not exist.",
         "name a target that can be built for here: cpu, or --target sm_90 and its kind without a GPU"),
     "compiler-failed": Cause(BuildError, 1, "The C++ compiler, Inductor or Triton failed on the model.", "please report the model"),

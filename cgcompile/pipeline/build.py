@@ -71,6 +71,10 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             from ..capture.build import started
 
             build_parts = partial(build_parts, processes=stack.enter_context(started(keys, options.lower, options.specialize)))
+        if chosen.recorder == "host":
+            from ..targets.cpu.interface import begun_interface
+
+            build_parts = partial(build_parts, interface=stack.enter_context(begun_interface()))
         with stages("export") as tell:
             exported = export_entries(sources, sizes)
             signatures = [describe_signature(each) for each in exported]
