@@ -28,8 +28,8 @@ NUMBERS = frozenset({
 class DataReads:
     """The branches and reads of one call, noted in the effects of `places`.
 
-    What is `values`' is no data: Python gets it.  `earlier`: what a call with real tensors did.  A traced call, whose tensors hold no data, branches as that one did, and gets the
-    numbers from it that `known` names by position.
+    What `values` has is no data: Python gets it.  `earlier`: what a call with real tensors did.  A traced call, whose tensors hold
+    no data, branches as that one did, and gets the numbers from it that `known` names by position.
     """
 
     def __init__(self, places: TensorPlaces, values: KnownValues, earlier: SideEffects, known: Set[int]) -> None:

@@ -42,9 +42,10 @@ OF_ONE_NUMBER: Mapping[Any, float | None] = {
 """What takes nothing but sizes from its first tensor, with the number that it is filled with; None: the last argument."""
 
 SIZED = frozenset({
-    F.interpolate, F.pad, torch.multinomial, torch.Tensor.multinomial, torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.view,
-    torch.Tensor.new_full, torch.Tensor.reshape, torch.Tensor.expand, torch.Tensor.repeat, torch.reshape, torch.narrow,
-    torch.Tensor.narrow, torch.topk, torch.Tensor.topk, torch.Tensor.unfold, torch.roll, torch.split, torch.Tensor.split,
+    F.interpolate, F.pad, torch.multinomial, torch.Tensor.multinomial, torch.Tensor.new_zeros, torch.Tensor.new_ones,
+    torch.Tensor.new_full, torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.expand, torch.Tensor.repeat, torch.reshape,
+    torch.narrow, torch.Tensor.narrow, torch.topk, torch.Tensor.topk, torch.Tensor.unfold, torch.roll, torch.split,
+    torch.Tensor.split,
 })  # fmt: skip
 """What takes numbers, or tensors of one element that stand for numbers, for all arguments but the first."""
 
@@ -92,7 +93,7 @@ class KnownValues:
         self._values: Any = WeakTensorKeyDictionary()
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation gives, a number or a truth value too; `unknown` where an argument is not known, or numbers are drawn."""
+        """What an operation gives, a number or a truth value too; `is_known` is False of it where an argument is not known."""
         missing = False
 
         def value(leaf: Any) -> Any:
@@ -156,7 +157,7 @@ class KnownValues:
 
     def _number(self, leaf: Any) -> Any:
         value = self._of(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 else _UNKNOWN
-        return leaf if value is _UNKNOWN else value.item()
+        return value.item() if isinstance(value, torch.Tensor) else leaf
 
     def _slice(self, each: slice) -> slice:
         return slice(self._number(each.start), self._number(each.stop), self._number(each.step))
