@@ -191,6 +191,12 @@ class CpuBackend:
     def store(self, weight: int, address: int, device: int | None, stream: object = None) -> None:
         ctypes.memmove(self.address(weight), address, span(self._weights[weight]))
 
+    def write(self, address: int, data: bytes, stream: object = None) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def read(self, address: int, size: int, stream: object = None) -> bytes:
+        return ctypes.string_at(address, size)
+
     def reset(self, stream: object = None) -> None:
         for row in self._initial.rows:
             if not row.source:
@@ -252,7 +258,7 @@ class CpuBackend:
         timed = [(profile.timed(name, run), outputs, layouts) for name, (run, outputs, layouts) in rows]
         return BoundPrograms(timed, bound.regions, bound.weights)
 
-    def poison(self, byte: int) -> None:
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Nothing: a replay's memory is fresh from torch's allocator."""
 
     def close(self) -> None:
