@@ -22,10 +22,9 @@ from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
-from ..targets.fixed_weights import fixed_weights
 from ..targets.memory_layout import lay_out
 from ..targets.rows import WHOLE
-from ..targets.weights import shapes_of
+from ..targets.weights import fixed_weights, shapes_of
 from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases

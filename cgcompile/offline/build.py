@@ -30,9 +30,8 @@ from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
-from ..targets.fixed_weights import fixed_weights
 from ..targets.memory_layout import PAD, Table, align, lay_out
-from ..targets.weights import add_tables, shapes_of, write_weights
+from ..targets.weights import add_tables, fixed_weights, shapes_of, write_weights
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import with_aliases
 from ..util.content_cache import cache_folder

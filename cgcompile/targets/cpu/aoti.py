@@ -26,9 +26,9 @@ from cgbundle.cpu.processor import processor_flags
 from ...errors import BuildError
 from ...util.imports import quick_imports
 from ..compiler_errors import explain
-from ..fixed_weights import used_weights
 from ..instruction_sets import Level, needed
 from ..requirements import check_compiler, compiler
+from ..weights import used_weights
 from .compiler import wrap
 from .interface import Interface, begun_interface
 

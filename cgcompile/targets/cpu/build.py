@@ -28,12 +28,11 @@ from ...transforms.output_aliases import with_aliases
 from ...util.progress import Stages, Tell
 from ...util.scratch import scratch_folder
 from ..build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
-from ..fixed_weights import fixed_weights
 from ..instruction_sets import Level, level_of
 from ..memory_layout import lay_out, tensor_bytes
 from ..program_contents import program_contents
 from ..rows import WHOLE, whole_program, whole_region
-from ..weights import shapes_of, write_weights
+from ..weights import fixed_weights, shapes_of, write_weights
 from . import layouts
 from .aoti import Compiled
 from .interface import Interface

@@ -17,13 +17,13 @@ from ...errors import BuildError, ModelError
 from ...export.weights import weight_tensors
 from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
-from ..fixed_weights import unbound
+from ..weights import unbound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
     """A loaded shared object and, for the manifest, (its name of a constant, position of the weight).  `state`: what it writes to,
-    with what that held at first.  `unbound`: as `fixed_weights.unbound` has it."""
+    with what that held at first.  `unbound`: as `weights.unbound` has it."""
 
     region: HostRegion
     constants: tuple[tuple[str, int], ...]

@@ -51,7 +51,7 @@ class SplitProgram:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRegions:
     """Compiled host regions.  `rows` by (region, key), the same row for keys that share one, and the processor `features` that the
-    code of all uses.  `unbound`: as `fixed_weights.unbound` has it."""
+    code of all uses.  `unbound`: as `weights.unbound` has it."""
 
     rows: Mapping[tuple[str, IntKey], Region]
     features: tuple[str, ...]
