@@ -3,8 +3,8 @@
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
 A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`,
-`cpu_entries`, `cpu_chains`, `cpu_fixed`, `traced_entries`, `traced_chains`, `traced_state`, `traced_branches` and `traced_fixed`.  All
-are tiny, because the tests of every later version read them.
+`cpu_entries`, `cpu_chains`, `cpu_fixed`, `traced_entries`, `traced_chains`, `traced_state`, `traced_branches` and `traced_fixed`.
+All are tiny, because the tests of every later version read them.
 """
 
 from __future__ import annotations
