@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .cuda.context_future import ContextFuture
 from .errors import BundleError, CallError
 from .format.archive import EXAM, Archive
+from .session.context_future import ContextFuture
 
 if TYPE_CHECKING:
+    from .cuda.driver import Context
     from .format.schema import Manifest
     from .program import Program
     from .trust.keys import Keys
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 MODES = ("graph", "stream")
 OUTPUTS = ("copy", "view")
 WEIGHTS = ("map", "copy")
+
+CUDA = b'"kind":"cuda"'
+"""How a manifest for a GPU spells its target.  A wrong guess costs an unused context, nothing else."""
 
 ATTEMPTS = 100
 """How often a bundle that is replaced while it is read is read again."""
@@ -70,7 +74,7 @@ def open_program(
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
     bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
-    context = ContextFuture(bundle.text, device)
+    context = _begin_context(bundle.text, device)
     try:
         from .call import dispatch  # these while the context is made
         from .program import Program
@@ -101,6 +105,15 @@ def open_program(
     finally:
         context.drop()
         bundle.close()
+
+
+def _begin_context(manifest: bytes, device: int) -> ContextFuture[Context]:
+    """The context of GPU number `device`, begun when the bytes of a manifest look like those of a bundle for a GPU."""
+    if CUDA not in manifest:
+        return ContextFuture(None)
+    from .cuda.driver import Context  # here, not in the thread: two threads that import at once wait for each other
+
+    return ContextFuture(lambda: Context(device))
 
 
 def _check(bundle: Archive, level: str, key: Keys | None) -> None:

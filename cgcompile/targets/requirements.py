@@ -13,7 +13,7 @@ NEEDED = {"host": ("torch", "numpy"), "capture": ("torch", "numpy"), "trace": ("
 """Packages by the recorder of a `choice.Chosen`."""
 
 EXTRA, BINDINGS = "pip install 'torch>=2.11' 'triton>=3.6' numpy", "pip install 'cuda-bindings>=13'"
-"""What to type for what building needs, and for what running on a GPU does: the packages of the extras `compile` and `cuda`, since
+"""What to type for what building needs, and for what recording on a GPU does: the packages of the extras `compile` and `cuda`, since
 no index has cgcompile itself."""
 
 DRIVER = "libcuda.so.1"
@@ -36,6 +36,8 @@ def check_packages(recorder: str) -> None:
     for package in NEEDED[recorder]:
         if importlib.util.find_spec(package) is None:
             raise BuildError("extra-missing", f"building needs {package}, which is not installed", EXTRA)
+    if recorder == "capture" and importlib.util.find_spec("cuda") is None:
+        raise BuildError("extra-missing", "recording on a GPU needs cuda-bindings, which is not installed", BINDINGS)
 
 
 def has_driver() -> bool:

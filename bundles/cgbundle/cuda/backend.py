@@ -139,11 +139,11 @@ class CudaBackend:
         if device is None:
             return self._run_from_host(program, addresses, stream)
         bound = self._programs.get(program) or self._bound(program, stream)
-        for address, (target, size), pointer in zip(addresses, bound.inputs, bound.pointers, strict=True):
+        for address, (target, size) in zip(addresses, bound.inputs, strict=True):
             if address != target and size:  # a caller's tensor may be the static buffer itself
-                error = cu.cuMemcpyDtoDAsync(pointer, address, size, stream)[0]
+                error = cu.cuMemcpyDtoDAsync(target, address, size, stream)
                 if error:
-                    driver.check("cuMemcpyDtoDAsync", (error,))
+                    driver.check("cuMemcpyDtoDAsync", error)
         for step in bound.joins if self._order.captured else bound.steps:
             step(stream)
         for index, source, size in bound.written:
@@ -335,9 +335,9 @@ class LockedStream:
             backend._check_fork()
         backend._lock.acquire()
         try:
-            error = cu.cuCtxPushCurrent(backend._current().handle)[0]
+            error = cu.cuCtxPushCurrent(backend._current().handle)
             if error:
-                driver.check("cuCtxPushCurrent", (error,))
+                driver.check("cuCtxPushCurrent", error)
         except BaseException:
             backend._lock.release()
             raise
@@ -355,7 +355,7 @@ class LockedStream:
             self._leave()
 
     def _leave(self) -> None:
-        error = cu.cuCtxPopCurrent()[0]
+        error = cu.cuCtxPopCurrent(None)
         self._backend._lock.release()
         if error:
-            driver.check("cuCtxPopCurrent", (error,))
+            driver.check("cuCtxPopCurrent", error)

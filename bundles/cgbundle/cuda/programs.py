@@ -11,7 +11,6 @@ from ..format.schema import Program, Step
 from ..format.spans import span
 from ..tables.table import Table
 from . import memory
-from .driver import cu
 from .graph_executor import GraphExecutor
 from .launches import Executor
 from .memory import HOST, Memories, Output
@@ -43,15 +42,14 @@ class HostOutputs:
 
 
 class BoundProgram(NamedTuple):
-    """A program with its addresses.  `inputs`: (address, bytes) of each input's static buffer; `pointers`: the addresses as the
-    driver's own type; `outputs`: the outputs' addresses; `sizes`: their bytes from the first to the last.
+    """A program with its addresses.  `inputs`: (address, bytes) of each input's static buffer; `outputs`: the outputs'
+    addresses; `sizes`: their bytes from the first to the last.
 
     `steps` are functions of the stream in whose order they work; `joins` the same on a stream that is being captured.  `written`:
     (position, address, bytes) of the inputs that the replay changes, which go back to the caller.
     """
 
     inputs: list[tuple[int, int]]
-    pointers: list[Any]
     steps: list[Callable[[Any], None]]
     joins: list[Callable[[Any], None]]
     written: list[tuple[int, int, int]]
@@ -110,7 +108,6 @@ def bind(
     steps, joins = ([made(step, join) for step in program.steps] for join in (False, True))
     return BoundProgram(
         inputs=inputs,
-        pointers=[cu.CUdeviceptr(address) for address, _ in inputs],
         steps=steps,
         joins=joins,
         written=[(index, *inputs[index]) for index in written],

@@ -19,6 +19,7 @@ from ..format.safetensors import Entry
 from ..format.schema import Weight
 from ..format.spans import HOST_ONLY
 from .driver import Context, Relaxed, check, cu
+from .libcuda import EVENT_DISABLE_TIMING, STREAM_NON_BLOCKING
 
 THREADS = 4
 BUFFERS = 2
@@ -140,7 +141,7 @@ class Upload:
             self._work.clear()
 
     def _copy(self, cleanup: ExitStack) -> None:
-        stream = check("cuStreamCreate", cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
         cleanup.callback(cu.cuStreamDestroy, stream)
         address = int(check("cuMemHostAlloc", cu.cuMemHostAlloc(BUFFERS * self._chunk, 0), "staging"))
         cleanup.callback(cu.cuMemFreeHost, address)
@@ -148,7 +149,7 @@ class Upload:
         view = memoryview((ctypes.c_char * (BUFFERS * self._chunk)).from_address(address)).cast("B")
         events = []
         for _ in range(BUFFERS):
-            events.append(check("cuEventCreate", cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+            events.append(check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING)))
             cleanup.callback(cu.cuEventDestroy, events[-1])
         done = 0
         while True:

@@ -14,6 +14,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from cuda.bindings import driver as bindings
+
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.cuda.memory import allocate
 from cgbundle.cuda.weights import Piece, Upload
@@ -40,9 +42,9 @@ def registered(path: str, size: int, base: int) -> None:
         view = memoryview(mapped)
         address = _address(view)
         try:
-            check("cuMemHostRegister", cu.cuMemHostRegister(address, size, 8))
+            check("cuMemHostRegister", bindings.cuMemHostRegister(address, size, 8))
             check("cuMemcpyHtoD", cu.cuMemcpyHtoD(base, address, size))
-            check("cuMemHostUnregister", cu.cuMemHostUnregister(address))
+            check("cuMemHostUnregister", bindings.cuMemHostUnregister(address))
         finally:
             view.release()
 
