@@ -10,6 +10,7 @@ from cgbundle.format.schema import MEMORIES, Value
 from cgbundle.tables.recording import Address, Function, KernelNode, MemcpyNode, MemsetNode, Recording, Relocation
 
 from ...errors import BuildError
+from ...targets.cuda.bodies import Bodies
 from ...targets.cuda.conditions import set_condition
 from ...targets.cuda.recorded import RecordedGraph
 from ..compile.kernels import CompiledKernel
@@ -31,7 +32,6 @@ from ..lowered import (
     SetCondition,
 )
 from .arena import Plan
-from .bodies import Bodies
 from .parameter_block import pack_arguments
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14
@@ -102,16 +102,15 @@ def _assemble(
         match event:
             case Launch() if all(event.grid):
                 function = functions.setdefault(_function(compiled[event.variant]), len(functions))
-                growing.add(_kernel(event, function, compiled[event.variant], where, spot))
+                growing.add([_kernel(event, function, compiled[event.variant], where, spot)])
             case Copy() if event.nbytes:
-                for node in _copies(event, where, spot):
-                    growing.add(node)
+                growing.add(list(_copies(event, where, spot)))
             case Fill() if event.count:
-                growing.add(_fill(event, where, spot))
+                growing.add([_fill(event, where, spot)])
             case SetCondition():
                 assert conditions is not None  # `branches` says when it is needed
                 function = functions.setdefault(conditions, len(functions))
-                growing.add(set_condition(function, where.address(event.byte, 1, spot), event.conditional))
+                growing.add([set_condition(function, where.address(event.byte, 1, spot), event.conditional)])
             case Begin():
                 growing.begin(event.conditional, event.type)
             case Otherwise():

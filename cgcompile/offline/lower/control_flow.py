@@ -20,8 +20,8 @@ from torch.export.graph_signature import OutputKind
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError
+from ...partition.blocks import Block, Branch, Loop, Operand, Straight, blocks, straight_module, taken
 from ..assemble.merge import LoweredRegion, MergedProgram, dense_bytes
-from ..decompose.blocks import Block, Branch, Loop, Operand, Straight, blocks, straight_module, taken
 from ..decompose.retrace import (
     DENSE,
     DEVICE,

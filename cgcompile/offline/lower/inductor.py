@@ -23,9 +23,9 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError, ModelError
+from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
-from ..decompose.blocks import has_conditionals
 from ..decompose.constant_folding import fold
 from ..decompose.retrace import Retraced, host_hint, retrace, same_layout, source_line
 from ..decompose.split_k import SplitFactor, split_k

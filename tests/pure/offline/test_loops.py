@@ -14,7 +14,6 @@ from cgbundle.tables.recording import ConditionalNode, KernelNode, MemsetNode, R
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
 from cgcompile.offline.assemble.arena import Plan, lifetimes, plan
-from cgcompile.offline.assemble.bodies import Bodies
 from cgcompile.offline.assemble.plan_check import check_plan
 from cgcompile.offline.lowered import (
     TEMPORARY,
@@ -29,6 +28,7 @@ from cgcompile.offline.lowered import (
     Pointer,
     SetCondition,
 )
+from cgcompile.targets.cuda.bodies import Bodies
 from tests.helpers.conditional_rows import fill, function, setter
 from tests.helpers.raising import raises
 from tests.helpers.recordings import IMAGE, MEMORIES
@@ -141,19 +141,19 @@ def rows(build: Callable[[Bodies], None]) -> Recording:
 
 def test_bodies_stand_behind_those_that_come_before_them() -> None:
     def build(made: Bodies) -> None:
-        made.add(setter(7, 0))
+        made.add([setter(7, 0)])
         made.begin(7, "if")
-        made.add(fill(0, 1))
-        made.add(setter(5, 0))
+        made.add([fill(0, 1)])
+        made.add([setter(5, 0)])
         made.begin(5, "while")
-        made.add(setter(5, 0))
+        made.add([setter(5, 0)])
         made.end()
         made.otherwise()
         made.end()
-        made.add(setter(9, 1))
+        made.add([setter(9, 1)])
         made.begin(9, "if")
         made.otherwise()
-        made.add(fill(0, 2))
+        made.add([fill(0, 2)])
         made.end()
 
     made = rows(build)

@@ -3,7 +3,7 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -12,9 +12,11 @@ from cgbundle.tables.recording import ConditionalNode, Edge, KernelNode, Node
 
 @dataclass(slots=True)
 class _Graph:
-    """The nodes of the recording itself or of a body."""
+    """The nodes of the recording itself or of a body, edges by positions in it, and the nodes that what comes next waits for."""
 
     nodes: list[Node | _Conditional] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -27,38 +29,47 @@ class _Conditional:
 
 
 class Bodies:
-    """Nodes are added to the innermost body that has begun; in each graph they run one after the other."""
+    """Nodes are added to the innermost body that has begun, and run behind everything that was added to it before."""
 
     def __init__(self) -> None:
         self._own = _Graph()
         self._open: list[_Conditional] = []
 
-    def add(self, node: Node | _Conditional) -> None:
-        self._current().nodes.append(node)
+    def add(self, nodes: Sequence[Node | _Conditional], edges: Sequence[Edge] | None = None) -> None:
+        """`edges` join the nodes, by their positions; None: they run one after the other."""
+        if not nodes:
+            return
+        graph = self._current()
+        begin = len(graph.nodes)
+        own = _chain(len(nodes)) if edges is None else list(edges)
+        ends = {edge.source for edge in own}, {edge.target for edge in own}
+        first = [begin + i for i in range(len(nodes)) if i not in ends[1]]
+        graph.edges += [_edge(a, b) for a in graph.last for b in first]
+        graph.edges += [_moved(edge, begin) for edge in own]
+        graph.nodes += nodes
+        graph.last = [begin + i for i in range(len(nodes)) if i not in ends[0]]
 
     def begin(self, number: int, type: str) -> None:
         """A conditional node, and its first body."""
         made = _Conditional(number, type, [_Graph()])
-        self.add(made)
+        self.add([made])
         self._open.append(made)
 
     def otherwise(self) -> None:
-        """Its second body."""
+        """Its next body."""
         self._open[-1].bodies.append(_Graph())
 
     def end(self) -> None:
         """A second body of nothing is none."""
         conditional = self._open.pop()
-        if len(conditional.bodies) > 1 and not conditional.bodies[1].nodes:
+        if len(conditional.bodies) == 2 and not conditional.bodies[1].nodes:
             conditional.bodies.pop()
 
     def rows(self) -> tuple[tuple[Node, ...], tuple[Edge, ...], tuple[int, ...]]:
         """Nodes, edges, and where the bodies begin."""
         graphs = [self._own]
         numbers: dict[int, int] = {}
-        rows: list[list[Node | _Conditional]] = []
         for graph in graphs:  # grows while it is walked
-            rows.append(graph.nodes)
             for node in graph.nodes:
                 if isinstance(node, _Conditional):
                     numbers[node.number] = len(numbers)
@@ -67,18 +78,26 @@ class Bodies:
         nodes: list[Node] = []
         edges: list[Edge] = []
         begins = []
-        for row in rows:
+        for graph in graphs:
             begins.append(len(nodes))
-            edges += _chain(len(nodes), len(nodes) + len(row))
-            nodes += [_node(node, numbers, bodies) for node in row]
+            edges += [_moved(edge, len(nodes)) for edge in graph.edges]
+            nodes += [_node(node, numbers, bodies) for node in graph.nodes]
         return tuple(nodes), tuple(edges), tuple(begins[1:])
 
     def _current(self) -> _Graph:
         return self._open[-1].bodies[-1] if self._open else self._own
 
 
-def _chain(begin: int, end: int) -> list[Edge]:
-    return [Edge(source=a, target=b, from_port=0, to_port=0, type=0) for a, b in pairwise(range(begin, end))]
+def _chain(count: int) -> list[Edge]:
+    return [_edge(a, b) for a, b in pairwise(range(count))]
+
+
+def _edge(source: int, target: int) -> Edge:
+    return Edge(source=source, target=target, from_port=0, to_port=0, type=0)
+
+
+def _moved(edge: Edge, by: int) -> Edge:
+    return replace(edge, source=edge.source + by, target=edge.target + by) if by else edge
 
 
 def _node(node: Node | _Conditional, numbers: dict[int, int], bodies: Iterator[int]) -> Node:

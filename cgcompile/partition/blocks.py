@@ -1,5 +1,5 @@
 """Programs with branches and loops as blocks: straight parts, and between them `torch.cond` and `torch.while_loop` with blocks of
-their own.  Each straight part is a module that is traced and lowered by itself.  Pure FX.
+their own.  Each straight part is a module that is lowered by itself.  Pure FX; the graphs that are given stay as they are.
 
 Private interfaces (torch 2.11, 2.13): the order of these operators' arguments.
 """
@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from ...export.higher_order.conditionals import COND, higher_order, is_conditional
+from ..export.higher_order.conditionals import COND, higher_order, is_conditional
 
 Operand = str | int | float | bool | None
 """The name of a value of the block, or a constant."""
@@ -55,8 +55,10 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A graph: its parts alternate, the first and the last one are straight.  `inputs` and `outputs` name values."""
+    """A graph: its parts alternate, the first and the last one are straight.  `inputs` and `outputs` name values.  `source` is what
+    it was made of, `module` a copy of it whose predicates are tensors of bool."""
 
+    source: GraphModule
     module: GraphModule
     inputs: tuple[str, ...]
     parts: tuple[Straight | Branch | Loop, ...]
@@ -69,7 +71,11 @@ def has_conditionals(module: GraphModule) -> bool:
 
 
 def blocks(module: GraphModule) -> Block:
-    """A functional program as a block; its predicates become tensors of bool."""
+    """A graph as a block, with those of its branches and loops."""
+    return _block(module, _copied(module))
+
+
+def _block(source: GraphModule, module: GraphModule) -> Block:
     for node in [node for node in module.graph.nodes if higher_order(node) == COND]:
         with module.graph.inserting_before(node):
             node.update_arg(0, module.graph.call_function(torch.ops.aten.ne.Scalar, (node.args[0], 0)))
@@ -88,8 +94,9 @@ def blocks(module: GraphModule) -> Block:
     for number, group in enumerate(groups):
         parts.append(Straight(nodes=tuple(group), outputs=tuple([node.name for node in group if node in wanted])))
         if number < len(conditionals):
-            parts.append(_conditional(module, conditionals[number], names))
+            parts.append(_conditional(source, module, conditionals[number], names))
     return Block(
+        source=source,
         module=module,
         inputs=tuple([node.name for node in module.graph.find_nodes(op="placeholder")]),
         parts=tuple(parts),
@@ -151,16 +158,11 @@ def _wanted(groups: Sequence[Sequence[Node]], conditionals: Sequence[Node], outp
     }
 
 
-def _conditional(module: GraphModule, node: Node, names: dict[Node, str]) -> Branch | Loop:
-    bodies = [
-        each
-        for each in node.all_input_nodes
-        if each.op == "get_attr" and isinstance(getattr(module, str(each.target)), GraphModule)
-    ]
-    inner = {each: getattr(module, str(each.target)) for each in bodies}
+def _conditional(source: GraphModule, module: GraphModule, node: Node, names: dict[Node, str]) -> Branch | Loop:
+    first, second = [(getattr(source, name), getattr(module, name)) for name in _body_names(node)]
     if higher_order(node) == COND:
-        predicate, true, false, operands = node.args
-        blocks_of = blocks(inner[true]), blocks(inner[false])
+        predicate, _, _, operands = node.args
+        blocks_of = _block(*first), _block(*second)
         return Branch(
             name=node.name,
             predicate=str(_operand(predicate, names)),
@@ -168,17 +170,36 @@ def _conditional(module: GraphModule, node: Node, names: dict[Node, str]) -> Bra
             operands=_operands(operands, names),
             outputs=tuple([f"{node.name}.{number}" for number in range(len(blocks_of[0].outputs))]),
         )
-    condition, body, carried, more = node.args[:4]
-    _as_bool(inner[condition])
-    _append(inner[body], inner[condition], len(carried))
+    carried, more = node.args[2:4]
+    _as_bool(first[1])
+    _append(second[1], first[1], len(carried))
     return Loop(
         name=node.name,
-        condition=blocks(inner[condition]),
-        body=blocks(inner[body]),
+        condition=_block(*first),
+        body=_block(*second),
         carried=_operands(carried, names),
         operands=_operands(more, names),
         outputs=tuple([f"{node.name}.{number}" for number in range(len(carried))]),
     )
+
+
+def _body_names(node: Node) -> tuple[str, str]:
+    """Where the modules of a branch or a loop are: of true and false, or of the condition and a turn."""
+    one, two = node.args[1:3] if higher_order(node) == COND else node.args[:2]
+    assert isinstance(one, Node) and isinstance(two, Node)
+    return str(one.target), str(two.target)
+
+
+def _copied(module: GraphModule) -> GraphModule:
+    """A copy of the graph, and of those of its branches and loops; the tensors are the same."""
+    graph, made = Graph(), {}
+    for node in module.graph.nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+    copied = GraphModule(module, graph)
+    for node in [node for node in graph.nodes if is_conditional(node)]:
+        for name in _body_names(node):
+            setattr(copied, name, _copied(getattr(module, name)))
+    return copied
 
 
 def _as_bool(module: GraphModule) -> None:
