@@ -13,8 +13,8 @@ NEEDED = {"host": ("torch", "numpy"), "capture": ("torch", "numpy"), "trace": ("
 """Packages by the recorder of a `choice.Chosen`."""
 
 EXTRA, BINDINGS = "pip install 'torch>=2.11' 'triton>=3.6' numpy", "pip install 'cuda-bindings>=13'"
-"""What to type for what building needs, and for what recording on a GPU does: the packages of the extras `compile` and `cuda`, since
-no index has cgcompile itself."""
+"""What to type for what building needs, and for what recording on a GPU needs: the packages of the extras `compile` and `cuda`,
+since no index has cgcompile itself."""
 
 DRIVER = "libcuda.so.1"
 """The CUDA driver's library: without it torch sees no GPU either."""

@@ -124,11 +124,11 @@ class _Build:
         if kind == KERNEL:
             call, result = "cuGraphAddKernelNode", cu.cuGraphAddKernelNode(graph, None, 0, self._kernel_params(row))
         elif kind == MEMSET:
-            params = _memset_params(table, row, self._bases)
-            call, result = "cuGraphAddMemsetNode", cu.cuGraphAddMemsetNode(graph, None, 0, params, self._context.handle)
+            fill = _memset_params(table, row, self._bases)
+            call, result = "cuGraphAddMemsetNode", cu.cuGraphAddMemsetNode(graph, None, 0, fill, self._context.handle)
         elif kind == MEMCPY:
-            params = copy_params(table, row, self._bases)
-            call, result = "cuGraphAddMemcpyNode", cu.cuGraphAddMemcpyNode(graph, None, 0, params, self._context.handle)
+            copied = copy_params(table, row, self._bases)
+            call, result = "cuGraphAddMemcpyNode", cu.cuGraphAddMemcpyNode(graph, None, 0, copied, self._context.handle)
         else:
             call, result = "cuGraphAddEmptyNode", cu.cuGraphAddEmptyNode(graph, None, 0)
         if result[0]:

@@ -268,7 +268,7 @@ def _handles(values: Sequence[int]) -> ctypes.Array[Any]:
 
 def _answering(function: Any, parameters: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
     """`function` without the parameters that point to answers; it gives its error and the answers."""
-    kinds = [each.kind if isinstance(each, _Out) else None for each in parameters]
+    kinds: list[Any] = [each.kind if isinstance(each, _Out) else None for each in parameters]
 
     def call(*given: Any) -> tuple[Any, ...]:
         rest, made = iter(given), [kind and kind() for kind in kinds]
