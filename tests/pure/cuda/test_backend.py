@@ -182,7 +182,7 @@ def test_a_closed_backend_refuses_and_closes_twice(fake: FakeDriver, bundle: tup
 
 @pytest.mark.parametrize("mode", MODES)
 def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], mode: str) -> None:
-    monkeypatch.setattr(weights, "THREADS", 1)
+    monkeypatch.setattr(weights, "way", lambda size: weights.Way(1, 2, True))
     given = inputs(KEYS[0])
 
     def session(fake: FakeDriver) -> None:
@@ -373,7 +373,7 @@ def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Ma
     with context:
         base = memory.allocate(size, "test")
         with open(folder / "weights.safetensors", "rb") as file:
-            weights.Upload(context, file.fileno(), [weights.Piece(0, size, 0)], base, threads=3, chunk=64).wait()
+            weights.Upload(context, file.fileno(), [weights.Piece(0, size, 0)], base, weights.Way(3, 2, True), chunk=64).wait()
         assert ctypes.string_at(base, size) == (folder / "weights.safetensors").read_bytes()
         memory.free(base)
     context.release()
