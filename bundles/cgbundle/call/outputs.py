@@ -71,6 +71,10 @@ class Outputs:
         for output, value, (taken, placed) in zip(whole, made, part.outputs, strict=True):
             output[placed] = value[taken]
 
+    def static(self, library: Library, program: int) -> list[Any] | None:
+        """The outputs of a program that has run, as the library's tensors over memory that stays; None where it does not."""
+        return self._static.get((library.name, program))
+
     def guard(self, library: Library, values: Sequence[Any]) -> list[Any]:
         """The values as views of the replay that was the last to begin."""
         epoch = self.epoch
