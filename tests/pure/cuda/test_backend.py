@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -377,3 +378,43 @@ def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Ma
         assert ctypes.string_at(base, size) == (folder / "weights.safetensors").read_bytes()
         memory.free(base)
     context.release()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4 << 20, 5 << 20, 330 << 20, 1 << 30, 16 << 30])
+def test_what_is_small_pays_for_no_threads_and_no_pinned_memory(size: int) -> None:
+    how = weights.way(size)
+    assert how.pinned == (how.threads > 1) == (size > 4 << 20)
+    assert how.threads * how.buffers * weights.CHUNK <= 48 << 20
+
+
+@pytest.mark.parametrize("pages", [2, 3])
+def test_a_file_larger_than_half_of_the_memory_leaves_the_cache(
+    pages: int, fake: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[tuple[int, int, int]] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda file, begin, size, advice: dropped.append((begin, size, advice)))
+    monkeypatch.setattr("os.sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else 100)
+    data = bytes(range(101)) + bytes(range(20))
+    (tmp_path / "file").write_bytes(data)
+    context = driver.Context(0)
+    with context, open(tmp_path / "file", "rb") as file:
+        base = memory.allocate(len(data), "test")
+        weights.Upload(context, file.fileno(), [weights.Piece(1, 120, 0)], base, weights.Way(1, 2, True), chunk=64).wait()
+        assert ctypes.string_at(base, 120) == data[1:]
+        memory.free(base)
+    context.release()
+    assert dropped == ([(1, 64, os.POSIX_FADV_DONTNEED), (65, 56, os.POSIX_FADV_DONTNEED)] if pages == 2 else [])
+
+
+def test_the_disk_begins_to_read_the_first_weights(
+    fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda file, begin, size, advice: asked.append((begin, size)))
+    monkeypatch.setattr(weights, "CHUNK", 256)
+    monkeypatch.setattr(weights, "AHEAD", 384)
+    manifest, folder = bundle
+    found = weights.listed(ArchiveOf(folder, manifest))
+    (first, *_) = found
+    assert first.size > 384
+    assert asked == [(first.begin, 256), (first.begin + 256, min(256, first.size - 256))]
