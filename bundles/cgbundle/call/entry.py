@@ -17,7 +17,7 @@ from .inputs import cut, lay_out
 from .outputs import Call, Outputs, Session
 from .plan import Plan, number_of_key, plan
 from .structure import builder, flattener
-from .views import View
+from .views import Epoch, View
 
 if TYPE_CHECKING:
     from ..session.profile import Profile
@@ -35,13 +35,13 @@ LAYOUT = itemgetter(slice(1, None))
 class Direct(NamedTuple):
     """A call that a program serves as it comes: inputs of the GPU as they were recorded, and outputs in memory that stays.
 
-    `program`: its number among those of all entries; `outputs`: what the signature says of each, and the caller's tensor over the
-    runtime's memory.
+    `program`: its number among those of all entries; `outputs`: what the signature says of each, the caller's tensor over the
+    runtime's memory, and what counts the calls that overwrite it.
     """
 
     program: int
     device: int
-    outputs: list[tuple[TensorSpec, Any]]
+    outputs: list[tuple[TensorSpec, Any, Epoch]]
 
 
 class Entry:
@@ -63,7 +63,7 @@ class Entry:
         self._build = builder(manifest.result)
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._direct: dict[tuple[Any, ...], Direct] = {}  # by the type of the first input, and what every descriptor says
+        self._direct: dict[tuple[Any, ...], Direct] = {}  # by the inputs' types and what their descriptors say
         self._libraries: dict[type, Library] = {}
         self._aliases: OutputAliases | None = None
         self._written: WrittenInputs | None = None
@@ -100,19 +100,21 @@ class Entry:
         except CallError:
             return self._replay(tensors)  # which names the input
         found = [descriptor for _, descriptor in taken]
-        direct = self._direct.get((kind, *map(LAYOUT, found)))
+        direct = self._direct.get((*map(type, tensors), *map(LAYOUT, found)))
         if direct is None:
             return self._replay(tensors)
-        backend, epoch = self._backend, self._outputs.epoch
+        backend, outputs = self._backend, self._outputs
         try:
             stream = backend.begin(library.stream(direct.device))
             try:
-                epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                if outputs.own is not None:
+                    outputs.own.number += 1
                 backend.run(direct.program, [descriptor[0] for descriptor in found], direct.device, stream)
                 if self._views:
-                    return [View(spec, value, library, epoch, epoch.number) for spec, value in direct.outputs]
+                    return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in direct.outputs]
                 copy = library.copy
-                return [copy(value) for _, value in direct.outputs]
+                return [copy(value) for _, value, _ in direct.outputs]
             finally:
                 backend.end(stream)
         except MachineError as error:
@@ -124,6 +126,10 @@ class Entry:
         """A call of any kind; one that can be direct is the next time."""
         if len(tensors) != len(self.inputs):
             raise CallError("input-structure", f"expected {len(self.inputs)} inputs, got {len(tensors)}")
+        views = {}
+        if self._views and View in [type(each) for each in tensors]:
+            views = {index: each for index, each in enumerate(tensors) if type(each) is View}
+            tensors = [each.tensor if type(each) is View else each for each in tensors]
         first = tensors[0] if tensors else None
         library = self._libraries.get(type(first))
         if library is None:
@@ -149,7 +155,11 @@ class Entry:
         targets = None if written is None else written.targets(library, tensors, values, found)
         try:
             with self._backend.locked(None if device is None else library.stream(device)) as stream:
+                for view in views.values():
+                    view.tensor  # noqa: B018  raises where another thread's call came between
                 outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                if outputs.own is not None:
+                    outputs.own.number += 1
                 call = (library, device, stream)
                 if plan.exact:
                     addresses = []
@@ -173,7 +183,7 @@ class Entry:
             written.copy_back(targets, values)
         if shared is not None:
             for index, value in shared.items():
-                made[index] = value
+                made[index] = next((view for place, view in views.items() if tensors[place] is value), value)
         return made
 
     def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
@@ -195,6 +205,11 @@ class Entry:
         self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
         if profile is not None:
             self._flatten, self._build = profile.begin(self._flatten), profile.end(self._build)
+
+    @property
+    def epoch(self) -> Epoch:
+        """What counts the calls that make views of this entry's outputs stale: its own where they are in chains."""
+        return self._outputs.own or self._outputs.epoch
 
     def forget(self) -> None:
         """Lets go of what calls have kept; for a session that is closed."""
@@ -223,9 +238,8 @@ class Entry:
             return
         if len(self._direct) >= PLANS:
             self._direct.clear()
-        self._direct[type(tensors[0]), *map(LAYOUT, found)] = Direct(
-            self._first + program, found[0][4], list(zip(self.outputs, outputs, strict=True))
-        )
+        rows = list(zip(self.outputs, outputs, self._outputs.epochs, strict=True))
+        self._direct[*map(type, tensors), *map(LAYOUT, found)] = Direct(self._first + program, found[0][4], rows)
 
     def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
         """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""
