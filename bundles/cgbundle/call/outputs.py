@@ -33,8 +33,8 @@ class Outputs:
     """Runs programs for calls; `views`: what it hands out is guarded, and the next replay overwrites it.
 
     `aliases` is None for a bundle whose outputs share no memory with anything; `epoch` counts the session's replays.
-    `own` those of the entry, None where none of its outputs is in a chain, and `epochs` has the one of each output.  `first` is the number of the entry's first program
-    among those of all entries.
+    `own` those of the entry, None where none of its outputs is in a chain, and `epochs` has the one of each output.  `first` is the
+    number of the entry's first program among those of all entries.
     """
 
     __slots__ = ("_aliases", "_backend", "_first", "_rows", "_specs", "_static", "_views", "_wrappers", "epoch", "epochs", "own")
