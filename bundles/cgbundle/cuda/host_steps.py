@@ -60,7 +60,7 @@ class HostSteps:
 
         def call(stream: Any) -> None:
             error = cu.cuStreamSynchronize(stream)
-            if error[0]:
+            if error:
                 check("cuStreamSynchronize", error, f"before {where}")
             made = regions[number].run(addresses, layouts, len(places))
             try:

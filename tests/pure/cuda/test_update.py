@@ -141,7 +141,7 @@ def test_a_session_that_is_held_for_a_moment_is_waited_for(fake: FakeDriver, bun
 def test_whichever_call_fails_nothing_is_left_and_nothing_changed(
     monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(weights, "THREADS", 1)
+    monkeypatch.setattr(weights, "way", lambda size: weights.Way(1, 2, True))
     path, mixed = stored(tmp_path, 7.0), {"small": given(7.0)["small"]}
 
     def run(fail: int) -> tuple[list[str], bool]:
