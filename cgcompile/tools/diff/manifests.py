@@ -15,7 +15,6 @@ from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.schema import Alias, Manifest, Program, Value, Weight
 from cgbundle.session.update import SINCE as UPDATES
-from cgbundle.session.update import updatable
 from cgbundle.tensors.tensor import dense
 
 from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, compare_rows, unique_names, value_text
@@ -162,11 +161,10 @@ def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Di
 
 
 def _weights(manifest: Manifest, *, tell: bool) -> dict[str, Row]:
-    """By name; `tell` also why a weight cannot be updated, which an old bundle does not say."""
-    reasons = updatable(manifest)[1] if tell else {}
-    return {
-        each.name: {**_weight(each), **({"fixed": reasons[each.name]} if each.name in reasons else {})} for each in manifest.weights
-    }
+    """By name; `tell` also which cannot be updated, and what these hold, which an old bundle does not say."""
+    names = [each.name for each in manifest.weights]
+    fixed = {names[row.weight]: {"fixed": row.reason, "holds": row.sha256[:16]} for row in manifest.fixed if tell}
+    return {each.name: _weight(each) | fixed.get(each.name, {}) for each in manifest.weights}
 
 
 def _weight(weight: Weight) -> Row:
