@@ -147,6 +147,15 @@ class Entry:
         device = self._backend.device
         return [Tensor(at, row.dtype, row.shape, row.strides, owner, device) for at, row in zip(addresses, rows, strict=True)]
 
+    def warmup(self, *int_keys: tuple[int, ...]) -> None:
+        """`Program.warmup` for this entry: calls of each of `int_keys`, of all its recorded ones where none is given.  Raises
+        key-missing, and what a call raises."""
+        from ..session.warmup import warm_up  # what does not need it loads faster
+
+        for key in int_keys:
+            number_of_key(self.manifest, key)
+        warm_up(self._session, [(self.manifest, key, self.replay) for key in int_keys or self.int_keys])
+
     def watch(self, profile: Profile | None) -> None:
         """From now on calls are told to a profile; None ends it."""
         self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
