@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import cgcompile
 from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported

@@ -129,7 +129,7 @@ def test_one_set_of_weights_one_state_and_what_is_printed_of_them(decoder: cgbun
         bytes_of = {name: entry.end - entry.begin for name, entry in stored.items()}
         state = {"keys", "values", "length"}
         assert {name for name in bytes_of if not name.startswith(("lifted", "cgcompile."))} == {
-            "token.weight", "mixed.weight", "mixed.bias", *state,
+            "head.weight", "mixed.weight", "mixed.bias", *state,
         }  # fmt: skip
         assert decoder.memory["weights"] == sum(size for name, size in bytes_of.items() if name not in state)
         kept = [weight for weight in decoder.manifest.weights if weight.name in state]
