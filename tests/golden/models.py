@@ -270,6 +270,13 @@ def traced_entries() -> Made:
     return Lanes(), {"forward": rows, "fill": filling, "empty": emptied}
 
 
+def cpu_lanes() -> Made:
+    """fp32: prefill at two lengths, decode at two batch sizes and a method that only writes, over one key-value cache."""
+    from tests.helpers.entry_models import ENTRIES, lanes
+
+    return lanes(), ENTRIES
+
+
 class Fixed(nn.Module):
     """Weights that no update may change: a constant, a buffer that is in no state_dict, state where `counts`; and where matrix
     products are traced, the scale and shift of a normalization, which are folded."""

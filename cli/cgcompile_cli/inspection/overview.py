@@ -44,6 +44,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         ("weights", summary.weights(manifest)),
         ("update", _update(manifest)),
         *([("state", summary.state(manifest))] if summary.state(manifest) else []),
+        *([("chains", summary.chain_lines(manifest))] if manifest.chains else []),
         ("regions", _regions(manifest)),
     ]
     for one in each:
