@@ -176,7 +176,7 @@ def _weights(manifest: Manifest, *, tell: bool) -> dict[str, Row]:
     """By name; `tell` also which cannot be updated, and what these hold, which an old bundle does not say."""
     names = [each.name for each in manifest.weights]
     fixed = {names[row.weight]: {"fixed": row.reason, "holds": row.sha256} for row in manifest.fixed if tell}
-    return {each.name: _weight(each) | fixed.get(each.name, {}) for each in manifest.weights}
+    return {each.name: {**_weight(each), **fixed.get(each.name, {})} for each in manifest.weights}
 
 
 def _weight(weight: Weight) -> Row:
