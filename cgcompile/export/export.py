@@ -53,7 +53,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source.model)
-    flat = FlatModule(source.model, like, source.device, source.told, source.entry)
+    flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
     calls: list[SideEffects] = []
     flat.watch = calls.append
     seen = _try_eager(source, flat, sizes)

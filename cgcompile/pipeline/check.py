@@ -32,6 +32,7 @@ from ..model.user_code import user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
+from ..targets.architectures import capability_of
 from ..targets.choice import CONDITIONALS, recorder_for
 from ..transforms.prepared import prepare
 from .kernel_coverage import operators_without_kernel
@@ -69,7 +70,7 @@ def _report(
     """The report of one entry; `sizes` are those that were given for it, None where none were for any."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
-    source = replace(source, told=CPU if recorder == "host" else CUDA)
+    source = replace(source, told=CPU if recorder == "host" else CUDA, capability=capability_of(named))
     assumed = tuple(source.dimensions) if sizes is None else ()
     wanted = assumed_sizes(assumed, source.saved, ASSUMED)
     if sizes is not None:
