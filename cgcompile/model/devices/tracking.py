@@ -57,6 +57,10 @@ class DeviceTracking(TorchFunctionMode):
         super().__init__()
         self._places, self._reads, self._known = places, reads, known
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the value of a tensor is known."""
+        return self._known.has(tensor)
+
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))  # branches of torch.cond: they are traced without the mode
@@ -73,6 +77,12 @@ class DeviceTracking(TorchFunctionMode):
         with self._known.noting(func, given, named) as made:
             made.append(_SPECIAL.get(func, operate)(self._places, func, list(given), dict(named)))
         return made[0]
+
+
+def has_value(tensor: torch.Tensor) -> bool:
+    """Whether the call that the user's code runs in knows what a traced tensor holds."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, DeviceTracking) and mode.knows(tensor) for mode in modes)
 
 
 @contextmanager
