@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,15 +112,18 @@ def _without_compiler(here: Any) -> Any:
     return make
 
 
-def test_running_for_a_gpu_needs_its_bindings(here: Any) -> None:
-    assert here((H200,), lacking=("cuda",))["sm_90"].not_run == "cuda-bindings is not installed"
+def test_recording_on_a_gpu_needs_the_bindings_and_running_none(here: Any) -> None:
+    found = here((H200,), lacking=("cuda",))
+    assert found["cuda"].not_built == "recording on a GPU needs cuda-bindings, which is not installed"
+    assert (found["cuda"].not_run, found["sm_90"].not_run, found["sm_90"].recorder) == ("", "", "trace")
 
 
 def test_doctor_and_targets_say_it_in_words_and_as_json(here: Any) -> None:
     here()
     told = call("doctor")
     assert told.exit_code == 0 and "cgcompile" in told.stdout and "none: no CUDA driver" in told.stdout
-    assert "yes: traced, without that GPU" in told.stdout
+    assert re.search(r"^sm_90 +yes, traced +no$", told.stdout, re.MULTILINE)
+    assert "not run here: " + ", ".join([row.name for row in ARCHES]) + ": no CUDA driver (libcuda.so.1)\n" in told.stdout
     plain = json.loads(call("doctor", "--json").stdout)
     assert {"parts", "processor", "gpus", "driver", "cache", "targets"} <= set(plain)
     rows = json.loads(call("targets", "--json").stdout)
