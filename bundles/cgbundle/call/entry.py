@@ -3,12 +3,13 @@ outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError, MachineError
-from ..format.schema import Manifest, TensorSpec
+from ..format.schema import DTYPES, Manifest, TensorSpec
 from ..tensors.detection import library_of
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor
@@ -36,12 +37,14 @@ class Direct(NamedTuple):
     """A call that a program serves as it comes: inputs of the GPU as they were recorded, and outputs in memory that stays.
 
     `program`: its number among those of all entries; `outputs`: what the signature says of each, the caller's tensor over the
-    runtime's memory, and what counts the calls that overwrite it.
+    runtime's memory, and what counts the calls that overwrite it; `places`: the address and bytes of each, 0 where the library is
+    to copy it.
     """
 
     program: int
     device: int
     outputs: list[tuple[TensorSpec, Any, Epoch]]
+    places: list[tuple[int, int]]
 
 
 class Entry:
@@ -90,31 +93,43 @@ class Entry:
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        given = tensors
+        if self._views and View in map(type, tensors):
+            tensors = [each.tensor if type(each) is View else each for each in tensors]
         kind = type(tensors[0]) if tensors else None
         library = self._libraries.get(kind)  # type: ignore[arg-type]
         if library is None or len(tensors) != len(self.inputs):
-            return self._replay(tensors)
+            return self._replay(given)
         take = library.take
         try:
             taken = [take(tensor, "") for tensor in tensors]
         except CallError:
-            return self._replay(tensors)  # which names the input
+            return self._replay(given)  # which names the input
         found = [descriptor for _, descriptor in taken]
         direct = self._direct.get((*map(type, tensors), *map(LAYOUT, found)))
         if direct is None:
-            return self._replay(tensors)
+            return self._replay(given)
         backend, outputs = self._backend, self._outputs
         try:
             stream = backend.begin(library.stream(direct.device))
             try:
+                if given is not tensors:
+                    _check_views(given)
                 outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
                 if outputs.own is not None:
                     outputs.own.number += 1
                 backend.run(direct.program, [descriptor[0] for descriptor in found], direct.device, stream)
                 if self._views:
                     return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in direct.outputs]
-                copy = library.copy
-                return [copy(value) for _, value, _ in direct.outputs]
+                made = []
+                for (_, value, _), (address, size) in zip(direct.outputs, direct.places, strict=True):
+                    fresh = library.empty_like(value) if size else None
+                    if fresh is None:
+                        made.append(library.copy(value))
+                    else:
+                        backend.copy(fresh[1], address, size, stream)
+                        made.append(fresh[0])
+                return made
             finally:
                 backend.end(stream)
         except MachineError as error:
@@ -155,8 +170,7 @@ class Entry:
         targets = None if written is None else written.targets(library, tensors, values, found)
         try:
             with self._backend.locked(None if device is None else library.stream(device)) as stream:
-                for view in views.values():
-                    view.tensor  # noqa: B018  raises where another thread's call came between
+                _check_views(views.values())
                 outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
                 if outputs.own is not None:
                     outputs.own.number += 1
@@ -200,6 +214,15 @@ class Entry:
         device = self._backend.device
         return [Tensor(at, row.dtype, row.shape, row.strides, owner, device) for at, row in zip(addresses, rows, strict=True)]
 
+    def warmup(self, *int_keys: tuple[int, ...]) -> None:
+        """`Program.warmup` for this entry: calls of each of `int_keys`, of all its recorded ones where none is given.  Raises
+        key-missing, and what a call raises."""
+        from ..session.warmup import warm_up  # what does not need it loads faster
+
+        for key in int_keys:
+            number_of_key(self.manifest, key)
+        warm_up(self._session, [(self.manifest, key, self.replay) for key in int_keys or self.int_keys])
+
     def watch(self, profile: Profile | None) -> None:
         """From now on calls are told to a profile; None ends it."""
         self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
@@ -239,7 +262,8 @@ class Entry:
         if len(self._direct) >= PLANS:
             self._direct.clear()
         rows = list(zip(self.outputs, outputs, self._outputs.epochs, strict=True))
-        self._direct[*map(type, tensors), *map(LAYOUT, found)] = Direct(self._first + program, found[0][4], rows)
+        places = [(0, 0)] * len(rows) if self._views else [_place(library.describe(value)) for value in outputs]
+        self._direct[*map(type, tensors), *map(LAYOUT, found)] = Direct(self._first + program, found[0][4], rows, places)
 
     def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
         """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""
@@ -265,3 +289,16 @@ class Entry:
             outputs.replay_into(whole, call, part, addresses)
             del kept  # the inputs had to live until the replay was done with them
         return outputs.guard(library, whole) if self._views else whole
+
+
+def _check_views(tensors: Iterable[Any]) -> None:
+    """Raises stale-view where another thread's call came between a view's check and this call, which has the lock by now."""
+    for each in tensors:
+        if type(each) is View:
+            each.tensor  # noqa: B018
+
+
+def _place(found: Descriptor) -> tuple[int, int]:
+    """The address and bytes of a tensor that is row-major."""
+    address, shape, dtype, strides, _ = found
+    return (address, prod(shape) * DTYPES[dtype]) if strides is None else (0, 0)
