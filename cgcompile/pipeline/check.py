@@ -32,6 +32,7 @@ from ..model.user_code import user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
+from ..targets.architectures import capability_of
 from ..targets.build_spec import EntrySpec
 from ..targets.chains import chains_of
 from ..targets.choice import CONDITIONALS, recorder_for
@@ -75,7 +76,7 @@ def _report(
     for it, None where none were for any."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
-    source = replace(source, told=CPU if recorder == "host" else CUDA)
+    source = replace(source, told=CPU if recorder == "host" else CUDA, capability=capability_of(named))
     assumed = tuple(source.dimensions) if sizes is None else ()
     wanted = assumed_sizes(assumed, source.saved, ASSUMED)
     if sizes is not None:
