@@ -103,8 +103,8 @@ def build(
 
     if quiet and verbose:
         raise UsageError("--quiet and --verbose cannot be used together", "leave one of them out")
-    # Read when torch is loaded.  Threads that spin while they wait cost half of a build's time beside other work (MiniLM on two cores:
-    # 90 s instead of 42).
+    # Read when torch is loaded.  Threads that spin while they wait cost half of a build's time beside other work: MiniLM on two
+    # cores took 90 s instead of 42.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     begin = time.perf_counter()
     with watching(quiet, verbose) as progress:
