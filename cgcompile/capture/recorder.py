@@ -18,13 +18,14 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from cgbundle.format import archive
-from cgbundle.format.schema import IntKey, Weight
+from cgbundle.format.schema import IntKey, Reserved, Weight
 from cgbundle.tables.recording import ModuleState
 
 from ..bundle.exam import ReplayedBytes
 from ..errors import BuildError, ModelError
 from ..export.programs import Programs
 from ..export.torch_program import without_weights
+from ..targets.cuda.chains import ChainedOutput
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay_out
@@ -65,6 +66,7 @@ class Recorded:
     weights_bytes: int
     state_bytes: int
     states: tuple[ModuleState, ...]
+    reserved: tuple[Reserved, ...]
     images: dict[str, bytes] = field(repr=False)
     arch: str
     driver: int
@@ -85,6 +87,7 @@ def record(
     written: Mapping[IntKey, tuple[int, ...]] = MappingProxyType({}),
     state: Collection[str] = (),
     exam_calls: Mapping[IntKey, int] = MappingProxyType({}),
+    chained: Mapping[IntKey, Sequence[ChainedOutput]] = MappingProxyType({}),
     stored: Path | None = None,
     release: bool = False,
     processes: RecorderProcesses | None = None,
@@ -99,7 +102,7 @@ def record(
     `code`: as in `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph;
     `uploads` is what the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.
     `written`: by key, positions of the inputs, among the call's tensors, that its program writes to; `state`: buffers that one
-    does, by name.
+    does, by name.  `chained`: outputs that a later call takes where they lie.
 
     `stored` is where the file of weights goes, from which the processes take them (default: inside `folder`).  With `release` the
     programs' own tensors, but for state, give their memory back once it is written: nothing can run the programs afterwards.
@@ -164,7 +167,7 @@ def record(
     if a.mutated:
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
     inputs = {key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()}
-    assembled = assemble(a, b, layout.weights_end)
+    assembled = assemble(a, b, layout.weights_end, chained)
     rows = add_tables(file, rows, assembled.tables)
     return _recorded(a, b, assembled, layout, rows, static, inputs)
 
@@ -228,6 +231,7 @@ def _recorded(
         weights_bytes=assembled.weights_end + PAD,
         state_bytes=layout.state_end + PAD if layout.state_end else 0,
         states=assembled.states,
+        reserved=assembled.reserved,
         images=a.images,
         arch=a.arch,
         driver=a.driver,

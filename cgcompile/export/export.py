@@ -6,7 +6,7 @@ The model is wrapped so that export sees only tensors in and tensors out; the ne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
@@ -16,12 +16,15 @@ from cgbundle.format.schema import IntKey, Size, Tree
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.flat_module import FlatModule, run_eager, unwatched
-from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
+from ..model.tracing.attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
+from ..model.tracing.held_tensors import held_tensors, make_buffer
+from ..model.tracing.questions import ALL, FLAGS_ALONE
 from ..model.user_code import first_line, user_line
 from .eager_check import check_dynamic, check_static
 from .exported import EagerShapes, Exported, memory_order
+from .functionalization import size_from_a_float
 from .programs import Programs, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
 
@@ -31,13 +34,18 @@ STOPPED = ("export-failed", "branch-on-data", "size-excluded", "shape-depends-on
 OF_SHAPES = ("export-failed", "size-excluded")
 """Those that constant sizes may remove."""
 
+OF_VALUES = ("branch-on-data", "shape-depends-on-data")
+"""Those that constant sizes may answer."""
+
 PROBES = 8
 """Sizes of a dimension, beside the declared ones, at which eager PyTorch is asked for the shapes of the outputs."""
 
 
 def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
-    Where Python branched on the value of a tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.
+
+    Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
+    tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), branch-on-data, shape-depends-on-data and structure-unsupported.
@@ -50,9 +58,11 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     flat.watch = calls.append
     seen = _try_eager(source, flat, sizes)
     flat.earlier = calls[0]
-    left = _changed_attributes(source, flat, sizes)
+    changes = _changed_attributes(source, flat, sizes)
+    flat.assigned = tuple(changes)
+    left = tuple(changes.values())
     try:
-        made = _made(source, flat, shapes, sizes, calls)
+        made = _as_eager(source, flat, shapes, sizes, calls)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -60,6 +70,8 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
             ) from error
         raise
     flat.watch = unwatched
+    early = set().union(*[call.early for call in calls])
+    left = tuple([change if name in early else replace(change, rule="assigned-attribute") for name, change in changes.items()])
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
         eager_shapes=(*seen, *made.eager_shapes), obstacles=(*left, *made.obstacles),
@@ -82,6 +94,31 @@ class _Made:
     eager_shapes: tuple[EagerShapes, ...] = ()
 
 
+def _as_eager(
+    source: Source,
+    flat: FlatModule,
+    shapes: Sequence[tuple[Size, ...]],
+    sizes: Mapping[str, tuple[int, ...]],
+    calls: list[SideEffects],
+) -> _Made:
+    """Where a program differs from eager PyTorch, the model is exported again and told that nothing traces it."""
+    first = flat.earlier
+    try:
+        return _made(source, flat, shapes, sizes, calls)
+    except ModelError as error:
+        if error.code != "export-differs":
+            raise
+        why = error
+    for questions in (FLAGS_ALONE, ALL):
+        flat.earlier, flat.known, flat.as_eager = first, frozenset(), questions
+        try:
+            return _made(source, flat, shapes, sizes, calls)
+        except ModelError as error:
+            if error.code == "branch-on-data":
+                raise
+    raise why
+
+
 def _made(
     source: Source,
     flat: FlatModule,
@@ -89,25 +126,50 @@ def _made(
     sizes: Mapping[str, tuple[int, ...]],
     calls: Sequence[SideEffects],
 ) -> _Made:
-    """Dynamic, else per size; where neither works, the error that names the user's line."""
+    """Dynamic, else per size; where neither works, what the dynamic export said, which names the user's line.
+
+    Sizes that are constants may also answer what Python asks: positions and masks that are made of sizes alone have values then.
+    """
     try:
         program, obstacles = past_branches(flat, calls, lambda: export_dynamic(source, flat, shapes, sizes))
+        if sizes and (where := size_from_a_float(program)):
+            raise ModelError("shape-depends-on-data", f"{where}: the size of a tensor depends on data")
         check_dynamic(source, flat, program, shapes, sizes, branched=_branched(obstacles))
-        return _Made(programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), obstacles=obstacles)
     except ModelError as error:
-        if error.code not in OF_SHAPES or not sizes:
+        if error.code not in (*OF_SHAPES, *OF_VALUES) or not sizes:
             raise
         why = error
+    else:
+        dynamic = _Made(programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), obstacles=obstacles)
+        if not _branched(obstacles) or not sizes:
+            return dynamic
+        try:
+            return _per_size(source, flat, sizes, calls, _reason(source, obstacles), branches=False)
+        except ModelError:
+            return dynamic
     try:
-        return _per_size(source, flat, sizes, calls, str(why))
+        return _per_size(source, flat, sizes, calls, str(why), branches=why.code in OF_SHAPES)
     except ModelError as error:
-        raise (why if error.code == why.code and str(error).startswith(f"{source.label}:") else error) from why.__cause__
+        known = error.code == why.code and str(error).startswith(f"{source.label}:")
+        raise (why if known or why.code in OF_VALUES else error) from why.__cause__
+
+
+def _reason(source: Source, obstacles: Sequence[Obstacle]) -> str:
+    where = next(obstacle.where for obstacle in obstacles if obstacle.rule == "data-dependent-branch")
+    return f"{where or source.label}: Python asks for a value that depends on the sizes"
 
 
 def _per_size(
-    source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], calls: Sequence[SideEffects], reason: str
+    source: Source,
+    flat: FlatModule,
+    sizes: Mapping[str, tuple[int, ...]],
+    calls: Sequence[SideEffects],
+    reason: str,
+    branches: bool,
 ) -> _Made:
-    """A program for each int_key.  At each the model runs in eager PyTorch first: a branch on data takes the way that it took."""
+    """A program for each int_key.  At each the model runs in eager PyTorch first: a branch on data takes the way that it took.
+
+    Without `branches` such a branch raises branch-on-data."""
     by_key: dict[IntKey, ExportedProgram] = {}
     obstacles: list[Obstacle] = []
     seen: list[EagerShapes] = []
@@ -122,6 +184,8 @@ def _per_size(
         program, found = past_branches(flat, calls, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
         if not _branched(found):
             check_static(source, flat, program, chosen, tensors)
+        elif not branches:
+            raise next(branch(each.where, each.source) for each in found if each.rule == "data-dependent-branch")
         by_key[key] = program
         obstacles += found
     (programs,) = with_shared_constants([Programs(by_key=by_key, dynamic=False, reason=reason)])
@@ -217,19 +281,23 @@ def _check_result(source: Source, one: Tree | None, other: Tree | None) -> None:
         )
 
 
-def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Obstacle, ...]:
-    """The attributes that a call changes, at every call: the first ones may fill caches."""
+def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Obstacle]:
+    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers."""
     tensors = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
     watch, flat.watch = flat.watch, unwatched
     run_eager(flat, tensors)
-    before = marks(source.model)
+    held = {id(each.tensor): (each, each.tensor._version) for each in reversed(held_tensors(source.model))}
+    before = marks(source.model, held.keys())
     run_eager(flat, tensors)
     flat.watch = watch
-    names = changed(before, marks(source.model))
+    names = changed(before, marks(source.model, held.keys()))
+    buffers = {id(tensor) for tensor in source.model.buffers()}
+    for each, version in held.values():
+        if each.tensor._version != version and id(each.tensor) not in buffers:
+            make_buffer(each)
+    flat.follow_buffers()
     places = {name: assignment_place(source.model, name) for name in names}
-    return tuple(
-        [
-            Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
-            for name, (where, line) in places.items()
-        ]
-    )
+    return {
+        name: Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
+        for name, (where, line) in places.items()
+    }

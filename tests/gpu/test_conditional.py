@@ -57,11 +57,12 @@ def test_branches_and_loops_follow_the_data(bench: Bench, mode: str) -> None:
 
 
 def test_a_callers_capture_takes_them_node_by_node(bench: Bench) -> None:
+    bindings = pytest.importorskip("cuda.bindings.driver")
     executor, stream = bench.executor("graph"), bench.context.stream
-    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    check("cuStreamBeginCapture", cu.cuStreamBeginCapture(stream, mode))
+    mode = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    check("cuStreamBeginCapture", bindings.cuStreamBeginCapture(stream, mode))
     executor.join(stream)
-    graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream))
+    graph = int(check("cuStreamEndCapture", bindings.cuStreamEndCapture(stream)))
     made = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, 0))
     for choices, flag in CASES:
         bench.give(choices, flag)

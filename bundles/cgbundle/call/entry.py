@@ -4,10 +4,12 @@ outputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from math import prod
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError, MachineError
-from ..format.schema import Manifest
+from ..format.schema import DTYPES, Manifest, TensorSpec
 from ..tensors.detection import library_of
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor
@@ -16,6 +18,7 @@ from .inputs import cut, lay_out
 from .outputs import Call, Outputs, Session
 from .plan import Plan, number_of_key, plan
 from .structure import builder, flattener
+from .views import Epoch, View
 
 if TYPE_CHECKING:
     from ..session.profile import Profile
@@ -24,6 +27,24 @@ if TYPE_CHECKING:
 
 PLANS = 4096
 """Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
+
+
+LAYOUT = itemgetter(slice(1, None))
+"""Of a descriptor all but the address."""
+
+
+class Direct(NamedTuple):
+    """A call that a program serves as it comes: inputs of the GPU as they were recorded, and outputs in memory that stays.
+
+    `program`: its number among those of all entries; `outputs`: what the signature says of each, the caller's tensor over the
+    runtime's memory, and what counts the calls that overwrite it; `places`: the address and bytes of each, 0 where the library is
+    to copy it.
+    """
+
+    program: int
+    device: int
+    outputs: list[tuple[TensorSpec, Any, Epoch]]
+    places: list[tuple[int, int]]
 
 
 class Entry:
@@ -45,6 +66,7 @@ class Entry:
         self._build = builder(manifest.result)
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._direct: dict[tuple[Any, ...], Direct] = {}  # by the inputs' types and what their descriptors say
         self._libraries: dict[type, Library] = {}
         self._aliases: OutputAliases | None = None
         self._written: WrittenInputs | None = None
@@ -71,8 +93,53 @@ class Entry:
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        kind = type(tensors[0]) if tensors else None
+        library = self._libraries.get(kind)  # type: ignore[arg-type]
+        if library is None or len(tensors) != len(self.inputs):
+            return self._replay(tensors)
+        take = library.take
+        try:
+            taken = [take(tensor, "") for tensor in tensors]
+        except CallError:
+            return self._replay(tensors)  # which names the input
+        found = [descriptor for _, descriptor in taken]
+        direct = self._direct.get((*map(type, tensors), *map(LAYOUT, found)))
+        if direct is None:
+            return self._replay(tensors)
+        backend, outputs = self._backend, self._outputs
+        try:
+            stream = backend.begin(library.stream(direct.device))
+            try:
+                outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                if outputs.own is not None:
+                    outputs.own.number += 1
+                backend.run(direct.program, [descriptor[0] for descriptor in found], direct.device, stream)
+                if self._views:
+                    return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in direct.outputs]
+                made = []
+                for (_, value, _), (address, size) in zip(direct.outputs, direct.places, strict=True):
+                    fresh = library.empty_like(value) if size else None
+                    if fresh is None:
+                        made.append(library.copy(value))
+                    else:
+                        backend.copy(fresh[1], address, size, stream)
+                        made.append(fresh[0])
+                return made
+            finally:
+                backend.end(stream)
+        except MachineError as error:
+            from .index_ranges import explained  # only where a call has failed
+
+            raise explained(error, self.inputs, found) from None
+
+    def _replay(self, tensors: Sequence[Any]) -> list[Any]:
+        """A call of any kind; one that can be direct is the next time."""
         if len(tensors) != len(self.inputs):
             raise CallError("input-structure", f"expected {len(self.inputs)} inputs, got {len(tensors)}")
+        views = {}
+        if self._views and View in [type(each) for each in tensors]:
+            views = {index: each for index, each in enumerate(tensors) if type(each) is View}
+            tensors = [each.tensor if type(each) is View else each for each in tensors]
         first = tensors[0] if tensors else None
         library = self._libraries.get(type(first))
         if library is None:
@@ -98,7 +165,11 @@ class Entry:
         targets = None if written is None else written.targets(library, tensors, values, found)
         try:
             with self._backend.locked(None if device is None else library.stream(device)) as stream:
+                for view in views.values():
+                    view.tensor  # noqa: B018  raises where another thread's call came between
                 outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                if outputs.own is not None:
+                    outputs.own.number += 1
                 call = (library, device, stream)
                 if plan.exact:
                     addresses = []
@@ -107,6 +178,7 @@ class Entry:
                             address = lay_out(library, self.inputs[index].order, values, index, address, shape, strides)
                         addresses.append(address)
                     made = outputs.replay(call, plan.parts[0].program, addresses, None)
+                    self._remember(library, plan, tensors, found)
                 else:
                     made = self._pieces(call, plan, values)
         except MachineError as error:
@@ -121,7 +193,7 @@ class Entry:
             written.copy_back(targets, values)
         if shared is not None:
             for index, value in shared.items():
-                made[index] = value
+                made[index] = next((view for place, view in views.items() if tensors[place] is value), value)
         return made
 
     def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
@@ -144,9 +216,15 @@ class Entry:
         if profile is not None:
             self._flatten, self._build = profile.begin(self._flatten), profile.end(self._build)
 
+    @property
+    def epoch(self) -> Epoch:
+        """What counts the calls that make views of this entry's outputs stale: its own where they are in chains."""
+        return self._outputs.own or self._outputs.epoch
+
     def forget(self) -> None:
         """Lets go of what calls have kept; for a session that is closed."""
         self._outputs.close()
+        self._direct.clear()
         self._held = ()
 
     def __repr__(self) -> str:
@@ -158,6 +236,21 @@ class Entry:
             self._plans.clear()
         made = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
         return made
+
+    def _remember(self, library: Library, plan: Plan, tensors: Sequence[Any], found: Sequence[Descriptor]) -> None:
+        """Puts down what calls with inputs like these need, where they can be direct."""
+        program = plan.parts[0].program
+        outputs = self._outputs.static(library, program)
+        converted = library.name == "dlpack" and not self._views
+        if outputs is None or not found or found[0][4] is None or self._aliases or self._written or converted:
+            return
+        if not all(self._row_major) or any(descriptor[3] is not None for descriptor in found):
+            return
+        if len(self._direct) >= PLANS:
+            self._direct.clear()
+        rows = list(zip(self.outputs, outputs, self._outputs.epochs, strict=True))
+        places = [(0, 0)] * len(rows) if self._views else [_place(library.describe(value)) for value in outputs]
+        self._direct[*map(type, tensors), *map(LAYOUT, found)] = Direct(self._first + program, found[0][4], rows, places)
 
     def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
         """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""
@@ -183,3 +276,9 @@ class Entry:
             outputs.replay_into(whole, call, part, addresses)
             del kept  # the inputs had to live until the replay was done with them
         return outputs.guard(library, whole) if self._views else whole
+
+
+def _place(found: Descriptor) -> tuple[int, int]:
+    """The address and bytes of a tensor that is row-major."""
+    address, shape, dtype, strides, _ = found
+    return (address, prod(shape) * DTYPES[dtype]) if strides is None else (0, 0)

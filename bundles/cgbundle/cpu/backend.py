@@ -131,11 +131,20 @@ class CpuBackend:
         """Waits for nothing where replays share no memory: they run side by side."""
         return self._lock
 
+    def begin(self, stream: int | None) -> None:
+        self._lock.__enter__()
+
+    def end(self, stream: None) -> None:
+        self._lock.__exit__(None, None, None)
+
     def run(self, program: int, addresses: Sequence[int], device: int | None = None, stream: None = None) -> RegionOutputs:
         """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise.  Raises
         library-refused where they are not."""
         run, outputs, layouts = self._run[program]
         return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs), layouts, addresses)
+
+    def copy(self, target: int, source: int, size: int, stream: object = None) -> None:
+        ctypes.memmove(target, source, size)
 
     # --- what lasts from call to call -------------------------------------------------------------------------
 
@@ -152,6 +161,12 @@ class CpuBackend:
 
     def store(self, weight: int, address: int, device: int | None, stream: object = None) -> None:
         ctypes.memmove(self.address(weight), address, span(self._weights[weight]))
+
+    def write(self, address: int, data: bytes, stream: object = None) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def read(self, address: int, size: int, stream: object = None) -> bytes:
+        return ctypes.string_at(address, size)
 
     def reset(self, stream: object = None) -> None:
         for row in self._initial.rows:
@@ -182,7 +197,7 @@ class CpuBackend:
             rows = zip(names, self._run, strict=True)
             self._run = [(profile.timed(name, run), outputs, layouts) for name, (run, outputs, layouts) in rows]
 
-    def poison(self, byte: int) -> None:
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Nothing: a replay's memory is fresh from torch's allocator."""
 
     def close(self) -> None:

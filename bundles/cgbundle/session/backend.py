@@ -45,8 +45,17 @@ class Backend(Protocol):
     def locked(self, stream: int | None) -> AbstractContextManager[Any]:
         """The memories, for one call whose work goes to a stream of the device (None: the backend's own)."""
 
+    def begin(self, stream: int | None) -> Any:
+        """What entering `locked` does, and what that gives; `end` is to be called with it."""
+
+    def end(self, stream: Any) -> None:
+        """What leaving `locked` does."""
+
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> Results:
         """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie there too."""
+
+    def copy(self, target: int, source: int, size: int, stream: Any) -> None:
+        """Copies bytes from one place on the device to another, in the order of the stream."""
 
     def session(self) -> Backend:
         """The same programs with memory of their own, over the same weights and code."""
@@ -63,6 +72,12 @@ class Backend(Protocol):
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
         """Copies to a weight as many bytes as it has, from `device`; from the CPU (None) it is done when this returns."""
 
+    def write(self, address: int, data: bytes, stream: Any) -> None:
+        """Copies bytes to an address of the device's memory; done when this returns."""
+
+    def read(self, address: int, size: int, stream: Any) -> bytes:
+        """Bytes of the device's memory, when the calls before are done."""
+
     def reset(self, stream: Any) -> None:
         """Brings back what state held at first."""
 
@@ -72,8 +87,8 @@ class Backend(Protocol):
     def watch(self, profile: Profile | None) -> None:
         """From now on the steps of every program are timed for a profile; None ends it, and adds what is still missing there."""
 
-    def poison(self, byte: int) -> None:
-        """Overwrites what no replay may read before it has written it."""
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
+        """Overwrites what no replay may read before it has written it; without `reserved` all but what chains keep."""
 
     def close(self) -> None:
         """Waits for those that hold it, then frees everything; may be called twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from cgcompile.targets.architectures import ARCHES
 from cgcompile.targets.instruction_sets import LEVELS
+from cgcompile.targets.requirements import check_packages
 from cgcompile.tools import environment as tools
 from cgcompile.tools.environment import Gpu, environment
 from cgcompile.util.content_cache import digest, kept, remember
@@ -73,8 +75,8 @@ def test_an_architecture_that_nobody_described_can_be_captured_alone(here: Any) 
 @pytest.mark.parametrize(
     ("lacking", "target", "said", "fix"),
     [
-        ("torch", "cpu", "building needs torch, which is not installed", "'triton>=3.6'"),
-        ("triton", "sm_90", "building needs triton, which is not installed", "'triton>=3.6'"),
+        ("torch", "cpu", "building needs torch, which is not installed", "'triton>=3.6,<3.8'"),
+        ("triton", "sm_90", "building needs triton, which is not installed", "'triton>=3.6,<3.8'"),
         ("c++", "x86-64-v2", "no C++ compiler: 'c++' is not on the PATH", "install g++"),
     ],
 )
@@ -83,6 +85,22 @@ def test_what_is_missing_is_named_with_its_cure(here: Any, lacking: str, target:
         here = _without_compiler(here)
     found = here(lacking=(lacking,))[target]
     assert found.not_built == said and fix in found.fix and not found.recorder
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.5.1", False), ("3.6.0", True), ("3.7.9+git1", True), ("3.8.0", False), ("4.0", False)]
+)
+def test_a_triton_that_kernels_cannot_be_interpreted_with_is_named(
+    here: Any, monkeypatch: pytest.MonkeyPatch, version: str, known: bool
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    found = here()["sm_90"]
+    assert found.recorder == ("trace" if known else "")
+    if not known:
+        assert found.not_built == f"Triton {version} is installed, and this needs one of 3.6 to 3.7"
+        assert found.fix == "pip install 'triton>=3.6,<3.8'"
+        with raises("triton-unsupported"):
+            check_packages("trace")
 
 
 def _without_compiler(here: Any) -> Any:
@@ -94,15 +112,18 @@ def _without_compiler(here: Any) -> Any:
     return make
 
 
-def test_running_for_a_gpu_needs_its_bindings(here: Any) -> None:
-    assert here((H200,), lacking=("cuda",))["sm_90"].not_run == "cuda-bindings is not installed"
+def test_recording_on_a_gpu_needs_the_bindings_and_running_none(here: Any) -> None:
+    found = here((H200,), lacking=("cuda",))
+    assert found["cuda"].not_built == "recording on a GPU needs cuda-bindings, which is not installed"
+    assert (found["cuda"].not_run, found["sm_90"].not_run, found["sm_90"].recorder) == ("", "", "trace")
 
 
 def test_doctor_and_targets_say_it_in_words_and_as_json(here: Any) -> None:
     here()
     told = call("doctor")
     assert told.exit_code == 0 and "cgcompile" in told.stdout and "none: no CUDA driver" in told.stdout
-    assert "yes: traced, without that GPU" in told.stdout
+    assert re.search(r"^sm_90 +yes, traced +no$", told.stdout, re.MULTILINE)
+    assert "not run here: " + ", ".join([row.name for row in ARCHES]) + ": no CUDA driver (libcuda.so.1)\n" in told.stdout
     plain = json.loads(call("doctor", "--json").stdout)
     assert {"parts", "processor", "gpus", "driver", "cache", "targets"} <= set(plain)
     rows = json.loads(call("targets", "--json").stdout)
