@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class _Call:
             return body(leaf) if isinstance(leaf, _Body) else leaf
 
         args, kwargs = tree_map(concrete, given)
-        made = self.node.target(*args, **kwargs)  # type: ignore[operator]
+        made = self.node.target(*args, **kwargs)
         return tree_map(lambda leaf: torch.zeros_like(leaf), made) if self.name in UNWRITTEN else made
 
 
@@ -110,7 +111,9 @@ class PaddedRun:
         """An input of the call in a frame, which is the same for every call where `fixed`."""
         if short.shape == frame.shape:
             return PaddedValue(short, short, depends=True)
-        start = frame.dim() * [0] if not self.last else [large - small for small, large in zip(short.shape, frame.shape, strict=True)]
+        start = (
+            frame.dim() * [0] if not self.last else [large - small for small, large in zip(short.shape, frame.shape, strict=True)]
+        )
         spot = tuple(
             [
                 slice(None) if small == large else slice(at, at + small)
@@ -189,17 +192,17 @@ class PaddedRun:
                 whole = False
             else:
                 tried.append(found)
-        made = [
-            self._found([(one[place], two[place]) for one, two in tried], call, whole, why) for place in range(len(short))
-        ]
+        made = [self._found([(one[place], two[place]) for one, two in tried], call, whole, why) for place in range(len(short))]
         return tree_unflatten(made, spec)
 
     def _variations(self, call: _Call, spec: TreeSpec) -> Iterator[tuple[list[Any], list[Any]] | str | None]:
         """What other values give: at both sizes, "fails" where only the long size fails, None where both do."""
-        indices = any(word in call.name for word in INDEXING)
-        variations: tuple[Variation, ...] = ("low", "high", "mixed" if call.name in ORDERING else "zero")
-        for variation in variations:
-            given = {id(value): value.varied(variation, self.generator, indices) for value in call.values}
+        entrywise = _pointwise(call.node)
+        ways = partial(
+            Variation, indices=any(word in call.name for word in INDEXING), entrywise=entrywise, literal=_literal(call.node)
+        )
+        for variation in (ways(-1), ways(1), ways(0, mixed=call.name in ORDERING)):
+            given = {id(value): value.varied(variation, self.generator) for value in call.values}
             try:
                 short, structure = tree_flatten(call.at_short(given))
             except FAILURES:
@@ -208,7 +211,7 @@ class PaddedRun:
             try:
                 long, other = tree_flatten(call.at_long(given))
             except FAILURES:
-                yield None if _pointwise(call.node) else "fails"
+                yield None if entrywise else "fails"
                 continue
             yield (short, long) if structure == other == spec else "fails"
 
@@ -250,9 +253,7 @@ class PaddedRun:
     def _cond(self, call: _Call, chooses: Any, first: _Body, second: _Body, operands: Sequence[PaddedValue]) -> Any:
         branches = [self.graphs(each.short, each.long, operands) for each in (first, second)]
         chosen = branches[not bool(chooses.short if isinstance(chooses, PaddedValue) else chooses)]
-        return tuple(
-            [self._either(call, own, pair) for own, pair in zip(chosen, zip(*branches, strict=True), strict=True)]
-        )
+        return tuple([self._either(call, own, pair) for own, pair in zip(chosen, zip(*branches, strict=True), strict=True)])
 
     def _either(self, call: _Call, own: PaddedValue, pair: Sequence[PaddedValue]) -> PaddedValue:
         """What a branch gave; the other may give it, too."""
@@ -291,7 +292,9 @@ def _same_spot(one: Sequence[Any], other: Sequence[Any]) -> bool:
     if len(one) != len(other):
         return False
     rows = zip(one, other, strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b for a, b in rows)
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b for a, b in rows
+    )
 
 
 def _attribute(module: Any, path: Any) -> Any:
@@ -302,6 +305,12 @@ def _attribute(module: Any, path: Any) -> Any:
 
 def _pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _literal(node: Node) -> float:
+    """The first number among a node's arguments that an integer holds, 0 without."""
+    found = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, int | float) and abs(each) < 2**31]
+    return found[0] if found else 0
 
 
 def _at(node: Node) -> str:

@@ -1,6 +1,6 @@
 """One value of a program at two sizes of a dimension: as it is, and padded.
 
-Each operator is tried by itself, on values that its inputs do not have in any drawn example: then what one operator hides, such as a
+Each operator is tried by itself, on values that its inputs have in no drawn example: then what one operator hides, such as a
 comparison behind a sum, cannot hide what the one before it did.
 """
 
@@ -9,20 +9,37 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 Spot = tuple[slice | torch.Tensor, ...]
 """Where the entries of the short tensor lie in the long one: positions per axis."""
 
-Variation = Literal["low", "high", "zero", "mixed"]
-"""What the entries of a call become: below all padded ones, above them, zeros (so that a sum shows whatever is added to it), or
-anything."""
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """How values are changed.
+
+    `sign`: the call's entries become lower than all padded ones (-1), higher (1), or zeros (0), so that a sum shows whatever is
+    added to it; with `mixed` anything instead of zeros.  `indices`: integers may be positions in another tensor, and none appears
+    that was not there.  `entrywise`: an operator that joins nothing takes values of any size, for a threshold in it shows at those
+    beyond it alone, an equality at `literal`.
+    """
+
+    sign: int
+    mixed: bool = False
+    indices: bool = False
+    entrywise: bool = False
+    literal: float = 0
+
 
 FAR = 4.0
 """Values are moved by once to twice this: far enough to change what they are joined with, and so little that a product of two such
 values over a head stays below the -10000 by which some models mask scores."""
+
+WIDE = {torch.float16: 1e4}
+"""The size of values for operators that join nothing; 1e12 for dtypes that hold it, a million for integers."""
 
 ORDINARY = 5000.0
 """Numbers beyond this mask what they are added to, and stay."""
@@ -48,14 +65,11 @@ class PaddedValue:
     depends: bool = False
     why: str = ""
 
-    def varied(self, variation: Variation, generator: torch.Generator, indices: bool) -> tuple[Any, Any]:
-        """(short, long) with other entries in the call's part, and in the padded part but for the fixed ones.
-
-        `indices`: integers may be positions in another tensor, and none appears that was not there.
-        """
+    def varied(self, variation: Variation, generator: torch.Generator) -> tuple[Any, Any]:
+        """(short, long) with other entries in the call's part, and in the padded part but for the fixed ones."""
         if not self.depends or not isinstance(self.short, torch.Tensor):
             return self.short, self.long
-        short, free = _varied(self.short, self.long, self.fixed, variation, generator, indices)
+        short, free = _varied(self.short, self.long, self.fixed, variation, generator)
         if not self.spot:
             return short, short
         assert self.fixed is not None
@@ -79,8 +93,7 @@ def _grid(spot: Spot, shape: Sequence[int]) -> tuple[Any, ...]:
         return spot
     device = next(each.device for each in spot if isinstance(each, torch.Tensor))
     rows = [
-        torch.arange(size, device=device)[each] if isinstance(each, slice) else each
-        for each, size in zip(spot, shape, strict=True)
+        torch.arange(size, device=device)[each] if isinstance(each, slice) else each for each, size in zip(spot, shape, strict=True)
     ]
     return tuple([row.view(-1, *[1] * (len(rows) - 1 - axis)) for axis, row in enumerate(rows)])
 
@@ -89,8 +102,7 @@ def spots(short: torch.Tensor, long: torch.Tensor, sizes: tuple[int, int], last:
     """Where the short tensor may lie in the long one, the likeliest first; `sizes` are the dimension's, `last` says that the call's
     part of an input is its end."""
     axes = [list(_axis(*each, *sizes, last, long.device)) for each in zip(short.shape, long.shape, strict=True)]
-    for chosen in itertools.islice(itertools.product(*axes), 256):
-        yield chosen
+    yield from itertools.islice(itertools.product(*axes), 256)
 
 
 def _axis(small: int, large: int, short: int, long: int, last: bool, device: torch.device) -> Iterator[slice | torch.Tensor]:
@@ -146,47 +158,49 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 
 def _varied(
-    short: torch.Tensor,
-    long: torch.Tensor,
-    fixed: torch.Tensor | None,
-    variation: Variation,
-    generator: torch.Generator,
-    indices: bool,
+    short: torch.Tensor, long: torch.Tensor, fixed: torch.Tensor | None, variation: Variation, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Other entries for the call, and for all of the long tensor."""
-    sign = {"low": -1, "high": 1}.get(variation, 0)
     if not long.numel():
         return short, long
     if short.dtype == torch.bool:
-        if sign:
-            return torch.full_like(short, sign > 0), torch.full_like(long, sign < 0)
+        if variation.sign:
+            return torch.full_like(short, variation.sign > 0), torch.full_like(long, variation.sign < 0)
         return _uniform(short, generator) > 0.5, _uniform(long, generator) > 0.5
     if not (short.is_floating_point() or short.is_complex()):
-        return _varied_integers(short, long, sign, generator, indices)
-    base = _wide(long)
-    own, more = (FAR * (1 + _uniform(each, generator)) for each in (short, long))
+        return _varied_integers(short, long, variation, generator)
+    sign, base = variation.sign, _wide(long)
+    far = WIDE.get(short.dtype, 1e12) if variation.entrywise else FAR
+    own, more = (far * (1 + _uniform(each, generator)) for each in (short, long))
     ordinary = base.abs() < ORDINARY
-    if not sign:
-        drawn = torch.zeros_like(short) if variation == "zero" else ((own - 1.5 * FAR) * 2).to(short.dtype)
-        return drawn, torch.where(ordinary, base.abs() - more, base + more - 1.5 * FAR).to(long.dtype)
-    level = (base[fixed & ordinary] * sign).real.clamp(min=0).max() if fixed is not None and (fixed & ordinary).any() else 0.0
-    return (
-        (sign * (own + level)).to(short.dtype),
-        torch.where(ordinary, -sign * (base.abs() + more), base - sign * more).to(long.dtype),
-    )
+    if sign:
+        level = 0.0
+        if fixed is not None and not variation.entrywise and bool((known := fixed & ordinary).any()):
+            level = float((base[known] * sign).real.clamp(min=0).max())
+        free = torch.where(ordinary, -sign * (base.abs() + more), base - sign * FAR)
+        return (sign * (own + level)).to(short.dtype), free.to(long.dtype)
+    anything = (2 * own - 3 * far).to(short.dtype) if variation.mixed else torch.zeros_like(short)
+    near = torch.full_like(base, variation.literal) if variation.entrywise else base.abs() - more
+    return anything, torch.where(ordinary, near, base - FAR).to(long.dtype)
 
 
 def _varied_integers(
-    short: torch.Tensor, long: torch.Tensor, sign: int, generator: torch.Generator, indices: bool
+    short: torch.Tensor, long: torch.Tensor, variation: Variation, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     least, most = (int(each) for each in long.aminmax())
-    if not indices:
+    limits = torch.iinfo(short.dtype)
+    if variation.entrywise and not variation.sign:
+        number = min(max(int(variation.literal), limits.min), limits.max)
+        return torch.zeros_like(short), torch.full_like(long, number)
+    if variation.entrywise:
+        least, most = max(limits.min, -(10**6)), min(limits.max, 10**6)
+    elif not variation.indices:
         least, most = min(least, 0), max(most, 1)
-    if sign:
+    if variation.sign:
         ends = {-1: least, 1: most}
-        return torch.full_like(short, ends[sign]), torch.full_like(long, ends[-sign])
-    drawn = [(_uniform(each, generator).to(torch.float64) * (most - least + 1)).floor().to(torch.int64) + least for each in (short, long)]
-    made = [each.clamp(least, most).to(short.dtype) for each in drawn]
+        return torch.full_like(short, ends[variation.sign]), torch.full_like(long, ends[-variation.sign])
+    drawn = [(_uniform(each, generator).to(torch.float64) * (most - least + 1)).floor() + least for each in (short, long)]
+    made = [each.to(torch.int64).clamp(least, most).to(short.dtype) for each in drawn]
     return made[0], made[1]
 
 

@@ -48,8 +48,8 @@ class TwoSizes:
 def two_sizes(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[TwoSizes, ...]:
     """What is compared for the dimension `name`, the other dimensions at their smallest sizes.
 
-    Programs of their own are compared with that of the next size, or where there is one size alone, with that of a smaller one; none
-    where their operators differ.
+    Programs of their own are compared with that of the next size, or where there is one size alone, of a smaller one; none where
+    their operators differ.
     """
     values = sizes[name]
     others = {other: given[0] for other, given in sizes.items()}
@@ -71,9 +71,7 @@ def two_sizes(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int,
     )
 
 
-def _by_size(
-    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str
-) -> dict[int, ExportedProgram]:
+def _by_size(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> dict[int, ExportedProgram]:
     """The programs of the dimension's sizes, and of a smaller one where it has one alone, which is exported for this."""
     others = {other: values[:1] for other, values in sizes.items()}
     programs, values = prepared.programs, sizes[name]
@@ -137,7 +135,7 @@ def _module(program: ExportedProgram) -> GraphModule:
     targets = {node.target for part in parts for node in part.graph.nodes}
     if any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets):
         program = program.run_decompositions({})
-    made: GraphModule = program.module(check_guards=False)  # type: ignore[assignment]
+    made: GraphModule = program.module(check_guards=False)
     return made
 
 

@@ -72,6 +72,7 @@ BATCH: dict[str, tuple[Function, str, bool]] = {
     "a threshold on a minimum": (lambda m, x: torch.where(x.min() > -9, x * 2, x), "no", False),
     "where any": (lambda m, x: torch.where((x > 9).any(), x * 2, x), "zeros", False),
     "where any is of the padding, too": (lambda m, x: torch.where((x > -9).any(), x * 2, x), "no", False),
+    "where any is a number": (lambda m, x: torch.where((x.long() == 7).any(), x * 2, x), "zeros", False),
     "where all": (lambda m, x: torch.where((x > 9).all(), x * 2, x), "no", False),
     "argmax": (lambda m, x: x * (x.sum(1).argmax() > 9), "no", False),
     "largest": (lambda m, x: x * (x.topk(1, 0).values > 9), "no", False),
@@ -174,7 +175,9 @@ def test_the_verdict_is_the_same_whatever_is_drawn() -> None:
     def drawn(scale: float, shift: float) -> Callable[[int], torch.Tensor]:
         return lambda batch: torch.randn(batch, 4) * scale + shift
 
-    verdicts = {decide(Over(gate), drawn(scale, shift), {"batch": (1, 4)})["batch"][0] for scale in (0.01, 50) for shift in (0, -9, 9)}
+    verdicts = {
+        decide(Over(gate), drawn(scale, shift), {"batch": (1, 4)})["batch"][0] for scale in (0.01, 50) for shift in (0, -9, 9)
+    }
     assert verdicts == {"no"}
 
 
