@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .call.entry import Entry
 from .call.outputs import Session
-from .call.plan import number_of_key
 from .errors import EntryMissing
 from .format.entries import FORWARD, each_entry
 from .format.schema import KERNEL_CODE, Manifest
@@ -42,12 +41,12 @@ class Program(Entry):
     ) -> None:
         """`exam`: the bundle's, which `warmup` and `open_exam` read."""
         first, *others = each_entry(manifest)
-        super().__init__(first, Session(backend), 0, on_miss, outputs, cast)
-        self.manifest, self._exam = manifest, exam
+        super().__init__(first, Session(backend, exam), 0, on_miss, outputs, cast)
+        self.manifest = manifest
         self._others: dict[str, Entry] = {}  # what is in here must not hold the program, which closes when it is forgotten
         if others and self.name != FORWARD:
             self._others[self.name] = Entry(first, self._session, 0, on_miss, outputs, cast)
-            self._flatten = _refusal(self.name, [first.entry, *[other.entry for other in others]])
+            self._flatten = _refusal([first.entry, *[other.entry for other in others]])
         number = len(first.programs)
         for other in others:
             self._others[other.entry] = Entry(other, self._session, number, on_miss, outputs, cast)
@@ -99,9 +98,9 @@ class Program(Entry):
         """
         root = self._root or self
         policies = (root._on_miss, "view" if root._views else "copy", root._cast)
-        made = Program(root.manifest, root._backend.session(), *policies, root._exam)
+        made = Program(root.manifest, root._backend.session(), *policies, root._session.exam)
         made._root = root
-        if not root._sessions.add(made):
+        if not root._sessions.add(made, made._session):
             made.close()
             raise closed(root.manifest.name)
         return made
@@ -114,6 +113,11 @@ class Program(Entry):
         sizes = {name: size for name, size in self.memory.items() if name in PER_SESSION}
         code = self._backend.code_bytes
         return {**sizes, KERNEL_CODE: code} if code else sizes
+
+    @property
+    def updated(self) -> bool:
+        """Whether `update` has put other weights in place of the bundle's, which the exam is about.  Raises ProgramClosed."""
+        return self._backend.updated
 
     def reset(self) -> None:
         """Brings back what all state held at first, in order with the calls; random numbers go on."""
@@ -128,24 +132,43 @@ class Program(Entry):
         """The bytes of number `weight` of the manifest's weights in the order of memory, when the calls before are done."""
         return self.state.fetch(weight)
 
+    def update(self, weights: str | os.PathLike[str] | Mapping[str, Any], *, partial: bool = False) -> None:
+        """Other weights in place of the bundle's, in this program and all of its sessions; the graphs stay.
+
+        `weights`: a safetensors file, the index of one in several files (`model.safetensors.index.json`, as the Hugging Face Hub
+        has it), a folder with one of these, another bundle, or a mapping of names to tensors (NumPy, torch, CuPy, DLPack).  Names,
+        dtypes and shapes are those of the model's state_dict.  Of tied weights one is enough.  `partial`: weights that are not
+        given stay as they are; else all have to be given.
+
+        Everything is read and checked first: where this raises, nothing has changed.  A call that began before uses the old weights
+        to its end, one that begins after this has returned the new ones, in every session.  Calls inside of CUDA graphs that the
+        caller captured are the caller's to order.  State stays: it is none of the weights.
+
+        Raises update-invalid for what does not fit, update-refused for a weight that the build made a part of the code (`inspect`
+        lists them), ProgramClosed, OutOfMemory.
+        """
+        from .session.update import update  # few programs are
+
+        root = self._root or self
+        sessions = [root._session, *root._sessions.parts()]  # held until all is done: none is closed by the collector meanwhile
+        update(self.manifest, [each.backend for each in sessions], weights, partial=partial)
+
     def warmup(self, *int_keys: tuple[int, ...]) -> None:
         """Pays the costs of first calls ahead: reads the weights, builds what `lazy=True` put off, and makes a call of each of
         `int_keys` (default: all recorded ones of all entries), with the inputs that the build proved it with.
 
+        Keys are of `forward`, or of the only entry; `program.decode.warmup(key)` takes those of another one.
         State and random numbers are then what they were; views that were handed out are stale.  OpenMP's threads belong to the
-        thread that calls: do it in the one that serves.  Raises key-missing, and what a call raises.
+        thread that calls: do it in the one that serves.  Raises key-missing, EntryMissing, and what a call raises.
         """
+        if int_keys and self._others and self.name != FORWARD:
+            raise _no_forward("warmup", self.entries)
+        if int_keys:
+            return super().warmup(*int_keys)
         from .session.warmup import warm_up  # what does not need it loads faster
 
-        if self._exam is None:
-            raise closed(self.manifest.name)
-        for key in int_keys:
-            number_of_key(self.manifest, key)
-        own = each_entry(self.manifest)
-        calls = [(own[0], key, self.replay) for key in int_keys]
-        if not int_keys:
-            calls = [(each, program.key, self[each.entry].replay) for each in own for program in each.programs]
-        warm_up(self.manifest, self._backend, self._exam, calls)
+        entries = self.entries.values()
+        warm_up(self._session, [(each.manifest, key, each.replay) for each in entries for key in each.int_keys])
 
     def profile(self) -> Profile:
         """Times the calls that are made inside `with program.profile() as profile:`, and every step of theirs.
@@ -163,9 +186,9 @@ class Program(Entry):
         from .format.archive import EXAM  # no call needs it
         from .format.safetensors import Mapped
 
-        if self._exam is None:
+        if self._session.exam is None:
             raise closed(self.manifest.name)
-        return Mapped(self._exam.descriptor, EXAM)
+        return Mapped(self._session.exam.descriptor, EXAM)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Overwrites with `byte` what no replay may rely on: results must not change.  `reserved`: also the outputs that a later
@@ -182,7 +205,7 @@ class Program(Entry):
         self._backend.close()
         for entry in (self, *self._others.values()):
             entry.forget()
-        self._exam = None
+        self._session.exam = None
         self._finalizer.detach()
 
     def __enter__(self) -> Program:
@@ -201,11 +224,17 @@ class Program(Entry):
             entry.watch(profile)
 
 
-def _refusal(name: str, names: Sequence[str]) -> Callable[..., Sequence[Any]]:
+def _refusal(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
     """What a call of the program itself does where none of its entries is `forward`."""
 
     def refuse(args: object, kwargs: object) -> Sequence[Any]:
-        text = f"the bundle has the entries {', '.join(names)}, and none is called {FORWARD}"
-        raise EntryMissing("entry-missing", text, f"call program.{name}(...)")
+        raise _no_forward("", names)
 
     return refuse
+
+
+def _no_forward(method: str, names: Iterable[str]) -> EntryMissing:
+    """Of a call, or of a method of the program, that goes to `forward` alone."""
+    first, *_ = listed = list(names)
+    text = f"the bundle has the entries {', '.join(listed)}, and none is called {FORWARD}"
+    return EntryMissing("entry-missing", text, f"call program.{first}{f'.{method}' if method else ''}(...)")

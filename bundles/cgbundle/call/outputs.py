@@ -11,6 +11,7 @@ from .plan import Part, Slices
 from .views import Epoch, View
 
 if TYPE_CHECKING:
+    from ..format.open_files import KeptFile
     from ..session.backend import Backend
     from .output_aliases import OutputAliases
 
@@ -20,13 +21,13 @@ one."""
 
 
 class Session:
-    """What the entries of one session share: its memories and programs, and the count of its calls.  It is closed when the last
-    who holds it goes."""
+    """What the entries of one session share: its memories and programs, the count of its calls, and the bundle's exam.  It is
+    closed when the last who holds it goes."""
 
-    __slots__ = ("__weakref__", "backend", "epoch")
+    __slots__ = ("__weakref__", "backend", "epoch", "exam")
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend, self.epoch = backend, Epoch()
+    def __init__(self, backend: Backend, exam: KeptFile | None = None) -> None:
+        self.backend, self.epoch, self.exam = backend, Epoch(), exam
 
 
 class Outputs:
@@ -54,7 +55,7 @@ class Outputs:
         library, views, aliases = call[0], self._views, self._aliases
         made = self._wrapped(call, program, addresses)
         if aliases is not None:
-            made = aliases.wrap(library, program, made, addresses)
+            made = aliases.wrap(call, program, made, addresses)
             made, bare = aliases.share(library, call[1], program, made, parts)
             if views:
                 guarded = self.guard(library, made)
@@ -71,7 +72,7 @@ class Outputs:
         """Replays a part of a call that was cut, and copies its outputs to their places in the call's."""
         made = self._wrapped(call, part.program, addresses)
         if self._aliases is not None:
-            made = self._aliases.wrap(call[0], part.program, made, addresses)
+            made = self._aliases.wrap(call, part.program, made, addresses)
         for output, value, (taken, placed) in zip(whole, made, part.outputs, strict=True):
             output[placed] = value[taken]
 

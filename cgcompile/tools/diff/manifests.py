@@ -14,6 +14,7 @@ from cgbundle.format import archive
 from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.schema import Alias, Manifest, Program, Value, Weight
+from cgbundle.session.update import SINCE as UPDATES
 from cgbundle.tensors.tensor import dense
 
 from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, compare_rows, unique_names, value_text
@@ -21,7 +22,7 @@ from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, com
 ELSEWHERE = frozenset({
     "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result", "weights",
     "memories", "regions", "programs", "module_state", "findings", "waivers", "exam", "provenance", "files", "entry", "entries",
-    "changes",
+    "changes", "fixed", "chains", "reserved",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
 
@@ -34,6 +35,7 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from compare_fields("target", "", *[as_row(each.target, "features") for each in both])
     yield from _sets("target", "features", a.target.features, b.target.features)
     yield from _sets("signature", "entries", *[[each.entry for each in each_entry(found)] for found in both])
+    yield from _sets("signature", "chains", *[_chains(each) for each in both])
     yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in both])
     for pair in pairs:
         yield from _of_entry(pair, _signature(*pair))
@@ -42,7 +44,7 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
         sizes = [{each.name: as_row(each, "name") for each in found.dimensions} for found in pair]
         yield from _of_entry(pair, compare_rows("sizes", *sizes))
     yield from _memory(a, b)
-    yield from compare_rows("weights", *[{each.name: _weight(each) for each in found.weights} for found in both])
+    yield from compare_rows("weights", *[_weights(found, tell=min(a.format, b.format) >= UPDATES) for found in both])
     yield from _regions(a, b)
     for pair in pairs:
         yield from _steps(*pair)
@@ -108,6 +110,14 @@ def _signature(a: Manifest, b: Manifest) -> Iterator[Difference]:
         yield from compare_fields("signature", "", *changes)
 
 
+def _chains(manifest: Manifest) -> list[str]:
+    each = {one.entry: one for one in each_entry(manifest)}
+    return [
+        f"{row.source}.{each[row.source].outputs[row.output].name} -> {row.target}.{each[row.target].inputs[row.input].name}"
+        for row in manifest.chains
+    ]
+
+
 def _specs(manifest: Manifest, side: str) -> dict[str, Row]:
     """The inputs or outputs: what the call does to them is a property of theirs."""
     if side == "input":
@@ -144,6 +154,9 @@ def _weight_name(manifest: Manifest, index: int) -> str:
 
 def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from _bytes("", dict(a.memories), dict(b.memories))
+    yield from compare_rows(
+        "memory", *[{f"reserved {row.entry}": as_row(row, "entry") for row in each.reserved} for each in (a, b)]
+    )
     for key, mine, theirs in [each for pair in common_entries(a, b) for each in common_programs(*pair)]:
         yield from _bytes(key, *[{"arena": each.arena, "inputs": each.static} for each in (mine, theirs)])
     before, after = [{each.name: each.offset for each in found.weights} for found in (a, b)]
@@ -157,6 +170,13 @@ def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Di
     for each in compare_fields("memory", name, a, b):
         known = each.facts
         yield replace(each, b=f"{each.b} bytes ({known['b'] - known['a']:+})" if known else each.b)
+
+
+def _weights(manifest: Manifest, *, tell: bool) -> dict[str, Row]:
+    """By name; `tell` also which cannot be updated, and what these hold, which an old bundle does not say."""
+    names = [each.name for each in manifest.weights]
+    fixed = {names[row.weight]: {"fixed": row.reason, "holds": row.sha256} for row in manifest.fixed if tell}
+    return {each.name: {**_weight(each), **fixed.get(each.name, {})} for each in manifest.weights}
 
 
 def _weight(weight: Weight) -> Row:
