@@ -146,7 +146,9 @@ class CudaBackend:
             self._check_fork()
         self._lock.acquire()
         try:
-            error = cu.cuCtxPushCurrent(self._current().handle)
+            if self._closed:
+                raise closed(self._manifest.name)
+            error = cu.cuCtxPushCurrent(self._context.handle)
             if error:
                 driver.check("cuCtxPushCurrent", error)
         except BaseException:
