@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cgbundle.cuda import memory, shared
 from cgbundle.cuda.backend import CudaBackend
 from cgbundle.cuda.programs import with_inputs_at
 from cgbundle.errors import CgbundleError
@@ -293,3 +294,20 @@ def test_calls_like_one_before(fake: FakeDriver, manifest: Manifest, tmp_path: P
         stale, made = made, program.make(device(call, x))
         with raises("stale-view", match="call 3 of 'make' was read after call 4 of 'make'"):
             program.take(made, stale)
+
+
+def test_what_is_asked_of_the_driver(fake: FakeDriver, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    allocate = memory.allocate
+
+    def counted(size: int, what: str) -> int:
+        asked.append(size)
+        return allocate(size, what)
+
+    for module in (memory, shared):
+        monkeypatch.setattr(module, "allocate", counted)
+    with views(manifest, tmp_path / "chained.cgb") as program:
+        call = Calls(fake, program._backend)
+        made = program.make(device(call, numbers(0)))
+        program.take(made, made)
+        assert sorted(asked) == sorted(program.memory.values())
