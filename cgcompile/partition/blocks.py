@@ -192,7 +192,8 @@ def _body_names(node: Node) -> tuple[str, str]:
 
 def _copied(module: GraphModule) -> GraphModule:
     """A copy of the graph, and of those of its branches and loops; the tensors are the same."""
-    graph, made = Graph(), {}
+    graph = Graph()
+    made: dict[Node, Node] = {}
     for node in module.graph.nodes:
         made[node] = graph.node_copy(node, made.__getitem__)
     copied = GraphModule(module, graph)

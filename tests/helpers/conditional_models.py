@@ -96,6 +96,42 @@ class Drawing(nn.Module):
         return v, turns, self.seen.clone()
 
 
+class Guarded(nn.Module):
+    """A lookup that only its condition makes safe, in a branch and in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 8)
+
+    def forward(self, ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        seen = torch.cond((ids < 4).all(), lambda i, x: self.table(i) + x, lambda i, x: x - 1, (ids, x))
+        first = ids.sum()
+        last, total = torch.while_loop(
+            lambda i, total: i < 4, lambda i, total: (i + 1, total + self.table(i.view(1)).sum()), (first, x.sum())
+        )
+        return seen, total + last
+
+
+class Keeping(nn.Module):
+    """State that is written before, between and behind a branch; a view of it that crosses; an input written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rows", torch.zeros(4, 6))
+
+    def forward(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        self.count.add_(1)
+        row = self.rows[0]
+        y = torch.cond(x.sum() > self.count, lambda x, r: x + r, lambda x, r: x * 2 - r, (x, row))
+        self.rows.mul_(0.5)
+        self.rows[1].add_(y.sum(0))
+        z = torch.cond(self.count % 2 == 0, lambda y: y.exp(), lambda y: y.sin(), (y,))
+        self.rows[0].copy_(z[0])
+        counts.add_(self.count)
+        return z, self.rows.sum(1)
+
+
 def _random(rows: int, columns: int, ways: tuple[tuple[float, float], ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(4)
     return [torch.randn(rows, columns, generator=generator) * scale + shift for scale, shift in ways]

@@ -114,7 +114,7 @@ def _assemble(
             case Begin():
                 growing.begin(event.conditional, event.type)
             case Otherwise():
-                growing.otherwise()
+                growing.next_body()
             case End():
                 growing.end()
     nodes, edges, bodies = growing.rows()

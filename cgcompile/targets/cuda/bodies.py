@@ -55,7 +55,7 @@ class Bodies:
         self.add([made])
         self._open.append(made)
 
-    def otherwise(self) -> None:
+    def next_body(self) -> None:
         """Its next body."""
         self._open[-1].bodies.append(_Graph())
 

@@ -148,11 +148,11 @@ def test_bodies_stand_behind_those_that_come_before_them() -> None:
         made.begin(5, "while")
         made.add([setter(5, 0)])
         made.end()
-        made.otherwise()
+        made.next_body()
         made.end()
         made.add([setter(9, 1)])
         made.begin(9, "if")
-        made.otherwise()
+        made.next_body()
         made.add([fill(0, 2)])
         made.end()
 
