@@ -11,7 +11,6 @@ eager PyTorch computes.  A body that the example does not take is warmed up with
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,15 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from ...errors import ModelError
 from ...partition.blocks import Block, Branch, Loop, Operand, Straight, blocks, straight_module, taken
-from ...partition.node_kinds import is_view, writes_to
+from ...partition.node_kinds import writes_to
 from ...targets.cuda.lowering import repair
 from ...targets.cuda.tensors import tensor_place
 from .steps import Conditional, SetCondition, Step, Steps
+from .straight_parts import end_with_copies, held_tensors, keep_outputs, written_tensors
 
 Values = dict[str, Any]
 """By name, tensors on the GPU, and numbers."""
@@ -80,8 +80,8 @@ class _Growing:
 
     def block(self, block: Block, values: Values, steps: list[Step], last: _Last, runs: bool) -> list[Any]:
         """Captures a block behind `steps`; `runs`: whether the example gets there.  Returns its results.  `values` lose what no
-        later part needs."""
-        values.update(_attributes(block.module))
+        later part needs, in the end all: a freed tensor's memory is the next part's."""
+        values.update(held_tensors(block.module))
         needed = _needed(block, last)
         for part, later in zip(block.parts, needed, strict=True):
             match part:
@@ -90,7 +90,9 @@ class _Growing:
                 case Loop():
                     self._loop(part, values, steps, last, runs)
                 case Straight() if part is block.parts[-1]:
-                    return self._straight(block, part, values, block.outputs, steps, last)
+                    results = self._straight(block, part, values, block.outputs, steps, last)
+                    values.clear()
+                    return results
                 case Straight(outputs=outputs) if outputs or any(map(writes_to, part.nodes)):
                     inner = _Last(changing=last.changing)
                     values.update(zip(outputs, self._straight(block, part, values, outputs, steps, inner), strict=True))
@@ -104,10 +106,11 @@ class _Growing:
         names = [name for name, _ in last.copies]
         module = straight_module(block, part, [*outputs, *[value for _, value in last.copies]], names)
         given = [values[name] for name in taken(module)]
-        end_with_copies(repair(module), [taken(module).index(name) for name in names])
-        written = written_tensors(module, given)
+        left = end_with_copies(repair(module), [taken(module).index(name) for name in names])
+        targets = [values[names[number]] for number in left]
+        written = [*written_tensors(module, given), *targets]
         before = _clones(written)
-        made = [_clone(result) for result in module(*given)]
+        made = [_clone(result) for result in _copied(module(*given), targets)]
         after = _clones(written)
 
         def restore() -> None:
@@ -117,8 +120,8 @@ class _Growing:
         places = [place for place, result in enumerate(made) if isinstance(result, Tensor)]
         self.parts += 1
         if places or written:
-            keep_outputs(module, places)
-            call = self._call(module, given, last)
+            keep_outputs(module, [*places, *range(len(made), len(made) + len(left))])
+            call = self._call(module, given, targets, last)
             where = f"{self.where}, straight part {self.parts}"
             self.warm(call, where, restore)
             graph, results = self.keep(call, where)
@@ -131,14 +134,16 @@ class _Growing:
         _fill(written, after)
         return made
 
-    def _call(self, module: GraphModule, given: Sequence[Any], last: _Last) -> Callable[[], list[Tensor]]:
+    def _call(
+        self, module: GraphModule, given: Sequence[Any], targets: Sequence[Tensor], last: _Last
+    ) -> Callable[[], list[Tensor]]:
         lowered = self.lower(module)
-        held = {_storage(each) for each in [*given, *_attributes(module).values()] if isinstance(each, Tensor)}
+        held = {_storage(each) for each in [*given, *held_tensors(module).values()] if isinstance(each, Tensor)}
 
         def call() -> list[Tensor]:
             foreign = set(held) if last.own else set(last.changing)
             made = []
-            for result in tree_leaves(lowered(*given)):
+            for result in _copied(tree_leaves(lowered(*given)), targets):
                 one = _own(result) if _storage(result) in foreign or _overlaps(result) else result
                 foreign |= {_storage(one)} if last.own else set()
                 made.append(one)
@@ -214,38 +219,13 @@ class _Growing:
         _fill(saved, before)
 
 
-def end_with_copies(module: GraphModule, targets: Sequence[int]) -> None:
-    """Makes the last results of a module copies to the inputs at the positions `targets`.  Where a result lies in one of these, it
-    is copied elsewhere first: all results are those of the values before."""
-    if not targets:
-        return
-    (output,) = module.graph.find_nodes(op="output")
-    places = [module.graph.find_nodes(op="placeholder")[place] for place in targets]
-    results = list(output.args[0])
-    with module.graph.inserting_before(output):
-        for number, result in enumerate(results):
-            if isinstance(result, Node) and _origin(result) in places:
-                results[number] = module.graph.call_function(torch.ops.aten.clone.default, (result,))
-        kept, new = results[: -len(places)], results[-len(places) :]
-        for place, result in zip(places, new, strict=True):
-            module.graph.call_function(torch.ops.aten.copy_.default, (place, result))
-    output.args = (tuple(kept),)
-    module.recompile()
-
-
-def keep_outputs(module: GraphModule, places: Sequence[int]) -> None:
-    """Leaves a module the results at these places."""
-    (output,) = module.graph.find_nodes(op="output")
-    output.args = (tuple([output.args[0][place] for place in places]),)
-    module.recompile()
-
-
-def written_tensors(module: GraphModule, given: Sequence[Any]) -> list[Tensor]:
-    """What a module writes to, of the arguments `given` and of its own tensors."""
-    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
-    held = {**dict(zip(names, given, strict=True)), **_attributes(module)}
-    sources = [_origin(each).name for node in module.graph.nodes for each in writes_to(node)]
-    return [held[each] for each in dict.fromkeys(sources) if each in held]
+def _copied(results: Sequence[Any], targets: Sequence[Tensor]) -> list[Any]:
+    """The results but for the last ones, which are copied to `targets`."""
+    count = len(results) - len(targets)
+    written = {_storage(target) for target in targets}
+    new = [_own(value) if _storage(value) in written else value for value in results[count:]]
+    _fill(targets, new)
+    return list(results[:count])
 
 
 def _turns(part: Loop, carried: Sequence[Tensor], given: Sequence[Any]) -> list[Tensor]:
@@ -274,19 +254,6 @@ def _needed(block: Block, last: _Last) -> list[set[str]]:
 
 def _operands(names: Sequence[Operand], values: Mapping[str, Any]) -> list[Any]:
     return [values[each] if isinstance(each, str) else each for each in names]
-
-
-def _origin(node: Node) -> Node:
-    """What a view is a view of."""
-    while node.op == "call_function" and (node.target is operator.getitem or is_view(node)):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _attributes(module: GraphModule) -> dict[str, Tensor]:
-    """The tensors of a module that its graph uses, by the names of the nodes."""
-    held = {node.name: operator.attrgetter(str(node.target))(module) for node in module.graph.find_nodes(op="get_attr")}
-    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
 
 def _storage(tensor: Any) -> int:
