@@ -176,7 +176,13 @@ class _Growing:
 
     def _loop(self, part: Loop, values: Values, steps: list[Step], last: _Last, runs: bool) -> None:
         first = _operands(part.carried, values)
-        graph, carried = self.keep(lambda: [_own(each) for each in first], f"{self.where}, what {part.name} carries")
+
+        def begin() -> list[Tensor]:
+            return [_own(each) for each in first]
+
+        where = f"{self.where}, what {part.name} carries"
+        self.warm(begin, where, lambda: None)
+        graph, carried = self.keep(begin, where)
         steps += [] if graph is None else [graph]
         _fill(carried, first)
         given = [*carried, *_operands(part.operands, values)]
