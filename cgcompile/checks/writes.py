@@ -13,7 +13,7 @@ from cgbundle.tensors.overlap import folds, reach, shared
 from ..export.functionalization import state_buffers
 from ..export.weights import weight_placeholders
 from ..model.flat_module import PREFIX
-from ..model.module_attributes import ATTRIBUTE_FIX
+from ..model.tracing.attributes import ATTRIBUTE_FIX
 from .context import NOTE, REFUSE, RuleContext, finding
 from .shapes import outputs
 
@@ -43,9 +43,10 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
 def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
     """An attribute that forward() changes and that is no buffer: a counter in Python, a tensor kept for the next call.
 
-    What it looks for: attributes of modules that the second call with the same inputs changes, too (model/module_attributes.py).
+    What it looks for: attributes of modules that the second call with the same inputs changes, too (model/tracing/attributes.py).
     Why CUDA cares: a replay runs kernels and no Python; the attribute would stay what it was when the model was traced.
-    Effect: no bundle can be built: its results would be those of the first call for ever.
+    Effect: no bundle can be built: its results would be those of the first call for ever.  One that a call assigns before it reads
+    it carries nothing to the next call: it changes no result, and is only noted.
     Fix: `self.register_buffer(name, torch.zeros(()))`, and write to it: that is state, and kept from call to call.
     Source: torch.export traces Python once ("attributes assigned during export").
     """
@@ -53,6 +54,11 @@ def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
         yield finding(
             "mutated-attribute", REFUSE, obstacle.message, obstacle,
             "a replay runs no Python: it would stay what it was at the build", ATTRIBUTE_FIX,
+        )  # fmt: skip
+    for obstacle in context.obstacles("assigned-attribute"):
+        yield finding(
+            "mutated-attribute", NOTE, f"{obstacle.message}, and reads it only afterwards", obstacle,
+            "none on results: no call hands it to the next; a bundle has no attributes", "return it, if its value is wanted",
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ The model is wrapped so that export sees only tensors in and tensors out; the ne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
@@ -16,9 +16,11 @@ from cgbundle.format.schema import IntKey, Size, Tree
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.flat_module import FlatModule, run_eager, unwatched
-from ..model.module_attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
+from ..model.tracing.attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
+from ..model.tracing.held_tensors import held_tensors, make_buffer
+from ..model.tracing.questions import ALL, FLAGS_ALONE
 from ..model.user_code import first_line, user_line
 from .eager_check import check_dynamic, check_static
 from .exported import EagerShapes, Exported, memory_order
@@ -37,7 +39,9 @@ PROBES = 8
 
 def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
-    Where Python branched on the value of a tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.
+
+    Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
+    tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), branch-on-data, shape-depends-on-data and structure-unsupported.
@@ -50,9 +54,11 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     flat.watch = calls.append
     seen = _try_eager(source, flat, sizes)
     flat.earlier = calls[0]
-    left = _changed_attributes(source, flat, sizes)
+    changes = _changed_attributes(source, flat, sizes)
+    flat.assigned = tuple(changes)
+    left = tuple(changes.values())
     try:
-        made = _made(source, flat, shapes, sizes, calls)
+        made = _as_eager(source, flat, shapes, sizes, calls)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -60,6 +66,8 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
             ) from error
         raise
     flat.watch = unwatched
+    early = set().union(*[call.early for call in calls])
+    left = tuple([change if name in early else replace(change, rule="assigned-attribute") for name, change in changes.items()])
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
         eager_shapes=(*seen, *made.eager_shapes), obstacles=(*left, *made.obstacles),
@@ -80,6 +88,31 @@ class _Made:
     programs: Programs
     obstacles: tuple[Obstacle, ...]
     eager_shapes: tuple[EagerShapes, ...] = ()
+
+
+def _as_eager(
+    source: Source,
+    flat: FlatModule,
+    shapes: Sequence[tuple[Size, ...]],
+    sizes: Mapping[str, tuple[int, ...]],
+    calls: list[SideEffects],
+) -> _Made:
+    """Where a program differs from eager PyTorch, the model is exported again and told that nothing traces it."""
+    first = flat.earlier
+    try:
+        return _made(source, flat, shapes, sizes, calls)
+    except ModelError as error:
+        if error.code != "export-differs":
+            raise
+        why = error
+    for questions in (FLAGS_ALONE, ALL):
+        flat.earlier, flat.known, flat.as_eager = first, frozenset(), questions
+        try:
+            return _made(source, flat, shapes, sizes, calls)
+        except ModelError as error:
+            if error.code == "branch-on-data":
+                raise
+    raise why
 
 
 def _made(
@@ -217,19 +250,23 @@ def _check_result(source: Source, one: Tree | None, other: Tree | None) -> None:
         )
 
 
-def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Obstacle, ...]:
-    """The attributes that a call changes, at every call: the first ones may fill caches."""
+def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Obstacle]:
+    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers."""
     tensors = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
     watch, flat.watch = flat.watch, unwatched
     run_eager(flat, tensors)
-    before = marks(source.model)
+    held = {id(each.tensor): (each, each.tensor._version) for each in reversed(held_tensors(source.model))}
+    before = marks(source.model, held.keys())
     run_eager(flat, tensors)
     flat.watch = watch
-    names = changed(before, marks(source.model))
+    names = changed(before, marks(source.model, held.keys()))
+    buffers = {id(tensor) for tensor in source.model.buffers()}
+    for each, version in held.values():
+        if each.tensor._version != version and id(each.tensor) not in buffers:
+            make_buffer(each)
+    flat.follow_buffers()
     places = {name: assignment_place(source.model, name) for name in names}
-    return tuple(
-        [
-            Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
-            for name, (where, line) in places.items()
-        ]
-    )
+    return {
+        name: Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
+        for name, (where, line) in places.items()
+    }

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ..errors import ModelError
 from ..model.flat_module import PREFIX
-from ..model.module_attributes import ATTRIBUTE_FIX
+from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.user_code import first_line, place
 from .torch_program import arguments, without_weights
 from .weights import weight_tensors

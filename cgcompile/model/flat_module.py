@@ -15,11 +15,14 @@ from cgbundle.format.schema import Tree
 
 from ..errors import ModelError
 from ..util.raw_bytes import raw
-from .devices.conversions import needless_conversions_left_out
 from .devices.tracking import track_devices
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import SideEffects
 from .source import CPU, CUDA, Sample, entry_method, written_method
+from .tracing.attribute_reads import early_reads
+from .tracing.conversions import needless_conversions_left_out
+from .tracing.held_tensors import current_buffers, held_buffers, held_tensors
+from .tracing.questions import told_eager
 from .user_code import definition
 
 PREFIX = "model."
@@ -36,7 +39,8 @@ class FlatModule(torch.nn.Module):
     `device` is where the module's tensors and those of a call are, `told` where the bundle will run; `entry` is the method that a
     call runs.  After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects of each call before it
     begins.  A traced call branches as `earlier` did, a call with real tensors, and takes the reads from it that `known` names by
-    position.
+    position; of what `as_eager` names the user's code is told that nothing is traced.
+    `assigned` are attributes that are watched: whether a call reads them before it assigns them.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
@@ -59,8 +63,15 @@ class FlatModule(torch.nn.Module):
         self.names: list[str] = []
         self.earlier = SideEffects()
         self.known: frozenset[int] = frozenset()
+        self.as_eager = ""
+        self.assigned: tuple[str, ...] = ()
         self.watch: Callable[[SideEffects], None] = unwatched
-        self.snapshot = BufferSnapshot(model)
+        self.follow_buffers()
+
+    def follow_buffers(self) -> None:
+        """Finds the buffers of the module, and where else it holds them."""
+        self.snapshot = BufferSnapshot(self.model, held=[held.tensor for held in held_tensors(self.model)])
+        self.shared = held_buffers(self.model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         trees = dict(self.like.call["call"])
@@ -70,11 +81,14 @@ class FlatModule(torch.nn.Module):
         leaves: list[NamedTensor] = []
         before = [(owner, leaf, owner._buffers[leaf]) for owner, leaf in self.snapshot.owners()]
         with (
+            told_eager(self.as_eager),
             needless_conversions_left_out(),
+            current_buffers(self.shared, self.told),
             track_devices(tensors, self.earlier, self.known, self.device, self.told) as effects,
         ):
             self.watch(effects)
-            made = entry_method(self.model, self.entry)(*args, **kwargs)
+            with early_reads(self.model, self.assigned, effects.early):
+                made = entry_method(self.model, self.entry)(*args, **kwargs)
         for owner, leaf, tensor in before:
             _write_back(owner, leaf, tensor)
         written = definition(written_method(self.model, self.entry)) or type(self.model).__qualname__
@@ -134,9 +148,10 @@ class Reference(Protocol):
 
 class BufferSnapshot:
     """What the buffers of modules hold at first, for runs that change nothing in the model.  Names are without `prefix`; modules
-    share the buffers of one name."""
+    share the buffers of one name.  `held`: further tensors that are put back."""
 
-    def __init__(self, *modules: torch.nn.Module, prefix: str = "") -> None:
+    def __init__(self, *modules: torch.nn.Module, prefix: str = "", held: Sequence[torch.Tensor] = ()) -> None:
+        self._held = [(tensor, tensor.detach().clone()) for tensor in held]
         self._rows: list[tuple[str, Any, str, torch.Tensor, torch.Tensor]] = []
         for path, owner in [named for module in modules for named in module.named_modules()]:
             for leaf, tensor in owner._buffers.items():
@@ -160,8 +175,15 @@ class BufferSnapshot:
         with torch.no_grad():
             for _, owner, leaf, tensor, first in self._rows:
                 owner._buffers[leaf] = tensor
-                if not torch.equal(raw(tensor), raw(first)):
-                    tensor.copy_(first)
+                _copy(tensor, first)
+            for tensor, first in self._held:
+                _copy(tensor, first)
+
+
+def _copy(tensor: torch.Tensor, first: torch.Tensor) -> None:
+    """Writes only what is not there."""
+    if not torch.equal(raw(tensor), raw(first)):
+        tensor.copy_(first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,8 @@ UNFINISHED = object()
 
 
 class SideEffects:
-    """The obstacles of one call, what its branches on data said, and the numbers that Python read out of tensors, in order.
+    """The obstacles of one call, what its branches on data said, the numbers that Python read out of tensors, in order, and the
+    attributes that it read before it assigned them.
 
     It is filled during the call and read after it: torch.export puts the attributes of a traced module back, so that nothing else
     survives.  A traced call, whose tensors hold no data, has symbols among its `reads`.
@@ -39,6 +40,7 @@ class SideEffects:
         self.obstacles: list[Obstacle] = []
         self.answers: list[bool] = []
         self.reads: list[Any] = []
+        self.early: set[str] = set()
 
     def reads_of(self, symbols: Set[Any]) -> frozenset[int]:
         """The positions of the reads that made some of these symbols of export, and of one that failed."""

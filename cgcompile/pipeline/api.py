@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from ..model.declared_sizes import Given, Inputs
-from ..util.imports import quick_imports
+from ..util.imports import quick_imports, unfrozen
 from ..util.progress import Stages, Watcher
 from ..util.progress_display import Progress, watcher
 from .records import Built, Options, Report
@@ -28,7 +28,7 @@ MAX_KEYS = 64
 def with_torch(progress: Watcher, module: str) -> Iterator[None]:
     """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds, and so does
     that of `module`, one of ours over it: the watcher is told before."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), unfrozen():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
         if "torch" not in sys.modules:
             with Stages(progress)("import") as tell, quick_imports():

@@ -28,6 +28,7 @@ from ..model.devices.placing import placed
 from ..model.flat_module import PREFIX
 from ..model.load import load_sources
 from ..model.source import CPU, CUDA, Source
+from ..model.tracing.held_tensors import own_buffers
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.choice import CONDITIONALS, choose
 from ..transforms.error_bounds import error_bounds
@@ -57,6 +58,7 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             destination = destination_path(options.out, loaded[0].name)
             folder = stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
             mode = stack.enter_context(evaluated(loaded[0], options.train))
+            stack.enter_context(own_buffers(loaded[0].model))
             first = stack.enter_context(placed(loaded[0], chosen.device))
             told = CPU if chosen.recorder == "host" else CUDA
             sources = [replace(source, device=first.device, told=told) for source in loaded]
@@ -68,8 +70,12 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             from ..capture.build import started
 
             build_parts = partial(build_parts, processes=stack.enter_context(started(keys, options.lower, options.specialize)))
+        if chosen.recorder == "host":
+            from ..targets.cpu.interface import begun_interface
+
+            build_parts = partial(build_parts, interface=stack.enter_context(begun_interface()))
         with stages("export") as tell:
-            exported = _exported(sources, sizes)
+            exported = export_entries(sources, sizes)
             signatures = [describe_signature(each) for each in exported]
             tell(", ".join([_nodes(each.programs) for each in exported]))
         with stages("check") as tell:
@@ -142,9 +148,14 @@ def _sizes(sources: Sequence[Source], given: Given) -> dict[str, dict[str, tuple
     }
 
 
-def _exported(sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]]) -> list[Exported]:
-    """Every entry exported over the one model; a constant's name means the same in all."""
+def export_entries(sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]]) -> list[Exported]:
+    """Every entry exported over the one model; a constant's name means the same in all.
+
+    What one entry writes to becomes a buffer with its export: entries that were exported before are exported again.
+    """
     made = [export(source, sizes[source.entry]) for source in sources]
+    while len(made[0].flat.snapshot.owners()) < len(made[-1].flat.snapshot.owners()):
+        made = [export(source, sizes[source.entry]) for source in sources]
     for each in made:
         refuse_branches(each)
     if len(made) == 1:

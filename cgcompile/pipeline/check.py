@@ -27,6 +27,7 @@ from ..model.flat_module import PREFIX
 from ..model.load import load_sources
 from ..model.side_effects import BRANCH, BRANCH_FIX
 from ..model.source import CPU, CUDA, Source, sample
+from ..model.tracing.held_tensors import own_buffers
 from ..model.user_code import user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
@@ -55,7 +56,7 @@ def check(
     """See `cgcompile.check`."""
     sources = load_sources(model, inputs)
     each = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
-    with evaluated(sources[0], train) as mode:
+    with evaluated(sources[0], train) as mode, own_buffers(sources[0].model):
         reports = [
             _report(source, each.get(source.entry), len(sources) > 1, target, strict, host_ops, max_keys) for source in sources
         ]

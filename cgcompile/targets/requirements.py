@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import shutil
+import subprocess
 
 from ..errors import BuildError
 
@@ -23,6 +24,15 @@ DRIVER = "libcuda.so.1"
 def compiler() -> str:
     """The C++ compiler: the user's choice, or GCC."""
     return os.environ.get("CXX", "g++")
+
+
+def described(*command: str) -> str:
+    """What a program of the machine says of itself; "" where it is not there: compiling says so."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd="/")
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
 
 
 def check_compiler() -> None:

@@ -65,6 +65,16 @@ def cache_folder() -> Path:
     return folder
 
 
+@contextmanager
+def cache_optional() -> Iterator[None]:
+    """Around what needs no cache: a build goes on where there can be none, or none can be written to."""
+    try:
+        yield
+    except BuildError as error:
+        if error.code not in ("cache-unwritable", "disk-full"):
+            raise
+
+
 def cache_path(folder: Path, stage: str, *parts: object) -> Path:
     """The file for what a stage makes of `parts`.  Its name also covers all code of the compiler and the runtime, the versions of
     Python and of LIBRARIES, the kind of machine, and the environment's SETTINGS."""

@@ -12,6 +12,7 @@ import torch
 from ...errors import BuildError
 from ...util.raw_bytes import moved, seen_as, storage_bytes
 from ..source import CPU, Source
+from ..tracing.held_tensors import held_tensors
 from ..user_code import first_line
 
 _Replaced = tuple[dict[str, Any], str, Any]
@@ -66,9 +67,11 @@ def _by_storage(model: torch.nn.Module, device: torch.device) -> Iterator[list[t
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and what other attributes of the modules hold."""
+    """Parameters, buffers, and what other attributes of the modules hold, and objects among these."""
     for module in model.modules():
         yield from _within(list(vars(module).values()), DEEP)
+    for held in held_tensors(model):
+        yield held.tensor
 
 
 def _within(value: Any, deep: int) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from ..requirements import check_compiler, compiler
 from .compiler import wrap
+from .interface import Interface, begun_interface
 
 TESTED = "2.13"
 
@@ -78,13 +79,28 @@ def compile_cpu(
     shared: Collection[int] = (),
     changing: bool = False,
     level: Level | None = None,
+    interface: Interface | None = None,
 ) -> Compiled:
     """Compiles `program` to a shared object in the folder `work`.
 
     `changing`: its weights may change.  `shared`: outputs of which it gives copies.  Else it would hand out one tensor under two
     names, or a constant, which the caller would free twice (seen with torch 2.13).  `level`: the processors that it is for, None
-    for those that are like this one.  Raises compiler-failed, torch-unsupported.
+    for those that are like this one.  `interface`: begun before, by default here.  Raises compiler-failed, torch-unsupported,
+    cache-unsafe.
     """
+    with nullcontext(interface) if interface is not None else begun_interface() as known:
+        return _compiled(program, work, tell, shared, changing, level, known)
+
+
+def _compiled(
+    program: ExportedProgram,
+    work: Path,
+    tell: Callable[[str], None],
+    shared: Collection[int],
+    changing: bool,
+    level: Level | None,
+    interface: Interface | None,
+) -> Compiled:
     tell("loading Inductor")
     with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
         from .compilations import side_by_side, unprobed
@@ -112,20 +128,20 @@ def compile_cpu(
     options["cpp.cxx"] = (None, str(wrapped.path))
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side())
+    compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side(interface))
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), torch.no_grad())
     with ExitStack() as stack:
         for each in (*compiled, *generated):
             stack.enter_context(each)
         options["aot_inductor.output_path"] = str(target)
         try:
-            made = _compiled(program, shared, options)
+            made = _called(program, shared, options)
         except Exception as error:
             if level is not None or not any(isinstance(each, CppCompileError) for each in _chain(error)):
                 raise _own(error) or BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
             tell("the C++ compiler refuses the vectorized code: again without vectors")
             try:
-                made = _compiled(program, shared, options | UNVECTORIZED)
+                made = _called(program, shared, options | UNVECTORIZED)
             except Exception as second:
                 raise BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
     if not isinstance(made, str) or not target.exists():
@@ -136,7 +152,7 @@ def compile_cpu(
     return Compiled(path=target, features=needed(compiler(), wrapped.options(), os.uname().machine, processor_flags()))
 
 
-def _compiled(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
+def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
     module = _apart(with_buffers(program.module()), shared)
     return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
 

@@ -35,6 +35,7 @@ from ..rows import WHOLE, whole_program, whole_region
 from ..weights import shapes_of, write_weights
 from . import layouts
 from .aoti import Compiled
+from .interface import Interface
 from .object_cache import recalled_or_compiled
 
 REASON = "the cpu target has no graphs"
@@ -58,13 +59,14 @@ class _CompiledEntry:
         return f"{archive.HOST}{self.name(key)}.so"
 
 
-def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
-    """Compiles every program, and writes the shared objects, the weights and the exam into `stage`."""
+def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interface | None = None) -> ManifestParts:
+    """Compiles every program, and writes the shared objects, the weights and the exam into `stage`.  `interface`: what is compiled
+    of every program's code before there is one."""
     level = level_of(spec.target)
     with scratch_folder() as scratch:
         with stages("lower") as tell:
             changing = any(entry.prepared.state or any(each.name for each in entry.prepared.aliases) for entry in spec.entries)
-            entries = [_compile(entry, scratch, tell, changing, level) for entry in spec.entries]
+            entries = [_compile(entry, scratch, tell, changing, level, interface) for entry in spec.entries]
             tell(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
@@ -93,7 +95,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     )  # fmt: skip
 
 
-def _compile(entry: EntrySpec, scratch: Path, tell: Tell, changing: bool, level: Level | None) -> _CompiledEntry:
+def _compile(
+    entry: EntrySpec, scratch: Path, tell: Tell, changing: bool, level: Level | None, interface: Interface | None
+) -> _CompiledEntry:
     """`changing`: weights may change, whichever entry does it."""
     inner = entry.prepared.programs.changed(inlined)
     made = _CompiledEntry(entry=entry, programs=inner, compiled={})
@@ -102,7 +106,7 @@ def _compile(entry: EntrySpec, scratch: Path, tell: Tell, changing: bool, level:
     for key, program in inner.each:
         work = scratch / made.name(key)
         work.mkdir()
-        made.compiled[key] = recalled_or_compiled(program, contents[id(program)], work, tell, shared, changing, level)
+        made.compiled[key] = recalled_or_compiled(program, contents[id(program)], work, tell, shared, changing, level, interface)
     return made
 
 

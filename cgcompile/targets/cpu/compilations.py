@@ -7,13 +7,13 @@ keeps the answers for the process; `torch._inductor.exc.CppCompileError`.
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 from unittest.mock import patch
 
@@ -24,9 +24,14 @@ from ...errors import BuildError
 from ...util.workers import end_group
 from ..instruction_sets import macros
 from ..requirements import compiler as own_compiler
+from .interface import Interface
 
 ASIDE = (".wrapper.cpp", ".kernel.cpp")
 """Endings of the sources of a program: what is made of them is first needed by the linker."""
+
+
+LINKING = "-shared"
+"""What is in the linker's command alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,33 +49,71 @@ class Running:
             raise exc.CppCompileError(self.command, self.said.read().decode(errors="replace"))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A source of a program, which is being compiled.  `whole`: its text where `interface` was taken out of it, else ""."""
+
+    path: Path
+    running: Running
+    whole: str = ""
+    interface: Interface | None = None
+
+
 @contextmanager
-def side_by_side() -> Iterator[None]:
-    """While it lasts, Inductor goes on when it has begun to compile a source of a program.  Before it builds anything else it waits
-    for all of them.  Raises torch-unsupported."""
+def side_by_side(interface: Interface | None) -> Iterator[None]:
+    """While it lasts, Inductor goes on when it has begun to compile a source of a program, and the interface in it is taken from
+    `interface`.  Before it links anything it waits for all of them.  Raises torch-unsupported."""
     plain = getattr(cpp_builder.CppBuilder, "build", None)
     if plain is None or not hasattr(cpp_builder.CppBuilder, "get_command_line"):
         raise _unsupported("torch._inductor.cpp_builder.CppBuilder.build")
-    running: list[Running] = []
+    begun: list[Source] = []
     with ExitStack() as stack:
 
         def build(self: Any) -> None:
             command = shlex.split(self.get_command_line())
-            if "-c" in command and any(word.endswith(ASIDE) for word in command):
-                running.append(_start(command, stack))
-                return
-            while running:
-                running.pop(0).wait()
-            plain(self)
+            source = next((Path(word) for word in command if word.endswith(ASIDE)), None)
+            if "-c" in command and source is not None:
+                begun.append(_begin(command, source, interface, stack))
+            elif LINKING in command:
+                linked: list[str] = []
+                while begun:
+                    linked += _finish(begun.pop(0), stack)
+                target = Path(command[command.index("-o") + 1])
+                _start([command[0], *linked, *command[1:]], target.parent, stack).wait()
+            else:
+                plain(self)
 
         stack.enter_context(patch.object(cpp_builder.CppBuilder, "build", build))
         yield
 
 
-def _start(command: list[str], stack: ExitStack) -> Running:
-    """Begins a compilation, which ends with `stack` at the latest."""
+def _begin(command: list[str], source: Path, interface: Interface | None, stack: ExitStack) -> Source:
+    whole = source.read_text() if interface is not None else ""
+    rest = interface.without(whole, command) if interface is not None else None
+    if rest is None:
+        return Source(path=source, running=_start(command, source.parent, stack))
+    source.write_text(rest)
+    return Source(path=source, running=_start(command, source.parent, stack), whole=whole, interface=interface)
+
+
+def _finish(source: Source, stack: ExitStack) -> list[str]:
+    """Waits for a source, and returns what is linked besides.  What cannot be compiled apart is compiled whole.  Raises
+    CppCompileError."""
+    if source.interface is None:
+        source.running.wait()
+        return []
+    with suppress(exc.CppCompileError):
+        source.running.wait()
+        if (made := source.interface.made.result()) is not None:
+            return [str(made)]
+    source.path.write_text(source.whole)
+    _start(source.running.command, source.path.parent, stack).wait()
+    return []
+
+
+def _start(command: list[str], folder: Path, stack: ExitStack) -> Running:
+    """Begins a command, which ends with `stack` at the latest."""
     stack.enter_context(said := tempfile.TemporaryFile())  # noqa: SIM115
-    folder = os.path.dirname(next(word for word in command if word.endswith(ASIDE)))
     process = subprocess.Popen(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, process_group=0
     )

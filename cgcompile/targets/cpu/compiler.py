@@ -34,6 +34,9 @@ MODEL = RUNTIME / "model_base.h"
 EXPRESSION = 'std::regex re("(cpu|cuda|xpu|mps)(:([0-9]+))?");'
 """The only regular expression of `MODEL` (torch 2.11, 2.13), which `REGEX` stands for."""
 
+ENDINGS = (("*.wrapper.cpp", True), ("*.cpp", False))
+"""Patterns of names of generated files, the first that fits: whether it is the one around a model."""
+
 SCRIPT = """#!/bin/sh
 source=$1
 for option do
@@ -79,11 +82,19 @@ def wrap(folder: Path, level: Level | None) -> WrappedCompiler:
     else:
         off = " ".join(SWITCHED_OFF) if os.uname().machine == X86_64 else ""
         machine, extension = f'set -- "$@" "$option" {off}', 'set -- "$@" "$option"'
-    if "AOTInductorGetLastError" in INTERFACE.read_text():  # else what is printed is all that is known
-        machine += f'; case $source in *.cpp) set -- "$@" -include {shlex.quote(str(HEADER))} ;; esac'
-    if EXPRESSION in (text := MODEL.read_text()) and text.count("std::regex ") == 1:
-        machine += f'; case $source in *.wrapper.cpp) set -- "$@" -I {shlex.quote(str(HEADERS))} ;; esac'
+    cases = (f'{ending}) set -- "$@" {shlex.join(included(wrapper))} ;;' for ending, wrapper in ENDINGS)
+    machine += f"; case $source in {' '.join(cases)} esac"
     text = SCRIPT.format(machine=machine, extension=extension, notes=shlex.quote(str(notes)), compiler=shlex.quote(compiler()))
     path.write_text(text)
     path.chmod(0o700)
     return WrappedCompiler(path=path, notes=notes)
+
+
+def included(wrapper: bool) -> tuple[str, ...]:
+    """The options by which generated code finds headers of ours; `wrapper`: the file around a model, besides."""
+    silent = "AOTInductorGetLastError" in INTERFACE.read_text()  # else what is printed is all that is known
+    text = MODEL.read_text()
+    found = ("-include", str(HEADER)) if silent else ()
+    if wrapper and EXPRESSION in text and text.count("std::regex ") == 1:
+        return (*found, "-I", str(HEADERS))
+    return found

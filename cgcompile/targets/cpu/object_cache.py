@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.cpu.processor import processor_flags, processor_name
 
-from ...errors import BuildError
-from ...util.content_cache import cache_folder, cache_path, recall, remember
+from ...util.content_cache import cache_folder, cache_optional, cache_path, recall, remember
 from ..instruction_sets import Level
 from ..program_contents import tensor_layout
-from ..requirements import compiler
+from ..requirements import compiler, described
 from .aoti import Compiled, compile_cpu
 from .compiler import HEADER, REGEX
-
-LEFT_OUT = ("cache-unwritable", "disk-full")
-"""Why a build goes on without a cache: it needs none."""
+from .interface import Interface
 
 ATEN = "ATEN_CPU_CAPABILITY"
 """The variable by which Inductor, too, is told which instruction sets to use."""
@@ -52,26 +48,21 @@ def recalled_or_compiled(
     shared: Collection[int] = (),
     changing: bool = False,
     level: Level | None = None,
+    interface: Interface | None = None,
 ) -> Compiled:
     """What `compile_cpu` makes of the same arguments, in the folder `work`.  `contents`: the program's, of `program_contents`.
     Raises what `compile_cpu` raises, and cache-unsafe.  A cache that cannot be written to is none."""
-    try:
-        folder = cache_folder()
-    except BuildError as error:
-        if error.code not in LEFT_OUT:
-            raise
-        return compile_cpu(program, work, tell, shared, changing, level)
-    path = cache_path(folder, "host", contents, *_dependencies(program, tuple(shared), changing, level))
-    if (found := recall(path, SharedObject)) is not None:
+    path = None
+    with cache_optional():
+        path = cache_path(cache_folder(), "host", contents, *_dependencies(program, tuple(shared), changing, level))
+    if path is not None and (found := recall(path, SharedObject)) is not None:
         target = work / "model.so"
         target.write_bytes(found.code)
         return Compiled(path=target, features=found.features, recalled=True)
-    compiled = compile_cpu(program, work, tell, shared, changing, level)
-    try:
-        remember(path, SharedObject(code=compiled.path.read_bytes(), features=compiled.features))
-    except BuildError as error:
-        if error.code not in LEFT_OUT:
-            raise
+    compiled = compile_cpu(program, work, tell, shared, changing, level, interface)
+    if path is not None:
+        with cache_optional():
+            remember(path, SharedObject(code=compiled.path.read_bytes(), features=compiled.features))
     return compiled
 
 
@@ -80,8 +71,8 @@ def _dependencies(program: ExportedProgram, shared: tuple[int, ...], changing: b
     yield [tensor_layout(each) if isinstance(each, torch.Tensor) else each for each in tree_leaves(program.example_inputs)]
     yield str(sorted((str(symbol), str(limits)) for symbol, limits in program.range_constraints.items()))
     yield level, processor_name(), sorted(processor_flags()), os.uname().machine, platform.libc_ver(), os.environ.get(ATEN)
-    yield _described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
-    yield _described("strip", "--version")
+    yield described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
+    yield described("strip", "--version")
     yield HEADER.read_bytes(), REGEX.read_bytes()
     yield torch.__version__, torch.version.git_version, torch.get_num_threads(), torch.get_default_dtype()
     yield torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
@@ -105,12 +96,3 @@ def _values(program: ExportedProgram) -> Iterator[object]:
 def _size(size: object) -> object:
     """A number, or the expression of one and what it is in the example."""
     return (str(size), size.node.hint) if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else repr(size)
-
-
-def _described(*command: str) -> str:
-    """What a program of the machine says of itself; "" where it is not there: compiling says so."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd="/")
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout + done.stderr

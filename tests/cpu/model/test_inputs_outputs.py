@@ -310,18 +310,18 @@ def test_a_cache_that_counts_in_python_is_an_output_and_no_input() -> None:
 
 
 class Holder(nn.Module):
-    """Keeps a tensor in an object that is no module."""
+    """Keeps a tensor where no buffer can stand for it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = Registered(torch.zeros(1), None)
+        self.kept = (torch.zeros(1),)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept.a.add_(x)
-        return x + self.kept.a
+        self.kept[0].add_(x)
+        return x + self.kept[0]
 
 
-def test_a_write_to_a_tensor_that_an_object_keeps_is_refused_with_its_line_and_what_to_do() -> None:
+def test_a_write_to_a_tensor_that_a_tuple_keeps_is_refused_with_its_line_and_what_to_do() -> None:
     line = Holder.forward.__code__.co_firstlineno + 1
     made = export(load_source(Holder(), lambda: torch.ones(1)), {})
     with raises("state-changed", match=rf"^{HERE}:{line}: forward\(\) writes to a tensor that is an attribute") as caught:

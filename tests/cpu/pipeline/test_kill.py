@@ -40,7 +40,7 @@ def killed(model: Path, bundle: Path, out: Path, stage: str, state: str) -> None
     path = ":".join(str(ROOT / part) for part in (".", "bundles"))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BUILD, str(model), str(out), stage, state, str(bundle / HOST_FILE)],
-        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "CGCOMPILE_CACHE": f"{out.parent}-cache"}, check=False,
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "CGCOMPILE_CACHE": f"{out.parent}-cache", "CXX": "false"}, check=False,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL
 

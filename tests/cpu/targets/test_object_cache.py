@@ -37,7 +37,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     number = 0
 
     def compiled(
-        program: ExportedProgram, work: Path, tell: object, shared: object, changing: bool, level: Level | None
+        program: ExportedProgram, work: Path, tell: object, shared: object, changing: bool, level: Level | None, interface: object
     ) -> Compiled:
         (work / "model.so").write_bytes(f"{shared} {changing} {level}".encode())
         return Compiled(path=work / "model.so", features=("avx2",))

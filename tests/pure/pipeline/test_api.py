@@ -14,7 +14,7 @@ import pytest
 
 import cgcompile
 from cgcompile.pipeline.records import Built
-from cgcompile.util.imports import quick_imports
+from cgcompile.util.imports import quick_imports, unfrozen
 from cgcompile.util.progress import Event, Stages, silent
 from cgcompile.util.progress_display import Lines, watcher
 from tests.helpers.raising import raises
@@ -142,4 +142,21 @@ def test_garbage_is_collected_after_imports_as_before(on: bool) -> None:
             raise KeyError
         assert gc.isenabled() is on
     finally:
+        gc.unfreeze()
         (gc.enable if was else gc.disable)()
+
+
+def test_what_imports_made_is_looked_through_again_after_the_build() -> None:
+    before = gc.get_freeze_count()
+    with unfrozen():
+        with quick_imports():
+            pass
+        assert gc.get_freeze_count() > before == 0
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        with unfrozen(), quick_imports():
+            pass
+        assert gc.get_freeze_count() > 0, "the caller's own stay apart"
+    finally:
+        gc.unfreeze()

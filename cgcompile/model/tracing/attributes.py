@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Set
 from typing import Any
 
 import torch
 
-from .user_code import shown
+from ..user_code import shown
 
 ATTRIBUTE_FIX = "register it as a buffer and write to that, or leave it out of forward()"
 
@@ -26,13 +27,13 @@ Marks = dict[str, Any]
 """By `module.attribute`: something that is equal as long as the attribute is the same."""
 
 
-def marks(model: torch.nn.Module) -> Marks:
-    """Of every module's attributes that are no parameters, buffers or modules."""
+def marks(model: torch.nn.Module, state: Set[int] = frozenset()) -> Marks:
+    """Of every module's attributes that are no parameters, buffers or modules.  Tensors of an `id` in `state` may be written to."""
     found = {}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _OWN and not name.endswith("_hooks"):
-                found[f"{prefix}.{name}" if prefix else name] = _mark(value, DEEP)
+                found[f"{prefix}.{name}" if prefix else name] = _mark(value, DEEP, state)
     return found
 
 
@@ -42,17 +43,19 @@ def changed(before: Marks, after: Marks) -> list[str]:
     return [name for name, mark in after.items() if before.get(name, nothing) != mark]
 
 
-def _mark(value: Any, deep: int) -> Any:
+def _mark(value: Any, deep: int, state: Set[int]) -> Any:
     if isinstance(value, torch.Tensor):
-        return id(value), value._version  # by identity: who assigns an equal tensor assigns what an input may have made
+        return id(value), -1 if id(
+            value
+        ) in state else value._version  # by identity: who assigns an equal tensor assigns what an input may have made
     if isinstance(value, _PLAIN):
         return value
     if deep and isinstance(value, list | tuple):
-        return [type(value).__name__, len(value), [_mark(each, deep - 1) for each in value[:WIDE]]]
+        return [type(value).__name__, len(value), [_mark(each, deep - 1, state) for each in value[:WIDE]]]
     if deep and isinstance(value, dict):
-        return [len(value), {str(key): _mark(each, deep - 1) for key, each in list(value.items())[:WIDE]}]
+        return [len(value), {str(key): _mark(each, deep - 1, state) for key, each in list(value.items())[:WIDE]}]
     if deep and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type) and not callable(value):
-        return [id(value), {key: _mark(each, deep - 1) for key, each in list(vars(value).items())[:WIDE]}]
+        return [id(value), {key: _mark(each, deep - 1, state) for key, each in list(vars(value).items())[:WIDE]}]
     return id(value)
 
 

@@ -1,0 +1,112 @@
+"""Whether a call reads an attribute of a module before it assigns it.
+
+An attribute that every call assigns first is a value on the way, whatever it keeps between two calls: no later call sees it, and a
+replay needs none of it.  Found by watching the class of the module while the call runs: every way to an attribute of an instance
+leads through `__getattribute__` of its class, that by `vars(module)` and by a copy of the module too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__", "__reduce__", "__deepcopy__", "__copy__"})
+"""Attributes by which all others can be read."""
+
+OWN_FILE = torch.nn.Module.__init__.__code__.co_filename
+"""`torch.nn.Module` looks into `__dict__` for parameters, buffers and modules alone."""
+
+_MISSING = object()
+
+
+class _Watched:
+    """What one call did to the attributes `names` of a module, by their last part."""
+
+    def __init__(self, prefix: str, names: Sequence[str], early: set[str]) -> None:
+        self._prefix, self._names, self._early = prefix, frozenset(names), early
+        self._assigned: set[str] = set()
+        self.inside = False
+
+    def read(self, name: str, file: str) -> None:
+        """`name` is asked for by code in `file`."""
+        if self.inside or (name == "__dict__" and file == OWN_FILE):
+            return
+        for each in self._names if name in WHOLE else self._names & {name}:
+            if each not in self._assigned:
+                self._early.add(f"{self._prefix}.{each}" if self._prefix else each)
+
+    def assigned(self, name: str) -> None:
+        """`name` has a value of this call."""
+        self._assigned.add(name)
+
+
+@contextmanager
+def early_reads(model: torch.nn.Module, names: Sequence[str], early: set[str]) -> Iterator[None]:
+    """Adds to `early` those of these attributes (`module.attribute`) that the code inside reads before it assigns them.  At the end
+    they are what they were."""
+    grouped: dict[str, list[str]] = {}
+    for name in names:
+        prefix, _, leaf = name.rpartition(".")
+        grouped.setdefault(prefix, []).append(leaf)
+    modules = {prefix: model.get_submodule(prefix) for prefix in grouped}
+    watched = {id(modules[prefix]): _Watched(prefix, leaves, early) for prefix, leaves in grouped.items()}
+    before = [
+        (vars(modules[prefix]), leaf, vars(modules[prefix]).get(leaf, _MISSING)) for prefix in grouped for leaf in grouped[prefix]
+    ]
+    kinds = list(dict.fromkeys(type(module) for module in modules.values()))
+    own = [
+        (kind, name, vars(kind).get(name, _MISSING))
+        for kind in kinds
+        for name in ("__getattribute__", "__setattr__", "__delattr__")
+    ]
+    for kind in kinds:
+        _watch(kind, watched)
+    try:
+        yield
+    finally:
+        for kind, name, method in own:
+            _put_back(kind, name, method)
+        for attributes, leaf, value in before:
+            attributes.pop(leaf, None)
+            if value is not _MISSING:
+                attributes[leaf] = value
+
+
+def _watch(kind: Any, watched: dict[int, _Watched]) -> None:
+    """Replaces the three methods of a class that attributes of its instances are reached by."""
+    get, put, remove = kind.__getattribute__, kind.__setattr__, kind.__delattr__
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        if (found := watched.get(id(self))) is not None:
+            found.read(name, sys._getframe(1).f_code.co_filename)
+        return get(self, name)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        found = watched.get(id(self))
+        if found is None or found.inside:
+            put(self, name, value)
+            return
+        found.inside = True
+        try:
+            put(self, name, value)
+        finally:
+            found.inside = False
+        found.assigned(name)
+
+    def __delattr__(self: Any, name: str) -> None:
+        if (found := watched.get(id(self))) is not None:
+            found.read(name, "")
+        remove(self, name)
+
+    kind.__getattribute__, kind.__setattr__, kind.__delattr__ = __getattribute__, __setattr__, __delattr__
+
+
+def _put_back(kind: Any, name: str, method: Any) -> None:
+    if method is _MISSING:
+        delattr(kind, name)
+    else:
+        setattr(kind, name, method)

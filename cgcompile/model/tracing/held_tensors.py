@@ -1,0 +1,147 @@
+"""Tensors that a model keeps neither as parameters nor as buffers: attributes of its modules, and of objects, lists and dicts that
+these hold.
+
+torch.export knows parameters and buffers alone; any other tensor is a constant to it.  So what a call writes to becomes a buffer as
+long as a build takes: it is state.  And where an object holds a tensor that is a buffer too (the layers of a cache, registered
+to be exported), it holds the traced one while the model is traced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DEEP, WIDE = 6, 256
+"""How far down and along containers and objects are looked into."""
+
+OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""What torch keeps in a module itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Held:
+    """A tensor at `key` of `holder`: the attributes of a module or object, a list or a dict.
+
+    It is reached from `module` by `path`, names with dots.
+    """
+
+    module: torch.nn.Module
+    path: str
+    holder: Any
+    key: Any
+    tensor: torch.Tensor
+
+
+def held_tensors(model: torch.nn.Module) -> tuple[Held, ...]:
+    """All of them, each place once."""
+    seen: set[int] = set()
+    found: list[Held] = []
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if name not in OWN and not name.endswith("_hooks"):
+                found += _within(module, name, vars(module), name, value, DEEP, seen)
+    return tuple(found)
+
+
+def _within(module: torch.nn.Module, path: str, holder: Any, key: Any, value: Any, deep: int, seen: set[int]) -> Iterator[Held]:
+    if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor and value.layout is torch.strided and holder is not None:
+            yield Held(module=module, path=path, holder=holder, key=key, tensor=value)
+        return
+    if not deep or isinstance(value, torch.nn.Module | type | str) or id(value) in seen:
+        return
+    inner: Any = None
+    if isinstance(value, list | tuple):
+        items, inner = list(enumerate(value))[:WIDE], value if isinstance(value, list) else None
+    elif isinstance(value, dict):
+        items, inner = list(value.items())[:WIDE], value
+    elif hasattr(value, "__dict__") and not callable(value):
+        items, inner = list(vars(value).items())[:WIDE], vars(value)
+    else:
+        return
+    seen.add(id(value))
+    for name, each in items:
+        yield from _within(module, f"{path}.{name}", inner, name, each, deep - 1, seen)
+
+
+@contextmanager
+def own_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """At the end the modules have the buffers and the plain attributes that they had."""
+    before = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in model.modules()]
+    held = held_tensors(model)
+    try:
+        yield
+    finally:
+        for module, buffers, names in before:
+            if set(module._buffers.keys()) != buffers.keys():
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                module._non_persistent_buffers_set.clear()
+                module._non_persistent_buffers_set.update(names)
+        for each in held:
+            if each.holder is vars(each.module) and each.key not in each.holder:
+                each.holder[each.key] = each.tensor
+
+
+def make_buffer(held: Held) -> None:
+    """Makes it a buffer of its module, under its path."""
+    if held.holder is vars(held.module):
+        del held.holder[held.key]  # the buffer of that name is found instead
+    plain = re.sub(r"\W", "_", held.path)
+    number, name = 0, plain
+    while name in held.module._buffers or hasattr(held.module, name):
+        number += 1
+        name = f"{plain}_{number}"
+    held.module.register_buffer(name, held.tensor, persistent=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """A place that holds a buffer: that of `owner` under the name `leaf`."""
+
+    held: Held
+    owner: torch.nn.Module
+    leaf: str
+
+
+def held_buffers(model: torch.nn.Module) -> tuple[Shared, ...]:
+    """The places of objects that hold a buffer of the model's."""
+    owners = {id(tensor): (module, leaf) for module in model.modules() for leaf, tensor in module._buffers.items()}
+    return tuple(
+        [
+            Shared(held=held, owner=owners[id(held.tensor)][0], leaf=owners[id(held.tensor)][1])
+            for held in held_tensors(model)
+            if id(held.tensor) in owners
+        ]
+    )
+
+
+@contextmanager
+def current_buffers(shared: Sequence[Shared], told: torch.device) -> Iterator[None]:
+    """Meanwhile each of these places holds what the module has for the buffer: the traced tensor while the model is traced.
+
+    An object that holds tensors and keeps the CPU as their device is `told` the device where the bundle will run.
+    """
+    put: list[tuple[Any, Any, Any, Any]] = []
+
+    def put_in(holder: Any, key: Any, value: Any) -> None:
+        put.append((holder, key, value, holder[key]))
+        holder[key] = value
+
+    for each in shared:
+        put_in(each.held.holder, each.held.key, each.owner._buffers[each.leaf])
+    for holder in {id(each.held.holder): each.held.holder for each in shared}.values():
+        for key, value in list(holder.items()) if isinstance(holder, Mapping) else ():
+            if isinstance(value, torch.device) and value.type == "cpu" != told.type:
+                put_in(holder, key, told)
+    try:
+        yield
+    finally:
+        for holder, key, value, before in reversed(put):
+            if holder[key] is value:  # else the model assigned it, which is a change of its own
+                holder[key] = before

@@ -1,0 +1,125 @@
+"""The C interface of AOTInductor's code, compiled once for all models.
+
+Inductor writes the whole text of torch's interface.cpp into the file around every model (`*.wrapper.cpp`).  That text, with the
+templates that it uses, is two thirds of what the compiler does for a small model, and nothing in it is the model's.  So it is
+compiled alone, for every processor of the machine's kind (it is control code), kept in the content cache, and linked to the rest.
+
+Private of torch (2.11, 2.13): the text, which is in the generated file as it is in torch's own, and its headers.  A file without it
+is compiled whole, and so is one whose macros are others than DEFINED.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from ...util.content_cache import cache_folder, cache_optional, cache_path, recall, remember
+from ...util.scratch import scratch_folder
+from ...util.workers import end_group
+from ..requirements import compiler, described
+from .compiler import HEADER, REGEX, included
+
+TORCH = Path(torch.__file__).parent
+
+TEXT = TORCH / "_inductor/codegen/aoti_runtime/interface.cpp"
+
+FIRST = "#include <torch/csrc/inductor/aoti_include/cpu.h>\n"
+"""What the generated file has before the text."""
+
+CONTAINER = "model_container.h"
+"""The header of the interface's templates, which a model alone does not need."""
+
+DEFINED = ("TORCH_INDUCTOR_CPP_WRAPPER", "STANDALONE_TORCH_HEADER", "C10_USING_CUSTOM_GENERATED_MACROS", "NDEBUG")
+"""The macros that generated files for the CPU are compiled with.  Others choose what classes of the headers hold (USE_CUDA)."""
+
+WITHOUT_EFFECT = ("CPU_CAPABILITY_", "TORCH_INDUCTOR_PRECOMPILE_HEADERS")
+"""Beginnings of macros that change no class of the interface: which vectors loops use, and whether headers are compiled before."""
+
+OPTIONS = (
+    "-std=c++20", "-O1", "-fPIC", "-w", *[f"-D{name}" for name in DEFINED],
+    f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}",
+)  # fmt: skip
+"""The standard may be a newer one than the model's: classes of the standard library are laid out alike in all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectFile:
+    """What is kept."""
+
+    code: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interface:
+    """The `text` of torch's file, and what it is compiled to, in time: a path, or None where the compiler fails."""
+
+    text: str
+    made: Future[Path | None]
+
+    def without(self, source: str, command: Sequence[str]) -> str | None:
+        """The text of a generated file without the interface's; None where that is not in it, or `command` has other macros."""
+        if source.count(self.text) != 1 or macros(command) != set(DEFINED):
+            return None
+        headers = [line for line in self.text.splitlines() if line.startswith("#include") and CONTAINER not in line]
+        return source.replace(self.text, "\n".join([*headers, ""]))
+
+
+@contextmanager
+def begun_interface() -> Iterator[Interface | None]:
+    """The interface, which is compiled meanwhile unless an earlier build did.  None without a compiler, or where torch has another
+    text.  Raises cache-unsafe."""
+    if not TEXT.exists() or shutil.which(compiler()) is None:
+        yield None
+        return
+    text, path = TEXT.read_text(), None
+    with cache_optional():
+        path = cache_path(cache_folder(), "interface", text, *_dependencies())
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch_folder())
+        target = folder / "interface.o"
+        if path is not None and (found := recall(path, ObjectFile)) is not None:
+            target.write_bytes(found.code)
+            made: Future[Path | None] = Future()
+            made.set_result(target)
+        else:
+            (folder / "interface.cpp").write_text(FIRST + text)
+            command = [compiler(), *OPTIONS, *included(wrapper=True), "-c", "-o", target.name, "interface.cpp"]
+            process = subprocess.Popen(
+                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
+            )
+            thread = stack.enter_context(ThreadPoolExecutor(1))
+            made = thread.submit(_made, process, target, path)
+            stack.callback(end_group, process)  # before the thread is waited for
+        yield Interface(text=text, made=made)
+
+
+def _made(process: subprocess.Popen[bytes], target: Path, path: Path | None) -> Path | None:
+    if process.wait():
+        return None
+    if path is not None:
+        with cache_optional():
+            remember(path, ObjectFile(code=target.read_bytes()))
+    return target
+
+
+def _dependencies() -> Iterator[object]:
+    yield FIRST, OPTIONS, HEADER.read_bytes(), REGEX.read_bytes(), included(wrapper=True)
+    yield torch.__version__, torch.version.git_version, os.uname().machine, platform.libc_ver()
+    yield described(compiler(), "-v", "-E", "-x", "c++", os.devnull)
+
+
+def macros(command: Sequence[str]) -> set[str]:
+    """Those that a command of the compiler defines and that matter."""
+    joined = [word.removeprefix("-D") for word in command if word.startswith("-D") and word != "-D"]
+    apart = [word for option, word in pairwise(command) if option == "-D"]
+    return {name for name in (*joined, *apart) if not name.startswith(WITHOUT_EFFECT)}

@@ -1,0 +1,176 @@
+"""What a model keeps in Python: attributes that a call assigns, and tensors that are no buffers."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cgcompile
+from cgcompile.checks import check
+from cgcompile.export.export import export
+from cgcompile.export.exported import Exported
+from cgcompile.export.functionalization import functional
+from cgcompile.model.flat_module import run_eager
+from cgcompile.model.load import load_source, load_sources
+from cgcompile.model.source import sample
+from cgcompile.pipeline.build import export_entries
+
+
+class Levels(nn.Module):
+    """As torchvision's RAFT: a list that every call makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = [torch.tensor(0)]
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.levels = [self.linear(x)]
+        for _ in range(2):
+            self.levels.append(self.levels[-1] * 2)
+        return sum(self.levels, torch.zeros(()))
+
+
+class Longer(Levels):
+    """How long the list was decides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = len(self.levels)
+        self.levels = [*self.levels, x]
+        return self.linear(x) * before
+
+
+class Dictionary(Levels):
+    """The same, past the attribute itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = len(vars(self)["levels"])
+        self.levels = [torch.tensor(0)] * (before + 1)
+        return self.linear(x) * before
+
+
+class Copied(Levels):
+    """The same, by a copy of the module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = len(copy.copy(self).levels)
+        self.levels = [torch.tensor(0)] * (before + 1)
+        return self.linear(x) * before
+
+
+class Present(Levels):
+    """Whether it is there decides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = hasattr(self, "levels")
+        if before:
+            del self.levels
+        else:
+            self.levels = [x]
+        return self.linear(x) * before
+
+
+class Inner(nn.Module):
+    """A module below the outermost one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 1
+
+
+def rows(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randn(batch, 4),)
+
+
+def exported(model: nn.Module, **sizes: tuple[int, ...]) -> Exported:
+    return export(load_source(model.eval(), rows), sizes or {"batch": (2, 4)})
+
+
+def severities(made: Exported) -> list[tuple[str, str]]:
+    return [(each.rule, each.severity) for each in check(made).findings]
+
+
+@pytest.mark.parametrize("model", [Levels(), Inner(Levels())])
+def test_an_attribute_that_is_assigned_before_it_is_read_is_a_note(model: nn.Module) -> None:
+    levels = next(module for module in model.modules() if isinstance(module, Levels))
+    before = levels.levels
+    made = exported(model)
+    assert severities(made) == [("mutated-attribute", "note")]
+    assert levels.levels is not before and not any(type(each) is not torch.Tensor for each in levels.levels)
+    assert "__getattribute__" not in vars(Levels)
+    tensors = sample(made.source, {"batch": 2}).tensors
+    torch.testing.assert_close(made.programs.first.module()(*tensors), run_eager(made.flat, tensors).outputs)
+
+
+@pytest.mark.parametrize("model", [Longer(), Dictionary(), Copied(), Present()])
+def test_an_attribute_that_is_read_before_is_refused(model: nn.Module) -> None:
+    assert ("mutated-attribute", "refuse") in severities(exported(model))
+
+
+class Caches(nn.Module):
+    """Tensors that it writes to: in an object, and as a plain attribute; `places` of a buffer, as transformers' cache has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store: Any = SimpleNamespace(layers=[SimpleNamespace(keys=torch.zeros(4))])
+        self.plain = torch.zeros(4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.places = {"seen": self.seen, "device": torch.device("cpu")}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.store.layers[0].keys.add_(x.sum(0))
+        self.plain.copy_(x.sum(0))
+        self.places["seen"].add_(1)
+        return x + self.store.layers[0].keys + self.plain + self.seen + torch.ones(4, device=self.places["device"])
+
+
+def test_tensors_that_are_no_buffers_are_state() -> None:
+    made = exported(Caches())
+    assert sorted(functional(made.programs.first).buffers_to_mutate.values()) == [
+        "model.plain", "model.seen", "model.store_layers_0_keys",
+    ]  # fmt: skip
+    assert {rule for rule, _ in severities(made)} == {"mutated-buffer"}
+    (x,) = sample(made.source, {"batch": 2}).tensors
+    program, eager = made.programs.first.module(), Caches()
+    for _ in range(3):
+        torch.testing.assert_close(program(x)[0], eager(x))
+
+
+def test_the_model_is_afterwards_what_it_was() -> None:
+    model = Caches()
+    names, attributes = [name for name, _ in model.named_buffers()], set(vars(model))
+    plain, keys = model.plain, model.store.layers[0].keys
+    cgcompile.check(model, rows, sizes={"batch": (2, 4)})
+    assert [name for name, _ in model.named_buffers()] == names and set(vars(model)) == attributes
+    assert model.plain is plain and model.store.layers[0].keys is keys and model.places["seen"] is model.seen
+    assert not any(tensor.any() for tensor in (plain, keys, model.seen)) and model.places["device"] == torch.device("cpu")
+
+
+class Memory(nn.Module):
+    """One method writes what the other reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = [torch.zeros(4)]
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.store[0]
+
+    def write(self, x: torch.Tensor) -> torch.Tensor:
+        self.store[0].copy_(x.sum(0))
+        return x * 2
+
+
+def test_what_one_entry_writes_is_state_of_those_before_it_too() -> None:
+    sources = load_sources(Memory(), {"read": rows, "write": rows})
+    read, write = export_entries(sources, {"read": {"batch": (2, 4)}, "write": {"batch": (2, 4)}})
+    assert read.programs.weights().keys() == write.programs.weights().keys() == {"model.store_0"}
+    assert read.programs.weights()["model.store_0"] is write.programs.weights()["model.store_0"]
