@@ -74,7 +74,7 @@ class FakeDriver:
     CUstreamUpdateCaptureDependencies_flags = SimpleNamespace(CU_STREAM_SET_CAPTURE_DEPENDENCIES=1)
     CUgraph = Handle
     CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_CONDITIONAL=13)
-    CUgraphConditionalNodeType = SimpleNamespace(CU_GRAPH_COND_TYPE_IF=0, CU_GRAPH_COND_TYPE_WHILE=1)
+    CUgraphConditionalNodeType = SimpleNamespace(CU_GRAPH_COND_TYPE_IF=0, CU_GRAPH_COND_TYPE_WHILE=1, CU_GRAPH_COND_TYPE_SWITCH=2)
     CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)
     CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
     CUdevice_attribute = SimpleNamespace(
@@ -90,7 +90,7 @@ class FakeDriver:
         self.capturing: set[int] = set()  # streams
         self.captured: list[Callable[[], object]] = []  # what was enqueued on them
         self.captures: dict[int, int] = {}  # streams whose capture is a graph here
-        self.conditions: dict[int, bool] = {}  # by handle
+        self.conditions: dict[int, int] = {}  # by handle
         self.retained = 0
         self.freed = 0
         self._numbers = itertools.count(0x1000)
@@ -323,7 +323,7 @@ class FakeDriver:
     def _set_condition(self, block: list[bytes]) -> None:
         at, handle = [int.from_bytes(word, "little") for word in block]
         assert handle in self.conditions, "a handle of no graph"
-        self.conditions[handle] = ctypes.string_at(at, 1) != b"\0"
+        self.conditions[handle] = ctypes.string_at(at, 1)[0]
 
     def do_cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> None:
         assert config.numAttrs == len(config.attrs)
@@ -353,12 +353,12 @@ class FakeDriver:
     def do_cuGraphConditionalHandleCreate(self, graph: int, context: int, default: int, flags: int) -> Handle:
         assert int(graph) in self.live and context == 7
         handle = Handle(next(self._numbers))
-        self.conditions[handle] = False
+        self.conditions[handle] = 0
         return handle
 
     def do_cuGraphAddNode(self, graph: int, dependencies: None, data: None, count: int, params: Any) -> Any:
         given = params.conditional
-        assert (params.type, given.ctx) == (13, 7) and 1 <= given.size <= 2 - given.type
+        assert (params.type, given.ctx) == (13, 7) and 1 <= given.size <= (2, 1, 256)[given.type]
         bodies = given.phGraph_out = [self.do_cuGraphCreate(0) for _ in range(given.size)]
         drawn = [self._drawn(body) for body in bodies]
         self._drawn(graph).bodies += bodies
@@ -368,12 +368,11 @@ class FakeDriver:
                 run()
 
         def run() -> None:
-            while self.conditions[given.handle]:
+            while given.type == 1 and self.conditions[given.handle]:
                 body(0)
-                if given.type == 0:
-                    return
-            if len(drawn) == 2:
-                body(1)
+            chosen = self.conditions[given.handle] if given.type == 2 else int(not self.conditions[given.handle])
+            if given.type != 1 and chosen < len(drawn):
+                body(chosen)
 
         return self._node(graph, run)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..tables.column_file import invalid
-from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, WHILE, Table
+from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table
 from .driver import Context, check, cu
 from .launches import Launches, attributes, copy_params, describe, memset_value, rows
 from .modules import Modules
@@ -144,8 +144,11 @@ class _Build:
         params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         params.conditional.handle = handle
         types = cu.CUgraphConditionalNodeType
-        loop = self._table.conditional_type[row] == WHILE
-        params.conditional.type = types.CU_GRAPH_COND_TYPE_WHILE if loop else types.CU_GRAPH_COND_TYPE_IF
+        params.conditional.type = (
+            types.CU_GRAPH_COND_TYPE_IF,
+            types.CU_GRAPH_COND_TYPE_WHILE,
+            types.CU_GRAPH_COND_TYPE_SWITCH,
+        )[self._table.conditional_type[row]]
         first, last = self._table.conditional_bounds[row : row + 2]
         params.conditional.size = last - first
         params.conditional.ctx = self._context.handle

@@ -1,7 +1,7 @@
 """Inside a recorder process: a program with branches and loops.  Every straight part is lowered and captured by itself, all into
 one private pool, in the order of the program: torch's allocator plans their common arena, and what holds a value holds its memory.
 
-What must not move: a branch's results are the tensors of its first body, into which the second one copies its own.  What a loop
+What must not move: a branch's results are the tensors of its first body, into which the others copy their own.  What a loop
 carries lies in tensors of its own, filled before it begins and written in place at the end of its body, whose turns follow one
 another over the same memory; the loop holds all that its body takes from outside until it is captured.
 
@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from ...errors import ModelError
-from ...partition.blocks import Block, Branch, Loop, Operand, Straight, blocks, straight_module, taken
+from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, straight_module, taken
 from ...partition.node_kinds import writes_to
 from ...targets.cuda.lowering import repair
 from ...targets.cuda.tensors import tensor_place
@@ -85,7 +85,7 @@ class _Growing:
         needed = _needed(block, last)
         for part, later in zip(block.parts, needed, strict=True):
             match part:
-                case Branch():
+                case Branch() | Switch():
                     self._branch(part, values, steps, last, runs)
                 case Loop():
                     self._loop(part, values, steps, last, runs)
@@ -151,27 +151,33 @@ class _Growing:
 
         return call
 
-    def _branch(self, part: Branch, values: Values, steps: list[Step], last: _Last, runs: bool) -> None:
-        predicate = values[part.predicate]
-        number = self._set_condition(predicate, steps)
-        chosen = bool(predicate)
-        operands = _operands(part.operands, values)
-        true, false = part.bodies
-        bodies: list[list[Step]] = [[], []]
-        with self._harmless(operands, runs and chosen):
-            own = dict(zip(true.inputs, operands, strict=True))
-            made = self.block(true, own, bodies[0], _Last(own=True, changing=last.changing), runs and chosen)
-        kept = _clones(made)
-        with self._harmless(operands, runs and not chosen):
-            targets = {f"{part.name}.result.{place}": each for place, each in enumerate(made)}
-            own = {**targets, **dict(zip(false.inputs, operands, strict=True))}
-            copies = tuple(zip(targets, false.outputs, strict=True))
-            self.block(
-                replace(false, outputs=()), own, bodies[1], _Last(copies=copies, changing=last.changing), runs and not chosen
-            )
-        if chosen:
-            _fill(made, kept)
-        steps.append(Conditional(conditional=number, type="if", bodies=(tuple(bodies[0]), tuple(bodies[1]))))
+    def _branch(self, part: Branch | Switch, values: Values, steps: list[Step], last: _Last, runs: bool) -> None:
+        if isinstance(part, Switch):
+            byte, bodies, operands = values[part.choice], part.bodies, part.operands
+            chosen = int(byte)
+        else:
+            byte, bodies, operands = values[part.predicate], part.bodies, (part.operands, part.operands)
+            chosen = 0 if bool(byte) else 1
+        number = self._set_condition(byte, steps)
+        made: list[Any] = []
+        kept: list[Any] = []
+        inner: list[Steps] = []
+        for place, (body, names) in enumerate(zip(bodies, operands, strict=True)):
+            taken_here, own, given = runs and chosen == place, list[Step](), _operands(names, values)
+            inputs = dict(zip(body.inputs, given, strict=True))
+            with self._harmless(given, taken_here):
+                if not place:
+                    made = self.block(body, inputs, own, _Last(own=True, changing=last.changing), taken_here)
+                else:
+                    targets = {f"{part.name}.result.{number}": each for number, each in enumerate(made)}
+                    ending = _Last(copies=tuple(zip(targets, body.outputs, strict=True)), changing=last.changing)
+                    self.block(replace(body, outputs=()), {**targets, **inputs}, own, ending, taken_here)
+            if chosen == place:
+                kept = _clones(made)
+            inner.append(tuple(own))
+        _fill(made, kept)
+        kind = "switch" if isinstance(part, Switch) else "if"
+        steps.append(Conditional(conditional=number, type=kind, bodies=tuple(inner)))
         values.update(zip(part.outputs, made, strict=True))
 
     def _loop(self, part: Loop, values: Values, steps: list[Step], last: _Last, runs: bool) -> None:
@@ -253,6 +259,8 @@ def _needed(block: Block, last: _Last) -> list[set[str]]:
                 rest |= set(taken(straight_module(block, part, ()))) if nodes else set()
             case Branch(predicate=predicate, operands=operands):
                 rest |= {predicate, *[each for each in operands if isinstance(each, str)]}
+            case Switch(choice=choice, operands=several):
+                rest |= {choice, *[each for operands in several for each in operands if isinstance(each, str)]}
             case Loop(carried=carried, operands=operands):
                 rest |= {each for each in (*carried, *operands) if isinstance(each, str)}
     return found[::-1]

@@ -53,11 +53,11 @@ def _replay(steps: Sequence[Step], conditions: dict[int, int]) -> None:
         if isinstance(step, SetCondition):
             conditions[step.conditional] = condition(step.byte)
         elif isinstance(step, Conditional):
-            first, *others = step.bodies
-            if step.type == "if":
-                _replay(first if conditions[step.conditional] else others[0], conditions)
             while step.type == "while" and conditions[step.conditional]:
-                _replay(first, conditions)
+                _replay(step.bodies[0], conditions)
+            if step.type != "while":
+                value = conditions[step.conditional]
+                _replay(step.bodies[value if step.type == "switch" else int(not value)], conditions)
         else:
             step.replay()
 
