@@ -5,6 +5,7 @@ All of it is told in the environment, which the workers of pytest-xdist and proc
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -27,6 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if "CXX" not in os.environ and shutil.which(cxx.COMPILER):
         os.environ["CXX"] = cxx.__file__
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits leaves its core to the other workers
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and is not looked through for garbage again; new garbage, of traces above all, is looked for less
+    often.  A tenth of a run's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .call.views import View
 from .errors import BundleError, CgbundleError
@@ -26,6 +26,9 @@ from .tensors.comparison import describe, difference, nearest
 from .tensors.exam_tensors import ExamTensor, bounds, exam_tensors, is_exact, stored
 from .tensors.exam_tensors import inputs_of as inputs_of
 from .validate.state import STATE
+
+if TYPE_CHECKING:
+    from .session.chained_calls import ChainResult
 
 POISON = 0xFF
 """Fills memory that no replay may read before it writes it: NaN as a float, -1 as an integer."""
@@ -107,6 +110,17 @@ def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None)
         exam.close()
 
 
+def replay_chained(program: Program) -> list[ChainResult]:
+    """Calls that take outputs where they lie beside the same calls of copies: see `session.chained_calls`."""
+    from .session.chained_calls import replay_chains  # few bundles have any
+
+    exam = program.open_exam()
+    try:
+        return replay_chains(program.manifest, program._backend, exam, POISON)
+    finally:
+        exam.close()
+
+
 def name_key(manifest: Manifest, key: Sequence[int]) -> str:
     """`batch=8, seq=128`; of another entry than forward `decode: batch=8`."""
     return key_text(manifest.dimensions, key, manifest.entry)
@@ -172,7 +186,7 @@ def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:
     """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
     are given, one of them must have signed what it loads.
 
-    {"results": [as `Result.plain`], "torch_imported"}, or {"error", "hint"}.
+    {"results": [as `Result.plain`], "chains": [as `chained_calls.ChainResult`], "torch_imported"}, or {"error", "hint"}.
     """
     import subprocess
 
@@ -192,18 +206,22 @@ def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Loads the bundle, replays the exam, prints {"results": [...], "torch_imported": false} or {"error": ..., "hint": ...}."""
+    """Loads the bundle, replays the exam, prints {"results": [...], "chains": [...], "torch_imported": false} or {"error": ...,
+    "hint": ...}."""
     path, *keys = arguments
     try:
         with open_program(path, check="full", poison=POISON, key=keys or None) as program:
             results = replay_exam(program)
             compare = {each.entry: each.exam.compare for each in each_entry(program.manifest)}
             rows = [result.plain(compare[result.entry]) for result in results]
+            chains: list[dict[str, Any]] = []
+            if program.manifest.chains:
+                chains = [asdict(each) for each in replay_chained(program)]
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "kind": error.kind}))
         return error.exit_code
-    print(json.dumps({"results": rows, "torch_imported": "torch" in sys.modules}))
-    return 0 if all(row["passed"] for row in rows) else 1
+    print(json.dumps({"results": rows, "chains": chains, "torch_imported": "torch" in sys.modules}))
+    return 0 if all(row["passed"] for row in (*rows, *chains)) else 1
 
 
 if __name__ == "__main__":

@@ -167,15 +167,17 @@ class Program(Entry):
             raise closed(self.manifest.name)
         return Mapped(self._exam.descriptor, EXAM)
 
-    def poison(self, byte: int) -> None:
-        """Overwrites with `byte` what no replay may rely on: results must not change.  For verification."""
-        self._backend.poison(byte)
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
+        """Overwrites with `byte` what no replay may rely on: results must not change.  `reserved`: also the outputs that a later
+        call may take where they lie.  For verification."""
+        self._backend.poison(byte, reserved=reserved)
 
     def close(self) -> None:
         """Waits for running calls, then frees everything; closing the program that was loaded closes its sessions.  Calling a
         closed program raises ProgramClosed; closing twice does nothing."""
         if self._backend.device is not None:
-            self._session.epoch.closed = True  # views of the GPU's memory end here, also those that a running call will give
+            for epoch in (self._session.epoch, *[entry.epoch for entry in self.entries.values()]):
+                epoch.closed = True  # views of the GPU's memory end here, also those that a running call will give
         self._sessions.close()
         self._backend.close()
         for entry in (self, *self._others.values()):

@@ -3,10 +3,11 @@ Constants outside the program's own memory become tables behind the weights; the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from cgbundle.format.schema import MEMORIES, IntKey, Value
+from cgbundle.format.schema import MEMORIES, IntKey, Reserved, Value
 from cgbundle.tables.recording import (
     Address,
     Edge,
@@ -23,11 +24,12 @@ from cgbundle.tables.recording import (
 
 from ..errors import BuildError
 from ..targets.cuda.bodies import Bodies
+from ..targets.cuda.chains import ChainedOutput, refused
 from ..targets.cuda.conditions import set_condition
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.memory_layout import Table
 from .pairing import PairedRanges, pair_takes
-from .placement import Placement, place, place_tables
+from .placement import Placement, keep, place, place_tables
 from .relocation import Classified, classify, classify_graph, compare, node_name, place_of
 from .rows import marks_and_graphs
 from .take import (
@@ -59,6 +61,7 @@ class Assembled:
     tables: tuple[Table, ...]
     weights_end: int
     states: tuple[ModuleState, ...]
+    reserved: tuple[Reserved, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +82,17 @@ class _ClassifiedGraph:
         return tuple(t for _, t in self.blocks[i].relocations) if i in self.blocks else self.places[i]
 
 
-def assemble(a: Take, b: Take, weights_end: int, conditions: Function | None = None) -> Assembled:
-    """Compare two takes and name every address.  `weights_end`: where the program's own tensors end in memory `weights`.
-    `conditions`: the kernel that sets conditions, where there are branches or loops.  Raises recordings-differ,
-    address-disagrees, memory-refused, pointer-in-table, module-state-differs."""
+def assemble(
+    a: Take,
+    b: Take,
+    weights_end: int,
+    chained: Mapping[IntKey, Sequence[ChainedOutput]] = MappingProxyType({}),
+    conditions: Function | None = None,
+) -> Assembled:
+    """Compare two takes and name every address.  `weights_end`: where the program's own tensors end in memory `weights`; `chained`:
+    by key, the outputs that a later call takes where they lie; `conditions`: the kernel that sets conditions, where there are
+    branches or loops.  Raises recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs,
+    chain-refused."""
     compare(a, b)
     paired = pair_takes(a, b)
     classified = [_classified(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
@@ -92,13 +102,30 @@ def assemble(a: Take, b: Take, weights_end: int, conditions: Function | None = N
     ]
     used = [i for graph in classified for i in graph.used()] + [t.range for _, _, block in states for _, t in block.relocations]
     tables, offsets, end = place_tables(a, b, paired.pairing, dict.fromkeys(used), weights_end)
-    keys = dict.fromkeys(graph.key for graph in a.graphs)
+    of_key: dict[IntKey, list[tuple[RawGraph, _ClassifiedGraph]]] = {}
+    for graph, own in zip(a.graphs, classified, strict=True):
+        of_key.setdefault(graph.key, []).append((graph, own))
+    held = {key: (outputs[0].entry, _held(a, of_key[key], outputs)) for key, outputs in chained.items()}
+    kept = keep(a, held)
     graphs = {}
-    for key in keys:
-        mine = [(graph, own) for graph, own in zip(a.graphs, classified, strict=True) if graph.key == key]
-        placement = place(a, dict.fromkeys(i for _, own in mine for i in own.used()), offsets, key)  # one arena for all of them
+    for key, mine in of_key.items():
+        ranges = dict.fromkeys(i for _, own in mine for i in own.used())
+        placement = place(a, ranges, offsets, key, kept.offsets.get(key, {}), kept.start)  # one arena for all of them
         graphs[key] = tuple([_rows(graph, own, placement, conditions) for graph, own in mine])
-    return Assembled(graphs=graphs, tables=tables, weights_end=end, states=tuple(_states(states, offsets)))
+    states_of = tuple(_states(states, offsets))
+    return Assembled(graphs=graphs, tables=tables, weights_end=end, states=states_of, reserved=kept.reserved)
+
+
+def _held(take: Take, graphs: Sequence[tuple[RawGraph, _ClassifiedGraph]], outputs: Sequence[ChainedOutput]) -> list[int]:
+    """The ranges that chained outputs of a key lie in.  Raises chain-refused for one that lies in no segment of its own pool."""
+    found = []
+    for output in outputs:
+        graph, own = graphs[output.region]
+        reading = own.values[len(graph.inputs) + output.output]
+        if reading is not None and take.ranges[reading.range].kind != "pool":
+            raise refused(output.entry, output.number, f"lies in memory of {take.ranges[reading.range].kind}")
+        found += [reading.range] if reading is not None else []
+    return found
 
 
 def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> _ClassifiedGraph:

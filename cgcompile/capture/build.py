@@ -17,6 +17,7 @@ from ..bundle.exam import KeyExam, replayed_exam, write_exam
 from ..bundle.proof import accepted, measured
 from ..model.source import SEED, sample
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
+from ..targets.cuda.chains import chained_outputs
 from ..targets.cuda.conditions import conditional_driver
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
@@ -74,6 +75,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
             uploads=split.uploads if split else {},
             host_only=off_gpu(split, hosts, unplaced),
             written={key: own.written for key, own in prepared.items()},
+            chained=chained_outputs(spec, split),
             state=state,
             exam_calls={key: own.exam_calls for key, own in prepared.items()},
             stored=stage / archive.WEIGHTS,
@@ -102,6 +104,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
         regions=written.regions,
         module_state=STATES_FILE if recorded.states else "",
         entries=tuple([part for part, _ in parts]),
+        reserved=recorded.reserved,
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from cgbundle.format.schema import MEMORIES, IntKey
+from cgbundle.format.schema import MEMORIES, IntKey, Reserved
 from cgbundle.tables.recording import Address
 
 from ..errors import ModelError
+from ..targets.cuda.chains import reserved_end, reserved_parts
 from ..targets.memory_layout import ALIGN, PAD, Table, align
 from .pairing import Pairing, agree
 from .take import INPUTS, WEIGHTS, Reading, Take
@@ -69,10 +71,19 @@ def place_tables(
     return tuple(tables), offsets, end
 
 
-def place(take: Take, used: Iterable[int], tables: Mapping[int, int], key: IntKey) -> Placement:
-    """Place the ranges that the graph of one key refers to, in the order of their first use."""
+def place(
+    take: Take,
+    used: Iterable[int],
+    tables: Mapping[int, int],
+    key: IntKey,
+    kept: Mapping[int, int] = MappingProxyType({}),
+    start: int = 0,
+) -> Placement:
+    """Place the ranges that the graph of one key refers to, in the order of their first use, in the arena from `start` on.  `kept`
+    have an offset there."""
     bases = {WEIGHTS: (MEMORIES.index("weights"), 0), INPUTS: (MEMORIES.index("inputs"), 0)}
-    arena = 0
+    bases |= {i: (MEMORIES.index("arena"), offset) for i, offset in kept.items()}
+    arena = start
     for i in used:
         piece = take.ranges[i]
         if i in bases:
@@ -88,6 +99,36 @@ def place(take: Take, used: Iterable[int], tables: Mapping[int, int], key: IntKe
         else:
             raise ModelError("memory-refused", f"int_key {key} refers to {piece.kind} memory")
     return Placement(bases=bases, arena=arena + PAD)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """The segments that outputs lie in which a later call takes where they lie.  `offsets`: by key, range -> offset in the arena.
+    `start`: where the arena of all keys begins."""
+
+    reserved: tuple[Reserved, ...]
+    offsets: Mapping[IntKey, Mapping[int, int]]
+    start: int
+
+
+def keep(take: Take, held: Mapping[IntKey, tuple[str, Sequence[int]]]) -> Kept:
+    """Places the ranges that hold the chained outputs, given the entry of every key and these ranges.
+
+    A range is a whole segment of torch's allocator: temporaries of the program may have lain where the output does.
+    """
+    found: dict[IntKey, dict[int, int]] = {}
+    needs: dict[str, int] = {}
+    for key, (entry, ranges) in held.items():
+        places, end = found.setdefault(key, {}), 0
+        for i in dict.fromkeys(ranges):
+            size = take.ranges[i].size
+            places[i] = align(end, SEGMENT_ALIGN if size >= SEGMENT_ALIGN else ALIGN)
+            end = places[i] + size
+        needs[entry] = max(needs.get(entry, 0), end)
+    reserved = reserved_parts(needs, SEGMENT_ALIGN)
+    begins = {row.entry: row.offset for row in reserved}
+    offsets = {key: {i: begins[entry] + at for i, at in found[key].items()} for key, (entry, _) in held.items()}
+    return Kept(reserved=reserved, offsets=offsets, start=reserved_end(reserved, SEGMENT_ALIGN))
 
 
 def _pointers(a: Take, b: Take, pairing: Pairing, i: int) -> list[int]:

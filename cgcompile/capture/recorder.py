@@ -19,13 +19,14 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from cgbundle.format import archive
-from cgbundle.format.schema import IntKey, Weight
+from cgbundle.format.schema import IntKey, Reserved, Weight
 from cgbundle.tables.recording import ModuleState
 
 from ..bundle.exam import ReplayedBytes
 from ..errors import BuildError, ModelError
 from ..export.programs import Programs
 from ..export.torch_program import without_weights
+from ..targets.cuda.chains import ChainedOutput
 from ..targets.cuda.conditions import condition_function, condition_image
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
@@ -67,6 +68,7 @@ class Recorded:
     weights_bytes: int
     state_bytes: int
     states: tuple[ModuleState, ...]
+    reserved: tuple[Reserved, ...]
     images: dict[str, bytes] = field(repr=False)
     arch: str
     driver: int
@@ -87,6 +89,7 @@ def record(
     written: Mapping[IntKey, tuple[int, ...]] = MappingProxyType({}),
     state: Collection[str] = (),
     exam_calls: Mapping[IntKey, int] = MappingProxyType({}),
+    chained: Mapping[IntKey, Sequence[ChainedOutput]] = MappingProxyType({}),
     stored: Path | None = None,
     release: bool = False,
     processes: RecorderProcesses | None = None,
@@ -101,7 +104,7 @@ def record(
     `code`: as in `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph;
     `uploads` is what the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.
     `written`: by key, positions of the inputs, among the call's tensors, that its program writes to; `state`: buffers that one
-    does, by name.
+    does, by name.  `chained`: outputs that a later call takes where they lie.
 
     `stored` is where the file of weights goes, from which the processes take them (default: inside `folder`).  With `release` the
     programs' own tensors, but for state, give their memory back once it is written: nothing can run the programs afterwards.
@@ -168,7 +171,8 @@ def record(
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
     inputs = {key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()}
     own = condition_image(a.arch) if has_conditions(a) else b""
-    assembled = assemble(a, b, layout.weights_end, condition_function(own) if own else None)
+    conditions = condition_function(own) if own else None
+    assembled = assemble(a, b, layout.weights_end, chained, conditions)
     rows = add_tables(file, rows, assembled.tables)
     return _recorded(a, b, assembled, layout, rows, static, inputs, [own] if own else [])
 
@@ -234,6 +238,7 @@ def _recorded(
         weights_bytes=assembled.weights_end + PAD,
         state_bytes=layout.state_end + PAD if layout.state_end else 0,
         states=assembled.states,
+        reserved=assembled.reserved,
         images={**a.images, **{hashlib.sha256(image).hexdigest(): image for image in images}},
         arch=a.arch,
         driver=a.driver,

@@ -1,4 +1,5 @@
-"""Operators that are written with PyTorch's own: those of other libraries, and products of groups of rows."""
+"""Operators that are written with others of PyTorch's: those of other libraries, products of groups of rows, and tensors that are
+made empty and get their size afterwards."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.fx import Node
+
+aten = torch.ops.aten
 
 PYTORCH = frozenset({"aten", "prim", "prims", "cgcompile"})
 """Namespaces of operators that compilers know."""
@@ -25,6 +29,25 @@ def without_composites(program: ExportedProgram) -> ExportedProgram:
     composites: dict[Any, Callable[..., Any]] = {op: table[op] for op in others if op in table}
     composites |= {op: grouped_product for op in calls if op.name() == GROUPED or op.name() == "aten::_grouped_mm"}
     return program.run_decompositions(composites) if composites else program
+
+
+def give_sizes_at_once(program: ExportedProgram) -> None:
+    """Tensors that the program makes empty and then resizes (`input.new().resize_as_(x)`, torch.nn.CrossMapLRN2d) are made in that
+    size: torch (2.11, 2.13) cannot follow views of a resized tensor.  Its size
+    is a number: torch.export fixes what a tensor is resized to."""
+    for node in list(program.graph.nodes):
+        made = node.args[0] if node.target in (aten.resize_as_.default, aten.resize_.default) else None
+        if not isinstance(made, Node) or made.target is not aten.empty.memory_format or list(made.args[0]) != [0]:
+            continue
+        if next(user for user in program.graph.nodes if user in made.users) is not node:  # something looks at the empty one
+            continue
+        size = node.args[1].meta["val"].shape if isinstance(node.args[1], Node) else node.args[1]
+        with program.graph.inserting_before(node):
+            whole = program.graph.call_function(made.target, (list(size),), dict(made.kwargs))
+        whole.meta = dict(node.meta)
+        for each in (node, made):
+            each.replace_all_uses_with(whole)
+            program.graph.erase_node(each)
 
 
 FEW = 16

@@ -24,6 +24,7 @@ from ..model.tracing.questions import ALL, FLAGS_ALONE
 from ..model.user_code import first_line, user_line
 from .eager_check import check_dynamic, check_static
 from .exported import EagerShapes, Exported, memory_order
+from .functionalization import size_from_a_float
 from .programs import Programs, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
 
@@ -32,6 +33,9 @@ STOPPED = ("export-failed", "branch-on-data", "size-excluded", "shape-depends-on
 
 OF_SHAPES = ("export-failed", "size-excluded")
 """Those that constant sizes may remove."""
+
+OF_VALUES = ("branch-on-data", "shape-depends-on-data")
+"""Those that constant sizes may answer."""
 
 PROBES = 8
 """Sizes of a dimension, beside the declared ones, at which eager PyTorch is asked for the shapes of the outputs."""
@@ -122,25 +126,50 @@ def _made(
     sizes: Mapping[str, tuple[int, ...]],
     calls: Sequence[SideEffects],
 ) -> _Made:
-    """Dynamic, else per size; where neither works, the error that names the user's line."""
+    """Dynamic, else per size; where neither works, what the dynamic export said, which names the user's line.
+
+    Sizes that are constants may also answer what Python asks: positions and masks that are made of sizes alone have values then.
+    """
     try:
         program, obstacles = past_branches(flat, calls, lambda: export_dynamic(source, flat, shapes, sizes))
+        if sizes and (where := size_from_a_float(program)):
+            raise ModelError("shape-depends-on-data", f"{where}: the size of a tensor depends on data")
         check_dynamic(source, flat, program, shapes, sizes, branched=_branched(obstacles))
-        return _Made(programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), obstacles=obstacles)
     except ModelError as error:
-        if error.code not in OF_SHAPES or not sizes:
+        if error.code not in (*OF_SHAPES, *OF_VALUES) or not sizes:
             raise
         why = error
+    else:
+        dynamic = _Made(programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), obstacles=obstacles)
+        if not _branched(obstacles) or not sizes:
+            return dynamic
+        try:
+            return _per_size(source, flat, sizes, calls, _reason(source, obstacles), branches=False)
+        except ModelError:
+            return dynamic
     try:
-        return _per_size(source, flat, sizes, calls, str(why))
+        return _per_size(source, flat, sizes, calls, str(why), branches=why.code in OF_SHAPES)
     except ModelError as error:
-        raise (why if error.code == why.code and str(error).startswith(f"{source.label}:") else error) from why.__cause__
+        known = error.code == why.code and str(error).startswith(f"{source.label}:")
+        raise (why if known or why.code in OF_VALUES else error) from why.__cause__
+
+
+def _reason(source: Source, obstacles: Sequence[Obstacle]) -> str:
+    where = next(obstacle.where for obstacle in obstacles if obstacle.rule == "data-dependent-branch")
+    return f"{where or source.label}: Python asks for a value that depends on the sizes"
 
 
 def _per_size(
-    source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], calls: Sequence[SideEffects], reason: str
+    source: Source,
+    flat: FlatModule,
+    sizes: Mapping[str, tuple[int, ...]],
+    calls: Sequence[SideEffects],
+    reason: str,
+    branches: bool,
 ) -> _Made:
-    """A program for each int_key.  At each the model runs in eager PyTorch first: a branch on data takes the way that it took."""
+    """A program for each int_key.  At each the model runs in eager PyTorch first: a branch on data takes the way that it took.
+
+    Without `branches` such a branch raises branch-on-data."""
     by_key: dict[IntKey, ExportedProgram] = {}
     obstacles: list[Obstacle] = []
     seen: list[EagerShapes] = []
@@ -155,6 +184,8 @@ def _per_size(
         program, found = past_branches(flat, calls, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
         if not _branched(found):
             check_static(source, flat, program, chosen, tensors)
+        elif not branches:
+            raise next(branch(each.where, each.source) for each in found if each.rule == "data-dependent-branch")
         by_key[key] = program
         obstacles += found
     (programs,) = with_shared_constants([Programs(by_key=by_key, dynamic=False, reason=reason)])

@@ -54,7 +54,7 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
                 f"model: the buffers {shared[0]!r} and {shared[1]!r} share memory, and torch.export cannot follow writes to them",
                 "give each a tensor of its own",
             ) from error
-        if where := _size_from_a_float(program):
+        if where := size_from_a_float(program):
             raise ModelError("shape-depends-on-data", f"{where}: the size of a tensor depends on data") from error
         raise ModelError(
             "export-failed",
@@ -79,7 +79,7 @@ def state_buffers(signature: ExportGraphSignature) -> tuple[str, ...]:
     return tuple(sorted(set(signature.buffers_to_mutate.values())))
 
 
-def _size_from_a_float(program: ExportedProgram) -> str:
+def size_from_a_float(program: ExportedProgram) -> str:
     """Where a tensor is made whose size follows from a float that was read out of another, or ""."""
     for node in program.graph.nodes:
         value = node.meta.get("val")

@@ -27,7 +27,7 @@ from ..model.flat_module import FlatModule
 from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
 from ..model.source import Source
 from ..model.user_code import first_line, user_line, user_place
-from .composite_operators import without_composites
+from .composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
 
 
@@ -90,6 +90,7 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
         program = torch.export.export(flat, _separate(tensors), dynamic_shapes=dynamic, strict=False)
     sys.stderr.write(said.getvalue())
     _spell_conditions(program)
+    give_sizes_at_once(program)
     return without_composites(expanded(program))
 
 

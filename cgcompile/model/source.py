@@ -25,6 +25,9 @@ SEED = 0
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
+ChainNames = tuple[str, str]
+"""An output and the input that takes it where it lies, each as `entry.name`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
@@ -34,7 +37,8 @@ class Source:
     `entry` is the method; the sources of a model with several entries have one and the same `model`.  `code` is the file or module
     that defines the model, "" where no other process can import it.  `dimensions` are the parameters of `inputs`.  `owned`: the
     model was made for this build, which may do with it what it likes.  `device`: where it lives.  `told`: where the bundle will
-    run; the model's code is told that its tensors are there.  `saved` is what a saved program says of its dimensions.
+    run; the model's code is told that its tensors are there.  `saved` is what a saved program says of its dimensions.  `chains` are
+    those of the whole model.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Source:
     saved: tuple[SavedDimension, ...] = ()
     entry: str = FORWARD
     origin: str = ""
+    chains: tuple[ChainNames, ...] = ()
 
 
 def entry_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from ..export.programs import coarsest
 from ..model.source import sample
 from ..targets.architectures import Arch, arch
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts, build_key
+from ..targets.cuda.chains import chained_outputs
 from ..targets.cuda.conditions import condition_function, condition_image, conditional_driver
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
@@ -37,6 +38,7 @@ from ..util.content_cache import cache_folder
 from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
 from .assemble.arena import plan
+from .assemble.kept import Kept, keep_outputs
 from .assemble.merge import LoweredRegion, merge, whole
 from .assemble.plan_check import check_plan
 from .assemble.rows import assemble
@@ -87,8 +89,10 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         layout = lay_out(shapes, state, off_gpu(split, hosts, unplaced))
         folded, end = folded_tables(traced, layout.weights_end)
         with stages("plan") as tell:
+            kept = keep_outputs(joined, chained_outputs(spec, split))
             graphs, bound = _assemble(
                 joined,
+                kept,
                 compiled,
                 _places(layout.rows, folded),
                 calls,
@@ -131,6 +135,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         regions=written.regions,
         module_state="",
         entries=tuple(parts),
+        reserved=kept.reserved,
     )
 
 
@@ -211,6 +216,7 @@ def _places(rows: Sequence[Weight], folded: Mapping[str, Table]) -> dict[str, Ad
 
 def _assemble(
     programs: Mapping[IntKey, LoweredProgram],
+    kept: Kept,
     compiled: Mapping[KernelVariant, CompiledKernel],
     places: Mapping[str, Address],
     calls: Mapping[IntKey, Sequence[torch.Tensor]],
@@ -222,7 +228,7 @@ def _assemble(
     `written`: positions of the inputs that a call changes; `conditions` as `assemble` takes it."""
     graphs, bound = {}, 0
     for key, program in programs.items():
-        planned = plan(program.lowered)
+        planned = plan(program.lowered, kept.offsets.get(key, {}), kept.start)
         check_plan(program.lowered, planned)
         starts = [*input_offsets(calls[key])[:-1], *[value.offset for value in (split.uploads[key] if split else ())]]
         kernels = [compiled[variant] for variant in program.lowered.variants]

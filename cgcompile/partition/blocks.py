@@ -230,8 +230,7 @@ def _body_names(node: Node) -> tuple[str, str]:
 
 def _copied(module: GraphModule) -> GraphModule:
     """A copy of the graph, and of those of its branches and loops; the tensors are the same."""
-    graph = Graph()
-    made: dict[Node, Node] = {}
+    graph, made = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:
         made[node] = graph.node_copy(node, made.__getitem__)
     copied = GraphModule(module, graph)

@@ -58,6 +58,7 @@ def build(
     host_ops: Sequence[str] = (),
     force: bool = False,
     max_keys: int = MAX_KEYS,
+    chains: Sequence[tuple[str, str]] = (),
     progress: Progress = None,
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
@@ -76,8 +77,10 @@ def build(
     `prove_budget`: seconds after which interpreting ends; what is not done then is listed as not proved, but the smallest int_key
     always is.  `train`: a model in training mode is built as it is, not in eval(); in memory it gets its modes back.
     `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
-    `max_keys`: the most int_keys that are built.  `progress`: a function of an `Event`, "bar" (shown on
-    stderr), "silent", or None: shown where stderr is a terminal or a notebook.
+    `max_keys`: the most int_keys that are built.  `chains`: pairs of an output of one entry and an input that takes it where it
+    lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `chains` for it.
+    `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
+    notebook.
 
     One build at a time writes to `out`: a second one raises output-busy when it begins.  Readers by path find the old bundle or the
     new one at any moment.  An exception, KeyboardInterrupt too, leaves no files and no processes.  The command turns SIGTERM and
@@ -89,7 +92,7 @@ def build(
         options = Options(
             sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, train=train, host_ops=tuple(host_ops), force=force,
-            max_keys=max_keys, progress=tell,
+            max_keys=max_keys, chains=chains, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
         with with_torch(tell, f"{__package__}.build"):

@@ -26,10 +26,11 @@ from ..export.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
 from ..model.flat_module import PREFIX
-from ..model.load import load_sources
+from ..model.load import checked_chains, load_sources
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
+from ..targets.chains import chains_of, check_layouts
 from ..targets.choice import CONDITIONALS, choose
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import manifest_aliases
@@ -64,8 +65,8 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             sources = [replace(source, device=first.device, told=told) for source in loaded]
             with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
                 build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
-            entries = f", {len(sources)} entries" if len(sources) > 1 else ""
-            tell(f"{first.name}{entries}, {_counted(keys, 'int_key')}{f'; {mode}' if mode else ''}")
+            several = f", {len(sources)} entries" if len(sources) > 1 else ""
+            tell(f"{first.name}{several}, {_counted(keys, 'int_key')}{f'; {mode}' if mode else ''}")
         if chosen.recorder == "capture":
             from ..capture.build import started
 
@@ -104,13 +105,14 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             ]
             proved = [f"{d.name} by {d.pad}" if d.pad != "no" else f"{d.name} not" for each in dimensions for d in each]
             tell(", ".join(proved) or "no dimension")
+        entries = tuple(
+            [
+                EntrySpec(source=source, prepared=own, sizes=sizes[source.entry], dimensions=each, placements=rules.placements)
+                for source, own, each, rules in zip(sources, prepared, dimensions, checked, strict=True)
+            ]
+        )
         spec = BuildSpec(
-            entries=tuple(
-                [
-                    EntrySpec(source=source, prepared=own, sizes=sizes[source.entry], dimensions=each, placements=rules.placements)
-                    for source, own, each, rules in zip(sources, prepared, dimensions, checked, strict=True)
-                ]
-            ),
+            entries=entries, chains=chains_of(checked_chains(options.chains, first.label) or first.chains, entries),
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
             prove_budget=options.prove_budget, waive=options.waive, torch_version=torch.__version__.partition("+")[0],
         )  # fmt: skip
@@ -120,6 +122,7 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
         origin = provenance(first.origin or first.label, _recorded_options(options, chosen.recorder))
         findings = [rules.findings for rules in checked]
         manifest = _manifest(spec, parts, findings, options.waive, origin)
+        check_layouts(each_entry(manifest))
         host_code.attach(folder, manifest)
         sealed = seal(folder, _with_mismatches(manifest))
         with stages("verify") as tell:
@@ -226,6 +229,8 @@ def _manifest(
             waivers=tuple(sorted(waive)),
             exam=own.exam,
             entries=(),
+            chains=spec.chains,
+            reserved=parts.reserved,
             provenance=origin,
             files=(),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ class Options:
     host_ops: tuple[str, ...]
     force: bool
     max_keys: int
+    chains: Sequence[tuple[str, str]]
     progress: Watcher
 
 

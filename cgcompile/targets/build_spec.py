@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cgbundle.format.schema import Dimension, Exam, IntKey, Program, Region, Target, Weight
+from cgbundle.format.schema import Chain, Dimension, Exam, IntKey, Program, Region, Reserved, Target, Weight
 
 from ..export.programs import Programs
 from ..model.source import Source, all_keys
@@ -38,13 +38,14 @@ class EntrySpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSpec:
-    """What is built: the entries of one model, and how.  `recorder` is that of `targets.Chosen`, the rest, `waive` too, are options
-    of `build`.
+    """What is built: the entries of one model, the chains between them, and how.  `recorder` is that of `targets.Chosen`, the rest,
+    `waive` too, are options of `build`.
 
     A recorder works on all entries together, in mappings by *build key*: see `build_key`.
     """
 
     entries: tuple[EntrySpec, ...]
+    chains: tuple[Chain, ...]
     target: str
     recorder: str
     lower: str
@@ -130,3 +131,4 @@ class ManifestParts:
     regions: tuple[Region, ...]
     module_state: str
     entries: tuple[EntryParts, ...]
+    reserved: tuple[Reserved, ...] = ()

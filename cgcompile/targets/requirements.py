@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -13,9 +14,15 @@ from ..errors import BuildError
 NEEDED = {"host": ("torch", "numpy"), "capture": ("torch", "numpy"), "trace": ("torch", "numpy", "triton")}
 """Packages by the recorder of a `choice.Chosen`."""
 
-EXTRA, BINDINGS = "pip install 'torch>=2.11' 'triton>=3.6' numpy", "pip install 'cuda-bindings>=13'"
+TRITON = (3, 6), (3, 8)
+"""The first version of Triton that kernels for a GPU that is not there are built and interpreted with, and the first that is not:
+`interpret.front_end` uses its private interfaces, which 3.8 changed."""
+
+EXTRA, BINDINGS = "pip install 'torch>=2.11' 'triton>=3.6,<3.8' numpy", "pip install 'cuda-bindings>=13'"
 """What to type for what building needs, and for what running on a GPU does: the packages of the extras `compile` and `cuda`, since
 no index has cgcompile itself."""
+
+TRITON_FIX = "pip install 'triton>=3.6,<3.8'"
 
 DRIVER = "libcuda.so.1"
 """The CUDA driver's library: without it torch sees no GPU either."""
@@ -42,10 +49,16 @@ def check_compiler() -> None:
 
 
 def check_packages(recorder: str) -> None:
-    """Raises extra-missing for a package that a recorder needs."""
+    """Raises extra-missing for a package that a recorder needs, and triton-unsupported for a Triton that is none of TRITON."""
     for package in NEEDED[recorder]:
         if importlib.util.find_spec(package) is None:
             raise BuildError("extra-missing", f"building needs {package}, which is not installed", EXTRA)
+    if "triton" in NEEDED[recorder]:
+        version = importlib.metadata.version("triton")
+        first, end = TRITON
+        if not first <= tuple(int(part) for part in version.split(".")[:2]) < end:
+            known = f"{first[0]}.{first[1]} to {end[0]}.{end[1] - 1}"
+            raise BuildError("triton-unsupported", f"Triton {version} is installed, and this needs one of {known}", TRITON_FIX)
 
 
 def has_driver() -> bool:

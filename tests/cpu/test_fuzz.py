@@ -11,8 +11,8 @@ from tests.fuzz.worker import KILLED
 from tests.helpers.places import GOLDEN
 
 GOLDENS = sorted(GOLDEN.glob("v*/*.cgb"))
-CASES = {"cuda": 900, "cpu": 450}
-"""Six to eight seconds of a processor for every golden; those for a CPU are called, too."""
+CASES = {"cuda": 400, "cpu": 200}
+"""A second of a processor for every golden; those for a CPU are called, too."""
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -56,7 +56,7 @@ class Runner:
         paths = [str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")]
         self.environment = {
             "PATH": os.pathsep.join([str(bin), os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
-            "PYTHONPATH": os.pathsep.join(paths), "CGCOMPILE_CACHE": str(base / "cache"),
+            "PYTHONPATH": os.pathsep.join(paths), "CGCOMPILE_CACHE": os.environ.get("CGCOMPILE_CACHE", str(base / "cache")),
         }  # fmt: skip
 
     def __enter__(self) -> Runner:

@@ -3,8 +3,8 @@
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
 A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`,
-`cpu_entries`, `traced_entries`, `traced_state` and `traced_branches`.  All are tiny, because the tests of every later version read
-them.
+`cpu_entries`, `cpu_chains`, `traced_entries`, `traced_chains`, `traced_state` and `traced_branches`.  All are tiny, because the
+tests of every later version read them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class Golden:
     target: str = "x86-64-v3"
     level: str = "inductor"
     environment: tuple[tuple[str, str], ...] = ()
+    chains: tuple[tuple[str, str], ...] = ()
 
+
+CHAINS = (("encode", "step.hidden"), ("step.0", "step.hidden"))
 
 GOLDENS = {
     "gpt_two": Golden(sizes=(4,), gpu=True, limit=380_000, target="auto"),
@@ -49,6 +52,8 @@ GOLDENS = {
     "state": Golden(sizes=(1, 4), gpu=True, limit=250_000, target="auto", level="max-autotune", environment=TRITON_ONLY),
     "cpu_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=700_000),
     "traced_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=110_000, target="sm_90"),
+    "cpu_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=400_000, chains=CHAINS),
+    "traced_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=110_000, target="sm_90", chains=CHAINS),
     "traced_state": Golden(sizes=(1, 4), gpu=False, limit=110_000, target="sm_90"),
     "traced_branches": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
 }
@@ -86,7 +91,9 @@ def build(name: str, golden: Golden, out: Path) -> str:
         torch.manual_seed(0)
         network, inputs = getattr(models, name)()
     os.environ.update(golden.environment)
-    built = cgcompile.build(network.eval(), inputs, sizes=list(golden.sizes), out=out, target=golden.target, lower=golden.level)
+    built = cgcompile.build(
+        network.eval(), inputs, sizes=list(golden.sizes), out=out, target=golden.target, lower=golden.level, chains=golden.chains
+    )
     return f"{built.manifest.target.arch}, exam by {built.manifest.exam.compare}"
 
 

@@ -270,6 +270,38 @@ def traced_entries() -> Made:
     return Lanes(), {"forward": rows, "fill": filling, "empty": emptied}
 
 
+class Recurrent(nn.Module):
+    """A hidden state that calls pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.mixed = nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 16) -> (batch, 8)."""
+        return self.read(x).tanh()
+
+    def step(self, hidden: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(batch, 8), (batch, 16) -> the next hidden, and a number for each row."""
+        following = (self.mixed(hidden) + self.read(x)).tanh()
+        return following, following.sum(1)
+
+
+def traced_chains() -> Made:
+    """fp32: what one entry gives, the other takes where it lies."""
+
+    def rows(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 16),)
+
+    def stepped(batch: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(batch, 8), torch.randn(batch, 16)
+
+    return Recurrent(), {"encode": rows, "step": stepped}
+
+
+cpu_chains = traced_chains
+
+
 def perceptron() -> nn.Module:
     """16 -> 32 -> 4."""
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))

@@ -35,7 +35,7 @@ def test_what_the_bundle_holds(bundle: Path) -> None:
     assert memories["inputs"] == max(program.static for program in programs)
     names = {weight.tensor for weight in manifest.weights}
     literals = {name for name in names if name.startswith(("lifted_tensor", "cgcompile."))}
-    assert names - literals == set(lanes().state_dict())
+    assert names - literals == set(lanes().state_dict()) - {"head.weight"}  # stored once: it is the embedding's
 
 
 @pytest.mark.parametrize("mode", ["graph", "stream"])
@@ -74,6 +74,7 @@ def test_sessions_have_a_state_of_their_own(bundle: Path) -> None:
         assert not torch.from_dlpack(program.state["length"]).any()
 
 
+@pytest.mark.alone
 def test_memory_is_what_the_manifest_says(bundle: Path) -> None:
     torch.zeros(1, device="cuda")
     with cgbundle.load(bundle) as warm:  # the context and the driver's own

@@ -136,7 +136,7 @@ def test_other_tensors_of_the_caller_stay_as_they_are(decoder: Path) -> None:
 
 
 def test_a_recording_of_a_known_write_is_kept(tmp_path: Path) -> None:
-    recorded, _plain = record_case("overwriting", tmp_path, "eager", written=(0,))
+    recorded, _plain = record_case("overwriting", tmp_path, "eager", written={(2,): (0,)})
     replayed = recorded.replays[2,]
     found = replayed.contents
     assert replayed.deterministic and found.written and found.written[0] != found.inputs[0]

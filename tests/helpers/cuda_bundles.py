@@ -181,6 +181,8 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
         inputs=(),
         entry="forward",
         entries=(),
+        chains=(),
+        reserved=(),
         written=(),
         changes=(),
         outputs=(),

@@ -151,7 +151,7 @@ class FakeBackend:
             ctypes.memmove(target, source, ctypes.sizeof(source))
         return known
 
-    def poison(self, byte: int) -> None:
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Nothing: the memory of every replay is fresh."""
 
     def close(self) -> None:

@@ -91,6 +91,8 @@ def manifest() -> Manifest:
         inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1), range=()),),
         entry="forward",
         entries=(),
+        chains=(),
+        reserved=(),
         written=(),
         changes=(),
         outputs=(TensorSpec(name="y", dtype="float32", shape=("batch", 2), order=(0, 1), range=()),),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,8 @@ class Case:
 
     `make` gives a new module and the function for its inputs.  `expected`: the names of all rules that it breaks, exactly, or the
     code of the error with which export refuses it.  `near`: rules that it passes by a little.  `kind`: its group.
-    `deterministic`: torch.use_deterministic_algorithms is on.  `host_ops`: operators that the user names with --host-op.
+    `file`: where the model is written.  `deterministic`: torch.use_deterministic_algorithms is on.
+    `host_ops`: operators that the user names with --host-op.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Case:
     expected: frozenset[str]
     near: frozenset[str]
     kind: str
+    file: str
     deterministic: bool = False
     host_ops: tuple[str, ...] = ()
 
@@ -64,6 +67,7 @@ def case(
         expected=frozenset(expected),
         near=frozenset(near),
         kind=kind,
+        file=str(sys.modules[model.__module__].__file__),
         deterministic=deterministic,
         host_ops=host_ops,
     )

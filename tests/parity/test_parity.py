@@ -12,6 +12,8 @@ from tests.parity.case import RULES, Case
 from tests.parity.compare import AGREE, LOOSER, Row, compare, table
 from tests.parity.corpus import CASES
 from tests.parity.differences import DIFFERENCES, ELSEWHERE, TORCH
+from tests.parity.pytorch_says import pytorch_says
+from tests.parity.recorded import is_of_this_torch, is_recorded, pytorch_said
 
 each_case = pytest.mark.parametrize("case", CASES, ids=[f"{case.kind.replace(' ', '-')}-{case.name}" for case in CASES])
 
@@ -40,6 +42,20 @@ def test_the_rules_that_fire_are_those_expected(case: Case, row: Callable[[Case]
 def test_whatever_pytorch_flags_we_flag_but_for_listed_differences(case: Case, row: Callable[[Case], Row]) -> None:
     found = row(case)
     assert (found.outcome != AGREE) == (case.name in DIFFERENCES), (found.outcome, found.missed, found.ours.rules)
+
+
+recorded_torch = pytest.mark.skipif(not is_of_this_torch(), reason="the verdicts of another torch are recorded")
+
+
+@recorded_torch
+def test_what_pytorch_says_of_every_case_is_recorded() -> None:
+    assert [case.name for case in CASES if not is_recorded(case)] == [], "python -m tests.parity record"
+
+
+@recorded_torch
+@pytest.mark.parametrize("case", CASES[3::20], ids=lambda case: case.name)
+def test_pytorch_says_what_is_recorded(case: Case) -> None:
+    assert pytorch_says(case) == pytorch_said(case)
 
 
 @each_case

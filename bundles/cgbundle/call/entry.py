@@ -16,6 +16,7 @@ from .inputs import cut, lay_out
 from .outputs import Call, Outputs, Session
 from .plan import Plan, number_of_key, plan
 from .structure import builder, flattener
+from .views import Epoch, View
 
 if TYPE_CHECKING:
     from ..session.profile import Profile
@@ -73,6 +74,10 @@ class Entry:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
         if len(tensors) != len(self.inputs):
             raise CallError("input-structure", f"expected {len(self.inputs)} inputs, got {len(tensors)}")
+        views = {}
+        if self._views and View in [type(each) for each in tensors]:
+            views = {index: each for index, each in enumerate(tensors) if type(each) is View}
+            tensors = [each.tensor if type(each) is View else each for each in tensors]
         first = tensors[0] if tensors else None
         library = self._libraries.get(type(first))
         if library is None:
@@ -98,7 +103,11 @@ class Entry:
         targets = None if written is None else written.targets(library, tensors, values, found)
         try:
             with self._backend.locked(None if device is None else library.stream(device)) as stream:
+                for view in views.values():
+                    view.tensor  # noqa: B018  raises where another thread's call came between
                 outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                if outputs.own is not None:
+                    outputs.own.number += 1
                 call = (library, device, stream)
                 if plan.exact:
                     addresses = []
@@ -121,7 +130,7 @@ class Entry:
             written.copy_back(targets, values)
         if shared is not None:
             for index, value in shared.items():
-                made[index] = value
+                made[index] = next((view for place, view in views.items() if tensors[place] is value), value)
         return made
 
     def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
@@ -143,6 +152,11 @@ class Entry:
         self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
         if profile is not None:
             self._flatten, self._build = profile.begin(self._flatten), profile.end(self._build)
+
+    @property
+    def epoch(self) -> Epoch:
+        """What counts the calls that make views of this entry's outputs stale: its own where they are in chains."""
+        return self._outputs.own or self._outputs.epoch
 
     def forget(self) -> None:
         """Lets go of what calls have kept; for a session that is closed."""

@@ -33,14 +33,17 @@ class Outputs:
     """Runs programs for calls; `views`: what it hands out is guarded, and the next replay overwrites it.
 
     `aliases` is None for a bundle whose outputs share no memory with anything; `epoch` counts the session's replays.
-    `first` is the number of the entry's first program among those of all entries.
+    `own` those of the entry, None where none of its outputs is in a chain.  `first` is the number of the entry's first program
+    among those of all entries.
     """
 
-    __slots__ = ("_aliases", "_backend", "_first", "_rows", "_specs", "_static", "_views", "_wrappers", "epoch")
+    __slots__ = ("_aliases", "_backend", "_chained", "_first", "_rows", "_specs", "_static", "_views", "_wrappers", "epoch", "own")
 
     def __init__(self, manifest: Manifest, session: Session, first: int, aliases: OutputAliases | None, *, views: bool) -> None:
         self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, manifest.outputs
         self._first, self.epoch = first, session.epoch
+        self._chained = {chain.output for chain in manifest.chains if chain.source == manifest.entry}
+        self.own = Epoch(manifest.entry) if self._chained else None
         self._rows = [tuple([program.values[index] for index in program.outputs]) for program in manifest.programs]
         self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
@@ -73,8 +76,12 @@ class Outputs:
 
     def guard(self, library: Library, values: Sequence[Any]) -> list[Any]:
         """The values as views of the replay that was the last to begin."""
-        epoch = self.epoch
-        return [View(spec, value, library, epoch, epoch.number) for spec, value in zip(self._specs, values, strict=True)]
+        epoch, own = self.epoch, self.own
+        if own is None:
+            return [View(spec, value, library, epoch, epoch.number) for spec, value in zip(self._specs, values, strict=True)]
+        epochs = [own if index in self._chained else epoch for index in range(len(self._specs))]
+        rows = zip(self._specs, values, epochs, strict=True)
+        return [View(spec, value, library, each, each.number) for spec, value, each in rows]
 
     def close(self) -> None:
         self._static.clear()

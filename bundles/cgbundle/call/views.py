@@ -10,19 +10,22 @@ from ..tensors.library import Library
 
 
 class Epoch:
-    """Counts the replays of a session.  `closed`: its memory is about to go, also under a replay that still runs."""
+    """Counts the replays of a session, or those of one entry where `entry` names it.  `closed`: its memory is about to go, also
+    under a replay that still runs."""
 
-    __slots__ = ("closed", "number")
+    __slots__ = ("closed", "entry", "number")
 
-    def __init__(self) -> None:
-        self.number, self.closed = 0, False
+    def __init__(self, entry: str = "") -> None:
+        self.number, self.closed, self.entry = 0, False, entry
 
 
 class View:
     """An output of call number `call`.  `tensor` is the caller's kind of tensor over the runtime's memory; `clone()` a copy that
     stays.
 
-    Shape and dtype may be read at any time; everything else raises stale-view once the session has been called again.
+    Shape and dtype may be read at any time; everything else raises stale-view once the session has been called again.  One that
+    another entry takes where it lies (`Manifest.chains`) stays until its own entry is called again.  A view is an input as the
+    tensor is.
     """
 
     __slots__ = ("_epoch", "_library", "_spec", "_value", "call")
@@ -50,8 +53,9 @@ class View:
         """The output itself, valid until the next call."""
         epoch = self._epoch
         if epoch.number != self.call or epoch.closed:
-            after = "the program was closed" if epoch.closed else f"call {epoch.number}"
-            raise CallError("stale-view", f"output {self.name!r} of call {self.call} was read after {after}")
+            of = f" of {epoch.entry!r}" if epoch.entry else ""
+            after = "the program was closed" if epoch.closed else f"call {epoch.number}{of}"
+            raise CallError("stale-view", f"output {self.name!r} of call {self.call}{of} was read after {after}")
         return self._value
 
     def clone(self) -> Any:

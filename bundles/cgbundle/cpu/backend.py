@@ -153,6 +153,12 @@ class CpuBackend:
     def store(self, weight: int, address: int, device: int | None, stream: object = None) -> None:
         ctypes.memmove(self.address(weight), address, span(self._weights[weight]))
 
+    def write(self, address: int, data: bytes, stream: object = None) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def read(self, address: int, size: int, stream: object = None) -> bytes:
+        return ctypes.string_at(address, size)
+
     def reset(self, stream: object = None) -> None:
         for row in self._initial.rows:
             if not row.source:
@@ -182,7 +188,7 @@ class CpuBackend:
             rows = zip(names, self._run, strict=True)
             self._run = [(profile.timed(name, run), outputs, layouts) for name, (run, outputs, layouts) in rows]
 
-    def poison(self, byte: int) -> None:
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Nothing: a replay's memory is fresh from torch's allocator."""
 
     def close(self) -> None:

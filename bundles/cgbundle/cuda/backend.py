@@ -24,7 +24,7 @@ from ..tensors.detection import caller_captures
 from . import driver, memory
 from .driver import Context, Relaxed, cu
 from .memory import WEIGHTS, Memories, Output
-from .programs import BoundProgram, DeviceOutputs, Executors, HostOutputs, bind, static_buffers
+from .programs import BoundProgram, DeviceOutputs, Elsewhere, Executors, HostOutputs, bind, static_buffers
 from .shared import Shared
 from .stream_order import StepClock, StreamOrder
 
@@ -88,6 +88,7 @@ class CudaBackend:
         self.device: int | None = shared.context.index
         self._programs: dict[int, BoundProgram] = {}
         self._unwatched: dict[int, BoundProgram] = {}
+        self._elsewhere: dict[tuple[int, Elsewhere], BoundProgram] = {}  # programs over inputs that lie where a call left them
         self._clock: StepClock | None = None
         self._results: dict[int, DeviceOutputs] = {}
         self._cleanup = ExitStack()
@@ -97,6 +98,8 @@ class CudaBackend:
             with self._context, Relaxed():
                 self._open(self._cleanup, alone=alone)
                 self._bind(() if lazy else range(len(shared.rows)))
+                if not lazy and shared.chained:
+                    self._bind_chained()
                 shared.settle()  # and zeroed memories and state
                 driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
             undo.pop_all()
@@ -135,10 +138,13 @@ class CudaBackend:
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
         """Replays, and copies back to the caller's memory the inputs that the model writes to, in the order of the stream.  Inputs
-        of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for."""
+        of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for.  Those that are outputs of the
+        entries that `chains` name are read where they lie."""
         if device is None:
             return self._run_from_host(program, addresses, stream)
         bound = self._programs.get(program) or self._bound(program, stream)
+        if bound.chained:
+            bound = self._chained(program, bound, addresses, stream)
         for address, (target, size), pointer in zip(addresses, bound.inputs, bound.pointers, strict=True):
             if address != target and size:  # a caller's tensor may be the static buffer itself
                 error = cu.cuMemcpyDtoDAsync(pointer, address, size, stream)[0]
@@ -200,11 +206,12 @@ class CudaBackend:
                 return
             with self._current():
                 self._unwatch()
+                self._elsewhere.clear()
                 if profile is None:
                     return
                 self._clock = StepClock(self._order.default, profile)
                 for number, bound in list(self._programs.items()):
-                    self._programs[number] = self._timed(number, bound)
+                    self._unwatched[number], self._programs[number] = bound, self._timed(number, bound)
 
     def _unwatch(self) -> None:
         if self._clock is not None:
@@ -212,13 +219,14 @@ class CudaBackend:
             self._programs.update(self._unwatched)
             self._unwatched, self._clock = {}, None
 
-    def poison(self, byte: int) -> None:
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Overwrites the arena, and with it outputs of earlier calls, and memory `host`: a sound replay reads nothing there that it
-        has not written itself."""
+        has not written itself.  `reserved`: also what is reserved for outputs that a later call takes."""
         self._check_fork()
         with self._lock, self._current():
             handle = self._order.begin(None)
-            self._memories.poison(byte, handle)
+            spared = [] if reserved else [(row.offset, row.offset + row.bytes) for row in self._manifest.reserved]
+            self._memories.poison(byte, handle, spared)
             self._order.end(handle)
 
     # --- what lasts from call to call -------------------------------------------------------------------------
@@ -235,11 +243,7 @@ class CudaBackend:
 
     def fetch(self, weight: int, stream: Any) -> bytes:
         """A weight's bytes, in the order of memory; waits for them."""
-        size = self._size(weight)
-        buffer = ctypes.create_string_buffer(max(1, size))
-        memory.copy(ctypes.addressof(buffer), self.address(weight), size, stream, target_on_device=False)
-        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
-        return buffer.raw[:size]
+        return self.read(self.address(weight), self._size(weight), stream)
 
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
         """Copies to a weight as many bytes as it has; from memory of the CPU (None), which may be pinned and the caller's to change
@@ -247,6 +251,19 @@ class CudaBackend:
         memory.copy(self.address(weight), address, self._size(weight), stream, source_on_device=device is not None)
         if device is None:
             driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+
+    def write(self, address: int, data: bytes, stream: Any) -> None:
+        """Copies bytes to the GPU."""
+        buffer = ctypes.create_string_buffer(data, max(1, len(data)))
+        memory.copy(address, ctypes.addressof(buffer), len(data), stream, source_on_device=False)
+        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+
+    def read(self, address: int, size: int, stream: Any) -> bytes:
+        """Bytes of the GPU; waits for them."""
+        buffer = ctypes.create_string_buffer(max(1, size))
+        memory.copy(ctypes.addressof(buffer), address, size, stream, target_on_device=False)
+        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        return buffer.raw[:size]
 
     def reset(self, stream: Any) -> None:
         self._memories.reset_state(self._shared.initial, stream)
@@ -272,6 +289,7 @@ class CudaBackend:
         with self._context, Relaxed(), self._cleanup:
             self._unwatch()
             self._programs.clear()
+            self._elsewhere.clear()
             self._results.clear()
 
     def _check_fork(self) -> None:
@@ -290,22 +308,52 @@ class CudaBackend:
 
     def _bound(self, number: int, stream: Any) -> BoundProgram:
         """A program that no call has used yet.  Raises capture-refused inside a capture."""
+        self._refuse_late(number, stream)
+        with Relaxed():
+            self._bind((number,))
+        return self._programs[number]
+
+    def _refuse_late(self, number: int, stream: Any) -> None:
         if self._order.capturing(stream):
             raise CallError(
                 "capture-refused",
                 f"int_key {self._shared.rows[number][0].key} is not built yet, and cannot be while a CUDA graph is captured",
                 "call it once before the capture, or load the bundle with lazy=False",
             )
-        with Relaxed():
-            self._bind((number,))
-        return self._programs[number]
+
+    def _chained(self, number: int, bound: BoundProgram, addresses: Sequence[int], stream: Any) -> BoundProgram:
+        """The program over those of its inputs that lie where another entry's call has left them; raises as `_bound`."""
+        found = [(position, places.get(addresses[position], -1)) for position, places in bound.chained]
+        elsewhere = tuple([each for each in found if each[1] >= 0])
+        if not elsewhere:
+            return bound
+        known = self._elsewhere.get((number, elsewhere))
+        if known is None:
+            self._refuse_late(number, stream)
+            with Relaxed():
+                known = self._bind_elsewhere(number, elsewhere)
+        return known
+
+    def _bind_chained(self) -> None:
+        """Binds every program over all that it may take of one program of another entry; other mixtures when a call has one."""
+        for number, inputs in self._shared.chained.items():
+            sources = dict.fromkeys([source for places in inputs.values() for source in places.values()])
+            for source in sources:
+                rows = [
+                    (position, offset) for position, places in inputs.items() for offset, own in places.items() if own == source
+                ]
+                self._bind_elsewhere(number, tuple(rows))
+
+    def _bind_elsewhere(self, number: int, elsewhere: Elsewhere) -> BoundProgram:
+        bound = self._bind_one(number, elsewhere)
+        self._elsewhere[number, elsewhere] = made = bound if self._clock is None else self._timed(number, bound)
+        return made
 
     def _timed(self, number: int, bound: BoundProgram) -> BoundProgram:
         """A program whose steps are timed for the profile that watches."""
         from ..session.profile import step_names  # few programs are profiled
 
         assert self._clock is not None
-        self._unwatched[number] = bound
         program, _ = self._shared.rows[number]
         rows = zip(step_names(self._shared.entries[number], program), program.steps, bound.steps, strict=True)
         clock = self._clock
@@ -314,11 +362,17 @@ class CudaBackend:
 
     def _bind(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            program, written = self._shared.rows[number]
-            with self._shared.lock:
-                bound = bind(program, written, self._memories, self._executors, self._host)
+            bound = self._bind_one(number)
             self._results[number] = DeviceOutputs(bound.outputs, self.device, self.copy_out)
-            self._programs[number] = bound if self._clock is None else self._timed(number, bound)
+            if self._clock is not None:
+                self._unwatched[number], bound = bound, self._timed(number, bound)
+            self._programs[number] = bound
+
+    def _bind_one(self, number: int, elsewhere: Elsewhere = ()) -> BoundProgram:
+        program, written = self._shared.rows[number]
+        chained = self._shared.chained.get(number, {})
+        with self._shared.lock:
+            return bind(program, written, self._memories, self._executors, self._host, chained, elsewhere)
 
 
 class LockedStream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -56,10 +56,13 @@ class Memories:
         """Where byte `offset` of a memory lies: on the GPU, or for memory `host` on the host."""
         return (self.host if memory == HOST else self.bases[MEMORIES.index(memory)]) + offset
 
-    def poison(self, byte: int, stream: Any) -> None:
-        """Overwrites what no replay may rely on, the arena and memory `host`, with `byte`, in the order of the stream."""
-        if self.sizes.get("arena"):
-            fill(self.address("arena", 0), self.sizes["arena"], byte, stream)
+    def poison(self, byte: int, stream: Any, spared: Sequence[tuple[int, int]] = ()) -> None:
+        """Overwrites what no replay may rely on, the arena and memory `host`, with `byte`, in the order of the stream.  `spared`
+        are parts of the arena, (begin, end), that are left as they are."""
+        begin = 0
+        for start, end in (*sorted(spared), (self.sizes.get("arena", 0),) * 2):
+            fill(self.address("arena", begin), max(0, start - begin), byte, stream)
+            begin = end
         if self.host:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))  # copies of the last replay may still read there
             ctypes.memset(self.host, byte, self.sizes[HOST])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..format.schema import Program, Step
-from ..format.spans import span
-from ..tables.table import Table
+from ..format.schema import MEMORIES, Program, Step
+from ..format.spans import extent, span
+from ..tables.table import Move, Table
 from . import memory
 from .driver import cu
 from .graph_executor import GraphExecutor
@@ -42,9 +43,15 @@ class HostOutputs:
         self.addresses: Sequence[int] = [ctypes.addressof(memory) for memory in self._memory]
 
 
+Elsewhere = tuple[tuple[int, int], ...]
+"""Inputs that a launch finds elsewhere than in their static buffers: (position, offset in memory arena), by position."""
+
+
 class BoundProgram(NamedTuple):
     """A program with its addresses.  `inputs`: (address, bytes) of each input's static buffer; `pointers`: the addresses as the
     driver's own type; `outputs`: the outputs' addresses; `sizes`: their bytes from the first to the last.
+
+    `chained`: by position of an input, where outputs lie that it may be, as offset in memory arena by address.
 
     `steps` are functions of the stream in whose order they work; `joins` the same on a stream that is being captured.  `written`:
     (position, address, bytes) of the inputs that the replay changes, which go back to the caller.
@@ -57,6 +64,7 @@ class BoundProgram(NamedTuple):
     written: list[tuple[int, int, int]]
     outputs: list[int]
     sizes: list[int]
+    chained: list[tuple[int, dict[int, int]]]
 
 
 class Executors(dict[str, Executor]):
@@ -69,10 +77,22 @@ class Executors(dict[str, Executor]):
     def __init__(self, shared: Shared, modules: Modules, bases: Sequence[int], stream: Any) -> None:
         super().__init__()
         self._shared, self._modules, self._bases, self._stream = shared, modules, bases, stream
+        self._moved: dict[tuple[str, tuple[Move, ...]], Executor] = {}
 
     def __missing__(self, file: str) -> Executor:
+        self[file] = executor = self._made(Table(self._shared.bundle.data(file), file))
+        return executor
+
+    def moved(self, file: str, moves: tuple[Move, ...]) -> Executor:
+        """The recording with memory that lies elsewhere; the same one where it uses none of that."""
+        found = self._moved.get((file, moves))
+        if found is None:
+            table = Table(self._shared.bundle.data(file), file).moved(moves)
+            found = self._moved[file, moves] = self[file] if table is None else self._made(table)
+        return found
+
+    def _made(self, table: Table) -> Executor:
         shared, bases = self._shared, self._bases
-        table = Table(shared.bundle.data(file), file)
         executor: Executor
         if shared.mode == "graph":
             executor = GraphExecutor(shared.context, table, self._modules, bases, self._stream, shared.poison)
@@ -80,26 +100,52 @@ class Executors(dict[str, Executor]):
             from .stream_executor import StreamExecutor  # what serves launches graphs
 
             executor = StreamExecutor(table, self._modules, bases, shared.poison)
-        self[file] = executor
         return executor
 
     def close(self) -> None:
         """Gives the driver's objects back, the others' too when one fails."""
         with ExitStack() as each:
-            for executor in self.values():
+            for executor in {id(executor): executor for executor in (*self.values(), *self._moved.values())}.values():
                 each.callback(executor.close)
             self.clear()
+            self._moved.clear()
+
+
+def with_inputs_at(program: Program, places: Elsewhere) -> tuple[Program, tuple[Move, ...]]:
+    """The program with inputs in memory arena, and what its recordings find elsewhere.
+
+    A kernel may hold the address behind an input's last byte.  It moves along where no other input begins there.
+    """
+    arena, inputs = MEMORIES.index("arena"), MEMORIES.index("inputs")
+    begins = {program.values[index].offset for index in program.inputs}
+    values, moves = list(program.values), []
+    for position, offset in places:
+        index = program.inputs[position]
+        begin, end = extent(values[index])
+        moves.append(Move(inputs, begin, end + (end not in begins), arena, offset))
+        values[index] = replace(values[index], memory="arena", offset=offset)
+    return replace(program, values=tuple(values)), tuple(moves)
 
 
 def bind(
-    program: Program, written: Sequence[int], memories: Memories, executors: Executors, host: HostSteps | None
+    program: Program,
+    written: Sequence[int],
+    memories: Memories,
+    executors: Executors,
+    host: HostSteps | None,
+    chained: Mapping[int, Mapping[int, int]],
+    elsewhere: Elsewhere = (),
 ) -> BoundProgram:
     """The program at the addresses of `memories`; `written` are the positions of the inputs that it writes to, `host` is None for
-    a bundle without host regions.  Raises as `Executors` and `HostSteps.step` do."""
+    a bundle without host regions, `chained` as `Shared` has it.  Raises as `Executors` and `HostSteps.step` do."""
+    moves: tuple[Move, ...] = ()
+    if elsewhere:
+        program, moves = with_inputs_at(program, elsewhere)
 
     def made(step: Step, join: bool) -> Callable[[Any], None]:
         if step.kind == "graph":
-            return executors[step.file].join if join else executors[step.file].launch
+            executor = executors.moved(step.file, moves) if moves else executors[step.file]
+            return executor.join if join else executor.launch
         if step.kind == "copy":
             return _copy_step(program, step, memories)
         assert host is not None  # a host step's region is of kind host, and so there are host regions
@@ -116,6 +162,9 @@ def bind(
         written=[(index, *inputs[index]) for index in written],
         outputs=[memories.address(value.memory, value.offset) for value in outputs],
         sizes=[span(value) for value in outputs],
+        chained=[
+            (position, {memories.address("arena", offset): offset for offset in places}) for position, places in chained.items()
+        ],
     )
 
 

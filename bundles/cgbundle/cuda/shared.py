@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ..cpu.processor import check_features
 from ..format.archive import KERNELS, Archive
 from ..format.archive import WEIGHTS as FILE
-from ..format.entries import each_entry
+from ..format.entries import chained_programs, each_entry
+from ..format.schema import Manifest
+from ..format.spans import span
 from ..session.initial_state import InitialState
 from . import weights
 from .driver import Context, Relaxed, check_device, check_driver
@@ -21,7 +24,7 @@ class Shared:
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`.  `rows` are the programs of all entries, each with the inputs that its calls
-    change, and `entries` the manifests of their entries.
+    change, `entries` the manifests of their entries, and `chained` where inputs of theirs may lie: see `chained_places`.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class Shared:
         self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
         self.entries = [each for each in each_entry(manifest) for _ in each.programs]
         self.rows = [(program, each.written) for each in each_entry(manifest) for program in each.programs]
+        self.chained = chained_places(each_entry(manifest)) if manifest.chains else {}
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self._shares = 1
         self._upload: weights.Upload | None = None
@@ -103,3 +107,18 @@ class Shared:
     def _give_back(self) -> None:
         with self.context, Relaxed(), self._cleanup:
             pass
+
+
+def chained_places(each: Sequence[Manifest]) -> dict[int, dict[int, dict[int, int]]]:
+    """By program and position of an input: where outputs of other entries lie that it may be, as the program that makes one by
+    offset in memory arena.  `each`: a manifest for every entry.
+
+    An output of the same entry is none: the call that takes it writes over it, so it is copied in.
+    """
+    programs = [program for manifest in each for program in manifest.programs]
+    found: dict[int, dict[int, dict[int, int]]] = {}
+    for chain, source, target in chained_programs(each):
+        value = programs[source].values[programs[source].outputs[chain.output]]
+        if chain.source != chain.target and span(value):
+            found.setdefault(target, {}).setdefault(chain.input, {})[value.offset] = source
+    return found

@@ -6,10 +6,12 @@ The manifest of an entry says of the whole bundle what the bundle's own does, an
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 from ..errors import EntryMissing
-from .schema import Entry, Manifest, Program
+from .schema import Chain, Entry, Manifest, Program
+from .spans import layout
 
 FORWARD = "forward"
 """The entry that a bundle has where the model names none, and that a call of the program itself goes to."""
@@ -44,6 +46,25 @@ def with_entries(each: tuple[Manifest, ...]) -> Manifest:
 def all_programs(manifest: Manifest) -> tuple[Program, ...]:
     """The programs of all entries, in the order of these."""
     return (*manifest.programs, *[program for entry in manifest.entries for program in entry.programs])
+
+
+def chained_programs(each: Sequence[Manifest]) -> Iterator[tuple[Chain, int, int]]:
+    """(chain, program of its source, program of its target) for all programs between which the output is laid out as the input.
+
+    Programs are counted over all entries, given a manifest for each.  The chains' names and numbers are sound.
+    """
+    first, numbers = 0, {}
+    for manifest in each:
+        numbers[manifest.entry] = first, manifest
+        first += len(manifest.programs)
+    for chain in each[0].chains:
+        (begin, source), (start, target) = numbers[chain.source], numbers[chain.target]
+        takers: dict[object, list[int]] = {}
+        for number, program in enumerate(target.programs, start):
+            takers.setdefault(layout(program.values[program.inputs[chain.input]]), []).append(number)
+        for number, program in enumerate(source.programs, begin):
+            for taker in takers.get(layout(program.values[program.outputs[chain.output]]), ()):
+                yield chain, number, taker
 
 
 def _alone(manifest: Manifest, entry: Entry) -> Manifest:

@@ -71,6 +71,8 @@ def _plain(value: Any, version: int) -> Any:
         for field in fields(value):
             since, before = _added(type(value), field.name)
             item = getattr(value, field.name)
+            if (type(value).__name__, field.name) in schema.SPARSE and item == before:
+                continue
             if version >= since:
                 found[field.name] = _plain(item, version)
             elif item != before:
@@ -167,19 +169,25 @@ def _record(kind: type, version: int) -> Decoder:
     added = {field.name: _added(kind, field.name) for field in fields(kind)}
     members = {field.name: _annotation(str(field.type), version) for field in fields(kind) if added[field.name][0] <= version}
     lacking = {field: before for field, (since, before) in added.items() if since > version}
+    sparse = {field: added[field][1] for field in members if (kind.__name__, field) in schema.SPARSE}
 
     def decoder(value: Any, where: str) -> Any:
         if type(value) is not dict:
             raise expected(where, kind.__name__, value)
         prefix = f"{where}." if where else ""
-        if value.keys() != members.keys():
-            missing = sorted(members.keys() - value.keys())
+        absent = sparse if not sparse else {field: before for field, before in sparse.items() if field not in value}
+        if value.keys() != members.keys() - absent.keys():
+            missing = sorted(members.keys() - value.keys() - absent.keys())
             unknown = sorted(value.keys() - members.keys())
             if missing:
                 raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
             field = unknown[0][:40] if unknown[0].isidentifier() else repr(unknown[0][:40])
             raise BundleError("manifest-invalid", f"{prefix}{field}: no such field in this format version")
-        return kind(**lacking, **{field: member(value[field], prefix + field) for field, member in members.items()})
+        found = {field: member(value[field], prefix + field) for field, member in members.items() if field not in absent}
+        for field, before in sparse.items():
+            if found.get(field) == before:
+                raise BundleError("manifest-invalid", f"{prefix}{field}: stands there, and is empty")
+        return kind(**lacking, **absent, **found)
 
     return decoder
 

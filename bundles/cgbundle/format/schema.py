@@ -13,7 +13,7 @@ FORMAT_VERSION = 5
 """1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state, random numbers,
 outputs that share memory with something else.  4 (2026-11): parameters of the call, a bound for every tensor of the exam, levels of
 processors, ranges of indices, signatures, the rows that a shared object was built for, records in trees.  5 (2026-11): several
-entries."""
+entries, chains between them."""
 
 ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "written"): (2, ()),
@@ -32,8 +32,13 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "entry"): (5, "forward"),
     ("Manifest", "changes"): (5, ()),
     ("Manifest", "entries"): (5, ()),
+    ("Manifest", "chains"): (5, ()),
+    ("Manifest", "reserved"): (5, ()),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
+
+SPARSE = {("Manifest", "chains"), ("Manifest", "reserved")}
+"""(record, field) of those in ADDED that are left out where they have the value of before: few bundles have any."""
 
 DTYPES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -289,11 +294,33 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """Input number `input` of entry `target` is taken where it lies, without a copy, where a call is given output number `output`
+    of entry `source`, and both are laid out alike."""
+
+    source: Name
+    output: int
+    target: Name
+    input: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserved:
+    """Bytes of memory arena from `offset` on that programs of one entry alone use: its outputs that are in `chains` lie there, and
+    stay until it is called again."""
+
+    entry: Name
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Everything about a bundle but its bulk.
 
     `entry` is the name of its first entry, the method that `dimensions` to `result`, `programs`, `findings` and `exam` are of;
-    `entries` are the further ones.  `entries.py` gives a manifest for each.
+    `entries` are the further ones.  `entries.py` gives a manifest for each.  `chains`, of outputs that a later call takes, are of
+    all entries, and so is `reserved`, where they lie on a GPU.
 
     `written`: positions in `inputs` of those that a call changes in place, in the caller's own memory.  `changes`: positions in
     `weights` of the state that a call changes.  `aliases`: outputs that share memory, by output.  `random`: the position in
@@ -323,5 +350,7 @@ class Manifest:
     waivers: tuple[Name, ...]
     exam: Exam
     entries: tuple[Entry, ...]
+    chains: tuple[Chain, ...]
+    reserved: tuple[Reserved, ...]
     provenance: Provenance
     files: tuple[File, ...]

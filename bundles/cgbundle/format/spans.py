@@ -22,6 +22,12 @@ def span_of(dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
     return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * DTYPES[dtype]
 
 
+def layout(row: Value) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """What two values have in common whose bytes mean the same: dtype, shape, and the strides of axes longer than 1."""
+    axes = zip(row.shape, row.strides, strict=True)
+    return row.dtype, row.shape, () if 0 in row.shape else tuple([stride for size, stride in axes if size != 1])
+
+
 def overlap(one: Value, other: Value) -> bool:
     """Whether the spans of two values of a GPU's bundle share a byte."""
     if one.memory != other.memory or not (own := span(one)) or not (others := span(other)):

@@ -63,6 +63,12 @@ class Backend(Protocol):
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
         """Copies to a weight as many bytes as it has, from `device`; from the CPU (None) it is done when this returns."""
 
+    def write(self, address: int, data: bytes, stream: Any) -> None:
+        """Copies bytes to an address of the device's memory; done when this returns."""
+
+    def read(self, address: int, size: int, stream: Any) -> bytes:
+        """Bytes of the device's memory, when the calls before are done."""
+
     def reset(self, stream: Any) -> None:
         """Brings back what state held at first."""
 
@@ -72,8 +78,8 @@ class Backend(Protocol):
     def watch(self, profile: Profile | None) -> None:
         """From now on the steps of every program are timed for a profile; None ends it, and adds what is still missing there."""
 
-    def poison(self, byte: int) -> None:
-        """Overwrites what no replay may read before it has written it."""
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
+        """Overwrites what no replay may read before it has written it; without `reserved` all but what chains keep."""
 
     def close(self) -> None:
         """Waits for those that hold it, then frees everything; may be called twice."""

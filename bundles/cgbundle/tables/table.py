@@ -5,9 +5,12 @@ Making a `Table` checks its structure (header, bounds, references); `validate/re
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
+from copy import copy
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..format.schema import MEMORIES
 from .column_file import Column, Data, Layout, check_below, check_bounds, invalid, symbols, unpack
@@ -108,6 +111,17 @@ _VERSION = 8
 """Where a table's header has its version, in bytes."""
 
 
+class Move(NamedTuple):
+    """Bytes [begin, end) of memory `memory` that a launch finds elsewhere: from `offset` of memory `to` on.  Memories are positions
+    in MEMORIES."""
+
+    memory: int
+    begin: int
+    end: int
+    to: int
+    offset: int
+
+
 class Table:
     """A recording's columns, by their names in RECORDING: memoryviews of ints over the bytes given, which must stay.
 
@@ -160,6 +174,19 @@ class Table:
     def graph(self, position: int) -> int:
         """Of a node the graph that it is in: 0 for the recording's own, 1 for the first body, and so on."""
         return bisect_right(self.body_begin, position)
+
+    def moved(self, moves: Sequence[Move]) -> Table | None:
+        """The same recording with what lies in `moves` elsewhere; None where it uses none of that."""
+        made, found = copy(self), False
+        for memories, offsets in (("relocation_memory", "relocation_offset"), ("memcpy_memory", "memcpy_offset")):
+            places, begins = array("B", getattr(self, memories).tobytes()), array("Q", getattr(self, offsets).tobytes())
+            for move in moves:
+                for row, (memory, begin) in enumerate(zip(getattr(self, memories), getattr(self, offsets), strict=True)):
+                    if memory == move.memory and move.begin <= begin < move.end:
+                        places[row], begins[row], found = move.to, move.offset + begin - move.begin, True
+            setattr(made, memories, memoryview(places))
+            setattr(made, offsets, memoryview(begins))
+        return made if found else None
 
     def spans(self) -> list[tuple[int, int]]:
         """(first node, behind the last) of the recording's own graph and of each body, in order."""

@@ -8,7 +8,7 @@ from ..errors import BundleError, CgbundleError
 from ..format import archive, limits
 from ..format.archive import Archive
 from ..format.entries import FORWARD, all_programs, each_entry
-from ..format.schema import Manifest
+from ..format.schema import MEMORIES, Manifest
 from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
 from . import host_code
@@ -17,7 +17,7 @@ from .memories import check_memories, check_weight_rows
 from .programs import check_programs, check_size_evaluations
 from .require import require
 from .signature import check_signature
-from .state import check_alias_spans, check_aliases, check_changes, check_state
+from .state import check_alias_spans, check_aliases, check_chains, check_changes, check_state, of_entry
 
 LEVELS = ("load", "full")
 """How much `check_bundle` hashes: everything but the weights' data, or everything."""
@@ -94,6 +94,7 @@ def check_manifest(manifest: Manifest) -> None:
     _check_regions(manifest)
     check_state(manifest)
     _of_each(_check_calls, each)
+    check_chains(each)
     _check_owners(each)
     _check_files(manifest)
     _of_each(_check_reports, each)
@@ -167,18 +168,21 @@ def check_tables(bundle: Archive) -> None:
     """Raises table-invalid unless every recording is sound and that of its program's key, and the module states are sound."""
     from ..tables.module_state import decode_states  # late: a cpu bundle has no tables
     from ..tables.table import Table
-    from .lifetimes import check_overwrites
+    from .lifetimes import check_overwrites, check_untouched
     from .recordings import check_module_states, check_recording
 
     manifest = bundle.manifest
     memories = graph_memories(manifest.memories)
     images = archive.kernel_images(manifest)
-    for program in all_programs(manifest):
+    rows = [(program, of_entry(manifest, each.entry)[1]) for each in each_entry(manifest) for program in each.programs]
+    for program, reserved in rows:
         for place, step in enumerate(program.steps):
             if step.kind != "graph":
                 continue
             table = Table(bundle.data(step.file), step.file)
             check_recording(table, memories, images)
+            if manifest.reserved:
+                check_untouched(table, reserved)
             if tuple(table.key) != program.key:
                 found = f"key: {tuple(table.key)}, the manifest uses it for {program.key}"
                 raise BundleError("table-invalid", f"{step.file}: {found}")
@@ -186,6 +190,10 @@ def check_tables(bundle: Archive) -> None:
     if manifest.module_state:
         states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
         check_module_states(states, manifest.module_state, memories, images)
+        inputs = any(MEMORIES[row.target.memory] == "inputs" for state in states for row in state.relocations)
+        if manifest.chains and inputs:
+            text = f"{manifest.module_state}: a variable points at memory inputs, and chains give calls inputs that lie elsewhere"
+            raise BundleError("table-invalid", text)
 
 
 def check_host_code(bundle: Archive) -> None:

@@ -118,6 +118,15 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
             raise BundleError("table-invalid", f"{table.where}: a node uses {used}, and the step does not name it")
 
 
+def check_untouched(table: Table, reserved: Spans) -> None:
+    """Raises table-invalid where the recording uses what is reserved for outputs of other entries; as far as `check_overwrites`
+    knows what it uses."""
+    for memory, begin, size in (*_written(table), *[(memory, begin, 1) for memory, begin in _points(table)]):
+        if reserved.over(memory, begin, begin + size) is not None:
+            text = f"a node uses byte {begin} of memory {memory}, which is reserved for another entry"
+            raise BundleError("table-invalid", f"{table.where}: {text}")
+
+
 def _last_reads(program: Program) -> dict[int, int]:
     """By value, the last step that reads it; the number of steps for an output of the call."""
     last = {index: place for place, step in enumerate(program.steps) for index in step.inputs}

@@ -1,12 +1,15 @@
-"""Invariants of what lasts from call to call: state, the state of the random numbers, and outputs that share memory."""
+"""Invariants of what lasts from call to call: state, the state of the random numbers, outputs that share memory, and chains."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 
+from ..format.entries import chained_programs
 from ..format.safetensors import ALIGNMENT
 from ..format.schema import DTYPES, Alias, Manifest, Program, Value
-from ..format.spans import HOST_ONLY, span
+from ..format.spans import HOST_ONLY, Spans, extent, span
 from .require import require, require_whole_calls
 from .steps import PERSISTENT
 
@@ -96,3 +99,67 @@ def base_of(manifest: Manifest, program: Program, alias: Alias) -> Value:
         row = manifest.weights[alias.index]
         return Value(dtype=row.dtype, shape=row.shape, strides=row.strides, memory=row.memory, offset=row.offset)
     return program.values[(program.inputs if alias.memory == "inputs" else program.outputs)[alias.index]]
+
+
+def check_chains(each: Sequence[Manifest]) -> None:
+    """Raises manifest-invalid unless every chain leads from an output to an input that is laid out alike at some int_keys, and on a
+    GPU the outputs lie where no other entry's programs do.  `each`: a manifest for every entry, sound in itself."""
+    chains, entries = each[0].chains, {manifest.entry: manifest for manifest in each}
+    rows = [(chain.source, chain.output, chain.target, chain.input) for chain in chains]
+    require(rows == sorted(set(rows)), "chains", "not ascending, or one stands twice")
+    for place, chain in enumerate(chains):
+        where = f"chains[{place}]"
+        for kind, name in (("source", chain.source), ("target", chain.target)):
+            require(name in entries, f"{where}.{kind}", f"no entry {name!r}")
+        source, target = entries[chain.source], entries[chain.target]
+        require(0 <= chain.output < len(source.outputs), f"{where}.output", f"{chain.source!r} has no output {chain.output}")
+        require(0 <= chain.input < len(target.inputs), f"{where}.input", f"{chain.target!r} has no input {chain.input}")
+        made, taken = source.outputs[chain.output], target.inputs[chain.input]
+        require(made.dtype == taken.dtype, where, f"an output of dtype {made.dtype}, that input takes {taken.dtype}")
+        shared = any(alias.output == chain.output and alias.memory != "outputs" for alias in source.aliases)
+        require(not shared, f"{where}.output", "shares memory with an input, a weight or state")
+        require(chain.input not in target.written, f"{where}.input", "calls write to it")
+    meeting = {chain for chain, _, _ in chained_programs(each)}
+    for place, chain in enumerate(chains):
+        require(chain in meeting, f"chains[{place}]", "output and input are laid out alike at no int_keys")
+    _check_reserved(each)
+
+
+def _check_reserved(each: Sequence[Manifest]) -> None:
+    """On a GPU each source of a chain has a part of the arena to itself, in which the chains' outputs lie."""
+    first = each[0]
+    made: dict[str, set[int]] = {}
+    for chain in first.chains if first.target.kind == "cuda" else ():
+        made.setdefault(chain.source, set()).add(chain.output)
+    names = [row.entry for row in first.reserved]
+    require(sorted(names) == sorted(made), "reserved", f"is for {names}, the chains' sources are {sorted(made)}")
+    arena, places = dict(first.memories).get("arena", 0), []
+    for index, row in enumerate(first.reserved):
+        inside = row.offset >= 0 and row.bytes >= 0 and row.offset + row.bytes <= arena
+        require(inside, f"reserved[{index}]", "outside memory arena")
+        places.append((row.offset, row.offset + row.bytes, index))
+    for (_, end, _), (begin, _, index) in pairwise(sorted(places)):
+        require(end <= begin, f"reserved[{index}]", "overlaps another row")
+    for number, manifest in enumerate(each):
+        at = f"entries[{number - 1}]." if number else ""
+        own, others = of_entry(first, manifest.entry)
+        for place, program in enumerate(manifest.programs):
+            for index, value in enumerate(program.values):
+                over = others.over(value.memory, *extent(value))
+                where = f"{at}programs[{place}].values[{index}]"
+                require(over is None, where, "lies in a part of the arena that is reserved for another entry")
+            for output in made.get(manifest.entry, ()):
+                value = program.values[program.outputs[output]]
+                begin, end = extent(value)
+                kept = not span(value) or (value.memory == "arena" and own[0] <= begin and end <= own[1])
+                require(
+                    kept, f"{at}programs[{place}].outputs[{output}]", "is chained, and lies outside of its entry's reserved part"
+                )
+
+
+def of_entry(manifest: Manifest, entry: str) -> tuple[tuple[int, int], Spans]:
+    """(begin, end) of what is reserved for an entry in memory arena, and what is reserved there for others."""
+    rows = [("arena", row.offset, row.offset + row.bytes, number) for number, row in enumerate(manifest.reserved)]
+    own = [(row.offset, row.offset + row.bytes) for row in manifest.reserved if row.entry == entry]
+    others = Spans(place for place, row in zip(rows, manifest.reserved, strict=True) if row.entry != entry)
+    return own[0] if own else (0, 0), others

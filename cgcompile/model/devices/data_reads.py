@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..side_effects import BRANCH, UNFINISHED, SideEffects
+from .known_values import KnownValues, is_known
 from .operations import run_at
 from .tensor_places import DEVICE, TensorPlaces
 from .tracing import called, has_no_data, tensors_in
@@ -27,12 +28,12 @@ NUMBERS = frozenset({
 class DataReads:
     """The branches and reads of one call, noted in the effects of `places`.
 
-    `earlier`: what a call with real tensors did.  A traced call, whose tensors hold no data, branches as that one did, and gets the
-    numbers from it that `known` names by position.
+    What `values` has is no data: Python gets it.  `earlier`: what a call with real tensors did.  A traced call, whose tensors hold
+    no data, branches as that one did, and gets the numbers from it that `known` names by position.
     """
 
-    def __init__(self, places: TensorPlaces, earlier: SideEffects, known: Set[int]) -> None:
-        self._places, self._effects = places, places.effects
+    def __init__(self, places: TensorPlaces, values: KnownValues, earlier: SideEffects, known: Set[int]) -> None:
+        self._places, self._values, self._effects = places, values, places.effects
         self._answers = iter(earlier.answers)
         self._reads, self._known = earlier.reads, known
         self._guess = False
@@ -42,6 +43,8 @@ class DataReads:
         earlier = next(self._answers, None)
         if not any(has_no_data(tensor) for tensor in tensors_in((args, kwargs))):
             answer = bool(run_at(self._places, func, args, kwargs, DEVICE))
+        elif is_known(value := self._values.result(func, args, kwargs)):
+            answer = bool(value)
         else:
             self._places.saw("data-dependent-branch", BRANCH)
             self._guess = not self._guess  # beyond the answers: no loop may wait for one of the two for ever
@@ -54,5 +57,8 @@ class DataReads:
         position = len(self._effects.reads)
         self._effects.reads.append(UNFINISHED)
         replayed = position in self._known and position < len(self._reads)
-        self._effects.reads[position] = self._reads[position] if replayed else called(func, args, kwargs)
-        return self._effects.reads[position]
+        value = self._values.result(func, args, kwargs)
+        if not is_known(value):
+            value = self._reads[position] if replayed else called(func, args, kwargs)
+        self._effects.reads[position] = value
+        return value

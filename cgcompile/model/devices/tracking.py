@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..side_effects import SideEffects
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
+from .known_values import KnownValues
 from .operations import histogram, lstm, operate, pack_sequence
 from .tensor_places import CPU, CUDA, TensorPlaces
 
@@ -51,9 +52,9 @@ _SPECIAL: Mapping[Any, _Handler] = {
 class DeviceTracking(TorchFunctionMode):
     """Active around one call of the user's model."""
 
-    def __init__(self, places: TensorPlaces, reads: DataReads) -> None:
+    def __init__(self, places: TensorPlaces, reads: DataReads, known: KnownValues) -> None:
         super().__init__()
-        self._places, self._reads = places, reads
+        self._places, self._reads, self._known = places, reads, known
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -63,7 +64,14 @@ class DeviceTracking(TorchFunctionMode):
             return self._reads.truth(func, given, named)
         if func in NUMBERS:
             return self._reads.read(func, given, named)
-        return _SPECIAL.get(func, operate)(self._places, func, given, named)
+        if func is torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, given, named))
+        given, named = self._known.with_numbers(func, given, named)
+        if (constant := self._known.counted(func, given, named)) is not None:
+            return constant
+        with self._known.noting(func, given, named) as made:
+            made.append(_SPECIAL.get(func, operate)(self._places, func, list(given), dict(named)))
+        return made[0]
 
 
 @contextmanager
@@ -81,7 +89,8 @@ def track_devices(
     stack.
     """
     places = TensorPlaces(inputs, real, told)
-    mode = DeviceTracking(places, DataReads(places, earlier, known))
+    values = KnownValues(real)
+    mode = DeviceTracking(places, DataReads(places, values, earlier, known), values)
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
 
     def device(tensor: FakeTensor) -> torch.device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from types import MappingProxyType
 
 from ...errors import BuildError
 from ...targets.memory_layout import PAD, align
@@ -39,7 +40,7 @@ ROUNDS = 200
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """`offsets`: position in `Lowered.buffers` -> offset in memory `arena`, of every temporary, multiples of 256.  `arena`: bytes
-    that the program needs, PAD included.  `bound`: the largest sum of aligned sizes live at one moment."""
+    that the program needs, PAD included.  `bound`: the largest sum of aligned sizes live at one moment, behind what is reserved."""
 
     offsets: Mapping[int, int]
     arena: int
@@ -56,15 +57,16 @@ class Lifetime:
     last: int
 
 
-def plan(lowered: Lowered) -> Plan:
-    """Place every temporary, empty and unused ones at offset 0.  It lives from its first use to its last, an output to the end.
+def plan(lowered: Lowered, kept: Mapping[int, int] = MappingProxyType({}), start: int = 0) -> Plan:
+    """Place every temporary, empty and unused ones at offset `start`.  It lives from its first use to its last, an output to the
+    end.  `kept`: buffers that have an offset, below `start`, which none of the others gets.
     Raises lifetime-broken when a buffer is used before Allocate or after Release."""
-    offsets = {i: 0 for i, buffer in enumerate(lowered.buffers) if buffer.kind == TEMPORARY}
-    lives = lifetimes(lowered)
+    offsets = {i: start for i, buffer in enumerate(lowered.buffers) if buffer.kind == TEMPORARY}
+    lives = [life for life in lifetimes(lowered) if life.buffer not in kept]
     bound = largest_sum(lives)
     found, height = _pack(lives, bound)
-    offsets.update(zip((life.buffer for life in lives), found, strict=True))
-    return Plan(offsets=offsets, arena=height + PAD, bound=bound)
+    offsets.update({life.buffer: start + offset for life, offset in zip(lives, found, strict=True)})
+    return Plan(offsets=offsets | dict(kept), arena=start + height + PAD, bound=start + bound)
 
 
 def lifetimes(lowered: Lowered) -> tuple[Lifetime, ...]:

@@ -28,6 +28,9 @@ from .aoti import Compiled, compile_cpu
 from .compiler import HEADER, REGEX
 from .interface import Interface
 
+NOTES = ("aot_inductor.metadata",)
+"""Options in which Inductor itself notes what it compiled for: after a process's first program they are others than before."""
+
 ATEN = "ATEN_CPU_CAPABILITY"
 """The variable by which Inductor, too, is told which instruction sets to use."""
 
@@ -77,7 +80,7 @@ def _dependencies(program: ExportedProgram, shared: tuple[int, ...], changing: b
     yield torch.__version__, torch.version.git_version, torch.get_num_threads(), torch.get_default_dtype()
     yield torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
     for config in (inductor_config, functorch_config):
-        yield sorted(config.save_config_portable().items())
+        yield sorted([pair for pair in config.save_config_portable().items() if pair[0] not in NOTES])
 
 
 def _values(program: ExportedProgram) -> Iterator[object]:

@@ -49,10 +49,11 @@ def verify(
         from cgbundle.exam import fresh
 
         answer = fresh(bundle, keys)
-    for row in answer.get("results", []):
-        for each in (row, *row["tensors"]):
+    compared = [*answer.get("results", []), *answer.get("chains", [])]
+    for row in compared:
+        for each in (row, *row.get("tensors", ())):
             each["error"] = each["error"] if math.isfinite(each["error"]) else str(each["error"])  # JSON has no infinity
-    ok = not damage and all(row["passed"] for row in answer.get("results", [])) and "error" not in answer
+    ok = not damage and all(row["passed"] for row in compared) and "error" not in answer
     if as_json:
         write_json({
             "path": bundle,
@@ -118,6 +119,14 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
                 f"{path}: the exam failed for {listed([row[0] for row in wrong], 4)}",
                 "build the bundle again on this kind of machine",
             )
+        chains = answer.get("chains", [])
+        if chains:
+            failed = [row for row in chains if not row["passed"]]
+            show(
+                f"chains: {count(len(chains), 'call')} of outputs taken where they lie, {len(failed) or 'none'} unlike their copies"
+            )
+            for row in failed:
+                show(safe(f"{row['title']}: {row['text']}"))
 
 
 def _failures(manifest: Manifest, row: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cgcompile.export.composite_operators import FEW, grouped_product, without_composites
+from cgcompile.export.composite_operators import FEW, give_sizes_at_once, grouped_product, without_composites
 
 
 @pytest.mark.parametrize("groups", [1, 3, FEW, FEW + 1])
@@ -36,3 +36,22 @@ def test_a_program_calls_no_grouped_product() -> None:
     given = (torch.randn(10, 16, dtype=torch.bfloat16), torch.tensor([2, 2, 7, 10], dtype=torch.int32))
     made = without_composites(torch.export.export(Experts(), given))
     assert not [node for node in made.graph.nodes if "grouped" in str(node.target)]
+
+
+def test_a_tensor_that_is_resized_at_once_is_made_in_its_size() -> None:
+    model, x = torch.nn.CrossMapLRN2d(3).eval(), torch.randn(2, 4, 5, 5)
+    program = torch.export.export(model, (x,))
+    give_sizes_at_once(program)
+    plain = program.run_decompositions({})  # raised before
+    torch.testing.assert_close(plain.module()(x), model(x))
+
+
+def test_a_tensor_that_is_looked_at_before_it_is_resized_stays() -> None:
+    class Looked(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            empty = x.new_empty(0)
+            return empty.sum(), torch.empty(0).resize_(2, 3).fill_(1) + empty.resize_(2, 3).zero_() + x
+
+    program = torch.export.export(Looked(), (torch.randn(2, 3),))
+    give_sizes_at_once(program)
+    assert [str(node.target) for node in program.graph.nodes].count("aten.resize_.default") == 1

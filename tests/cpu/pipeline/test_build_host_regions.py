@@ -150,13 +150,12 @@ Make = Callable[..., Build]
 
 @pytest.fixture(scope="module", autouse=True)
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """No GPU, one cache of kernels for all tests of this file, and the folder of the model files."""
+    """No GPU, and the folder of the model files."""
     folder = tmp_path_factory.mktemp("models")
     for name, text in MODELS.items():
         (folder / f"{name}.py").write_text(HEAD + text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        patch.setenv("CGCOMPILE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield folder
 
 

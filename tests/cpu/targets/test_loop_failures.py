@@ -13,6 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+NO_HEADERS = {"aot_inductor.precompile_headers": False}
+"""Else Inductor compiles headers, for ten seconds, though nothing that it writes is compiled."""
+
 
 class Looking(torch.nn.Module):
     """An embedding, whose indices are checked, and a loop without checks."""
@@ -31,7 +34,7 @@ def kernels(folder: Path) -> list[str]:
     from cgcompile.targets.cpu.loop_failures import failures_leave_loops
 
     program = torch.export.export(Looking(), (torch.zeros(64, 128, dtype=torch.int64), torch.zeros(1 << 18)))
-    options = {"aot_inductor.package": True, "aot_inductor.package_cpp_only": True, "cpp.vec_isa_ok": True}
+    options = {"aot_inductor.package": True, "aot_inductor.package_cpp_only": True, "cpp.vec_isa_ok": True, **NO_HEADERS}
     with pytest.MonkeyPatch.context() as patch, failures_leave_loops():
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         files = torch._inductor.aot_compile(program.module(), program.example_inputs[0], options=options)

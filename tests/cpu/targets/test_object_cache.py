@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 from torch.export import Dim, ExportedProgram
 
 from cgcompile.targets.cpu import object_cache
@@ -52,6 +53,13 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
         return object_cache.recalled_or_compiled(program, contents, work, lambda text: None, *options)  # type: ignore[arg-type]
 
     return run
+
+
+def test_what_inductor_notes_in_its_options_does_not_matter(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first program that a process compiles leaves a note there, which the second one's build took for another option."""
+    build(exported())
+    monkeypatch.setitem(config.aot_inductor.metadata, "AOTI_DEVICE_KEY", "other")
+    assert build(exported()).recalled
 
 
 def entry(tmp_path: Path) -> Path:

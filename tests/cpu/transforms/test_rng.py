@@ -299,8 +299,6 @@ def several(x: Tensor) -> tuple[Tensor, ...]:
     """Uniform and integer numbers first: their bits do not depend on how floats are computed."""
     return (
         torch.rand(4),
-        torch.rand_like(x),
-        torch.rand(x.shape[0], 3, dtype=torch.bfloat16),
         torch.randint(-7, 1000, (x.shape[0],)),
         torch.randperm(x.shape[0]),
         torch.bernoulli(x),
@@ -310,7 +308,7 @@ def several(x: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-EXACT = 7
+EXACT = 5
 
 
 @pytest.fixture(scope="module")
@@ -318,10 +316,16 @@ def program() -> Any:
     return exported(several).programs.first
 
 
+@pytest.fixture(scope="module")
+def smaller() -> Any:
+    """For what looks at a whole program: every draw is some hundred operations."""
+    return exported(lambda x: (torch.rand_like(x), F.dropout(x, 0.5))).programs.first
+
+
 def test_nodes_keep_their_names_and_the_users_lines(program: Any) -> None:
     before = export(load_source(Drawing(several), rows), {"batch": (2, 5)}).programs.first
     random = [node for node in before.graph.nodes if is_random(node)]
-    assert len(random) == 9 and all(can_rewrite(node) for node in random)
+    assert len(random) == 7 and all(can_rewrite(node) for node in random)
     names = {node.name for node in before.graph.nodes}
     assert names <= {node.name for node in program.graph.nodes}
     lines = [node.meta.get("stack_trace", "") for node in program.graph.nodes if node.name not in names]
@@ -335,34 +339,34 @@ def test_every_operation_is_pytorchs_own(program: Any) -> None:
     assert spaces == {"aten"}
 
 
-def test_saved_and_loaded_it_draws_the_same(program: Any) -> None:
+def test_saved_and_loaded_it_draws_the_same(smaller: Any) -> None:
     file, given = io.BytesIO(), torch.rand(5, 8)
-    torch.export.save(program, file)
+    torch.export.save(smaller, file)
     file.seek(0)
     loaded = torch.export.load(file)
     assert generator_buffer(loaded) == RNG
-    for mine, other in zip(run(program, given, seed=3), run(loaded, given, seed=3), strict=True):
+    for mine, other in zip(run(smaller, given, seed=3), run(loaded, given, seed=3), strict=True):
         assert torch.equal(mine, other)
 
 
-def test_exported_again_it_needs_no_second_rewriting(program: Any) -> None:
+def test_exported_again_it_needs_no_second_rewriting(smaller: Any) -> None:
     """A bundle's program.pt2 is a model, too."""
-    again = export(load_source(program.module(), rows), {"batch": (2, 5)})
+    again = export(load_source(smaller.module(), rows), {"batch": (2, 5)})
     assert not draws(again.programs.first) and with_generator(again.programs.first) is again.programs.first
     assert generator_buffer(again.programs.first) == f"model.{RNG}"
 
 
-def test_functional_it_draws_the_same(program: Any) -> None:
-    functional = program.run_decompositions({})
+def test_functional_it_draws_the_same(smaller: Any) -> None:
+    functional = smaller.run_decompositions({})
     assert set(functional.graph_signature.buffers_to_mutate.values()) == {RNG}
     given = torch.rand(5, 8)
-    for mine, other in zip(run(program, given, seed=3), run(functional, given, seed=3), strict=True):
+    for mine, other in zip(run(smaller, given, seed=3), run(functional, given, seed=3), strict=True):
         assert torch.equal(mine, other)
 
 
 def test_the_program_can_be_moved_to_another_device() -> None:
     """Every operation that names a device is told by move_to_device_pass; `meta` stands in for a GPU."""
-    moved = move_to_device_pass(exported(several).programs.first, "meta")
+    moved = move_to_device_pass(exported(lambda x: (torch.rand_like(x), torch.randperm(x.shape[0]))).programs.first, "meta")
     assert moved.state_dict[RNG].device.type == "meta"
     for node in moved.graph.nodes:
         assert all(
@@ -394,7 +398,7 @@ def test_compiled_ahead_of_time_it_draws_the_same_and_never_twice(program: Any, 
     given = torch.full((2, 8), 0.25)
     for _ in range(calls):
         seen.append([tensor.double() for tensor in runner.run([given])])
-    uniform, _, _, _, _, happened, dropped, normal, waited = [torch.stack(each) for each in zip(*seen, strict=True)]
+    uniform, _, _, happened, dropped, normal, waited = [torch.stack(each) for each in zip(*seen, strict=True)]
     assert len({tuple(row) for row in uniform.tolist()}) == calls
     for values, mean, variance, fourth in (
         (uniform, 1 / 2, 1 / 12, 1 / 80), (happened, 1 / 4, 3 / 16, 21 / 256), (dropped, 1 / 4, 1 / 16, 1 / 256),
@@ -412,7 +416,8 @@ def test_compiled_at_run_time_it_draws_the_same() -> None:
     module = program.module()
     module.get_buffer(RNG).copy_(torch.tensor([9, 0]))
     compiled = torch.compile(module)
-    once = torch._inductor.config.patch(compile_threads=1, **{"cpp.vec_isa_ok": True})  # one kernel: no processes to compile many
+    # one kernel: no processes to compile many, and no headers compiled before
+    once = torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False})
     with torch.no_grad(), once:
         made = [compiled(torch.rand(4, 8))[0] for _ in range(3)]
     assert all(torch.equal(mine, other) for mine, other in zip(made, expected, strict=True))
@@ -540,6 +545,6 @@ def test_a_saved_program_with_a_generator_is_refused_beside_another() -> None:
 
 def test_what_is_rewritten_is_a_note_on_the_users_line() -> None:
     found = random_findings(several)
-    assert {each.severity for each in found} == {"note"} and len(found) == 9
+    assert {each.severity for each in found} == {"note"} and len(found) == 7
     assert all("seed" in each.effect and each.where.startswith("tests/cpu/transforms/test_rng.py:") for each in found)
-    assert [each.source for each in found][6] == "F.dropout(x, 0.5),"
+    assert [each.source for each in found][4] == "F.dropout(x, 0.5),"

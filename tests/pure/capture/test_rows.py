@@ -119,7 +119,7 @@ def test_graphs_that_follow_each_other_run_one_after_the_other(pieces: list[Piec
 @settings(max_examples=150, deadline=None)
 def test_two_takes_become_a_recording_that_runs_in_their_order(pieces: list[Piece]) -> None:
     a, b = (taken(Process(base), pieces) for base in (A_BASE, B_BASE))
-    ((graph,),) = assemble(a, b, MEGA, function(IMAGE)).graphs.values()
+    ((graph,),) = assemble(a, b, MEGA, conditions=function(IMAGE)).graphs.values()
     table = Table(codec.encode(graph.recording))
     check_recording(table, MEMORIES, {IMAGE})
     assert followed(graph.recording, table) == walked(list(a.graphs[0].nodes))
@@ -193,7 +193,7 @@ def test_a_condition_at_another_place_is_refused() -> None:
         rows: list[RawRow] = [setter, RawBegin(conditional=0, type="if"), RawEnd(conditional=0)]
         takes.append(p.take(*rows))  # type: ignore[arg-type]
     with raises("address-disagrees", match=r"node 0 \(condition\) is an address in both recordings"):
-        assemble(*takes, MEGA, function(IMAGE))
+        assemble(*takes, MEGA, conditions=function(IMAGE))
 
 
 @pytest.mark.parametrize("mark", [RawBegin(conditional=0, type="while"), RawEnd(conditional=1), RawNextBody(conditional=0)])

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from cgcompile.targets.architectures import ARCHES
 from cgcompile.targets.instruction_sets import LEVELS
+from cgcompile.targets.requirements import check_packages
 from cgcompile.tools import environment as tools
 from cgcompile.tools.environment import Gpu, environment
 from cgcompile.util.content_cache import digest, kept, remember
@@ -73,8 +74,8 @@ def test_an_architecture_that_nobody_described_can_be_captured_alone(here: Any) 
 @pytest.mark.parametrize(
     ("lacking", "target", "said", "fix"),
     [
-        ("torch", "cpu", "building needs torch, which is not installed", "'triton>=3.6'"),
-        ("triton", "sm_90", "building needs triton, which is not installed", "'triton>=3.6'"),
+        ("torch", "cpu", "building needs torch, which is not installed", "'triton>=3.6,<3.8'"),
+        ("triton", "sm_90", "building needs triton, which is not installed", "'triton>=3.6,<3.8'"),
         ("c++", "x86-64-v2", "no C++ compiler: 'c++' is not on the PATH", "install g++"),
     ],
 )
@@ -83,6 +84,22 @@ def test_what_is_missing_is_named_with_its_cure(here: Any, lacking: str, target:
         here = _without_compiler(here)
     found = here(lacking=(lacking,))[target]
     assert found.not_built == said and fix in found.fix and not found.recorder
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.5.1", False), ("3.6.0", True), ("3.7.9+git1", True), ("3.8.0", False), ("4.0", False)]
+)
+def test_a_triton_that_kernels_cannot_be_interpreted_with_is_named(
+    here: Any, monkeypatch: pytest.MonkeyPatch, version: str, known: bool
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    found = here()["sm_90"]
+    assert found.recorder == ("trace" if known else "")
+    if not known:
+        assert found.not_built == f"Triton {version} is installed, and this needs one of 3.6 to 3.7"
+        assert found.fix == "pip install 'triton>=3.6,<3.8'"
+        with raises("triton-unsupported"):
+            check_packages("trace")
 
 
 def _without_compiler(here: Any) -> Any:

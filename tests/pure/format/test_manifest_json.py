@@ -78,7 +78,8 @@ def test_every_field_of_the_manifest_has_a_line_of_its_own_in_sorted_order() -> 
     lines = manifest_json.encode(manifest()).decode().split("\n")
     assert (lines[0], lines[-2:]) == ("{", ["}", ""])
     names = [line.partition(":")[0].strip('"') for line in lines[1:-2]]
-    assert names == sorted([field.name for field in fields(Manifest)] + ["sha256"])
+    left_out = {name for record, name in schema.SPARSE if record == "Manifest"}  # they are empty
+    assert names == sorted([field.name for field in fields(Manifest) if field.name not in left_out] + ["sha256"])
 
 
 def test_the_bytes_are_those_that_format_md_describes() -> None:

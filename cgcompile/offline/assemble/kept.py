@@ -1,0 +1,47 @@
+"""The buffers of outputs that a later call takes where they lie: each has a place of its own, below what all programs share.  Pure;
+offsets and sizes in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cgbundle.format.schema import IntKey, Reserved
+
+from ...targets.cuda.chains import ChainedOutput, refused, reserved_end, reserved_parts
+from ...targets.memory_layout import align
+from ..lowered import TEMPORARY, LoweredProgram
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """`offsets`: by key, position in `Lowered.buffers` -> offset in memory arena.  `start`: where the arena of all begins."""
+
+    reserved: tuple[Reserved, ...]
+    offsets: Mapping[IntKey, Mapping[int, int]]
+    start: int
+
+
+def keep_outputs(programs: Mapping[IntKey, LoweredProgram], chained: Mapping[IntKey, tuple[ChainedOutput, ...]]) -> Kept:
+    """Places the buffers of the outputs that are `chained`, by key, one behind the other; keys of one entry overlay each other.
+    Raises chain-refused for an output that lies in no buffer of the program's own."""
+    found: dict[IntKey, dict[int, int]] = {}
+    needs: dict[str, int] = {}
+    for key, outputs in chained.items():
+        places, end = found.setdefault(key, {}), 0
+        for output in outputs:
+            program = programs[key]
+            buffer = program.regions[output.region].outputs[output.output].pointer.buffer
+            row = program.lowered.buffers[buffer]
+            if row.kind != TEMPORARY:
+                raise refused(output.entry, output.number, f"is a {row.kind} of the program itself")
+            if buffer not in places:
+                places[buffer], end = end, align(end + row.nbytes)
+        needs[outputs[0].entry] = max(needs.get(outputs[0].entry, 0), end)
+    reserved = reserved_parts(needs)
+    begins = {row.entry: row.offset for row in reserved}
+    placed = {
+        key: {buffer: begins[outputs[0].entry] + offset for buffer, offset in found[key].items()}
+        for key, outputs in chained.items()
+    }
+    return Kept(reserved=reserved, offsets=placed, start=reserved_end(reserved))

@@ -1,0 +1,133 @@
+"""Values that Python asks of tensors that are made of sizes and constants alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cgcompile.export.export import export, refuse_branches
+from cgcompile.export.exported import Exported
+from cgcompile.export.functionalization import functional
+from cgcompile.model.flat_module import run_eager
+from cgcompile.model.load import load_source
+from cgcompile.model.source import sample
+from tests.helpers.raising import raises
+
+
+class Asking(nn.Module):
+    """A function over a module with a constant that is no buffer, and a buffer."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.constant = torch.tensor([3, 1])
+        self.register_buffer("weight", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def rows(batch: int) -> tuple[torch.Tensor]:
+    return (torch.arange(8.0 * batch).view(batch, 8),)
+
+
+def exported(function: Callable[..., Any], *sizes: int) -> Exported:
+    torch.manual_seed(0)
+    return export(load_source(Asking(function).eval(), rows if sizes else lambda: rows(3)), {"batch": sizes} if sizes else {})
+
+
+def distances(m: Asking, x: torch.Tensor) -> torch.Tensor:
+    """As Funnel: the limits of a range are elements of another."""
+    pos = torch.arange(x.shape[1])
+    pooled = torch.cat([pos.new_tensor([-1]), pos[1:-1][::2]])
+    return x.sum(0) + torch.arange(pooled[0] - pos[0] + 4, pooled[0] - pos[-1] - 1, -2).sum()
+
+
+def grid(m: Asking, x: torch.Tensor) -> torch.Tensor:
+    """As Qwen2-VL: how the pictures lie is a literal."""
+    parts = [x.reshape(-1)[: h * w].view(h, w).sum() for _, h, w in torch.tensor([[1, 2, 4], [1, 3, 2]])]
+    return torch.stack(parts) * (1 if (m.constant > 0).all() else 2)
+
+
+def masked(m: Asking, x: torch.Tensor) -> torch.Tensor:
+    """As ViLT: a mask of ones says which patches there are."""
+    mask = torch.ones(2, 8, dtype=torch.bool, device=x.device)
+    heights = mask.long().sum(1).cpu()
+    made = [F.interpolate(x[None, None], size=(h // 2, h)) for h in heights]
+    index = mask.nonzero()
+    rows = [index[index[:, 0] == k] for k in index[:, 0].unique()]
+    return torch.cat(made).sum(0)[0, :, rows[0][:, 1]] + x[:1, : heights.max()] + rows[1].size(0)
+
+
+def filled(m: Asking, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros_like(x)
+    mask[:, 2:5] = 1
+    mask = mask.bool() & x.new_ones(x.shape).bool()
+    return x * 2 if int(mask.sum()) == 3 * x.shape[0] and mask[0].nonzero()[0] == 2 else x
+
+
+def limited(m: Asking, x: torch.Tensor) -> torch.Tensor:
+    """Values that depend on a declared size."""
+    return x * 2 if torch.ones_like(x).sum() > 20 else x
+
+
+@pytest.mark.parametrize("function", [distances, grid, masked, filled, limited])
+@pytest.mark.parametrize("sizes", [(), (1, 3, 8)])
+def test_what_no_input_decides_has_a_value(function: Callable[..., Any], sizes: tuple[int, ...]) -> None:
+    made = exported(function, *sizes)
+    refuse_branches(made)
+    assert not made.obstacles
+    for key, program in made.programs.by_key.items():
+        functional(program)
+        tensors = sample(made.source, dict(zip(("batch",), key, strict=False))).tensors
+        torch.testing.assert_close(program.module()(*tensors), run_eager(made.flat, tensors).outputs, rtol=0, atol=0)
+
+
+def test_a_value_that_depends_on_a_size_is_a_matter_of_each() -> None:
+    assert not exported(limited, 1, 3, 8).programs.dynamic and exported(distances, 1, 3, 8).programs.dynamic
+
+
+def assigned(m: Asking, x: torch.Tensor) -> bool:
+    z = torch.zeros(4)
+    z[1] = x[0, 0]
+    return bool(z.sum() > 0)
+
+
+def through_a_view(m: Asking, x: torch.Tensor) -> bool:
+    z = torch.zeros(4)
+    view = z[1:]
+    z[1] = x[0, 0]
+    return bool(view.sum() > 0)
+
+
+def under_a_view(m: Asking, x: torch.Tensor) -> bool:
+    z = torch.zeros(4)
+    z[1:].copy_(x[0, :3])
+    return bool(z.sum() > 0)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        assigned, through_a_view, under_a_view,
+        lambda m, x: bool(torch.rand_like(torch.ones(3)).sum() > 1),
+        lambda m, x: bool(F.dropout(torch.ones(3), 0.5, True).sum() > 1),
+        lambda m, x: bool((torch.ones(8) * x[0]).sum() > 0),
+        lambda m, x: bool(m.weight.sum() > 0),
+        lambda m, x: bool(torch.empty(3).fill_(x[0, 0]).sum() > 0),
+    ],
+)  # fmt: skip
+def test_what_an_input_a_weight_or_chance_decides_has_none(condition: Callable[..., bool]) -> None:
+    made = exported(lambda m, x: x * 2 if condition(m, x) else x, 1, 3)
+    with raises("branch-on-data", match="test_known_values.py"):
+        refuse_branches(made)
+
+
+def test_a_mask_that_is_used_without_a_question_stays_an_operation() -> None:
+    made = exported(lambda m, x: x + torch.ones(8, 8).tril()[0], 1, 3)
+    assert not made.programs.weights().keys() - {"model.weight"}

@@ -1,0 +1,101 @@
+"""What chains() says, as rows: names, dtypes, shapes, and outputs that cannot stay where they are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cgbundle.format.entries import each_entry
+from cgbundle.format.schema import Chain, TensorSpec
+from cgcompile.model.load import checked_chains
+from cgcompile.targets.chains import chains_of, check_layouts
+from tests.helpers.chained_bundles import write
+from tests.helpers.raising import raises
+from tests.pure.validate.test_chains import TAKE, value
+
+
+def spec(name: str, shape: tuple[Any, ...], dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape, order=tuple(range(len(shape))), range=())
+
+
+def described(
+    name: str, inputs: list[TensorSpec], outputs: list[TensorSpec], aliases: tuple[Any, ...] = (), written: tuple[int, ...] = ()
+) -> Any:
+    signature = SimpleNamespace(inputs=tuple(inputs), outputs=tuple(outputs))
+    prepared = SimpleNamespace(signature=signature, aliases=aliases, written=written)
+    return SimpleNamespace(name=name, prepared=prepared, sizes={"batch": (1, 8)}, keys=((1,), (8,)))
+
+
+ENTRIES = [
+    described("prefill", [spec("ids", ("batch", 4), "int64")], [spec("output", ("batch", 16))]),
+    described(
+        "decode",
+        [spec("hidden", ("batch", 16)), spec("cache.0", (8, 16)), spec("ids", ("batch",), "int64")],
+        [spec("hidden", ("batch", 16)), spec("cache.0", ("batch", 16)), spec("short", (2, 16))],
+    ),
+]
+
+
+def test_rows_ascend_and_an_only_output_need_not_be_named() -> None:
+    given = [("prefill", "decode.hidden"), ("decode.cache.0", "decode.cache.0"), ("decode.hidden", "decode.hidden")]
+    assert chains_of(given, ENTRIES) == (
+        Chain(source="decode", output=0, target="decode", input=0),
+        Chain(source="decode", output=1, target="decode", input=1),
+        Chain(source="prefill", output=0, target="decode", input=0),
+    )
+    assert chains_of([("prefill.output", "decode.hidden")], ENTRIES) == chains_of([("prefill", "decode.hidden")], ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("pair", "match"),
+    [
+        (("encode", "decode.hidden"), "encode -> decode.hidden: there is no entry 'encode', but prefill, decode"),
+        (("prefill.logits", "decode.hidden"), "'prefill.logits' is no output: 'prefill' has prefill.output"),
+        (("decode", "decode.hidden"), "'decode' is no output: 'decode' has decode.hidden, decode.cache.0"),
+        (("prefill", "decode.mask"), "'decode.mask' is no input: 'decode' has decode.hidden, decode.cache.0, decode.ids"),
+        (("prefill", "decode"), "'decode' is no input"),
+    ],
+)
+def test_names(pair: tuple[str, str], match: str) -> None:
+    with raises("chain-unknown", match=match):
+        chains_of([pair], ENTRIES)
+
+
+def test_a_pair_stands_once() -> None:
+    with raises("chain-unknown", match="prefill.output -> decode.hidden stands twice"):
+        chains_of([("prefill", "decode.hidden"), ("prefill.output", "decode.hidden")], ENTRIES)
+
+
+def test_dtypes_and_shapes() -> None:
+    with raises("chain-unlike", match="the output is float32, the input int64"):
+        chains_of([("prefill", "decode.ids")], ENTRIES)
+    with raises("chain-unlike", match="the same shape at no sizes that are built"):
+        chains_of([("decode.short", "decode.hidden")], ENTRIES)
+
+
+def test_outputs_that_lie_elsewhere_and_inputs_that_are_written() -> None:
+    for memory, words in (("inputs", "one of its inputs"), ("state", "buffer 'cache'")):
+        alias = SimpleNamespace(output=0, memory=memory, index=0, name="cache")
+        own = described("prefill", [], [spec("output", ("batch", 16))], aliases=(alias,))
+        with raises("chain-refused", match=words):
+            chains_of([("prefill", "decode.hidden")], [own, ENTRIES[1]])
+    fills = described("fill", [spec("into", ("batch", 16))], [spec("output", (1,))], written=(0,))
+    with raises("chain-refused", match=r"fill\(\) writes to that input"):
+        chains_of([("prefill", "fill.into")], [ENTRIES[0], fills])
+
+
+def test_another_order_of_the_axes(tmp_path: Any) -> None:
+    manifest = write(tmp_path / "chained.cgb")
+    check_layouts(each_entry(manifest))
+    take = value(manifest, TAKE, 0, shape=(8, 8), strides=(1, 8))
+    with raises("chain-unlike", match="make.output -> take.a: the output lies in another order of its axes"):
+        check_layouts(each_entry(take))
+
+
+@pytest.mark.parametrize("given", [{"prefill": "decode"}, "prefill", [("prefill",)], [("prefill", 3)], ["ab"], None])
+def test_what_is_no_list_of_pairs(given: Any) -> None:
+    with raises("source-invalid", match="model.py: chains: expected pairs of an output and an input"):
+        checked_chains(given, "model.py")
+    assert checked_chains([["prefill", "decode.hidden"]], "model.py") == (("prefill", "decode.hidden"),)

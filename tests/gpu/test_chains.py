@@ -1,0 +1,180 @@
+"""Outputs that another entry takes where they lie, captured and traced: right beside eager PyTorch, copied nowhere, kept as long as
+they are good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from cgbundle.cuda import backend  # noqa: E402
+from cgbundle.format import archive  # noqa: E402
+from tests.gpu.helpers.exams import passed  # noqa: E402
+from tests.helpers.chain_models import (  # noqa: E402
+    CHAINS,
+    ENTRIES,
+    FEATURES,
+    SIZES,
+    WIDTH,
+    chained,
+    check_chained,
+)
+from tests.helpers.raising import raises  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=["capture", "trace", "capture-eager"])
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    record, _, lower = request.param.partition("-")
+    prove = "none" if record == "trace" else "interpret"  # the tests replay it
+    path = tmp_path_factory.mktemp("chains") / f"{request.param}.cgb"
+    return cgcompile.build(
+        chained(),
+        ENTRIES,
+        sizes=SIZES,
+        chains=CHAINS,
+        out=path,
+        target="cuda",
+        record=record,
+        prove=prove,
+        lower=lower or "inductor",
+    ).path
+
+
+@pytest.fixture
+def program(bundle: Path) -> Iterator[cgbundle.Program]:
+    with cgbundle.load(bundle, outputs="view") as made:
+        yield made
+
+
+class Counted:
+    """The driver's functions, counting copies on the GPU that are made by calls."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver, self.copies = driver, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.copies += name == "cuMemcpyDtoDAsync"
+        return getattr(self.driver, name)
+
+
+def drawn(*shape: int) -> Any:
+    return torch.randn(*shape, device="cuda")
+
+
+def ids(batch: int) -> Any:
+    return torch.randint(0, 12, (batch,), device="cuda")
+
+
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+def test_a_thousand_calls_in_any_order_are_eager_pytorchs(bundle: Path, mode: str) -> None:
+    with cgbundle.load(bundle, mode=mode, outputs="view") as made:
+        print(f"{bundle.stem} {mode}: largest error {check_chained(made, 'cuda', 200):.1e}, {dict(made.memory)}")
+
+
+def test_what_is_reserved(bundle: Path) -> None:
+    manifest = archive.read_manifest(str(bundle))
+    assert [row.entry for row in manifest.reserved] == ["encode", "step"]
+    print(bundle.stem, manifest.reserved, manifest.memories)
+
+
+def test_a_chained_input_is_not_copied(program: cgbundle.Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(backend.cu)
+    monkeypatch.setattr(backend, "cu", counted)
+    first, words = program.encode(drawn(8, 16, FEATURES)), ids(8)
+    counted.copies = 0
+    made = program.step(first, words)
+    assert counted.copies == 1  # of the ids
+    program.step(first.tensor.clone(), words)
+    assert counted.copies == 3
+    made = program.step(first, words)
+    assert counted.copies == 4
+    program.score(made["logits"], made["hidden"])
+    assert counted.copies == 4
+    again = program.step(made["hidden"], words)  # its own output: it would write over it
+    assert counted.copies == 6
+    program.score(again["logits"], first)  # of two entries
+    assert counted.copies == 6
+
+
+def test_the_static_buffer_is_not_read(program: cgbundle.Program) -> None:
+    x, words = drawn(2, 4, FEATURES), ids(2)
+    with torch.no_grad():
+        model = chained().cuda()
+        expected = model.step(model.encode(x), words)["logits"]
+    first = program.encode(x)
+    torch.from_dlpack(program.step.buffers((2,))[0]).fill_(float("nan"))
+    got = program.step(first, words)["logits"].tensor
+    assert (got - expected).abs().max() <= 1e-4
+
+
+def test_a_chained_view_is_good_until_its_own_entry_is_called(program: cgbundle.Program) -> None:
+    first = program.encode(drawn(2, 4, FEATURES))
+    kept = first.tensor.clone()
+    made = program.step(first, ids(2))
+    program.other(drawn(64, FEATURES))
+    program.poison(0xFF, reserved=False)
+    assert torch.equal(first.tensor, kept)
+    program.score(made["logits"], first)
+    program.encode(drawn(8, 4, FEATURES))
+    with raises("stale-view", match="call 1 of 'encode' was read after call 2 of 'encode'"):
+        program.step(first, ids(2))
+    loose = program.other(drawn(64, FEATURES))
+    program.encode(drawn(8, 4, FEATURES))
+    with raises("stale-view"):
+        loose.tensor  # noqa: B018
+
+
+def test_tensors_of_other_sessions_and_of_the_host_are_copied_in(program: cgbundle.Program) -> None:
+    model, x, words = chained().cuda(), drawn(2, 4, FEATURES), ids(2)
+    with torch.no_grad():
+        expected = model.step(model.encode(x), words)["hidden"]
+    with program.session() as other:
+        assert (other.step(program.encode(x), words)["hidden"].tensor - expected).abs().max() <= 1e-4
+    made = program.step(program.encode(x.cpu()), words.cpu())["hidden"]
+    assert not made.tensor.is_cuda and (made.tensor - expected.cpu()).abs().max() <= 1e-4
+
+
+def test_in_a_callers_graph(program: cgbundle.Program) -> None:
+    model, x, words = chained().cuda(), drawn(2, 4, FEATURES), ids(2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = program.step(program.encode(x), words)["logits"].tensor
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        with torch.no_grad():
+            assert (made - model.step(model.encode(x), words)["logits"]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("how", ["lazy", "profile"])
+def test_graphs_that_are_built_late_or_timed(bundle: Path, how: str) -> None:
+    with cgbundle.load(bundle, outputs="view", lazy=how == "lazy") as made:
+        if how == "profile":
+            with made.profile() as profile:
+                check_chained(made, "cuda", 5)
+            assert any(span.track == profile.GPU for span in profile.spans)
+        check_chained(made, "cuda", 5, seed=1)
+
+
+def test_memory_is_what_the_manifest_says(bundle: Path) -> None:
+    torch.zeros(1, device="cuda")
+    with cgbundle.load(bundle) as warm:  # the context and the driver's own
+        warm.encode(drawn(2, 4, FEATURES))
+    before = torch.cuda.mem_get_info()[0]
+    with cgbundle.load(bundle, outputs="view") as made:
+        made.step(made.encode(drawn(8, 16, FEATURES)), ids(8))
+        made.score(drawn(8, 12), drawn(8, WIDTH))
+        taken = before - torch.cuda.mem_get_info()[0]
+        assert taken <= sum(size for name, size in made.memory.items() if name != "host") + (16 << 20)
+
+
+def test_the_exam_passes_without_torch(bundle: Path) -> None:
+    passed(bundle)

@@ -1,0 +1,122 @@
+"""A bundle for CUDA made by hand whose entries pass a tensor on, for the fake driver.  For n floats
+
+    make(x) = 2 x        take(a, b) = 2 a + b        again(a) = 2 a, which is chained to itself
+
+`make` and `again` leave theirs in what is reserved for them; `take` has a temporary, which lies where the arena of all is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from struct import pack
+
+from cgbundle.format import safetensors
+from cgbundle.format.archive import EXAM, WEIGHTS, describe_files, exam_entry, whole_program_file
+from cgbundle.format.entries import with_entries
+from cgbundle.format.schema import Chain, Manifest, Program, Region, Reserved, Step, TensorSpec, Value
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Function, Recording
+from tests.helpers import cuda_bundles
+from tests.helpers.cuda_bundles import ADD, ARENA_AT, INPUTS_AT, edge, launch, relocations
+from tests.helpers.support import POSITIONAL
+
+N = 64
+SIZE = 4 * N
+MAKE_AT, AGAIN_AT, SHARED_AT, ARENA, STATIC = 0, 512, 1024, 4096, 1024
+A, B = 0, 512
+"""Offsets of the inputs."""
+
+CHAINS = (
+    Chain(source="again", output=0, target="again", input=0),
+    Chain(source="again", output=0, target="take", input=1),
+    Chain(source="make", output=0, target="again", input=0),
+    Chain(source="make", output=0, target="take", input=0),
+    Chain(source="make", output=0, target="take", input=1),
+)
+RESERVED = (
+    Reserved(entry="make", offset=MAKE_AT, bytes=AGAIN_AT - MAKE_AT),
+    Reserved(entry="again", offset=AGAIN_AT, bytes=SHARED_AT - AGAIN_AT),
+)
+
+ADDS = {
+    "make": [((ARENA_AT, MAKE_AT), (INPUTS_AT, A), (INPUTS_AT, A))],
+    "again": [((ARENA_AT, AGAIN_AT), (INPUTS_AT, A), (INPUTS_AT, A))],
+    "take": [((ARENA_AT, SHARED_AT), (INPUTS_AT, A), (INPUTS_AT, B)), ((ARENA_AT, 2048), (ARENA_AT, SHARED_AT), (INPUTS_AT, A))],
+}
+"""(target, one, other) of the additions of each entry, (memory, offset) each."""
+
+
+def recording(image: str, name: str) -> Recording:
+    nodes = [
+        launch(0, bytes(24) + pack("<i", N), relocations(*zip((0, 8, 16), *zip(*each, strict=True), strict=True)))
+        for each in ADDS[name]
+    ]
+    function = Function(image=image, symbol="add", params=ADD, attributes=())
+    edges = tuple([edge(number, number + 1) for number in range(len(nodes) - 1)])
+    return Recording(key=(), functions=(function,), nodes=tuple(nodes), edges=edges)
+
+
+def value(memory: str, offset: int) -> Value:
+    return Value(dtype="float32", shape=(N,), strides=(1,), memory=memory, offset=offset)
+
+
+def program(name: str, number: int) -> Program:
+    inputs = [value("inputs", offset) for offset in ((A, B) if name == "take" else (A,))]
+    (_, output), *_ = ADDS[name][-1]
+    given = tuple(range(len(inputs)))
+    made = (len(inputs),)
+    steps = (Step(kind="graph", region=number, file=f"graphs/{name}.bin", inputs=given, outputs=made),)
+    values = (*inputs, value("arena", output))
+    return Program(key=(), values=values, inputs=given, outputs=made, steps=steps, arena=ARENA, static=STATIC)
+
+
+def write(folder: Path) -> Manifest:
+    """Writes the bundle but its manifest, which it returns."""
+    bare = cuda_bundles.write(folder, b"an image")
+    image = hashlib.sha256(b"an image").hexdigest()
+    for old in (folder / "graphs").iterdir():
+        old.unlink()
+    for name in ADDS:
+        (folder / f"graphs/{name}.bin").write_bytes(tables.encode(recording(image, name)))
+        path = folder / whole_program_file(name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+    given = {
+        exam_entry((), "input", index, name): ("float32", (N,), lambda index=index: numbers(index))
+        for name in ADDS
+        for index in range(2 if name == "take" else 1)
+    }
+    for name, entries in ((WEIGHTS, {}), (EXAM, given)):
+        with open(folder / name, "wb") as file:
+            safetensors.write(file, entries)
+
+    def spec(name: str) -> TensorSpec:
+        return TensorSpec(name=name, dtype="float32", shape=(N,), order=(0,), range=())
+
+    def entry(number: int, name: str) -> Manifest:
+        names = ["a", "b"] if name == "take" else ["x"]
+        return replace(
+            bare, entry=name, inputs=tuple(map(spec, names)), outputs=(spec("output"),), weights=(), module_state="",
+            call={"call": [[each, {"tensor": index}] for index, each in enumerate(names)]}, parameters=(POSITIONAL,) * len(names),
+            result={"tensor": 0}, programs=(program(name, number),), memories=(("inputs", STATIC), ("arena", ARENA)),
+            regions=tuple([Region(name=each, kind="graph", reason="", file="", constants=()) for each in ADDS]),
+            chains=CHAINS, reserved=RESERVED, files=describe_files(str(folder)),
+        )  # fmt: skip
+
+    return with_entries(tuple([entry(number, name) for number, name in enumerate(ADDS)]))
+
+
+def numbers(seed: int) -> array[float]:
+    """Small whole numbers: every sum is exact."""
+    return array("f", [(5 * i + 11 * seed) % 32 - 16 for i in range(N)])
+
+
+def twice(given: array[float]) -> array[float]:
+    return array("f", [2 * x for x in given])
+
+
+def taken(a: array[float], b: array[float]) -> array[float]:
+    return array("f", [2 * x + y for x, y in zip(a, b, strict=True)])

@@ -1,0 +1,90 @@
+"""PyTorch's verdicts on the corpus, recorded in verdicts.json: they change with the corpus and with PyTorch, and not with us.
+
+A verdict holds for the version of torch that gave it, and for the text of what it was asked with: the file of the model, and the
+files of this folder that ask.  Where either is another, PyTorch is asked anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import case, pytorch_says, settings
+from .case import Case
+from .pytorch_says import Flag
+
+FILE = Path(__file__).parent / "verdicts.json"
+
+ASKED_WITH = (case, settings, pytorch_says)
+
+
+def pytorch_said(asked: Case) -> tuple[Flag, ...]:
+    """What `pytorch_says`, from the record where that holds."""
+    return _of_record(asked) if is_recorded(asked) else pytorch_says.pytorch_says(asked)
+
+
+def is_recorded(asked: Case) -> bool:
+    """Whether the record has a verdict that holds."""
+    found = _record()
+    return (
+        found["torch"] == _version() and asked.name in found["verdicts"] and found["texts"].get(_name(asked)) == _text(asked.file)
+    )
+
+
+def is_of_this_torch() -> bool:
+    """Whether the record holds verdicts of this version of torch."""
+    found: bool = _record()["torch"] == _version()
+    return found
+
+
+def write(cases: Sequence[Case]) -> None:
+    """Asks PyTorch about all cases, and records what it says: a minute or two."""
+    verdicts = {each.name: list(map(_plain, pytorch_says.pytorch_says(each))) for each in cases}
+    texts = {_name(each): _text(each.file) for each in cases}
+    FILE.write_text("\n".join(_lines({"torch": _version(), "texts": texts, "verdicts": verdicts})))
+
+
+def _lines(record: dict[str, Any]) -> Iterator[str]:
+    """JSON with a line for each case."""
+    verdicts = [f"{json.dumps(name)}: {json.dumps(flags)}" for name, flags in sorted(record["verdicts"].items())]
+    yield f'{{"torch": {json.dumps(record["torch"])},'
+    yield f'"texts": {json.dumps(record["texts"])},'
+    yield '"verdicts": {'
+    yield ",\n".join(verdicts)
+    yield "}}\n"
+
+
+def _plain(flag: Flag) -> list[Any]:
+    return [flag.by, flag.reason, sorted(flag.lines)]
+
+
+def _of_record(asked: Case) -> tuple[Flag, ...]:
+    flags = _record()["verdicts"][asked.name]
+    return tuple([Flag(by=by, reason=reason, lines=frozenset(lines)) for by, reason, lines in flags])
+
+
+@cache
+def _record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {"torch": "", "texts": {}, "verdicts": {}}
+    return found
+
+
+def _name(asked: Case) -> str:
+    return Path(asked.file).name
+
+
+@cache
+def _text(file: str) -> str:
+    """A hash of a file of the corpus and of what asks."""
+    texts = [Path(each).read_bytes() for each in (file, *[str(module.__file__) for module in ASKED_WITH])]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
+
+
+def _version() -> str:
+    return torch.__version__.partition("+")[0]

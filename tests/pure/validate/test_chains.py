@@ -1,0 +1,174 @@
+"""Chains that a hostile or mistaken manifest states: names, dtypes, shapes, and memory that another entry uses."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgbundle.format import manifest_json
+from cgbundle.format.entries import each_entry, with_entries
+from cgbundle.format.schema import Alias, Manifest
+from cgbundle.tables import codec as tables
+from cgbundle.tables.module_state import encode_states
+from cgbundle.tables.recording import ModuleState
+from cgbundle.validate.bundle import check_tables
+from cgbundle.validate.state import check_chains
+from tests.helpers import chained_bundles
+from tests.helpers.archives import ArchiveOf
+from tests.helpers.chained_bundles import ADDS, AGAIN_AT, ARENA, CHAINS, MAKE_AT, SHARED_AT, N, write
+from tests.helpers.cuda_bundles import ARENA_AT, INPUTS_AT, relocations
+from tests.helpers.raising import raises
+
+MAKE, AGAIN, TAKE = range(3)
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return write(tmp_path / "chained.cgb")
+
+
+def bad(manifest: Manifest, match: str) -> None:
+    with raises("manifest-invalid", match=match):
+        check_chains(each_entry(manifest))
+
+
+def entry(manifest: Manifest, number: int, **changes: Any) -> Manifest:
+    each = list(each_entry(manifest))
+    each[number] = replace(each[number], **changes)
+    return with_entries(tuple(each))
+
+
+def chain(manifest: Manifest, **changes: Any) -> Manifest:
+    """With one chain alone, make's output to take's second input, changed."""
+    return replace(manifest, chains=(replace(CHAINS[-1], **changes),))
+
+
+def value(manifest: Manifest, number: int, index: int, **changes: Any) -> Manifest:
+    """With another value of the only program of an entry."""
+    (program,) = each_entry(manifest)[number].programs
+    values = list(program.values)
+    values[index] = replace(values[index], **changes)
+    return entry(manifest, number, programs=(replace(program, values=tuple(values)),))
+
+
+def test_a_sound_manifest(manifest: Manifest) -> None:
+    check_chains(each_entry(manifest))
+    check_chains(each_entry(replace(manifest, chains=(), reserved=())))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"source": "made"}, r"chains\[0\].source: no entry 'made'"),
+        ({"target": "took"}, r"chains\[0\].target: no entry 'took'"),
+        ({"output": 1}, r"chains\[0\].output: 'make' has no output 1"),
+        ({"output": -1}, "'make' has no output -1"),
+        ({"input": 2}, r"chains\[0\].input: 'take' has no input 2"),
+        ({"input": -1}, "'take' has no input -1"),
+    ],
+)
+def test_names_and_numbers(manifest: Manifest, changes: dict[str, Any], match: str) -> None:
+    bad(chain(manifest, **changes), match)
+
+
+def test_chains_ascend(manifest: Manifest) -> None:
+    bad(replace(manifest, chains=CHAINS[::-1]), "not ascending")
+    bad(replace(manifest, chains=(*CHAINS, CHAINS[-1])), "one stands twice")
+
+
+def test_dtypes_and_layouts(manifest: Manifest) -> None:
+    take = each_entry(manifest)[TAKE]
+    half = tuple([replace(spec, dtype="float16") for spec in take.inputs])
+    bad(entry(manifest, TAKE, inputs=half), r"chains\[1\]: an output of dtype float32, that input takes float16")
+    bad(value(manifest, TAKE, 1, shape=(N // 2,)), r"chains\[1\]: output and input are laid out alike at no int_keys")
+    bad(value(manifest, TAKE, 0, shape=(2, N // 2), strides=(N // 2, 1)), r"chains\[3\]: output and input are laid out alike at no")
+
+
+def test_an_output_that_is_other_memory_and_an_input_that_is_written(manifest: Manifest) -> None:
+    for memory in ("inputs", "weights", "state"):
+        shared = entry(manifest, MAKE, aliases=(Alias(output=0, memory=memory, index=0),))
+        bad(shared, r"chains\[2\].output: shares memory with an input, a weight or state")
+    bad(entry(manifest, AGAIN, written=(0,)), r"chains\[0\].input: calls write to it")
+
+
+def test_what_is_reserved(manifest: Manifest) -> None:
+    make, again = manifest.reserved
+    bad(replace(manifest, reserved=(make,)), r"reserved: is for \['make'\], the chains' sources are \['again', 'make'\]")
+    bad(replace(manifest, reserved=(make, again, make)), "reserved: is for")
+    bad(replace(manifest, chains=()), "reserved: is for")
+    bad(replace(manifest, reserved=(make, replace(again, bytes=ARENA))), r"reserved\[1\]: outside memory arena")
+    bad(replace(manifest, reserved=(replace(make, offset=-256), again)), r"reserved\[0\]: outside memory arena")
+    bad(replace(manifest, reserved=(replace(make, bytes=AGAIN_AT + 1), again)), r"reserved\[1\]: overlaps another row")
+    bad(replace(manifest, target=replace(manifest.target, kind="cpu")), r"reserved: is for .* the chains' sources are \[\]")
+
+
+def test_chained_outputs_lie_in_their_own_part_and_nothing_elses(manifest: Manifest) -> None:
+    bad(value(manifest, MAKE, 1, offset=SHARED_AT), r"programs\[0\].outputs\[0\]: is chained, and lies outside")
+    bad(value(manifest, AGAIN, 1, offset=SHARED_AT - 4), r"entries\[0\].programs\[0\].outputs\[0\]: is chained, and lies outside")
+    bad(
+        value(manifest, TAKE, 2, offset=MAKE_AT + 4), r"entries\[1\].programs\[0\].values\[2\]: lies in a part of the arena that is"
+    )
+    bad(value(manifest, TAKE, 2, offset=SHARED_AT - 4), r"entries\[1\].programs\[0\].values\[2\]: lies in a part")
+    bad(value(manifest, AGAIN, 1, offset=MAKE_AT), r"entries\[0\].programs\[0\].values\[1\]: lies in a part")
+
+
+def rewritten(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, folder: Path, name: str, adds: list[Any]) -> None:
+    monkeypatch.setitem(chained_bundles.ADDS, name, adds)
+    image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
+    (folder / f"graphs/{name}.bin").write_bytes(tables.encode(chained_bundles.recording(image, name)))
+
+
+@pytest.mark.parametrize("place", [MAKE_AT, AGAIN_AT, SHARED_AT - 4])
+@pytest.mark.parametrize("argument", [0, 1])
+def test_a_recording_that_uses_what_is_another_entrys(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int, argument: int
+) -> None:
+    folder = tmp_path / "chained.cgb"
+    check_tables(ArchiveOf(folder, manifest))
+    first, last = ADDS["take"]
+    broken = tuple([(ARENA_AT, place) if index == argument else each for index, each in enumerate(first)])
+    rewritten(monkeypatch, manifest, folder, "take", [broken, last])
+    with raises("table-invalid", match=f"a node uses byte {place} of memory arena, which is reserved for another entry"):
+        check_tables(ArchiveOf(folder, manifest))
+
+
+def test_its_own_part_is_an_entrys_to_use(manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "chained.cgb"
+    inputs = (INPUTS_AT, 0)
+    rewritten(monkeypatch, manifest, folder, "make", [((ARENA_AT, MAKE_AT), inputs, inputs), ((ARENA_AT, MAKE_AT),) * 3])
+    check_tables(ArchiveOf(folder, manifest))
+
+
+def test_a_variable_that_points_at_the_inputs(manifest: Manifest, tmp_path: Path) -> None:
+    folder = tmp_path / "chained.cgb"
+    image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
+    state = ModuleState(image=image, symbol="table", contents=bytes(8), relocations=relocations((0, INPUTS_AT, 0)))
+    (folder / "graphs/modules.bin").write_bytes(encode_states([state]))
+    made = replace(manifest, module_state="graphs/modules.bin")
+    with raises("table-invalid", match="a variable points at memory inputs, and chains give calls inputs that lie elsewhere"):
+        check_tables(ArchiveOf(folder, made))
+    check_tables(ArchiveOf(folder, replace(made, chains=(), reserved=())))
+
+
+def test_chains_and_what_is_reserved_are_lines_of_the_manifest_where_there_are_any(manifest: Manifest) -> None:
+    written = manifest_json.encode(manifest)
+    assert manifest_json.decode(written) == manifest
+    bare = replace(manifest, chains=(), reserved=())
+    plain = manifest_json.encode(bare)
+    assert manifest_json.decode(plain) == bare
+    assert b'"chains"' in written and b'"reserved"' in written
+    assert b'"chains"' not in plain and b'"reserved"' not in plain
+    with raises("manifest-invalid", match="format version 4 has no such field"):
+        manifest_json.encode(replace(manifest, format=4, entry="forward", entries=()))
+
+
+def test_an_empty_list_is_left_out(manifest: Manifest) -> None:
+    text = manifest_json.encode(replace(manifest, chains=(), reserved=())).replace(b'\n"call":', b'\n"chains":[],\n"call":')
+    seal = text[text.index(b'\n"sha256":"') + 11 :][:64]
+    blank = text.replace(seal, b"0" * 64)
+    with raises("manifest-invalid", match="chains: stands there, and is empty"):
+        manifest_json.decode(text.replace(seal, hashlib.sha256(blank).hexdigest().encode()))
