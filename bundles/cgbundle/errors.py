@@ -151,7 +151,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "input-kind": Cause(CallError, 2, "An input is no tensor that the runtime can read (NumPy, torch, or DLPack).",
         "pass NumPy arrays, torch or CuPy tensors, or others that speak DLPack, all inputs of one kind"),
     "input-dtype": Cause(CallError, 2, "An input has another dtype.",
-        "convert it before the call: the runtime never casts"),
+        "convert it before the call, or load the bundle with cast=True, which allows casts that lose nothing"),
     "input-device": Cause(CallError, 2, "An input lies on another device.",
         "move it to the program's device before the call"),
     "input-shape": Cause(CallError, 2,

@@ -27,13 +27,16 @@ RNG_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsaf
 
 
 def functional(program: ExportedProgram) -> ExportGraphSignature:
-    """The signature of the functional form: export itself leaves writes in place as operations of the graph.
+    """The signature of the functional form: export itself leaves writes in place as operations of the graph.  That of a program
+    without any is its own: making the form traces the program anew, which takes as long as exporting it.
 
     torch makes none of a program that saves states of random generators: it is the program's own then, and the rule
     rng-state-operation refuses the program.  Raises state-changed, state-shared, shape-depends-on-data, export-failed.
     """
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     if any(keeps_rng_state(node) for part in parts for node in part.graph.nodes):
+        return program.graph_signature
+    if all(_only_reads(node) for part in parts for node in part.graph.nodes):
         return program.graph_signature
     if any(node.target is torch.ops.aten.lstm.input for part in parts for node in part.graph.nodes):
         # on CUDA, torch before 2.13 writes it with states that have an extra axis (pytorch issue 151200)
@@ -61,6 +64,26 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
             f"model: torch.export cannot make the program functional: {type(error).__name__}: {first_line(error)}",
             "leave torch.no_grad and torch.set_grad_enabled out of forward(): a bundle computes no gradients",
         ) from error
+
+
+def _only_reads(node: Node) -> bool:
+    """Whether a node surely writes to nothing, and makes no size from data, which may not be possible to trace.  Operators of
+    others, and those that call a graph, may do anything."""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "get_attr", "output")
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload):
+        return getattr(operator, "__module__", "") in ("_operator", "math")
+    if operator.namespace not in ("aten", "prims") or operator._schema.is_mutable or not DATA_DEPENDENT.isdisjoint(operator.tags):
+        return False
+    given = arguments(node)
+    return not any(name in given for name in UNANNOUNCED) or given.get("training", given.get("use_input_stats")) is False
+
+
+DATA_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+UNANNOUNCED = ("running_mean", "running_var", "noise")
+"""Arguments that operators of aten write to though their schemas do not say so (2.11, 2.13), unless they are told not to train."""
 
 
 def keeps_rng_state(node: Node) -> bool:

@@ -45,6 +45,7 @@ def plan(
     return tuple(product(*cuts))
 
 
+_EMPTY = "answer an empty call yourself: a size of 1 is the least that a bundle can have"
 _NO_POLICY = 'call with a recorded size, or load the bundle with on_miss="pad" or "chunk"'
 
 
@@ -52,7 +53,7 @@ def _cuts(dimension: Dimension, size: int, on_miss: str) -> list[Cut]:
     if size in dimension.sizes:
         return [Cut(0, size, size)]
     if size < 1:
-        raise CallError("key-missing", f"got {dimension.name}={size}: there is nothing to run")
+        raise CallError("key-missing", f"got {dimension.name}={size}: there is nothing to run", _EMPTY)
     if on_miss == "error":
         raise CallError("key-missing", f"expected a recorded {dimension.name} ({_list(dimension)}), got {size}", _NO_POLICY)
     pads, largest = dimension.pad != "no", dimension.sizes[-1]
@@ -63,7 +64,7 @@ def _cuts(dimension: Dimension, size: int, on_miss: str) -> list[Cut]:
             return _place(pieces, size)
     if size <= largest and pads:
         return [Cut(0, size, next(recorded for recorded in dimension.sizes if recorded >= size))]
-    raise CallError("key-missing", _refusal(dimension, size))
+    raise _refusal(dimension, size)
 
 
 def _largest_first(sizes: Sequence[int], size: int) -> list[int]:
@@ -109,14 +110,18 @@ def _place(pieces: Sequence[int], size: int) -> list[Cut]:
     return cuts
 
 
-def _refusal(dimension: Dimension, size: int) -> str:
-    name, refused = dimension.name, f"{dimension.name} cannot be padded"
-    expected = f"a recorded {name} ({_list(dimension)})"
+def _refusal(dimension: Dimension, size: int) -> CallError:
+    name, largest = dimension.name, dimension.sizes[-1]
     if dimension.chunk:
-        expected = f"a sum of recorded {name} ({_list(dimension)})"
-    elif size > dimension.sizes[-1]:
-        expected, refused = f"at most {name}={dimension.sizes[-1]}", f"a call cannot be cut along {name}"
-    return f"expected {expected}, got {size}, and {refused}: {dimension.reason}"
+        expected, refused = f"a sum of recorded {name} ({_list(dimension)})", f"{name} cannot be padded: {dimension.reason}"
+    elif size > largest:
+        expected, refused = f"at most {name}={largest}", f"a call cannot be cut along {name}: {dimension.reason}"
+    else:
+        expected, refused = f"a recorded {name} ({_list(dimension)})", f"{name} cannot be padded: {dimension.reason}"
+    hint = f"build the bundle with {name}={size} among its --sizes" + (
+        ", or more" if dimension.pad != "no" and size > largest else ""
+    )
+    return CallError("key-missing", f"expected {expected}, got {size}, and {refused}", hint)
 
 
 def _list(dimension: Dimension) -> str:

@@ -63,13 +63,20 @@ class _Names:
             elif name in self.optional:
                 values.append(self.optional[name])
             else:
-                raise self._missing(name, args)
+                raise self._stranger(kwargs) or self._missing(name, args)
+        if stranger := self._stranger(kwargs):
+            raise stranger
         for name in kwargs:
             if name in order[: len(args)]:
                 raise CallError("input-structure", f"input {name!r} is given by position and by name")
-            if name not in self.trees:
-                raise CallError("input-structure", f"no input is called {name!r}: the bundle takes {self._needed()}")
         return values
+
+    def _stranger(self, kwargs: Mapping[str, Any]) -> CallError | None:
+        """The error of a name that no input has: told first, for it may be a missing one misspelt."""
+        for name in kwargs:
+            if name not in self.trees:
+                return CallError("input-structure", f"no input is called {name!r}: the bundle takes {self._needed()}")
+        return None
 
     def _missing(self, name: str, args: tuple[Any, ...]) -> CallError:
         if holds_tensor(self.trees[name]):

@@ -36,10 +36,10 @@ class AddressMap:
         pools of other keys do not count: nothing there is alive while the graph of this key runs."""
         if not LOWEST <= address < HIGHEST:
             return ()
-        found = [Reading(range=i, offset=address - self.ranges[i].start) for i in self._inside(address)]
-        found += [Reading(range=i, offset=self.ranges[i].size) for i in self._ends.get(address, ())]
-        mine = tuple(t for t in found if self.ranges[t.range].key in (None, key))
-        if mine or found or self._is_owned(address):
+        inside = [Reading(range=i, offset=address - self.ranges[i].start) for i in self._inside(address)]
+        ends = [Reading(range=i, offset=self.ranges[i].size) for i in self._ends.get(address, ())]
+        mine = tuple(t for t in [*inside, *ends] if self.ranges[t.range].key in (None, key))
+        if mine or inside or self._is_owned(address):  # what another key's pool ends with may be where a library's memory begins
             return mine
         if address not in self._probed:
             self._probed[address] = self._ask(address)

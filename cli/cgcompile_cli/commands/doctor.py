@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
     from cgcompile.tools.environment import Environment, Part, TargetHere
 
-RECORDERS = {
-    "host": "yes", "capture": "yes: captured on the GPU that is here", "trace": "yes: traced, without that GPU",
-}  # fmt: skip
-"""What a recorder means for somebody who wants to build."""
+RECORDERS = {"host": "yes", "capture": "yes, captured", "trace": "yes, traced"}
+"""What a recorder means for somebody who wants to build: on the GPU that is here, or without one."""
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
@@ -45,6 +43,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSO
     ]))  # fmt: skip
     show("")
     show(_table(found.targets))
+    show("")
+    for line in _reasons(found.targets):
+        show(line)
 
 
 def targets(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
@@ -84,8 +85,16 @@ def _gpus(found: Environment) -> list[str]:
 
 
 def _table(found: Sequence[TargetHere]) -> Table:
-    rows = []
+    rows = [(each.name, RECORDERS.get(each.recorder, "no"), "no" if each.not_run else "yes") for each in found]
+    return table(("target", "build here", "run here"), rows)
+
+
+def _reasons(found: Sequence[TargetHere]) -> list[str]:
+    """Why targets cannot be built or run, and what to do: a line for those with the same reason."""
+    told: dict[tuple[str, str], list[str]] = {}
     for each in found:
-        build = RECORDERS[each.recorder] if each.recorder else f"no: {each.not_built}"
-        rows.append((each.name, build, f"no: {each.not_run}" if each.not_run else "yes", each.fix))
-    return table(("target", "build here", "run here", "what to do"), rows)
+        for what, reason in (("built", each.not_built), ("run", each.not_run)):
+            if reason and not (what == "run" and reason == each.not_built):
+                fix = f"; {each.fix}" if each.fix and (what == "built" or not each.not_built) else ""
+                told.setdefault((what, reason.removeprefix(f"target {each.name}: ") + fix), []).append(each.name)
+    return [f"not {what} here: {', '.join(names)}: {reason}" for (what, reason), names in told.items()]

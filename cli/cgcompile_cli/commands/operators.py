@@ -10,7 +10,7 @@ import typer
 
 from ..errors import UsageError
 from ..options import target_names
-from ..output import show, table, write_json
+from ..output import count, say, show, table, write_json
 from ..progress import watching
 
 
@@ -47,7 +47,11 @@ def operators(
     if as_json:
         write_json({"target": target, "kinds": KINDS, "operators": [asdict(each) for each in found]})
         return
+    internal = [] if names else [each for each in found if each.name.removeprefix("aten.").startswith("_")]
+    found = [each for each in found if each not in internal]
     counts = Counter(each.kind for each in found)
     show(table(("", ">", ""), [(kind, counts[kind], meaning) for kind, meaning in KINDS.items() if counts[kind]]))
     show("")
     show(table(("operator", "", ""), [(each.name, each.kind, each.why) for each in found]))
+    if internal and not quiet:
+        say(f"and {count(len(internal), 'internal one')}, whose names begin with _: cgcompile operators _")

@@ -126,7 +126,7 @@ def run(
     if not quiet:
         if fixed := constants(manifest):
             say(safe(f"constants: {', '.join([f'{each.name}={cut(repr(each.value))}' for each in fixed])}"))
-        say(f"loaded in {duration(seconds['load'])}, replayed in {duration(seconds['replay'])}")
+        say(f"loaded in {duration(seconds['load'])}, the first call took {duration(seconds['replay'])}")
 
 
 def _inputs_again(manifest: Manifest, given: list[Tensor]) -> Callable[[], list[Tensor]]:

@@ -78,3 +78,4 @@ def test_the_command_shows_some_or_all() -> None:
     plain = json.loads(call("aten.relu", "--json").stdout)
     assert {"name": "aten.relu", "kind": "yes", "why": ""} in plain["operators"] and plain["target"] == "cuda"
     assert "no operator" in call("no_such_operator").stderr
+    assert "aten.relu " in (shown := call("--target", "cpu").stdout) and "aten._" not in shown

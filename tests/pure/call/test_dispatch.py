@@ -163,13 +163,15 @@ def test_the_place_where_a_dimension_shows_can_be_named() -> None:
 def test_a_size_that_cannot_be_padded_names_the_dimension_and_the_reason() -> None:
     each = dimension("seq", 32, 128, pad="no", chunk=False, reason="output 'y' changes by 1.0e-01")
     expected = "seq: expected a recorded seq (32, 128), got 50, and seq cannot be padded: output 'y' changes by 1.0e-01"
-    assert str(refused([each], [50], "pad")) == expected
+    error = refused([each], [50], "pad")
+    assert str(error) == expected and error.hint == "build the bundle with seq=50 among its --sizes"
 
 
 def test_a_size_that_cannot_be_cut_names_the_dimension_and_the_reason() -> None:
     each = dimension("seq", 32, 128, pad="zeros", chunk=False, reason="outputs depend on the filling")
     expected = "seq: expected at most seq=128, got 200, and a call cannot be cut along seq: outputs depend on the filling"
-    assert str(refused([each], [200], "pad")) == expected
+    error = refused([each], [200], "pad")
+    assert str(error) == expected and error.hint == "build the bundle with seq=200 among its --sizes, or more"
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
@@ -183,7 +185,9 @@ def test_a_size_that_no_recorded_sizes_add_up_to_says_so(size: int) -> None:
 @pytest.mark.parametrize("on_miss", dispatch.POLICIES)
 @pytest.mark.parametrize("size", [0, -1])
 def test_nothing_to_run_is_refused(on_miss: str, size: int) -> None:
-    assert str(refused([dimension("batch", 1, 4)], [size], on_miss)) == f"batch: got batch={size}: there is nothing to run"
+    error = refused([dimension("batch", 1, 4)], [size], on_miss)
+    assert str(error) == f"batch: got batch={size}: there is nothing to run"
+    assert "sizes" not in error.hint
 
 
 @pytest.mark.parametrize(

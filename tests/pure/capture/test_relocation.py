@@ -228,6 +228,17 @@ def test_pools_of_other_keys_and_freed_memory_are_no_addresses() -> None:
     assert node.relocations == () and node.undefined
 
 
+def test_memory_of_a_library_may_begin_where_the_pool_of_another_key_ends() -> None:
+    """cuFFT's table did, in one of two processes: its pointer passed for data, and the build was refused."""
+    process = Process(A_BASE)
+    end = process.other + 2 * MEGA
+    process = Process(A_BASE, foreign={end: Pointee(kind="device", start=end, size=MEGA)})
+    for key in (KEY, None):
+        (reading,) = process.map.readings(end, key)
+        assert (process.map.ranges[reading.range].kind, reading.offset) == ("device", 0)
+    assert Process(A_BASE).map.readings(end, KEY) == ()
+
+
 def test_pinned_host_memory_is_refused() -> None:
     takes = []
     for base in (A_BASE, B_BASE):

@@ -107,7 +107,7 @@ BOTH = ("--sizes", "batch=1,4", "--sizes", "seq=8")
         (("build", "model.py", *BOTH, "--max-keys", "1"), 2, "makes 2 int_keys, more than 1"),
         (("build", "model.py", *BOTH, "-o", "there.cgb"), 2, "there.cgb: exists"),
         (("build", "model.py", *BOTH, "-o", "missing/new.cgb"), 2, "/missing does not exist"),
-        (("build", "model.py", *BOTH, "--target", "sm_999"), 2, "target 'sm_999': no such architecture"),
+        (("build", "model.py", *BOTH, "-o", "there.cgb", "--target", "sm_999"), 2, "target 'sm_999': no such architecture"),
         (("build", "model.py", *BOTH, "--target", "cpu", "--lower", "eager"), 2, "the cpu target has one lowering"),
         (("check", "nosuch.py"), 2, "nosuch.py: no such file"),
         (("check", "model.py", "--sizes", "batch=x"), 2, "'x' is not a whole number"),

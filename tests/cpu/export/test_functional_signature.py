@@ -1,0 +1,82 @@
+"""The signature of a program's functional form: the program's own where nothing writes, and made by torch where something may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram, export
+
+from cgcompile.export.functionalization import functional, state_buffers, written_inputs
+
+
+class Model(nn.Module):
+    def __init__(self, code: Callable[[Model, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.code = code
+        self.norm = nn.BatchNorm1d(4)
+        self.instance = nn.InstanceNorm1d(4, track_running_stats=True)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.code(self, x)
+
+
+def program(code: Callable[[Model, torch.Tensor], torch.Tensor], train: bool) -> ExportedProgram:
+    rows = {0: Dim("rows", min=2, max=9)}
+    return export(Model(code).train(train), (torch.randn(3, 4),), dynamic_shapes=(rows,), strict=False)
+
+
+def counted(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.calls.add_(1)
+    return x + model.calls
+
+
+READING = {
+    "linear": lambda model, x: model.linear(x).relu(),
+    "views": lambda model, x: x.view(-1).clone()[1:],
+    "attention": lambda model, x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "sizes": lambda model, x: x.reshape(x.shape[0] * 2, 2) * x.shape[0],
+    "normalized": lambda model, x: model.norm(x),
+    "dropout": lambda model, x: nn.functional.dropout(x),
+}
+
+MAYBE_WRITING = {
+    "in place": (lambda model, x: x.clone().relu_(), False),
+    "input": (lambda model, x: x.add_(1), False),
+    "buffer": (counted, False),
+    "trained": (lambda model, x: model.norm(x), True),
+    "trained instances": (lambda model, x: model.instance(x[..., None].expand(-1, -1, 3)), True),
+    "read out": (lambda model, x: x * x.sum().item(), False),
+    "shape from data": (lambda model, x: x.nonzero(), False),
+    "a graph inside": (lambda model, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), False),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_what_only_reads_is_not_traced_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = program(READING[name], train=False)
+    traced = made.run_decompositions({}).graph_signature
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", lambda *given: pytest.fail("traced again"))
+    found = functional(made)
+    assert (state_buffers(found), written_inputs(found)) == (state_buffers(traced), written_inputs(traced)) == ((), ())
+    assert found.user_inputs == traced.user_inputs
+
+
+@pytest.mark.parametrize("name", MAYBE_WRITING)
+def test_what_may_write_is_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, train = MAYBE_WRITING[name]
+    plain, traced = ExportedProgram.run_decompositions, []
+
+    def trace(own: ExportedProgram, *given: object) -> ExportedProgram:
+        traced.append(own)
+        return plain(own, *given)
+
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", trace)
+    found = functional(program(code, train))
+    assert len(traced) == 1
+    assert bool(written_inputs(found)) == (name == "input")
+    assert bool(state_buffers(found)) == (name in ("buffer", "trained"))
