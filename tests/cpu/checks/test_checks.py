@@ -475,6 +475,23 @@ class Five(nn.Module):
         return x + selected + torch.rand_like(x)
 
 
+class Turning(nn.Module):
+    """A loop whose body asks the host how many elements are above 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+        return torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x + x[x > 0].sum()), (start, x.sin()))[1] * 2
+
+
+def test_a_report_says_what_becomes_of_a_loop_with_the_host_inside() -> None:
+    report = cgcompile.check(Turning().eval(), rows, sizes=[1, 8], target="cuda")
+    (found,) = [each for each in report.findings if each.rule == "control-flow"]
+    assert "and every turn runs there, since a value inside it depends on data (index, " in found.message
+    assert found.effect == "this operation and the 1 before it run on the host between two graphs"
+    assert [(region.kind, region.reason) for region in report.regions] == [("graph", ""), ("host", "control-flow"), ("graph", "")]
+    assert dict(report.regions[1].operations)["while_loop"] == 1
+
+
 def lines(report: cgcompile.Report) -> dict[str, str]:
     return {finding.rule: finding.source for finding in report.findings}
 
