@@ -4,7 +4,7 @@
     program = cgbundle.load("gpt.cgb")
     logits = program(ids)
 
-Needs the standard library only; a GPU bundle needs cuda-bindings, a CPU bundle torch's shared libraries as files.  torch is never
+Needs the standard library only; a GPU bundle needs the driver, a CPU bundle torch's shared libraries as files.  torch is never
 imported.  Everything else is loaded when `load` is called.
 """
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .cuda.context_future import ContextFuture
 from .errors import BundleError, CallError
-from .format.archive import EXAM, Archive
+from .format.open_files import open_directory, open_file
+from .session.context_future import ContextFuture
 
 if TYPE_CHECKING:
+    from .cuda.driver import Context
+    from .format.archive import Archive
     from .format.schema import Manifest
     from .program import Program
     from .trust.keys import Keys
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 MODES = ("graph", "stream")
 OUTPUTS = ("copy", "view")
 WEIGHTS = ("map", "copy")
+MANIFEST = "manifest.json"
+
+CUDA, GLANCE = b'"kind":"cuda"', 16 << 20
+"""How a manifest for a GPU spells its target, and the bytes that are searched.  A wrong guess costs an unused context, or the time
+that one takes, nothing else."""
 
 ATTEMPTS = 100
 """How often a bundle that is replaced while it is read is read again."""
@@ -69,9 +76,12 @@ def open_program(
 ) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
-    bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
-    context = ContextFuture(bundle.text, device)
+    context = _begin_context(os.fspath(path), device)
+    bundle: Archive | None = None
     try:
+        from .format.archive import EXAM, Archive  # this too while the context is made
+
+        bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
         from .call import dispatch  # these while the context is made
         from .program import Program
         from .validate import bundle as verify
@@ -100,7 +110,29 @@ def open_program(
         return program
     finally:
         context.drop()
-        bundle.close()
+        if bundle is not None:
+            bundle.close()
+
+
+def _begin_context(path: str, device: int) -> ContextFuture[Context]:
+    """The context of GPU number `device`, begun at once when the manifest looks like that of a bundle for a GPU."""
+    try:
+        folder = open_directory(path)
+        try:
+            manifest = open_file(MANIFEST, folder)
+            try:
+                text = os.pread(manifest, GLANCE, 0)
+            finally:
+                os.close(manifest)
+        finally:
+            os.close(folder)
+    except (BundleError, OSError):  # whoever opens the bundle says what it is
+        return ContextFuture(None)
+    if CUDA not in text:
+        return ContextFuture(None)
+    from .cuda.driver import Context  # here, not in the thread: two threads that import at once wait for each other
+
+    return ContextFuture(lambda: Context(device))
 
 
 def _check(bundle: Archive, level: str, key: Keys | None) -> None:

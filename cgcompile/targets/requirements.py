@@ -19,8 +19,8 @@ TRITON = (3, 6), (3, 8)
 `interpret.front_end` uses its private interfaces, which 3.8 changed."""
 
 EXTRA, BINDINGS = "pip install 'torch>=2.11' 'triton>=3.6,<3.8' numpy", "pip install 'cuda-bindings>=13'"
-"""What to type for what building needs, and for what running on a GPU does: the packages of the extras `compile` and `cuda`, since
-no index has cgcompile itself."""
+"""What to type for what building needs, and for what recording on a GPU needs: the packages of the extras `compile` and `cuda`,
+since no index has cgcompile itself."""
 
 TRITON_FIX = "pip install 'triton>=3.6,<3.8'"
 
@@ -53,6 +53,8 @@ def check_packages(recorder: str) -> None:
     for package in NEEDED[recorder]:
         if importlib.util.find_spec(package) is None:
             raise BuildError("extra-missing", f"building needs {package}, which is not installed", EXTRA)
+    if recorder == "capture" and importlib.util.find_spec("cuda") is None:
+        raise BuildError("extra-missing", "recording on a GPU needs cuda-bindings, which is not installed", BINDINGS)
     if "triton" in NEEDED[recorder]:
         version = importlib.metadata.version("triton")
         first, end = TRITON

@@ -108,7 +108,7 @@ def _parts() -> tuple[Part, ...]:
         _package("numpy", "building", EXTRA),
         _package("triton", "building for GPUs", EXTRA),
         Part(name="C++ compiler", found=_compiler(), use="building for processors", fix="install g++, or set CXX"),
-        _package("cuda-bindings", "running bundles for GPUs, and recording them", BINDINGS),
+        _package("cuda-bindings", "recording bundles on a GPU", BINDINGS),
         _package("cryptography", "signing", "pip install 'cryptography>=43'"),
     )
 
@@ -191,18 +191,15 @@ def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
     known = [row.name for row in ARCHES]
     abouts = {row.name: f"{row.gpu} and other GPUs of {row.major}.{row.minor}" for row in ARCHES}
     others = {each.arch: each.name for each in gpus if each.arch not in known}
-    run = ("", "")
-    if find_spec("cuda") is None:
-        run = "cuda-bindings is not installed", BINDINGS
     captured = _refusal(lambda: check_packages("capture"))
-    if not captured[0] and not gpus:
+    if not gpus:
         captured = missing, "name the GPU that the bundle is for: --target sm_90, or another"
     elif not captured[0] and "without CUDA" in _cuda_of_torch():
         captured = "torch is installed without CUDA", "install a torch with CUDA, or name the GPU: it is built for without it"
     rows = [
         TargetHere(
-            name="cuda", about="the GPU of this machine", not_built=captured[0], not_run=missing or run[0],
-            recorder="" if captured[0] else "capture", fix=captured[1] or run[1],
+            name="cuda", about="the GPU of this machine", not_built=captured[0], not_run=missing,
+            recorder="" if captured[0] else "capture", fix=captured[1],
         )
     ]  # fmt: skip
     for name, about in (abouts | others).items():
@@ -211,9 +208,7 @@ def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
         built = ("", "") if capturing else traced
         absent = missing or ("" if name in here else f"the GPU here is {', '.join(dict.fromkeys(here))}")
         recorder = "capture" if capturing else "" if built[0] else "trace"
-        rows.append(
-            TargetHere(name=name, about=about, not_built=built[0], not_run=absent or run[0], recorder=recorder, fix=built[1])
-        )
+        rows.append(TargetHere(name=name, about=about, not_built=built[0], not_run=absent, recorder=recorder, fix=built[1]))
     return rows
 
 

@@ -75,11 +75,12 @@ def test_a_switch_runs_the_body_of_its_number(tmp_path: Path, mode: str) -> None
 
 
 def test_a_callers_capture_takes_them_node_by_node(bench: Bench) -> None:
+    bindings = pytest.importorskip("cuda.bindings.driver")
     executor, stream = bench.executor("graph"), bench.context.stream
-    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    check("cuStreamBeginCapture", cu.cuStreamBeginCapture(stream, mode))
+    mode = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    check("cuStreamBeginCapture", bindings.cuStreamBeginCapture(stream, mode))
     executor.join(stream)
-    graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream))
+    graph = int(check("cuStreamEndCapture", bindings.cuStreamEndCapture(stream)))
     made = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, 0))
     for choices, flag in CASES:
         bench.give(choices, flag)

@@ -23,7 +23,7 @@ from cgbundle.tables.recording import Address, Edge, KernelNode, Recording  # no
 from tests.gpu.helpers import built  # noqa: E402
 from tests.gpu.helpers.built import Case  # noqa: E402
 
-LAUNCHES = ("cuGraphLaunch", "cuLaunchKernelEx", "cuLaunchKernel", "cuGraphInstantiate")
+LAUNCHES = ("cuGraphLaunch", "cuLaunchKernelEx", "cuGraphInstantiate")
 
 
 @pytest.fixture

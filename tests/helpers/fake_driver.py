@@ -16,9 +16,10 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import backend, driver, graph_executor, launches, memory, modules, programs, stream_executor, weights
+from cgbundle.cuda import backend, driver, graph_executor, memory, modules, stream_executor, weights
 from cgbundle.cuda import host_steps as hoststeps
 from cgbundle.cuda import stream_order as order
+from cgbundle.cuda.libcuda import Driver, Memcpy3D, answers
 from cgbundle.tables.table import SET_CONDITION
 from tests.helpers.cuda_bundles import ADD, COMBINE
 
@@ -31,30 +32,20 @@ SYMBOLS = {"bias": 4, "table": 8}
 FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
 
 
-def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | None) -> None:
-    """Puts the driver, or none, under the backend."""
+def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
+    """Puts a driver under the backend."""
     for module in (
         backend,
         driver,
         graph_executor,
-        launches,
         stream_executor,
         hoststeps,
         memory,
         modules,
         order,
-        programs,
         weights,
     ):
         monkeypatch.setattr(module, "cu", fake)
-
-
-class Number(int):
-    """An enumerator: an int with a name."""
-
-    @property
-    def name(self) -> str:
-        return f"NUMBER_{int(self)}"
 
 
 class Handle(int):
@@ -62,30 +53,14 @@ class Handle(int):
 
 
 class FakeDriver:
-    """Stands in for `cuda.bindings.driver`.  `fail_at` is the number of the call that returns `error` instead of running."""
-
-    CUkernelNodeAttrValue = CUDA_MEMCPY3D = CUDA_MEMCPY2D = CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
-    CUDA_MEMSET_NODE_PARAMS = CUlaunchConfig = CUlaunchAttribute = CUgraphEdgeData = SimpleNamespace
-    CUlaunchAttributeID = CUfunction_attribute = Number
-    CUstream = CUdeviceptr = Handle
-    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
-    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2, CU_EVENT_DEFAULT=0)
-    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
-    CUstreamUpdateCaptureDependencies_flags = SimpleNamespace(CU_STREAM_SET_CAPTURE_DEPENDENCIES=1)
-    CUgraph = Handle
-    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_CONDITIONAL=13)
-    CUgraphConditionalNodeType = SimpleNamespace(CU_GRAPH_COND_TYPE_IF=0, CU_GRAPH_COND_TYPE_WHILE=1, CU_GRAPH_COND_TYPE_SWITCH=2)
-    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)
-    CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
-    CUdevice_attribute = SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76
-    )
+    """Stands in for `libcuda.Driver`.  `fail_at` is the number of the call that returns `error` instead of running."""
 
     def __init__(self, arch: tuple[int, int] = (9, 0), version: int = 13000, devices: int = 1) -> None:
         self.arch, self.version, self.devices = arch, version, devices
         self.fail_at, self.error = -1, 719
         self.calls: list[str] = []
         self.live: dict[int, Any] = {}
+        self.functions: dict[int, Any] = {}
         self.pinned: dict[int, int] = {}  # bytes of host memory by address
         self.capturing: set[int] = set()  # streams
         self.captured: list[Callable[[], object]] = []  # what was enqueued on them
@@ -101,16 +76,17 @@ class FakeDriver:
         if not name.startswith("cu") or name.startswith("__"):
             raise AttributeError(name)
 
-        def call(*args: Any) -> tuple[Any, ...]:
+        def call(*args: Any) -> int | tuple[Any, ...]:
             with self._lock:
                 self.calls.append(name)
                 if len(self.calls) - 1 == self.fail_at:
-                    return (self.error,)
+                    return (self.error,) if answers(name) else self.error
                 if name.startswith(("cuMem", "cuGraph", "cuLaunch", "cuModule", "cuStream", "cuEvent", "cuFunc")):
                     assert getattr(self._current, "stack", []), f"{name} without a current context"
                 run = partial(self._memset, name) if name in FLAT else getattr(self, f"do_{name}")
                 answer = run(*args)
-                return answer if isinstance(answer, tuple) else (0,) if answer is None else (0, answer)
+                assert answer is not None or not answers(name), name
+                return (0, answer) if answers(name) and not isinstance(answer, tuple) else answer or 0
 
         call.__name__ = name
         return call
@@ -125,8 +101,8 @@ class FakeDriver:
 
     # --- context ----------------------------------------------------------------------------------------------
 
-    def do_cuInit(self, flags: int) -> Any:
-        return None if self.devices else (100,)
+    def do_cuInit(self, flags: int) -> int:
+        return 0 if self.devices else 100
 
     def do_cuGetErrorName(self, error: int) -> Any:
         return {2: b"CUDA_ERROR_OUT_OF_MEMORY", 100: b"CUDA_ERROR_NO_DEVICE"}.get(error, b"CUDA_ERROR_LAUNCH_FAILED")
@@ -157,8 +133,8 @@ class FakeDriver:
         assert self.retained, "the context is gone"
         self._current.stack = [*getattr(self._current, "stack", []), context]
 
-    def do_cuCtxPopCurrent(self) -> int:
-        return int(self._current.stack.pop())
+    def do_cuCtxPopCurrent(self, context: None) -> None:
+        self._current.stack.pop()
 
     def do_cuCtxSynchronize(self) -> None:
         pass
@@ -235,13 +211,6 @@ class FakeDriver:
             target = params.dstDevice + (z * params.dstHeight + y) * params.dstPitch
             ctypes.memmove(target, params.srcDevice + (z * params.srcHeight + y) * params.srcPitch, params.WidthInBytes)
 
-    def do_cuMemcpy2DAsync(self, params: Any, stream: int) -> None:
-        host = self.CUmemorytype.CU_MEMORYTYPE_HOST
-        source = params.srcHost if params.srcMemoryType == host else params.srcDevice
-        target = params.dstHost if params.dstMemoryType == host else params.dstDevice
-        for y in range(params.Height):
-            ctypes.memmove(target + y * params.dstPitch, source + y * params.srcPitch, params.WidthInBytes)
-
     # --- streams and events -----------------------------------------------------------------------------------
 
     def do_cuStreamCreate(self, flags: int) -> Handle:
@@ -296,23 +265,26 @@ class FakeDriver:
         self._drop(module)
 
     def do_cuModuleGetFunction(self, module: int, symbol: bytes) -> Any:
-        return SimpleNamespace(symbol=symbol.decode(), data=self.live[module], attributes={})
+        function = Handle(next(self._numbers))
+        self.functions[function] = SimpleNamespace(symbol=symbol.decode(), data=self.live[module], attributes={})
+        return function
 
     def do_cuModuleGetGlobal(self, module: int, symbol: bytes) -> Any:
         data = self.live[module][symbol.decode()]
         return (0, ctypes.addressof(data), len(data))
 
-    def do_cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> None:
-        function.attributes[int(attribute)] = value
+    def do_cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> None:
+        self.functions[function].attributes[attribute] = value
 
-    def do_cuFuncGetParamInfo(self, function: Any, index: int) -> Any:
-        params = PARAMS[function.symbol]
+    def do_cuFuncGetParamInfo(self, function: int, index: int) -> Any:
+        params = PARAMS[self.functions[function].symbol]
         return (0, *params[index]) if index < len(params) else (1, None, None)
 
     # --- launches ---------------------------------------------------------------------------------------------
 
-    def _kernel(self, function: Any, address: int) -> Any:
+    def _kernel(self, handle: int, address: int) -> Any:
         """A launch with its parameters copied now."""
+        function = self.functions[handle]
         sizes = [size for _, size in PARAMS[function.symbol]]
         pointers = (ctypes.c_void_p * len(sizes)).from_address(address)
         block = [ctypes.string_at(pointer or 0, size) for pointer, size in zip(pointers, sizes, strict=True)]
@@ -325,9 +297,8 @@ class FakeDriver:
         assert handle in self.conditions, "a handle of no graph"
         self.conditions[handle] = ctypes.string_at(at, 1)[0]
 
-    def do_cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> None:
-        assert config.numAttrs == len(config.attrs)
-        self._enqueue(config.hStream, self._kernel(function, params))
+    def do_cuLaunchKernelEx(self, config: Any, function: int, params: int, extra: None) -> None:
+        self._enqueue(config.hStream or 0, self._kernel(function, params))
 
     def do_cuGraphCreate(self, flags: int) -> Handle:
         return self._make(SimpleNamespace(nodes=[], edges=[], bodies=[]))
@@ -347,19 +318,18 @@ class FakeDriver:
 
     # --- conditional nodes ------------------------------------------------------------------------------------
 
-    def CUgraphNodeParams(self) -> Any:
-        return SimpleNamespace(conditional=SimpleNamespace())
-
     def do_cuGraphConditionalHandleCreate(self, graph: int, context: int, default: int, flags: int) -> Handle:
         assert int(graph) in self.live and context == 7
         handle = Handle(next(self._numbers))
         self.conditions[handle] = 0
         return handle
 
-    def do_cuGraphAddNode(self, graph: int, dependencies: None, data: None, count: int, params: Any) -> Any:
+    def do_cuGraphAddConditionalNode(self, graph: int, dependencies: None, count: int, params: Any) -> Any:
         given = params.conditional
         assert (params.type, given.ctx) == (13, 7) and 1 <= given.size <= (2, 1, 256)[given.type]
-        bodies = given.phGraph_out = [self.do_cuGraphCreate(0) for _ in range(given.size)]
+        bodies = [self.do_cuGraphCreate(0) for _ in range(given.size)]
+        given.phGraph_out = (ctypes.c_uint64 * given.size)(*bodies)
+        handle, kind = given.handle, given.type
         drawn = [self._drawn(body) for body in bodies]
         self._drawn(graph).bodies += bodies
 
@@ -368,10 +338,10 @@ class FakeDriver:
                 run()
 
         def run() -> None:
-            while given.type == 1 and self.conditions[given.handle]:
+            while kind == 1 and self.conditions[handle]:
                 body(0)
-            chosen = self.conditions[given.handle] if given.type == 2 else int(not self.conditions[given.handle])
-            if given.type != 1 and chosen < len(drawn):
+            chosen = self.conditions[handle] if kind == 2 else int(not self.conditions[handle])
+            if kind != 1 and chosen < len(drawn):
                 body(chosen)
 
         return self._node(graph, run)
@@ -386,15 +356,16 @@ class FakeDriver:
         return self._node(graph, lambda: self._memset(name, address, value, width, 0))
 
     def do_cuGraphAddMemcpyNode(self, graph: int, dependencies: None, count: int, params: Any, context: int) -> Any:
-        return self._node(graph, lambda: self.do_cuMemcpy3DAsync(params, 0))
+        own = Memcpy3D.from_buffer_copy(params)  # as the driver does
+        return self._node(graph, lambda: self.do_cuMemcpy3DAsync(own, 0))
 
     def do_cuGraphAddEmptyNode(self, graph: int, dependencies: None, count: int) -> Any:
         return self._node(graph, lambda: None)
 
-    def do_cuGraphKernelNodeSetAttribute(self, node: Any, attribute: Number, value: Any) -> None:
-        node.attributes[int(attribute)] = value.pad
+    def do_cuGraphKernelNodeSetAttribute(self, node: Any, attribute: int, value: Any) -> None:
+        node.attributes[attribute] = bytes(value)
 
-    def do_cuGraphAddDependencies(self, graph: int, sources: Any, targets: Any, data: Any, count: int) -> None:
+    def do_cuGraphAddDependencies(self, graph: int, sources: Any, targets: Any, data: Any) -> None:
         assert all(node in self._drawn(graph).nodes for node in (*sources, *targets)), "an edge between two graphs"
         self._drawn(graph).edges += zip(sources, targets, strict=True)
 
@@ -418,21 +389,20 @@ class FakeDriver:
             graph = self.captures[int(stream)]
             drawn = self._drawn(graph)
             last = [node for node in drawn.nodes if not any(source is node for source, _ in drawn.edges)]
-            return 0, 1, 7, graph, last, None, len(last)
+            return 0, graph, last
         assert int(stream) in self.capturing
-        return 0, 1, 7, stream, [], [], 0
+        return 0, stream, []
 
-    def do_cuGraphAddChildGraphNode(self, graph: int, dependencies: list[Any], count: int, child: int) -> Any:
-        assert int(graph) in self.capturing and count == len(dependencies)
+    def do_cuGraphAddChildGraphNode(self, graph: int, dependencies: list[Any], child: int) -> Any:
+        assert int(graph) in self.capturing
         runs = self._in_order(child)
         return SimpleNamespace(stream=int(graph), run=lambda: [run() for run in runs])
 
-    def do_cuStreamUpdateCaptureDependencies(self, stream: int, nodes: list[Any], data: None, count: int, flags: int) -> None:
-        assert count == len(nodes)
+    def do_cuStreamUpdateCaptureDependencies(self, stream: int, nodes: list[Any], flags: int) -> None:
         if int(stream) in self.captures:
             return
         (node,) = nodes
-        assert (node.stream, count, flags) == (int(stream), 1, 1)
+        assert (node.stream, flags) == (int(stream), 1)
         self.captured.append(node.run)
 
     def do_cuGraphUpload(self, graph: int, stream: int) -> None:

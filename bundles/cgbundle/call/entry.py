@@ -4,10 +4,11 @@ outputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError, MachineError
-from ..format.schema import Manifest
+from ..format.schema import Manifest, TensorSpec
 from ..tensors.detection import library_of
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor
@@ -25,6 +26,22 @@ if TYPE_CHECKING:
 
 PLANS = 4096
 """Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
+
+
+LAYOUT = itemgetter(slice(1, None))
+"""Of a descriptor all but the address."""
+
+
+class Direct(NamedTuple):
+    """A call that a program serves as it comes: inputs of the GPU as they were recorded, and outputs in memory that stays.
+
+    `program`: its number among those of all entries; `outputs`: what the signature says of each, the caller's tensor over the
+    runtime's memory, and what counts the calls that overwrite it.
+    """
+
+    program: int
+    device: int
+    outputs: list[tuple[TensorSpec, Any, Epoch]]
 
 
 class Entry:
@@ -46,6 +63,7 @@ class Entry:
         self._build = builder(manifest.result)
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._direct: dict[tuple[Any, ...], Direct] = {}  # by the inputs' types and what their descriptors say
         self._libraries: dict[type, Library] = {}
         self._aliases: OutputAliases | None = None
         self._written: WrittenInputs | None = None
@@ -72,6 +90,40 @@ class Entry:
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        kind = type(tensors[0]) if tensors else None
+        library = self._libraries.get(kind)  # type: ignore[arg-type]
+        if library is None or len(tensors) != len(self.inputs):
+            return self._replay(tensors)
+        take = library.take
+        try:
+            taken = [take(tensor, "") for tensor in tensors]
+        except CallError:
+            return self._replay(tensors)  # which names the input
+        found = [descriptor for _, descriptor in taken]
+        direct = self._direct.get((*map(type, tensors), *map(LAYOUT, found)))
+        if direct is None:
+            return self._replay(tensors)
+        backend, outputs = self._backend, self._outputs
+        try:
+            stream = backend.begin(library.stream(direct.device))
+            try:
+                outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                if outputs.own is not None:
+                    outputs.own.number += 1
+                backend.run(direct.program, [descriptor[0] for descriptor in found], direct.device, stream)
+                if self._views:
+                    return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in direct.outputs]
+                copy = library.copy
+                return [copy(value) for _, value, _ in direct.outputs]
+            finally:
+                backend.end(stream)
+        except MachineError as error:
+            from .index_ranges import explained  # only where a call has failed
+
+            raise explained(error, self.inputs, found) from None
+
+    def _replay(self, tensors: Sequence[Any]) -> list[Any]:
+        """A call of any kind; one that can be direct is the next time."""
         if len(tensors) != len(self.inputs):
             raise CallError("input-structure", f"expected {len(self.inputs)} inputs, got {len(tensors)}")
         views = {}
@@ -116,6 +168,7 @@ class Entry:
                             address = lay_out(library, self.inputs[index].order, values, index, address, shape, strides)
                         addresses.append(address)
                     made = outputs.replay(call, plan.parts[0].program, addresses, None)
+                    self._remember(library, plan, tensors, found)
                 else:
                     made = self._pieces(call, plan, values)
         except MachineError as error:
@@ -161,6 +214,7 @@ class Entry:
     def forget(self) -> None:
         """Lets go of what calls have kept; for a session that is closed."""
         self._outputs.close()
+        self._direct.clear()
         self._held = ()
 
     def __repr__(self) -> str:
@@ -172,6 +226,20 @@ class Entry:
             self._plans.clear()
         made = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
         return made
+
+    def _remember(self, library: Library, plan: Plan, tensors: Sequence[Any], found: Sequence[Descriptor]) -> None:
+        """Puts down what calls with inputs like these need, where they can be direct."""
+        program = plan.parts[0].program
+        outputs = self._outputs.static(library, program)
+        converted = library.name == "dlpack" and not self._views
+        if outputs is None or not found or found[0][4] is None or self._aliases or self._written or converted:
+            return
+        if not all(self._row_major) or any(descriptor[3] is not None for descriptor in found):
+            return
+        if len(self._direct) >= PLANS:
+            self._direct.clear()
+        rows = list(zip(self.outputs, outputs, self._outputs.epochs, strict=True))
+        self._direct[*map(type, tensors), *map(LAYOUT, found)] = Direct(self._first + program, found[0][4], rows)
 
     def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
         """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""

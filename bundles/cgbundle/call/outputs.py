@@ -33,17 +33,18 @@ class Outputs:
     """Runs programs for calls; `views`: what it hands out is guarded, and the next replay overwrites it.
 
     `aliases` is None for a bundle whose outputs share no memory with anything; `epoch` counts the session's replays.
-    `own` those of the entry, None where none of its outputs is in a chain.  `first` is the number of the entry's first program
-    among those of all entries.
+    `own` those of the entry, None where none of its outputs is in a chain, and `epochs` has the one of each output.  `first` is the
+    number of the entry's first program among those of all entries.
     """
 
-    __slots__ = ("_aliases", "_backend", "_chained", "_first", "_rows", "_specs", "_static", "_views", "_wrappers", "epoch", "own")
+    __slots__ = ("_aliases", "_backend", "_first", "_rows", "_specs", "_static", "_views", "_wrappers", "epoch", "epochs", "own")
 
     def __init__(self, manifest: Manifest, session: Session, first: int, aliases: OutputAliases | None, *, views: bool) -> None:
         self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, manifest.outputs
         self._first, self.epoch = first, session.epoch
-        self._chained = {chain.output for chain in manifest.chains if chain.source == manifest.entry}
-        self.own = Epoch(manifest.entry) if self._chained else None
+        chained = {chain.output for chain in manifest.chains if chain.source == manifest.entry}
+        self.own = own = Epoch(manifest.entry) if chained else None
+        self.epochs = [own if own and index in chained else self.epoch for index in range(len(manifest.outputs))]
         self._rows = [tuple([program.values[index] for index in program.outputs]) for program in manifest.programs]
         self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
@@ -74,13 +75,13 @@ class Outputs:
         for output, value, (taken, placed) in zip(whole, made, part.outputs, strict=True):
             output[placed] = value[taken]
 
+    def static(self, library: Library, program: int) -> list[Any] | None:
+        """The outputs of a program that has run, as the library's tensors over memory that stays; None where it does not."""
+        return self._static.get((library.name, program))
+
     def guard(self, library: Library, values: Sequence[Any]) -> list[Any]:
         """The values as views of the replay that was the last to begin."""
-        epoch, own = self.epoch, self.own
-        if own is None:
-            return [View(spec, value, library, epoch, epoch.number) for spec, value in zip(self._specs, values, strict=True)]
-        epochs = [own if index in self._chained else epoch for index in range(len(self._specs))]
-        rows = zip(self._specs, values, epochs, strict=True)
+        rows = zip(self._specs, values, self.epochs, strict=True)
         return [View(spec, value, library, each, each.number) for spec, value, each in rows]
 
     def close(self) -> None:

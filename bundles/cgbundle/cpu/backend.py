@@ -131,6 +131,12 @@ class CpuBackend:
         """Waits for nothing where replays share no memory: they run side by side."""
         return self._lock
 
+    def begin(self, stream: int | None) -> None:
+        self._lock.__enter__()
+
+    def end(self, stream: None) -> None:
+        self._lock.__exit__(None, None, None)
+
     def run(self, program: int, addresses: Sequence[int], device: int | None = None, stream: None = None) -> RegionOutputs:
         """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise.  Raises
         library-refused where they are not."""

@@ -1,6 +1,6 @@
 """The CUDA driver: every call is checked, the context is current only while it is needed, and whether a bundle can run here.
 
-`cu` is `cuda.bindings.driver`, or None where cuda-bindings is not installed: `require` says so, importing this module does not.
+`cu` are its functions; whether there is a driver shows at the first call: `require` says so, importing this module does not.
 """
 
 from __future__ import annotations
@@ -12,54 +12,44 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MachineError, OutOfMemory
 from ..session.forks import FORKS
+from . import libcuda
 
 if TYPE_CHECKING:
     from ..format.schema import Target
 
-try:
-    from cuda.bindings import driver
-except ImportError:  # a machine that only inspects bundles
-    driver = None
-
-cu: Any = driver
-
-MISSING_HINT = "pip install 'cuda-bindings>=13'"
+cu: Any = libcuda.Driver()
 
 OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY."""
 
 
 def require() -> None:
-    """Raises library-missing without cuda-bindings, and wrong-machine without a CUDA driver or a GPU."""
-    if cu is None:
-        raise MachineError(
-            "library-missing", "the package cuda-bindings, which a bundle for CUDA needs, is not installed", MISSING_HINT
-        )
+    """Raises wrong-machine without a CUDA driver or a GPU."""
     try:
-        error = cu.cuInit(0)[0]
-    except RuntimeError as reason:  # cuda-bindings found no libcuda
+        error = cu.cuInit(0)
+    except OSError as reason:
         raise MachineError("wrong-machine", f"this machine has no CUDA driver: {reason}") from None
     if error:
         raise MachineError("wrong-machine", f"this machine has no usable GPU: cuInit gives {_name(error)}")
 
 
-def check(call: str, result: tuple[Any, ...], detail: str = "") -> Any:
-    """What the driver call `call` returned beside its error code: nothing, one value, or a tuple.
+def check(call: str, result: int | tuple[Any, ...], detail: str = "") -> Any:
+    """What the driver call `call` returned beside its error: nothing, one value, or a tuple.
 
     Raises driver-failed naming the call, the driver's error and `detail`; OutOfMemory for that error.
     """
-    error = result[0]
+    error = result if isinstance(result, int) else result[0]
     if error:
         about = f" ({detail})" if detail else ""
         if error == OUT_OF_MEMORY:
             raise OutOfMemory("out-of-memory", f"{call}{about}: the GPU has too little free memory")
         raise MachineError("driver-failed", f"{call}{about}: {_name(error)}")
-    return result[1] if len(result) == 2 else result[1:] or None
+    return None if isinstance(result, int) else result[1] if len(result) == 2 else result[1:]
 
 
-def _name(error: Any) -> str:
+def _name(error: int) -> str:
     found, text = cu.cuGetErrorName(error)
-    return str(error) if found or not text else text.decode()
+    return f"error {error}" if found or not text else str(text.decode())
 
 
 def device_count() -> int:
@@ -81,7 +71,7 @@ class Context:
 
     In a forked process the driver does not work: there a context that was made before is `inherited`, and releases nothing.
 
-    Raises library-missing, wrong-machine, driver-failed, process-forked.
+    Raises wrong-machine, driver-failed, process-forked.
     """
 
     __slots__ = ("_forks", "_lock", "_shares", "_spare", "_streams", "device", "handle", "index", "stream")
@@ -118,7 +108,7 @@ class Context:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        check("cuCtxPopCurrent", cu.cuCtxPopCurrent())
+        check("cuCtxPopCurrent", cu.cuCtxPopCurrent(None))
 
     def retain(self) -> None:
         with self._lock:
@@ -141,22 +131,21 @@ class Context:
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-            self._streams.append(check("cuStreamCreate", cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+            self._streams.append(check("cuStreamCreate", cu.cuStreamCreate(libcuda.STREAM_NON_BLOCKING)))
             return self._streams[-1]
 
     def back(self, stream: Any) -> None:
         with self._lock:
             self._spare.append(stream)
 
-    def attribute(self, name: str) -> int:
-        """A device attribute by the end of its name, such as COMPUTE_CAPABILITY_MAJOR."""
-        key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, self.device)))
+    def attribute(self, number: int) -> int:
+        """A device attribute by its number in cuda.h."""
+        return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(number, self.device)))
 
     @property
     def arch(self) -> str:
         """The GPU's compute capability as in "sm_90"."""
-        return f"sm_{self.attribute('COMPUTE_CAPABILITY_MAJOR')}{self.attribute('COMPUTE_CAPABILITY_MINOR')}"
+        return f"sm_{self.attribute(libcuda.COMPUTE_CAPABILITY_MAJOR)}{self.attribute(libcuda.COMPUTE_CAPABILITY_MINOR)}"
 
     @property
     def name(self) -> str:
@@ -170,8 +159,8 @@ class Relaxed:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self._before = check("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(relaxed))
+        answer = cu.cuThreadExchangeStreamCaptureMode(libcuda.CAPTURE_MODE_RELAXED)
+        self._before = check("cuThreadExchangeStreamCaptureMode", answer)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         check("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(self._before))
@@ -191,7 +180,7 @@ def free_bytes() -> int:
 
 
 def check_driver(target: Target) -> None:
-    """Raises library-missing, wrong-machine or driver-too-old unless there is a driver, and one new enough."""
+    """Raises wrong-machine or driver-too-old unless there is a driver, and one new enough."""
     if target.kind != "cuda":
         raise MachineError("wrong-machine", f"the bundle is for the {target.kind} target, not for a GPU")
     require()

@@ -12,6 +12,18 @@ from ..tables.column_file import invalid
 from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table
 from .driver import Context, check, cu
 from .launches import Launches, attributes, copy_params, describe, memset_value, rows
+from .libcuda import (
+    CONDITION_IF,
+    CONDITION_SWITCH,
+    CONDITION_WHILE,
+    INSTANTIATE_USE_NODE_PRIORITY,
+    NODE_TYPE_CONDITIONAL,
+    SET_CAPTURE_DEPENDENCIES,
+    ConditionalNodeParams,
+    EdgeData,
+    KernelNodeParams,
+    MemsetNodeParams,
+)
 from .modules import Modules
 
 PRIORITY = 8
@@ -31,8 +43,8 @@ class GraphExecutor:
         try:
             build.into(graph)
             priorities = PRIORITY in table.attribute_id.tolist()
-            flags = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY if priorities else 0
-            self._exec = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, int(flags)), table.where)
+            flags = INSTANTIATE_USE_NODE_PRIORITY if priorities else 0
+            self._exec = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, flags), table.where)
         except BaseException:
             cu.cuGraphDestroy(graph)
             raise
@@ -46,22 +58,20 @@ class GraphExecutor:
 
     def launch(self, stream: Any) -> None:
         """Runs the recording in the order of the stream; returns before it is done."""
-        error = cu.cuGraphLaunch(self._exec, stream)[0]
+        error = cu.cuGraphLaunch(self._exec, stream)
         if error:
-            check("cuGraphLaunch", (error,))
+            check("cuGraphLaunch", error)
 
     def join(self, stream: Any) -> None:
         """Adds the recording to the graph that is being captured on the stream, behind what is there: as a child graph, which one
         with conditional nodes cannot be, or node by node.  (An executable graph cannot be launched into a capture:
         CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.)"""
-        answer = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream))
-        _, _, graph, nodes, _, count = answer
+        graph, nodes = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream))
         if self._build is not None:
-            last = self._build.behind(graph, nodes[:count])
+            last = self._build.behind(graph, nodes)
         else:
-            last = [check("cuGraphAddChildGraphNode", cu.cuGraphAddChildGraphNode(graph, nodes, count, self._graph))]
-        flag = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
-        answer = cu.cuStreamUpdateCaptureDependencies(stream, last, None, len(last), int(flag))
+            last = [check("cuGraphAddChildGraphNode", cu.cuGraphAddChildGraphNode(graph, nodes, self._graph))]
+        answer = cu.cuStreamUpdateCaptureDependencies(stream, last, SET_CAPTURE_DEPENDENCIES)
         check("cuStreamUpdateCaptureDependencies", answer)
 
     def close(self) -> None:
@@ -106,7 +116,7 @@ class _Build:
         pairs = [(source, nodes[index]) for source in after for index in main if index not in waiting]
         if pairs:
             sources, targets = [list(each) for each in zip(*pairs, strict=True)]
-            answer = cu.cuGraphAddDependencies(graph, sources, targets, None, len(pairs))
+            answer = cu.cuGraphAddDependencies(graph, sources, targets, None)
             check("cuGraphAddDependencies", answer, self._table.where)
         return [nodes[index] for index in main if index not in leading]
 
@@ -115,11 +125,11 @@ class _Build:
         if kind == KERNEL:
             call, result = "cuGraphAddKernelNode", cu.cuGraphAddKernelNode(graph, None, 0, self._kernel_params(row))
         elif kind == MEMSET:
-            params = _memset_params(table, row, self._bases)
-            call, result = "cuGraphAddMemsetNode", cu.cuGraphAddMemsetNode(graph, None, 0, params, self._context.handle)
+            fill = _memset_params(table, row, self._bases)
+            call, result = "cuGraphAddMemsetNode", cu.cuGraphAddMemsetNode(graph, None, 0, fill, self._context.handle)
         elif kind == MEMCPY:
-            params = copy_params(table, row, self._bases)
-            call, result = "cuGraphAddMemcpyNode", cu.cuGraphAddMemcpyNode(graph, None, 0, params, self._context.handle)
+            copied = copy_params(table, row, self._bases)
+            call, result = "cuGraphAddMemcpyNode", cu.cuGraphAddMemcpyNode(graph, None, 0, copied, self._context.handle)
         else:
             call, result = "cuGraphAddEmptyNode", cu.cuGraphAddEmptyNode(graph, None, 0)
         if result[0]:
@@ -128,7 +138,7 @@ class _Build:
         if kind == KERNEL and table.attribute_bounds[row] != table.attribute_bounds[row + 1]:
             for number, value in attributes(table, row):
                 answer = cu.cuGraphKernelNodeSetAttribute(node, number, value)
-                check("cuGraphKernelNodeSetAttribute", answer, f"{number.name}, {describe(table, position, kind, row)}")
+                check("cuGraphKernelNodeSetAttribute", answer, f"attribute {number}, {describe(table, position, kind, row)}")
         return node
 
     def _handle(self, graph: Any, row: int) -> Any:
@@ -140,27 +150,21 @@ class _Build:
 
     def _conditional(self, graph: Any, row: int, handle: Any, position: int) -> tuple[Any, list[Any]]:
         """The node, and the empty graphs of its bodies."""
-        params = cu.CUgraphNodeParams()
-        params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        params = ConditionalNodeParams(type=NODE_TYPE_CONDITIONAL)
         params.conditional.handle = handle
-        types = cu.CUgraphConditionalNodeType
-        params.conditional.type = (
-            types.CU_GRAPH_COND_TYPE_IF,
-            types.CU_GRAPH_COND_TYPE_WHILE,
-            types.CU_GRAPH_COND_TYPE_SWITCH,
-        )[self._table.conditional_type[row]]
+        types = CONDITION_IF, CONDITION_WHILE, CONDITION_SWITCH
+        params.conditional.type = types[self._table.conditional_type[row]]
         first, last = self._table.conditional_bounds[row : row + 2]
         params.conditional.size = last - first
         params.conditional.ctx = self._context.handle
         where = describe(self._table, position, CONDITIONAL, row)
-        node = check("cuGraphAddNode", cu.cuGraphAddNode(graph, None, None, 0, params), where)
-        made = params.conditional.phGraph_out
-        return node, [cu.CUgraph(int(each)) for each in made]  # numbers of their own: `made` points into `params`
+        node = check("cuGraphAddNode", cu.cuGraphAddConditionalNode(graph, None, 0, params), where)
+        return node, params.conditional.phGraph_out[: last - first]
 
 
 def _kernel_params(table: Table, launches: Launches) -> Callable[[int], Any]:
     """Fills one parameter object for kernel after kernel: the driver copies it when a node is added."""
-    params = cu.CUDA_KERNEL_NODE_PARAMS()
+    params = KernelNodeParams()
     grids = list(zip(table.grid_x, table.grid_y, table.grid_z, strict=True))
     threads = list(zip(table.threads_x, table.threads_y, table.threads_z, strict=True))
 
@@ -175,8 +179,8 @@ def _kernel_params(table: Table, launches: Launches) -> Callable[[int], Any]:
     return fill
 
 
-def _memset_params(table: Table, row: int, bases: Sequence[int]) -> Any:
-    params = cu.CUDA_MEMSET_NODE_PARAMS()
+def _memset_params(table: Table, row: int, bases: Sequence[int]) -> MemsetNodeParams:
+    params = MemsetNodeParams()
     params.dst = bases[table.memset_memory[row]] + table.memset_offset[row]
     params.value, params.elementSize = memset_value(table, row), table.memset_element[row]
     params.width, params.height, params.pitch = table.memset_width[row], table.memset_height[row], table.memset_pitch[row]
@@ -191,12 +195,10 @@ def _connect(graphs: Sequence[Any], table: Table, nodes: list[Any]) -> None:
     if any(table.edge_type) or any(table.edge_from_port) or any(table.edge_to_port):
         data = []
         for out, into, kind in zip(table.edge_from_port, table.edge_to_port, table.edge_type, strict=True):
-            edge = cu.CUgraphEdgeData()
-            edge.from_port, edge.to_port, edge.type = out, into, kind
-            data.append(edge)
+            data.append(EdgeData(from_port=out, to_port=into, type=kind))
     sources, targets = ([nodes[index] for index in ends] for ends in (table.edge_source, table.edge_target))
     if len(graphs) == 1:
-        answer = cu.cuGraphAddDependencies(graphs[0], sources, targets, data, len(sources))
+        answer = cu.cuGraphAddDependencies(graphs[0], sources, targets, data)
         check("cuGraphAddDependencies", answer, table.where)
         return
     edges: list[list[int]] = [[] for _ in graphs]
@@ -206,4 +208,4 @@ def _connect(graphs: Sequence[Any], table: Table, nodes: list[Any]) -> None:
         ends = [[each[row] for row in own] for each in (sources, targets)]
         among = None if data is None else [data[row] for row in own]
         if own:
-            check("cuGraphAddDependencies", cu.cuGraphAddDependencies(graph, *ends, among, len(own)), table.where)
+            check("cuGraphAddDependencies", cu.cuGraphAddDependencies(graph, *ends, among), table.where)

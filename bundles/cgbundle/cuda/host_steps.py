@@ -58,7 +58,7 @@ class HostSteps:
 
         def call(stream: Any) -> None:
             error = cu.cuStreamSynchronize(stream)
-            if error[0]:
+            if error:
                 check("cuStreamSynchronize", error, f"before {where}")
             made = run(addresses, layouts, len(places))
             try:

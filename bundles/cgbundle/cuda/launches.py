@@ -8,7 +8,7 @@ from struct import Struct
 from typing import Any, Protocol
 
 from ..tables.table import KERNEL, Table
-from .driver import cu
+from .libcuda import MEMORY_TYPE_DEVICE, LaunchAttributeValue, Memcpy3D
 from .modules import Modules
 
 MEMORY_SYNC_DOMAIN_MAP = 9
@@ -85,24 +85,22 @@ def patch(table: Table, bases: Sequence[int], poison: int | None) -> array[int]:
     return blocks
 
 
-def attributes(table: Table, row: int) -> list[tuple[Any, Any]]:
-    """The launch attributes of kernel `row`: (CUlaunchAttributeID, CUkernelNodeAttrValue)."""
+def attributes(table: Table, row: int) -> list[tuple[int, LaunchAttributeValue]]:
+    """The launch attributes of kernel `row`: (number, value)."""
     found = []
     for index in range(table.attribute_bounds[row], table.attribute_bounds[row + 1]):
         number = table.attribute_id[index]
         words = table.attribute_value[3 * index : 3 * index + 3]
-        value = cu.CUkernelNodeAttrValue()  # of which a node takes no base class, and a launch takes either
-        # Through the union's bytes: its members are one to three words, but the bindings refuse -1 for some that take it.
         size = 1 if number == MEMORY_SYNC_DOMAIN_MAP else 4
-        value.pad = b"".join((word % (1 << 8 * size)).to_bytes(size, "little") for word in words).ljust(64, b"\0")
-        found.append((cu.CUlaunchAttributeID(number), value))
+        data = b"".join((word % (1 << 8 * size)).to_bytes(size, "little") for word in words)
+        found.append((number, LaunchAttributeValue.from_buffer_copy(data.ljust(64, b"\0"))))
     return found
 
 
-def copy_params(table: Table, row: int, bases: Sequence[int]) -> Any:
+def copy_params(table: Table, row: int, bases: Sequence[int]) -> Memcpy3D:
     """Memcpy `row` as the driver takes it."""
-    params = cu.CUDA_MEMCPY3D()
-    params.srcMemoryType = params.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params = Memcpy3D()
+    params.srcMemoryType = params.dstMemoryType = MEMORY_TYPE_DEVICE
     params.srcDevice = bases[table.memcpy_memory[2 * row]] + table.memcpy_offset[2 * row]
     params.dstDevice = bases[table.memcpy_memory[2 * row + 1]] + table.memcpy_offset[2 * row + 1]
     params.WidthInBytes, params.Height, params.Depth = table.memcpy_extent[3 * row : 3 * row + 3]

@@ -74,8 +74,7 @@ class Modules:
         before = self._settings.get(key)
         if before is not None and (before == value or (number in GROWING and before > value)):
             return
-        result = cu.cuFuncSetAttribute(function, cu.CUfunction_attribute(number), value)
-        check("cuFuncSetAttribute", result, f"attribute {number} = {value} of {key[1]}")
+        check("cuFuncSetAttribute", cu.cuFuncSetAttribute(function, number, value), f"attribute {number} = {value} of {key[1]}")
         self._settings[key] = value
 
     def _module(self, image: str) -> Any:

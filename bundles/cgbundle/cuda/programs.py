@@ -12,7 +12,6 @@ from ..format.schema import MEMORIES, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table
 from . import memory
-from .driver import cu
 from .graph_executor import GraphExecutor
 from .launches import Executor
 from .memory import HOST, Memories, Output
@@ -48,8 +47,8 @@ Elsewhere = tuple[tuple[int, int], ...]
 
 
 class BoundProgram(NamedTuple):
-    """A program with its addresses.  `inputs`: (address, bytes) of each input's static buffer; `pointers`: the addresses as the
-    driver's own type; `outputs`: the outputs' addresses; `sizes`: their bytes from the first to the last.
+    """A program with its addresses.  `inputs`: (address, bytes) of each input's static buffer; `outputs`: the outputs'
+    addresses; `sizes`: their bytes from the first to the last.
 
     `chained`: by position of an input, where outputs lie that it may be, as offset in memory arena by address.
 
@@ -58,7 +57,6 @@ class BoundProgram(NamedTuple):
     """
 
     inputs: list[tuple[int, int]]
-    pointers: list[Any]
     steps: list[Callable[[Any], None]]
     joins: list[Callable[[Any], None]]
     written: list[tuple[int, int, int]]
@@ -156,7 +154,6 @@ def bind(
     steps, joins = ([made(step, join) for step in program.steps] for join in (False, True))
     return BoundProgram(
         inputs=inputs,
-        pointers=[cu.CUdeviceptr(address) for address, _ in inputs],
         steps=steps,
         joins=joins,
         written=[(index, *inputs[index]) for index in written],

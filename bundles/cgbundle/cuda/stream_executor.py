@@ -14,6 +14,7 @@ from ..errors import CallError
 from ..tables.table import CONDITIONAL, IF, KERNEL, MEMCPY, MEMSET, WHILE, Table, launch_order
 from .driver import check, cu
 from .launches import Launches, attributes, copy_params, describe, memset_value, rows
+from .libcuda import LaunchAttribute, LaunchConfig
 from .modules import Modules
 
 Step = Callable[[Any], None]
@@ -101,21 +102,17 @@ def _conditional_step(bodies: Sequence[list[Step]], kind: int, conditions: list[
 
 
 def _kernel_step(table: Table, row: int, launches: Launches, where: str) -> Callable[[Any], None]:
-    config = cu.CUlaunchConfig()
+    config = LaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = table.grid_x[row], table.grid_y[row], table.grid_z[row]
     config.blockDimX, config.blockDimY, config.blockDimZ = table.threads_x[row], table.threads_y[row], table.threads_z[row]
     config.sharedMemBytes = table.shared[row]
-    listed = []
-    for number, value in attributes(table, row):
-        attribute = cu.CUlaunchAttribute()
-        attribute.id, attribute.value = number, value
-        listed.append(attribute)
-    config.attrs, config.numAttrs = listed, len(listed)
+    listed = [LaunchAttribute(id=number, value=value) for number, value in attributes(table, row)]
+    config.attrs, config.numAttrs = (LaunchAttribute * len(listed))(*listed), len(listed)
     function, params = launches.functions[table.function[row]], launches.params[row]
 
     def step(stream: Any) -> None:
         config.hStream = stream
-        check("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, function, params, 0), where)
+        check("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, function, params, None), where)
 
     return step
 

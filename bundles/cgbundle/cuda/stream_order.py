@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError
 from .driver import check, cu
+from .libcuda import EVENT_DEFAULT, EVENT_DISABLE_TIMING
 
 if TYPE_CHECKING:
     from ..session.profile import Profile
@@ -42,7 +43,7 @@ class StreamOrder:
     __slots__ = ("_default_key", "_done", "_handle", "_last", "_lasting", "_passing", "_refusal", "captured", "default")
 
     def __init__(self, stream: Any, cleanup: ExitStack, refusal: str = "") -> None:
-        self._done = check("cuEventCreate", cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        self._done = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
         cleanup.callback(_destroy, self._done)
         self.default, self._refusal = stream, refusal
         self._default_key = int(stream)
@@ -51,7 +52,7 @@ class StreamOrder:
         self.captured = False
 
     def handle(self, stream: int | None) -> Any:
-        return self.default if stream is None else cu.CUstream(stream)
+        return self.default if stream is None else stream
 
     def begin(self, stream: int | None) -> Any:
         """The stream's handle; what is enqueued on it now runs after the work before the last `end`.  Raises capture-refused."""
@@ -68,9 +69,9 @@ class StreamOrder:
     def end(self, handle: Any) -> None:
         """Marks the end of the work.  A caller's stream is marked now, because it may be gone by the next call."""
         if not self._lasting and not self.captured:
-            error = cu.cuEventRecord(self._done, handle)[0]
+            error = cu.cuEventRecord(self._done, handle)
             if error:
-                check("cuEventRecord", (error,))
+                check("cuEventRecord", error)
 
     def wait(self) -> None:
         """Waits for the work before the last `end`, as far as the driver still can: what went wrong was reported or shows later."""
@@ -145,7 +146,7 @@ class StepClock:
 
 def _mark(stream: Any) -> Any:
     """A new event with a time, behind what the stream holds."""
-    event = check("cuEventCreate", cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DEFAULT))
+    event = check("cuEventCreate", cu.cuEventCreate(EVENT_DEFAULT))
     check("cuEventRecord", cu.cuEventRecord(event, stream))
     return event
 

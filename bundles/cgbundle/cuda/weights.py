@@ -1,7 +1,11 @@
 """The weights from the file into GPU memory, as fast as the bus takes them.
 
 A copy from a mapped file is pageable: the driver's one thread moves it at 10.8 GB/s.  Pinned memory moves at 55 GB/s, but pinning
-all of it costs more than it gains.  So a few threads read the file into small pinned buffers, each sent on while the next is read.
+costs 0.5 ms a megabyte, more than it gains for all of a file.  So a few threads read the file into small pinned buffers, each sent
+on while the next is read; what is small goes as it is.
+
+A file that is larger than half of the machine's memory is dropped from the system's cache behind the reading: it would push
+everything else out, and its beginning would be gone at its end.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count
 from typing import Any, NamedTuple
 
 from ..errors import BundleError, CgbundleError
@@ -19,13 +24,24 @@ from ..format.safetensors import Entry
 from ..format.schema import Weight
 from ..format.spans import HOST_ONLY
 from .driver import Context, Relaxed, check, cu
-
-THREADS = 4
-BUFFERS = 2
-"""Staging buffers of a thread: one is read into while the other is copied from."""
+from .libcuda import STREAM_NON_BLOCKING
 
 CHUNK = 2 << 20
-"""Bytes of a staging buffer."""
+"""Bytes that are read at a time, into a buffer.  Larger ones leave the processor's cache before they are sent: 38 GB/s, not 51."""
+
+AHEAD = 256 << 20
+"""Bytes that the disk begins to read while the driver starts."""
+
+
+class Way(NamedTuple):
+    """How weights travel: by so many threads, each with its own buffers, of pinned memory or not."""
+
+    threads: int
+    buffers: int
+    pinned: bool
+
+
+SMALL, LARGE = 4 << 20, 1 << 30
 
 
 class Piece(NamedTuple):
@@ -42,8 +58,13 @@ def listed(bundle: Archive) -> list[Piece]:
     rows = [weight for weight in manifest.weights if weight.memory == "weights"]
     if not rows:
         return []
-    os.posix_fadvise(bundle.descriptor(WEIGHTS), 0, 0, os.POSIX_FADV_WILLNEED)  # while the driver starts
-    return pieces(rows, bundle.tensors(WEIGHTS), dict(manifest.memories).get("weights", 0))
+    found = pieces(rows, bundle.tensors(WEIGHTS), dict(manifest.memories).get("weights", 0))
+    file, left = bundle.descriptor(WEIGHTS), AHEAD
+    for piece in found:
+        for begin in range(piece.begin, piece.begin + min(piece.size, left), CHUNK):  # the system reads no more than that per call
+            os.posix_fadvise(file, begin, min(CHUNK, piece.begin + piece.size - begin), os.POSIX_FADV_WILLNEED)
+        left = max(0, left - piece.size)
+    return found
 
 
 def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: int) -> list[Piece]:
@@ -93,24 +114,43 @@ def chunks(listed: Sequence[Piece], size: int) -> list[list[Piece]]:
     return groups
 
 
-class Upload:
-    """Weights on their way, by threads that start at once, each with its own stream and pinned buffers.
+def way(size: int) -> Way:
+    """How `size` bytes travel.  Measured on an H200 (tests/gpu/REPORT.md)."""
+    if size <= SMALL:
+        return Way(threads=1, buffers=1, pinned=False)
+    if size < LARGE:
+        return Way(threads=4, buffers=2, pinned=True)
+    return Way(threads=8, buffers=3, pinned=True)
 
-    `file`: an open descriptor, the caller's.
+
+class Buffer(NamedTuple):
+    """A buffer, its address, and the stream that alone reads it: to wait for the stream is to wait for the buffer."""
+
+    view: memoryview
+    address: int
+    stream: Any
+
+
+class Upload:
+    """Weights on their way, by threads that start at once, each with its own streams and buffers.
+
+    `file`: an open descriptor, the caller's.  `way`: how, by default as the size asks for.
 
     `wait` raises the first failure (OutOfMemory, driver-failed, weights-invalid); `wait` or `stop` before memory weights is freed.
     """
 
     def __init__(
-        self, context: Context, file: int, listed: Sequence[Piece], base: int, threads: int = THREADS, chunk: int = CHUNK
+        self, context: Context, file: int, listed: Sequence[Piece], base: int, how: Way | None = None, chunk: int = CHUNK
     ) -> None:
         self._context, self._file, self._base, self._chunk = context, file, base, chunk
+        self._way = how or way(sum(piece.size for piece in listed))
         self._work = chunks(listed, chunk)
         self._work.reverse()  # pop takes the first
         self._total = len(self._work)
+        self._drop = bool(listed) and 2 * os.fstat(file).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._sent: list[None] = []  # one item per group that arrived: appending is atomic
         self._failure: CgbundleError | OSError | None = None
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(min(threads, len(self._work)))]
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(min(self._way.threads, self._total))]
         for thread in self._threads:
             thread.start()
 
@@ -140,29 +180,36 @@ class Upload:
             self._work.clear()
 
     def _copy(self, cleanup: ExitStack) -> None:
-        stream = check("cuStreamCreate", cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        cleanup.callback(cu.cuStreamDestroy, stream)
-        address = int(check("cuMemHostAlloc", cu.cuMemHostAlloc(BUFFERS * self._chunk, 0), "staging"))
-        cleanup.callback(cu.cuMemFreeHost, address)
-        cleanup.callback(cu.cuStreamSynchronize, stream)  # before the buffer goes, also when a read failed
-        view = memoryview((ctypes.c_char * (BUFFERS * self._chunk)).from_address(address)).cast("B")
-        events = []
-        for _ in range(BUFFERS):
-            events.append(check("cuEventCreate", cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
-            cleanup.callback(cu.cuEventDestroy, events[-1])
-        done = 0
-        while True:
+        work, sent, buffers = self._work, self._sent, self._way.buffers
+        made: list[Buffer] = []
+        for number in count():
             try:
-                group = self._work.pop()
+                group = work.pop()
             except IndexError:
                 break
-            slot = done % BUFFERS
-            check("cuEventSynchronize", cu.cuEventSynchronize(events[slot]))  # at once for an event never recorded
-            self._send(group, view[slot * self._chunk : (slot + 1) * self._chunk], address + slot * self._chunk, stream)
-            check("cuEventRecord", cu.cuEventRecord(events[slot], stream))
-            done += 1
-            self._sent.append(None)
-        check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "weights")
+            if number < buffers:  # while the first one travels: pinning takes as long as reading
+                made.append(self._buffer(cleanup))
+            view, address, stream = made[number % buffers]
+            if number >= buffers:
+                check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "weights")
+            self._send(group, view, address, stream)
+            sent.append(None)
+        for buffer in made:
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(buffer.stream), "weights")
+
+    def _buffer(self, cleanup: ExitStack) -> Buffer:
+        size = self._chunk
+        if self._way.pinned:
+            address = int(check("cuMemHostAlloc", cu.cuMemHostAlloc(size, 0), "staging"))
+            cleanup.callback(cu.cuMemFreeHost, address)
+            memory = (ctypes.c_char * size).from_address(address)
+        else:
+            memory = (ctypes.c_char * size)()
+            address = ctypes.addressof(memory)
+        stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
+        cleanup.callback(cu.cuStreamDestroy, stream)
+        cleanup.callback(cu.cuStreamSynchronize, stream)  # before the buffer goes, also when a read failed
+        return Buffer(memoryview(memory).cast("B"), address, stream)
 
     def _send(self, group: list[Piece], view: memoryview, address: int, stream: Any) -> None:
         first = group[0].begin
@@ -175,4 +222,8 @@ class Upload:
             done += step
         for piece in group:
             place = address + piece.begin - first
-            check("cuMemcpyHtoDAsync", cu.cuMemcpyHtoDAsync(self._base + piece.target, place, piece.size, stream), "weights")
+            error = cu.cuMemcpyHtoDAsync(self._base + piece.target, place, piece.size, stream)
+            if error:
+                check("cuMemcpyHtoDAsync", error, "weights")
+        if self._drop:
+            os.posix_fadvise(self._file, first, length, os.POSIX_FADV_DONTNEED)

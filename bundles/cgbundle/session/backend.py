@@ -45,6 +45,12 @@ class Backend(Protocol):
     def locked(self, stream: int | None) -> AbstractContextManager[Any]:
         """The memories, for one call whose work goes to a stream of the device (None: the backend's own)."""
 
+    def begin(self, stream: int | None) -> Any:
+        """What entering `locked` does, and what that gives; `end` is to be called with it."""
+
+    def end(self, stream: Any) -> None:
+        """What leaving `locked` does."""
+
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> Results:
         """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie there too."""
 

@@ -99,7 +99,7 @@ class BundleModel:
         cu, check = driver.cu, driver.check
         assert self._context is not None
         with self._context:
-            stream = cu.CUstream(LEGACY_STREAM)
+            stream = LEGACY_STREAM
             start, end = [check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2)]
             check("cuEventRecord", cu.cuEventRecord(start, stream))
             for _ in range(count):

@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from cuda.bindings import driver as bindings
+
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.cuda.memory import allocate
-from cgbundle.cuda.weights import Piece, Upload
+from cgbundle.cuda.weights import Piece, Upload, Way
 from cgbundle.format.safetensors import _address
 
 
@@ -40,9 +42,9 @@ def registered(path: str, size: int, base: int) -> None:
         view = memoryview(mapped)
         address = _address(view)
         try:
-            check("cuMemHostRegister", cu.cuMemHostRegister(address, size, 8))
+            check("cuMemHostRegister", bindings.cuMemHostRegister(address, size, 8))
             check("cuMemcpyHtoD", cu.cuMemcpyHtoD(base, address, size))
-            check("cuMemHostUnregister", cu.cuMemHostUnregister(address))
+            check("cuMemHostUnregister", bindings.cuMemHostUnregister(address))
         finally:
             view.release()
 
@@ -82,7 +84,7 @@ def main() -> None:
                 listed = [Piece(0, size, 0)]
                 measure(
                     f"{threads} threads, buffers of {chunk} MB",
-                    lambda t=threads, c=chunk, p=listed: Upload(context, file.fileno(), p, base, t, c << 20).wait(),  # type: ignore[misc]
+                    lambda t=threads, c=chunk, p=listed: Upload(context, file.fileno(), p, base, Way(t, 3, True), c << 20).wait(),  # type: ignore[misc]
                 )
 
 

@@ -112,8 +112,10 @@ def _without_compiler(here: Any) -> Any:
     return make
 
 
-def test_running_for_a_gpu_needs_its_bindings(here: Any) -> None:
-    assert here((H200,), lacking=("cuda",))["sm_90"].not_run == "cuda-bindings is not installed"
+def test_recording_on_a_gpu_needs_the_bindings_and_running_none(here: Any) -> None:
+    found = here((H200,), lacking=("cuda",))
+    assert found["cuda"].not_built == "recording on a GPU needs cuda-bindings, which is not installed"
+    assert (found["cuda"].not_run, found["sm_90"].not_run, found["sm_90"].recorder) == ("", "", "trace")
 
 
 def test_doctor_and_targets_say_it_in_words_and_as_json(here: Any) -> None:

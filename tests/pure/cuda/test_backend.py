@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import driver, graph_executor, launches, memory, stream_executor, stream_order, weights
+from cgbundle.cuda import driver, launches, libcuda, memory, stream_order, weights
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.loader import MODES
 from cgbundle.session.profile import Profile, step_names
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import KernelNode
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import recordings
@@ -184,7 +183,7 @@ def test_a_closed_backend_refuses_and_closes_twice(fake: FakeDriver, bundle: tup
 
 @pytest.mark.parametrize("mode", MODES)
 def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], mode: str) -> None:
-    monkeypatch.setattr(weights, "THREADS", 1)
+    monkeypatch.setattr(weights, "way", lambda size: weights.Way(1, 2, True))
     given = inputs(KEYS[0])
 
     def session(fake: FakeDriver) -> None:
@@ -232,11 +231,20 @@ def test_an_interrupt_while_opening_leaves_nothing(
 # --- the machine ----------------------------------------------------------------------------------------------
 
 
-def test_without_cuda_bindings(bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, None)
-    with raises("library-missing", match="cuda-bindings") as caught:
+def test_without_a_driver(bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libcuda, "LIBRARY", "libcuda.no.such")
+    install(monkeypatch, libcuda.Driver())
+    with raises("wrong-machine", match=r"no CUDA driver: libcuda\.no\.such: cannot open shared object"):
         opened(*bundle)
-    assert caught.value.hint == "pip install 'cuda-bindings>=13'"
+
+
+def test_a_driver_without_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an old driver, which has every function but the newest: the C library in its place has none."""
+    monkeypatch.setattr(libcuda, "LIBRARY", "libc.so.6")
+    with raises("driver-too-old", match="has no cuGraphLaunch, which"):
+        libcuda.Driver().cuGraphLaunch(1, 2)
+    with pytest.raises(AttributeError):
+        libcuda.Driver().cuNothing  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -366,41 +374,47 @@ def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Ma
     with context:
         base = memory.allocate(size, "test")
         with open(folder / "weights.safetensors", "rb") as file:
-            weights.Upload(context, file.fileno(), [weights.Piece(0, size, 0)], base, threads=3, chunk=64).wait()
+            weights.Upload(context, file.fileno(), [weights.Piece(0, size, 0)], base, weights.Way(3, 2, True), chunk=64).wait()
         assert ctypes.string_at(base, size) == (folder / "weights.safetensors").read_bytes()
         memory.free(base)
     context.release()
 
 
-# --- the bindings ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [0, 1, 4 << 20, 5 << 20, 330 << 20, 1 << 30, 16 << 30])
+def test_what_is_small_pays_for_no_threads_and_no_pinned_memory(size: int) -> None:
+    how = weights.way(size)
+    assert how.pinned == (how.threads > 1) == (size > 4 << 20)
+    assert how.threads * how.buffers * weights.CHUNK <= 48 << 20
 
 
-def test_the_real_bindings_take_our_parameters(bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    for module in (graph_executor, launches, stream_executor):
-        monkeypatch.setattr(module, "cu", real)
-    recording = cuda_bundles.recording("ab" * 32, 4)
-    attributes = ((2, (1, 0, 0)), (4, (2, 3, 4)), (8, (-5, 0, 0)), (9, (0, 1, 0)), (14, (2**32 - 1, 0, 0)))
-    combine = recording.nodes[0]
-    assert isinstance(combine, KernelNode)
-    nodes = (replace(combine, attributes=attributes), *recording.nodes[1:])
-    table = Table(tables.encode(replace(recording, nodes=nodes)))
-    found = dict(launches.attributes(table, 0))
-    names = real.CUlaunchAttributeID
-    size = found[names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION].clusterDim
-    assert (size.x, size.y, size.z) == (2, 3, 4)
-    assert found[names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE].cooperative == 1
-    assert found[names.CU_LAUNCH_ATTRIBUTE_PRIORITY].priority == -5
-    assert found[names.CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP].memSyncDomainMap.remote == 1
-    assert found[names.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT].sharedMemCarveout == 2**32 - 1
-    bases = (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0)
-    copied = launches.copy_params(table, 0, bases)
-    assert int(copied.dstDevice) == (4 << 40) + cuda_bundles.TWO
-    assert (copied.WidthInBytes, copied.Height, copied.Depth, copied.srcPitch) == (64, 4, 1, 64)
-    made = launches.Launches.__new__(launches.Launches)
-    made.functions, made.params = [real.CUfunction(1), real.CUfunction(2)], [16, 32]
-    params = graph_executor._kernel_params(table, made)(1)
-    assert (int(params.func), params.gridDimX, params.blockDimX, params.kernelParams) == (1, 4, 32, 32)
-    assert int(graph_executor._memset_params(table, 0, bases).dst) == 4 << 40
-    stream_executor._kernel_step(table, 0, made, "")
-    stream_executor._kernel_step(table, 1, made, "")
+@pytest.mark.parametrize("pages", [2, 3])
+def test_a_file_larger_than_half_of_the_memory_leaves_the_cache(
+    pages: int, fake: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[tuple[int, int, int]] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda file, begin, size, advice: dropped.append((begin, size, advice)))
+    monkeypatch.setattr("os.sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else 100)
+    data = bytes(range(101)) + bytes(range(20))
+    (tmp_path / "file").write_bytes(data)
+    context = driver.Context(0)
+    with context, open(tmp_path / "file", "rb") as file:
+        base = memory.allocate(len(data), "test")
+        weights.Upload(context, file.fileno(), [weights.Piece(1, 120, 0)], base, weights.Way(1, 2, True), chunk=64).wait()
+        assert ctypes.string_at(base, 120) == data[1:]
+        memory.free(base)
+    context.release()
+    assert dropped == ([(1, 64, os.POSIX_FADV_DONTNEED), (65, 56, os.POSIX_FADV_DONTNEED)] if pages == 2 else [])
+
+
+def test_the_disk_begins_to_read_the_first_weights(
+    fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda file, begin, size, advice: asked.append((begin, size)))
+    monkeypatch.setattr(weights, "CHUNK", 256)
+    monkeypatch.setattr(weights, "AHEAD", 384)
+    manifest, folder = bundle
+    found = weights.listed(ArchiveOf(folder, manifest))
+    (first, *_) = found
+    assert first.size > 384
+    assert asked == [(first.begin, 256), (first.begin + 256, min(256, first.size - 256))]

@@ -378,7 +378,7 @@ def test_torch_that_is_missing(
 def test_whichever_call_fails_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], regions: Regions, mode: str
 ) -> None:
-    monkeypatch.setattr(weights, "THREADS", 1)
+    monkeypatch.setattr(weights, "way", lambda size: weights.Way(1, 2, True))
     given = inputs(KEYS[0])
 
     def session(fake: FakeDriver) -> None:

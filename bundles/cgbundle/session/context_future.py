@@ -1,4 +1,4 @@
-"""A CUDA context that is made in another thread.
+"""A GPU's context that is made in another thread.
 
 Making one takes 0.2 s, as long as everything else in loading a bundle together, and needs nothing but the device's number.  So it
 is made while the runtime's modules are imported and the bundle is checked.
@@ -7,33 +7,33 @@ is made while the runtime's modules are imported and the bundle is checked.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from ..errors import CgbundleError
 
-if TYPE_CHECKING:
-    from .driver import Context
 
-MARK = b'"kind":"cuda"'
-"""How a manifest for a GPU spells its target.  A wrong guess costs an unused context, nothing else."""
+class Released(Protocol):
+    """What is given back when nobody takes it."""
+
+    def release(self) -> None: ...
 
 
-class ContextFuture:
-    """The context of GPU number `device`, begun when the bytes of a manifest look like those of a bundle for a GPU."""
+Made = TypeVar("Made", bound=Released)
 
-    def __init__(self, manifest: bytes, device: int) -> None:
-        self._device = device
-        self._context: Context | None = None
+
+class ContextFuture(Generic[Made]):
+    """What `make` gives, begun at once; None makes nothing."""
+
+    def __init__(self, make: Callable[[], Made] | None) -> None:
+        self._context: Made | None = None
         self._error: CgbundleError | None = None
         self._thread: threading.Thread | None = None
-        if MARK in manifest:
-            from . import driver  # here, not in the thread: two threads that import at once wait for each other
-
-            self._driver = driver
-            self._thread = threading.Thread(target=self._make, name="cgbundle-context")
+        if make is not None:
+            self._thread = threading.Thread(target=self._run, args=(make,), name="cgbundle-context")
             self._thread.start()
 
-    def take(self) -> Context | None:
+    def take(self) -> Made | None:
         """The context, which is the caller's now; None when none was begun.  Raises what making it raised."""
         self._join()
         if self._error is not None:
@@ -53,8 +53,8 @@ class ContextFuture:
             self._thread.join()
             self._thread = None
 
-    def _make(self) -> None:
+    def _run(self, make: Callable[[], Made]) -> None:
         try:
-            self._context = self._driver.Context(self._device)
+            self._context = make()
         except CgbundleError as error:
             self._error = error

@@ -1,0 +1,278 @@
+"""The functions and records of the CUDA driver that the runtime needs, called in libcuda.so.1 itself.
+
+A binding of our own because cgbundle is to start fast and to need nothing: importing cuda-bindings takes 0.1 s.  Layouts, types and
+numbers are those of cuda.h; symbols are named with their versions, whose meaning no later driver changes.  They are looked up when
+first used, so that an old driver lacks only what it lacks.
+
+`Driver` has the functions under cuda.h's names: one that answers nothing returns its error, a number that is 0 where it succeeded;
+one that answers returns a tuple, the error first.  Handles and addresses are plain numbers; the interpreter's lock is let go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, byref
+from typing import Any
+
+from ..errors import MachineError
+
+LIBRARY = "libcuda.so.1"
+_RTLD_NOW = 2
+
+STREAM_NON_BLOCKING, EVENT_DEFAULT, EVENT_DISABLE_TIMING = 1, 0, 2
+CAPTURE_MODE_RELAXED, SET_CAPTURE_DEPENDENCIES, INSTANTIATE_USE_NODE_PRIORITY = 2, 1, 8
+MEMORY_TYPE_HOST, MEMORY_TYPE_DEVICE = 1, 2
+NODE_TYPE_CONDITIONAL, CONDITION_IF, CONDITION_WHILE, CONDITION_SWITCH = 13, 0, 1, 2
+COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
+
+_Pointer, _Size, _Int, _Unsigned, _Byte = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_ubyte
+_Address = ctypes.c_uint64
+"""What the driver writes a handle or an address to: unlike a pointer's, its value is a number also when it is 0."""
+
+
+class KernelNodeParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", _Pointer), ("gridDimX", _Unsigned), ("gridDimY", _Unsigned), ("gridDimZ", _Unsigned),
+        ("blockDimX", _Unsigned), ("blockDimY", _Unsigned), ("blockDimZ", _Unsigned), ("sharedMemBytes", _Unsigned),
+        ("kernelParams", _Pointer), ("extra", _Pointer), ("kern", _Pointer), ("ctx", _Pointer),
+    )  # fmt: skip
+
+
+class MemsetNodeParams(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS_v1."""
+
+    _fields_ = (
+        ("dst", _Address), ("pitch", _Size), ("value", _Unsigned), ("elementSize", _Unsigned), ("width", _Size), ("height", _Size),
+    )  # fmt: skip
+
+
+class Memcpy3D(ctypes.Structure):
+    """CUDA_MEMCPY3D_v2."""
+
+    _fields_ = (
+        ("srcXInBytes", _Size), ("srcY", _Size), ("srcZ", _Size), ("srcLOD", _Size), ("srcMemoryType", _Int),
+        ("srcHost", _Pointer), ("srcDevice", _Address), ("srcArray", _Pointer), ("reserved0", _Pointer),
+        ("srcPitch", _Size), ("srcHeight", _Size),
+        ("dstXInBytes", _Size), ("dstY", _Size), ("dstZ", _Size), ("dstLOD", _Size), ("dstMemoryType", _Int),
+        ("dstHost", _Pointer), ("dstDevice", _Address), ("dstArray", _Pointer), ("reserved1", _Pointer),
+        ("dstPitch", _Size), ("dstHeight", _Size),
+        ("WidthInBytes", _Size), ("Height", _Size), ("Depth", _Size),
+    )  # fmt: skip
+
+
+class LaunchAttributeValue(ctypes.Union):
+    """CUlaunchAttributeValue, which is CUkernelNodeAttrValue too: its members are one to three words, or a pair of bytes."""
+
+    _fields_ = (("pad", _Byte * 64), ("_aligned", ctypes.c_uint64))
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", _Int), ("pad", _Byte * 4), ("value", LaunchAttributeValue))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("gridDimX", _Unsigned), ("gridDimY", _Unsigned), ("gridDimZ", _Unsigned),
+        ("blockDimX", _Unsigned), ("blockDimY", _Unsigned), ("blockDimZ", _Unsigned), ("sharedMemBytes", _Unsigned),
+        ("hStream", _Pointer), ("attrs", POINTER(LaunchAttribute)), ("numAttrs", _Unsigned),
+    )  # fmt: skip
+
+
+class EdgeData(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = (("from_port", _Byte), ("to_port", _Byte), ("type", _Byte), ("reserved", _Byte * 5))
+
+
+class ConditionalParams(ctypes.Structure):
+    """CUDA_CONDITIONAL_NODE_PARAMS.  `phGraph_out` is the driver's array of the graphs of the bodies."""
+
+    _fields_ = (
+        ("handle", ctypes.c_uint64), ("type", _Int), ("size", _Unsigned), ("phGraph_out", POINTER(_Address)), ("ctx", _Pointer),
+    )  # fmt: skip
+
+
+class ConditionalNodeParams(ctypes.Structure):
+    """CUgraphNodeParams, of whose union one member is needed."""
+
+    _fields_ = (
+        ("type", _Int), ("reserved0", _Int * 3), ("conditional", ConditionalParams),
+        ("reserved1", ctypes.c_int64 * 25), ("reserved2", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class _Out:
+    """A parameter that points to where the driver writes an answer."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        self.kind = kind
+
+
+_HANDLE, _NUMBER, _BYTES, _MILLISECONDS, _TEXT = map(_Out, (_Address, _Int, _Size, ctypes.c_float, ctypes.c_char_p))
+
+FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "cuInit": ("cuInit", (_Unsigned,)),
+    "cuDriverGetVersion": ("cuDriverGetVersion", (_NUMBER,)),
+    "cuGetErrorName": ("cuGetErrorName", (_Int, _TEXT)),
+    "cuDeviceGetCount": ("cuDeviceGetCount", (_NUMBER,)),
+    "cuDeviceGet": ("cuDeviceGet", (_NUMBER, _Int)),
+    "cuDeviceGetAttribute": ("cuDeviceGetAttribute", (_NUMBER, _Int, _Int)),
+    "cuDevicePrimaryCtxRetain": ("cuDevicePrimaryCtxRetain", (_HANDLE, _Int)),
+    "cuDevicePrimaryCtxRelease": ("cuDevicePrimaryCtxRelease_v2", (_Int,)),
+    "cuCtxPushCurrent": ("cuCtxPushCurrent_v2", (_Pointer,)),
+    "cuCtxPopCurrent": ("cuCtxPopCurrent_v2", (_Pointer,)),
+    "cuCtxSynchronize": ("cuCtxSynchronize", ()),
+    "cuMemGetInfo": ("cuMemGetInfo_v2", (_BYTES, _BYTES)),
+    "cuMemAlloc": ("cuMemAlloc_v2", (_HANDLE, _Size)),
+    "cuMemFree": ("cuMemFree_v2", (_Pointer,)),
+    "cuMemAllocAsync": ("cuMemAllocAsync", (_HANDLE, _Size, _Pointer)),
+    "cuMemFreeAsync": ("cuMemFreeAsync", (_Pointer, _Pointer)),
+    "cuMemHostAlloc": ("cuMemHostAlloc", (_HANDLE, _Size, _Unsigned)),
+    "cuMemFreeHost": ("cuMemFreeHost", (_Pointer,)),
+    "cuMemcpyHtoD": ("cuMemcpyHtoD_v2", (_Pointer, _Pointer, _Size)),
+    "cuMemcpyHtoDAsync": ("cuMemcpyHtoDAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
+    "cuMemcpyDtoHAsync": ("cuMemcpyDtoHAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
+    "cuMemcpyDtoDAsync": ("cuMemcpyDtoDAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
+    "cuMemcpy3DAsync": ("cuMemcpy3DAsync_v2", (POINTER(Memcpy3D), _Pointer)),
+    "cuMemsetD8Async": ("cuMemsetD8Async", (_Pointer, _Byte, _Size, _Pointer)),
+    "cuMemsetD16Async": ("cuMemsetD16Async", (_Pointer, ctypes.c_ushort, _Size, _Pointer)),
+    "cuMemsetD32Async": ("cuMemsetD32Async", (_Pointer, _Unsigned, _Size, _Pointer)),
+    "cuMemsetD2D8Async": ("cuMemsetD2D8Async", (_Pointer, _Size, _Byte, _Size, _Size, _Pointer)),
+    "cuMemsetD2D16Async": ("cuMemsetD2D16Async", (_Pointer, _Size, ctypes.c_ushort, _Size, _Size, _Pointer)),
+    "cuMemsetD2D32Async": ("cuMemsetD2D32Async", (_Pointer, _Size, _Unsigned, _Size, _Size, _Pointer)),
+    "cuStreamCreate": ("cuStreamCreate", (_HANDLE, _Unsigned)),
+    "cuStreamDestroy": ("cuStreamDestroy_v2", (_Pointer,)),
+    "cuStreamSynchronize": ("cuStreamSynchronize", (_Pointer,)),
+    "cuStreamWaitEvent": ("cuStreamWaitEvent", (_Pointer, _Pointer, _Unsigned)),
+    "cuStreamIsCapturing": ("cuStreamIsCapturing", (_Pointer, _NUMBER)),
+    "cuEventCreate": ("cuEventCreate", (_HANDLE, _Unsigned)),
+    "cuEventDestroy": ("cuEventDestroy_v2", (_Pointer,)),
+    "cuEventRecord": ("cuEventRecord", (_Pointer, _Pointer)),
+    "cuEventSynchronize": ("cuEventSynchronize", (_Pointer,)),
+    "cuEventElapsedTime": ("cuEventElapsedTime", (_MILLISECONDS, _Pointer, _Pointer)),
+    "cuModuleLoadData": ("cuModuleLoadData", (_HANDLE, _Pointer)),
+    "cuModuleUnload": ("cuModuleUnload", (_Pointer,)),
+    "cuModuleGetFunction": ("cuModuleGetFunction", (_HANDLE, _Pointer, ctypes.c_char_p)),
+    "cuModuleGetGlobal": ("cuModuleGetGlobal_v2", (_HANDLE, _BYTES, _Pointer, ctypes.c_char_p)),
+    "cuFuncSetAttribute": ("cuFuncSetAttribute", (_Pointer, _Int, _Int)),
+    "cuFuncGetParamInfo": ("cuFuncGetParamInfo", (_Pointer, _Size, _BYTES, _BYTES)),
+    "cuLaunchKernelEx": ("cuLaunchKernelEx", (POINTER(LaunchConfig), _Pointer, _Pointer, _Pointer)),
+    "cuGraphCreate": ("cuGraphCreate", (_HANDLE, _Unsigned)),
+    "cuGraphDestroy": ("cuGraphDestroy", (_Pointer,)),
+    "cuGraphAddKernelNode": ("cuGraphAddKernelNode_v2", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(KernelNodeParams))),
+    "cuGraphAddMemsetNode": ("cuGraphAddMemsetNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(MemsetNodeParams), _Pointer)),
+    "cuGraphAddMemcpyNode": ("cuGraphAddMemcpyNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(Memcpy3D), _Pointer)),
+    "cuGraphAddEmptyNode": ("cuGraphAddEmptyNode", (_HANDLE, _Pointer, _Pointer, _Size)),
+    "cuGraphAddConditionalNode": ("cuGraphAddNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(ConditionalNodeParams))),
+    "cuGraphConditionalHandleCreate": ("cuGraphConditionalHandleCreate", (_HANDLE, _Pointer, _Pointer, _Unsigned, _Unsigned)),
+    "cuGraphKernelNodeSetAttribute": ("cuGraphKernelNodeSetAttribute", (_Pointer, _Int, POINTER(LaunchAttributeValue))),
+    "cuGraphInstantiate": ("cuGraphInstantiateWithFlags", (_HANDLE, _Pointer, ctypes.c_ulonglong)),
+    "cuGraphExecDestroy": ("cuGraphExecDestroy", (_Pointer,)),
+    "cuGraphUpload": ("cuGraphUpload", (_Pointer, _Pointer)),
+    "cuGraphLaunch": ("cuGraphLaunch", (_Pointer, _Pointer)),
+}
+"""Of every function that is called as cuda.h declares it: its symbol, and its parameters."""
+
+ANSWERING = ("cuDeviceGetName", "cuThreadExchangeStreamCaptureMode", "cuStreamGetCaptureInfo", "cuGraphAddChildGraphNode")
+"""Of the others those that give more than their error."""
+
+
+def answers(name: str) -> bool:
+    """Whether a function gives more than its error."""
+    return name in ANSWERING if name not in FUNCTIONS else any(isinstance(each, _Out) for each in FUNCTIONS[name][1])
+
+
+class Driver:
+    """The functions of FUNCTIONS, and below them those that take or give more than numbers.
+
+    Raises OSError at the first call where the library cannot be loaded, driver-too-old for a function that this driver lacks.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in FUNCTIONS:
+            raise AttributeError(name)
+        symbol, parameters = FUNCTIONS[name]
+        function = self._function(symbol, parameters)
+        call = _answering(function, parameters) if answers(name) else function
+        setattr(self, name, call)  # from now on an attribute like any other
+        return call
+
+    def _function(self, symbol: str, parameters: Sequence[Any]) -> Any:
+        library = self.__dict__.get("_library")
+        if library is None:
+            library = self._library = _opened()
+        try:
+            function = library[symbol]
+        except AttributeError:
+            text = f"the CUDA driver of this machine has no {symbol}, which the bundle needs"
+            raise MachineError("driver-too-old", text, "upgrade the NVIDIA driver") from None
+        function.argtypes = [_Pointer if isinstance(each, _Out) else each for each in parameters]
+        return function
+
+    def cuDeviceGetName(self, size: int, device: int) -> tuple[int, bytes]:
+        """At most `size` bytes, with zeros behind the name."""
+        text = ctypes.create_string_buffer(size)
+        return self._function("cuDeviceGetName", (_Pointer, _Int, _Int))(text, size, device), text.raw
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[int, int]:
+        """The mode that was before."""
+        value = _Int(mode)
+        return self._function("cuThreadExchangeStreamCaptureMode", (POINTER(_Int),))(value), value.value
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[int, int, list[int]]:
+        """The graph that is being captured on the stream, and the nodes that what comes next depends on."""
+        status, number, graph, count = _Int(), ctypes.c_uint64(), _Address(), _Size()
+        nodes, edges = POINTER(_Address)(), _Pointer()
+        places = [byref(each) for each in (status, number, graph, nodes, edges, count)]
+        error = self._function("cuStreamGetCaptureInfo_v3", (_Pointer,) * 7)(stream, *places)
+        return error, graph.value, nodes[: count.value] if count.value else []
+
+    def cuStreamUpdateCaptureDependencies(self, stream: int, nodes: Sequence[int], flags: int) -> int:
+        """Puts `nodes` in the place of what the next operation on the stream depends on."""
+        function = self._function("cuStreamUpdateCaptureDependencies", (_Pointer, _Pointer, _Size, _Unsigned))
+        return int(function(stream, _handles(nodes), len(nodes), flags))
+
+    def cuGraphAddChildGraphNode(self, graph: int, after: Sequence[int], child: int) -> tuple[int, int]:
+        """The new node, behind the nodes `after`."""
+        node = _Address()
+        function = self._function("cuGraphAddChildGraphNode", (_Pointer, _Pointer, _Pointer, _Size, _Pointer))
+        return function(byref(node), graph, _handles(after), len(after), child), node.value
+
+    def cuGraphAddDependencies(
+        self, graph: int, sources: Sequence[int], targets: Sequence[int], data: Sequence[EdgeData] | None
+    ) -> int:
+        """An edge from each source to the target at its place; without `data`, which an old driver does not know, plain ones."""
+        ends, count = (_handles(sources), _handles(targets)), len(sources)
+        if data is None:
+            function = self._function("cuGraphAddDependencies", (_Pointer, _Pointer, _Pointer, _Size))
+            return int(function(graph, *ends, count))
+        function = self._function("cuGraphAddDependencies_v2", (_Pointer, _Pointer, _Pointer, _Pointer, _Size))
+        return int(function(graph, *ends, (EdgeData * count)(*data), count))
+
+
+def _opened() -> ctypes.CDLL:
+    ctypes.CDLL(None).dlopen(LIBRARY.encode(), _RTLD_NOW)  # without the interpreter's lock, which CDLL holds
+    return ctypes.CDLL(LIBRARY)
+
+
+def _handles(values: Sequence[int]) -> ctypes.Array[Any]:
+    return (_Address * len(values))(*values)
+
+
+def _answering(function: Any, parameters: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+    """`function` without the parameters that point to answers; it gives its error and the answers."""
+    kinds: list[Any] = [each.kind if isinstance(each, _Out) else None for each in parameters]
+
+    def call(*given: Any) -> tuple[Any, ...]:
+        rest, made = iter(given), [kind and kind() for kind in kinds]
+        error = function(*[next(rest) if each is None else byref(each) for each in made])
+        return (error, *[each.value for each in made if each is not None])
+
+    return call

@@ -1,0 +1,239 @@
+"""The runtime's own binding of the driver, against a driver that is compiled with the real cuda.h and tells what it was given.
+
+That it compiles shows that the symbols and their parameters are cuda.h's; what it tells, that ours arrive as they should.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgbundle.cuda import driver, graph_executor, launches, libcuda, stream_executor
+from cgbundle.errors import MachineError
+from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import KernelNode
+from cgbundle.tables.table import Table
+from cgcompile.targets.requirements import compiler
+from tests.helpers import cuda_bundles
+
+A, B, C, D = 0xA << 40, 0xB << 40, 0xC << 40, 0xD << 40
+"""Handles and addresses."""
+
+SIZE, NEW = 5 << 33, 0xABCD << 32
+"""More bytes than an int counts; the handle that every call of the double makes."""
+
+RECORDS = (
+    libcuda.KernelNodeParams, libcuda.MemsetNodeParams, libcuda.Memcpy3D, libcuda.LaunchAttributeValue, libcuda.LaunchAttribute,
+    libcuda.LaunchConfig, libcuda.EdgeData, libcuda.ConditionalNodeParams,
+)  # fmt: skip
+
+NODES = [0x10D << 36, 0x10E << 36]
+"""What the double's capture depends on."""
+
+CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
+    ("cuInit", (0,), "", 0),
+    ("cuDriverGetVersion", (), "", (0, 12040)),
+    ("cuGetErrorName", (719,), "", (0, b"CUDA_ERROR_LAUNCH_FAILED")),
+    ("cuGetErrorName", (7,), "", (1, None)),
+    ("cuDeviceGetCount", (), "", (0, 3)),
+    ("cuDeviceGet", (2,), "", (0, 7)),
+    ("cuDeviceGetName", (8, 7), "8 7", (0, b"a GPU\0\0\0")),
+    ("cuDeviceGetAttribute", (libcuda.COMPUTE_CAPABILITY_MAJOR, 7), "", (0, 97)),
+    ("cuDeviceGetAttribute", (libcuda.COMPUTE_CAPABILITY_MINOR, 7), "", (0, 11)),
+    ("cuDevicePrimaryCtxRetain", (7,), "7", (0, NEW)),
+    ("cuDevicePrimaryCtxRelease", (7,), "7", 0),
+    ("cuCtxPushCurrent", (A,), "a0000000000", 0),
+    ("cuCtxPopCurrent", (None,), "0", 0),
+    ("cuCtxSynchronize", (), "-", 0),
+    ("cuMemGetInfo", (), "", (0, 5 << 33, 9 << 33)),
+    ("cuMemAlloc", (SIZE,), "a00000000", (0, NEW)),
+    ("cuMemFree", (A,), "a0000000000", 0),
+    ("cuMemAllocAsync", (SIZE, A), "a00000000 a0000000000", (0, NEW)),
+    ("cuMemFreeAsync", (A, B), "a0000000000 b0000000000", 0),
+    ("cuMemHostAlloc", (SIZE, 1), "a00000000 1", (0, NEW)),
+    ("cuMemFreeHost", (A,), "a0000000000", 0),
+    ("cuMemcpyHtoD", (A, b"bytes", 5), "a0000000000 bytes 5", 0),
+    ("cuMemcpyHtoDAsync", (A, B, SIZE, C), "a0000000000 b0000000000 a00000000 c0000000000", 0),
+    ("cuMemcpyDtoHAsync", (A, B, SIZE, C), "a0000000000 b0000000000 a00000000 c0000000000", 0),
+    ("cuMemcpyDtoDAsync", (A, B, SIZE, 0), "a0000000000 b0000000000 a00000000 0", 0),
+    ("cuMemsetD8Async", (A, 0xFE, SIZE, B), "a0000000000 fe a00000000 b0000000000", 0),
+    ("cuMemsetD16Async", (A, 0xFEED, SIZE, B), "a0000000000 feed a00000000 b0000000000", 0),
+    ("cuMemsetD32Async", (A, 0xFEEDBEEF, SIZE, B), "a0000000000 feedbeef a00000000 b0000000000", 0),
+    ("cuMemsetD2D8Async", (A, SIZE, 0xFE, 3, SIZE, B), "a0000000000 a00000000 fe 3 a00000000 b0000000000", 0),
+    ("cuMemsetD2D16Async", (A, SIZE, 0xFEED, 3, SIZE, B), "a0000000000 a00000000 feed 3 a00000000 b0000000000", 0),
+    ("cuMemsetD2D32Async", (A, SIZE, 0xFEEDBEEF, 3, SIZE, B), "a0000000000 a00000000 feedbeef 3 a00000000 b0000000000", 0),
+    ("cuStreamCreate", (libcuda.STREAM_NON_BLOCKING,), "1", (0, NEW)),
+    ("cuStreamDestroy", (A,), "a0000000000", 0),
+    ("cuStreamSynchronize", (A,), "a0000000000", 0),
+    ("cuStreamWaitEvent", (A, B, 0), "a0000000000 b0000000000 0", 0),
+    ("cuStreamIsCapturing", (A,), "a0000000000", (0, 1)),
+    ("cuThreadExchangeStreamCaptureMode", (libcuda.CAPTURE_MODE_RELAXED,), "1", (0, 1)),
+    ("cuStreamGetCaptureInfo", (A,), "a0000000000", (0, NEW, NODES)),
+    (
+        "cuStreamUpdateCaptureDependencies", (A, [B, C], libcuda.SET_CAPTURE_DEPENDENCIES),
+        "a0000000000 b0000000000 c0000000000 2 1", 0,
+    ),
+    ("cuEventCreate", (libcuda.EVENT_DEFAULT,), "10", (0, NEW)),
+    ("cuEventCreate", (libcuda.EVENT_DISABLE_TIMING,), "01", (0, NEW)),
+    ("cuEventDestroy", (A,), "a0000000000", 0),
+    ("cuEventRecord", (A, B), "a0000000000 b0000000000", 0),
+    ("cuEventSynchronize", (A,), "a0000000000", 0),
+    ("cuEventElapsedTime", (A, B), "a0000000000 b0000000000", (0, 2.5)),
+    ("cuModuleLoadData", (b"an image",), "an image", (0, NEW)),
+    ("cuModuleUnload", (A,), "a0000000000", 0),
+    ("cuModuleGetFunction", (A, b"name"), "a0000000000 name", (0, NEW)),
+    ("cuModuleGetGlobal", (A, b"name"), "a0000000000 name", (0, NEW, 3 << 33)),
+    ("cuFuncSetAttribute", (A, 8, -1), "a0000000000 8 -1", 0),
+    ("cuFuncGetParamInfo", (A, 2), "a0000000000 2", (0, 8, 3 << 33)),
+    ("cuGraphCreate", (0,), "0", (0, NEW)),
+    ("cuGraphDestroy", (A,), "a0000000000", 0),
+    ("cuGraphAddEmptyNode", (A, None, 0), "a0000000000 0 0", (0, NEW)),
+    ("cuGraphAddChildGraphNode", (A, [B, C], D), "a0000000000 b0000000000 c0000000000 2 d0000000000", (0, NEW)),
+    ("cuGraphConditionalHandleCreate", (A, B, 1, 2), "a0000000000 b0000000000 1 2", (0, NEW)),
+    ("cuGraphAddDependencies", (A, [B, C], [C, D], None), "a0000000000 b0000000000 c0000000000 d0000000000 2", 0),
+    (
+        "cuGraphAddDependencies", (A, [B, C], [C, D], [libcuda.EdgeData(), libcuda.EdgeData(from_port=1, to_port=2, type=3)]),
+        "a0000000000 c0000000000 d0000000000 1,2,3 2", 0,
+    ),
+    ("cuGraphInstantiate", (A, libcuda.INSTANTIATE_USE_NODE_PRIORITY), "a0000000000 1", (0, NEW)),
+    ("cuGraphExecDestroy", (A,), "a0000000000", 0),
+    ("cuGraphUpload", (A, B), "a0000000000 b0000000000", 0),
+    ("cuGraphLaunch", (A, 0), "a0000000000 0", 0),
+)  # fmt: skip
+"""(function, what it is given, what arrives, what it gives)."""
+
+BY_RECORD = {
+    "cuMemcpy3DAsync", "cuLaunchKernelEx", "cuGraphAddKernelNode", "cuGraphAddMemsetNode", "cuGraphAddMemcpyNode",
+    "cuGraphAddConditionalNode", "cuGraphKernelNodeSetAttribute",
+}  # fmt: skip
+"""Functions that take a record: the tests of executors call them."""
+
+
+@pytest.fixture(scope="module")
+def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shared object of the driver's double."""
+    spec = find_spec("triton")
+    places = spec.submodule_search_locations if spec is not None else None
+    if not places:
+        pytest.skip("triton, which brings cuda.h, is not installed")
+    made = tmp_path_factory.mktemp("double") / "double.so"
+    source, header = Path(__file__).with_name("driver_double.c"), Path(places[0]) / "backends/nvidia/include"
+    options = ("-x", "c", "-shared", "-fPIC", "-Wall", "-Wmissing-prototypes", "-Werror", "-I", str(header))
+    subprocess.run([compiler(), *options, "-o", str(made), str(source)], check=True)
+    return made
+
+
+@pytest.fixture
+def cu(double: Path, monkeypatch: pytest.MonkeyPatch) -> libcuda.Driver:
+    """The binding over the double, under the executors."""
+    monkeypatch.setattr(libcuda, "LIBRARY", str(double))
+    made = libcuda.Driver()
+    for module in (driver, graph_executor, stream_executor):
+        monkeypatch.setattr(module, "cu", made)
+    return made
+
+
+@pytest.fixture
+def told(double: Path, cu: libcuda.Driver) -> Callable[[], str]:
+    """What the double was given since it was asked last."""
+    take = ctypes.CDLL(str(double)).take
+    take.restype = ctypes.c_char_p
+    take()
+    return lambda: take().decode()
+
+
+@pytest.mark.parametrize(("name", "given", "arrives", "answer"), CALLS, ids=[each[0] for each in CALLS])
+def test_every_call_arrives(
+    name: str, given: tuple[Any, ...], arrives: str, answer: Any, cu: libcuda.Driver, told: Callable[[], str]
+) -> None:
+    found = getattr(cu, name)(*given)
+    assert (told(), found) == (arrives, answer)
+    assert isinstance(found, tuple) == libcuda.answers(name)
+
+
+def test_every_function_is_called_here() -> None:
+    own = {name for name in vars(libcuda.Driver) if name.startswith("cu")}
+    assert {*libcuda.FUNCTIONS, *own} == {each[0] for each in CALLS} | BY_RECORD
+
+
+def test_the_records_are_as_long_as_the_drivers(double: Path) -> None:
+    sizes = (ctypes.c_size_t * len(RECORDS)).in_dll(ctypes.CDLL(str(double)), "sizes")
+    assert list(sizes) == [ctypes.sizeof(each) for each in RECORDS]
+
+
+def test_an_error_has_its_name(cu: libcuda.Driver) -> None:
+    with pytest.raises(MachineError, match=r"cuX \(there\): CUDA_ERROR_LAUNCH_FAILED"):
+        driver.check("cuX", 719, "there")
+    with pytest.raises(MachineError, match="cuX: error 7"):
+        driver.check("cuX", (7, 1))
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+BASES = (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0)
+ATTRIBUTES = ((2, (1, 0, 0)), (4, (2, 3, 4)), (8, (-5, 0, 0)), (9, (0, 1, 0)), (14, (2**32 - 1, 0, 0)))
+ARRIVED = "[2:1] [4:2,3,4] [8:-5] [9:0,1] [14:4294967295]"
+
+
+@pytest.fixture
+def table() -> Table:
+    recording = cuda_bundles.recording("ab" * 32, 4)
+    combine = recording.nodes[0]
+    assert isinstance(combine, KernelNode)
+    return Table(tables.encode(replace(recording, nodes=(replace(combine, attributes=ATTRIBUTES), *recording.nodes[1:]))))
+
+
+@pytest.fixture
+def made() -> launches.Launches:
+    found = launches.Launches.__new__(launches.Launches)
+    found.functions, found.params = [A, B], [C, D]
+    return found
+
+
+def test_a_kernel_launch_arrives(table: Table, made: launches.Launches, cu: libcuda.Driver, told: Callable[[], str]) -> None:
+    for row, address, stream, rest in ((0, C, 7, f" {ARRIVED}"), (1, D, 0, "")):
+        stream_executor._kernel_step(table, row, made, "")(stream)
+        function, grid, threads = made.functions[table.function[row]], table.grid_x[row], table.threads_x[row]
+        assert told() == f"{grid},1,1 {threads},1,1 0 {stream:x} {function:x} {address:x} 0{rest}"
+
+
+def test_a_kernel_node_arrives(table: Table, made: launches.Launches, cu: libcuda.Driver, told: Callable[[], str]) -> None:
+    params = graph_executor._kernel_params(table, made)
+    for row, address in ((0, C), (1, D)):
+        assert cu.cuGraphAddKernelNode(A, None, 0, params(row)) == (0, NEW)
+        grid, threads = table.grid_x[row], table.threads_x[row]
+        function = made.functions[table.function[row]]
+        assert told() == f"{A:x} 0 0 {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0 0 0"
+    for number, value in launches.attributes(table, 0):
+        assert cu.cuGraphKernelNodeSetAttribute(B, number, value) == 0
+    assert told() == "".join(f"{B:x} {each}" for each in ARRIVED.split(" "))
+
+
+def test_copies_and_fills_arrive(table: Table, cu: libcuda.Driver, told: Callable[[], str]) -> None:
+    source, target = (4 << 40) + table.memcpy_offset[0], (4 << 40) + table.memcpy_offset[1]
+    assert source != target
+    copied = f"2 2 {source:x} {target:x} 40 4 1 40 {table.memcpy_pitch[1]:x} 40 {table.memcpy_pitch[3]:x}"
+    params = launches.copy_params(table, 0, BASES)
+    assert (cu.cuGraphAddMemcpyNode(A, None, 0, params, B), told()) == ((0, NEW), f"{copied} {A:x} 0 0 {B:x}")
+    assert (cu.cuMemcpy3DAsync(params, 7), told()) == (0, f"{copied} 7")
+    fill = graph_executor._memset_params(table, 0, BASES)
+    value = launches.memset_value(table, 0)
+    assert cu.cuGraphAddMemsetNode(A, None, 0, fill, B) == (0, NEW)
+    assert told() == f"{A:x} 0 0 {4 << 40:x} {fill.pitch:x} {value:x} {fill.elementSize:x} {fill.width:x} {fill.height:x} {B:x}"
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_conditional_node_arrives(loop: bool, cu: libcuda.Driver, told: Callable[[], str]) -> None:
+    params = libcuda.ConditionalNodeParams(type=libcuda.NODE_TYPE_CONDITIONAL)
+    params.conditional.handle, params.conditional.size, params.conditional.ctx = C, 2, D
+    params.conditional.type = libcuda.CONDITION_WHILE if loop else libcuda.CONDITION_IF
+    assert cu.cuGraphAddConditionalNode(A, None, 0, params) == (0, NEW)
+    assert told() == f"{A:x} 0 0 1 {C:x} {'01' if loop else '10'} 2 {D:x}"
+    assert params.conditional.phGraph_out[:2] == [0xB0D1 << 32, 0xB0D2 << 32]

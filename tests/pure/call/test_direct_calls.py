@@ -1,0 +1,160 @@
+"""Calls like one before, which go straight to their replay: the same answers, errors and guards; others go the whole way."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgbundle.call import entry
+from cgbundle.cuda.backend import CudaBackend
+from cgbundle.errors import CallError, MachineError
+from cgbundle.format.schema import Dimension, TensorSpec
+from cgbundle.program import Program
+from cgbundle.tensors.tensor import Tensor, from_bytes
+from tests.helpers import cuda_bundles
+from tests.helpers.archives import ArchiveOf
+from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.raising import raises
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    made = FakeDriver()
+    install(monkeypatch, made)
+    yield made
+    assert not made.live
+
+
+@pytest.fixture
+def program(fake: FakeDriver, tmp_path: Path) -> Iterator[Program]:
+    """y = 3 (1 + x) + ..., as in `cuda_bundles`."""
+    folder = tmp_path / "tiny.cgb"
+    manifest = replace(
+        cuda_bundles.write(folder, b"an image"),
+        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="it is small"),),
+        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=()),),
+        outputs=(TensorSpec(name="y", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=()),),
+        call={"call": [["x", {"tensor": 0}]]},
+        result={"tensor": 0},
+    )
+    with Program(manifest, CudaBackend(ArchiveOf(folder, manifest)), "pad", "view") as made:
+        yield made
+
+
+def on_gpu(key: int, seed: int, strides: tuple[int, int] = (FLOATS, 1)) -> Tensor:
+    value = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
+    return Tensor(value.address, value.dtype, value.shape, strides, value, 0)
+
+
+def test_the_answers_are_those_of_a_first_call(program: Program) -> None:
+    for seed, key in enumerate((*KEYS, *reversed(KEYS), *KEYS)):
+        view = program(on_gpu(key, seed))
+        assert array("f", ctypes.string_at(view.tensor.address, 4 * key * FLOATS)) == expected(inputs(key, seed))
+        assert view.shape == (key, FLOATS)
+    assert len(program._direct) == len(KEYS)
+
+
+def test_it_is_a_copy_and_a_launch(program: Program, fake: FakeDriver) -> None:
+    value = on_gpu(KEYS[0], 0)
+    program.replay([value])
+    before = len(fake.calls)
+    program.replay([value])
+    made = [name for name in fake.calls[before:] if not name.startswith("cuCtx")]
+    assert sorted(set(made)) == ["cuGraphLaunch", "cuMemcpyDtoDAsync"] and made.count("cuGraphLaunch") == 1
+
+
+def test_what_differs_takes_the_other_way(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    program.replay([on_gpu(KEYS[0], 0)])
+    known = dict(program._direct)
+    monkeypatch.setattr(program, "_direct", Frozen(known))
+    with raises("input-dtype"):
+        program.replay([Tensor(1 << 20, "int32", (KEYS[0], FLOATS), (FLOATS, 1), None, 0)])
+    with raises("input-device"):
+        program.replay([Tensor(1 << 20, "float32", (KEYS[0], FLOATS), (FLOATS, 1), None, 1)])
+    with raises("input-shape"):
+        program.replay([Tensor(1 << 20, "float32", (KEYS[0], FLOATS + 1), (FLOATS + 1, 1), None, 0)])
+    with raises("input-kind", match="input 'x'"):
+        program.replay([7])
+    with raises("input-structure"):
+        program.replay([])
+    transposed = on_gpu(KEYS[0], 1, (1, KEYS[0]))
+    host = from_bytes(inputs(KEYS[0], 1).tobytes(), "float32", (KEYS[0], FLOATS))
+    with raises("input-device", match="laid out as recorded"):
+        program.replay([transposed])
+    program.replay([host])
+    with pytest.raises(AssertionError, match="remembered"):
+        program.replay([on_gpu(KEYS[1], 1)])
+
+
+class Frozen(dict[Any, Any]):
+    """Nothing is put in."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise AssertionError("remembered")
+
+
+def test_views_are_guarded(program: Program) -> None:
+    value = on_gpu(KEYS[0], 0)
+    first, second = program.replay([value]), program.replay([value])
+    third = program.replay([value])
+    for view in (*first, *second):
+        with raises("stale-view"):
+            view.tensor  # noqa: B018
+    assert third[0].tensor.address
+    program.close()
+    with raises("program-closed"):
+        program.replay([value])
+    with raises("stale-view"):
+        third[0].tensor  # noqa: B018
+    assert not program._direct
+
+
+def test_a_driver_that_fails_lets_go_of_everything(program: Program, fake: FakeDriver) -> None:
+    value = on_gpu(KEYS[0], 0)
+    program.replay([value])
+    start = len(fake.calls)
+    program.replay([value])
+    for number in range(len(fake.calls) - start):
+        fake.fail_at = len(fake.calls) + number
+        with pytest.raises(MachineError):
+            program.replay([value])
+        if fake.calls[fake.fail_at] == "cuCtxPopCurrent":
+            fake._current.stack.pop()  # which the failed call left
+        fake.fail_at = -1
+        assert not fake._current.stack
+        program.replay([value])
+
+
+def test_only_so_many_are_remembered(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "PLANS", 1)
+    for key in (*KEYS, *KEYS):
+        program.replay([on_gpu(key, 0)])
+        assert len(program._direct) == 1
+
+
+def test_another_threads_session_is_busy(program: Program) -> None:
+    session = program.session()
+    value = on_gpu(KEYS[0], 0)
+    session.replay([value])
+    found: list[CallError] = []
+
+    def other() -> None:
+        try:
+            session.replay([value])
+        except CallError as error:
+            found.append(error)
+
+    with session._backend.locked(None):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert [error.code for error in found] == ["session-busy"]
+    session.close()
