@@ -43,8 +43,10 @@ $(DEMO)/manifest.json: $(INSTALLED) $(SOURCES)
 
 # A process per core, four at most.  Tests of one file share what they build, and run in one process.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes, which would each compile the same sources where the environment forbids to keep what they are
+# compiled to.
 test: check ## lint, types and every test that this machine can run
-	@$(BIN)/python -m pytest -q $(PARALLEL) $(T)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q $(PARALLEL) $(T)
 
 check: $(INSTALLED) ## ruff and mypy
 	@$(BIN)/ruff check --quiet .

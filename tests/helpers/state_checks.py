@@ -196,14 +196,14 @@ def check_between(path: Path, device: str, mode: str = "graph", outputs: str = "
             program(*draw(between, 3, 0, device))
 
 
-CALLS = 10_000
+CALLS = 5_000
 MOMENTS = ((0.5, 1 / 12), (0.0, 1.0), (1.0, 1 / 3), (0.3, 0.21))
 """Mean and variance of uniform numbers, normal ones, ones under dropout of 0.25 scaled by 1 / 0.75, and Bernoulli's at 0.3."""
 
 
 def check_random(path: Path, device: str) -> None:
     """torch.rand and its kind under CUDA graphs: PyTorch registers a generator; a bundle counts its calls.  Means and variances
-    over 10,000 calls, no call like another, the same again from a seed, sessions apart."""
+    over 5,000 calls, no call like another, the same again from a seed, sessions apart."""
     x = draw(singles, 4, 0, device)[0]
     with cgbundle.load(path) as program:
         assert list(program.state) == ["calls"], "the state of the random numbers is nobody's buffer"

@@ -4,11 +4,12 @@ outputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError, MachineError
-from ..format.schema import Manifest, TensorSpec
+from ..format.schema import DTYPES, Manifest, TensorSpec
 from ..tensors.detection import library_of
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor
@@ -36,12 +37,14 @@ class Direct(NamedTuple):
     """A call that a program serves as it comes: inputs of the GPU as they were recorded, and outputs in memory that stays.
 
     `program`: its number among those of all entries; `outputs`: what the signature says of each, the caller's tensor over the
-    runtime's memory, and what counts the calls that overwrite it.
+    runtime's memory, and what counts the calls that overwrite it; `places`: the address and bytes of each, 0 where the library is
+    to copy it.
     """
 
     program: int
     device: int
     outputs: list[tuple[TensorSpec, Any, Epoch]]
+    places: list[tuple[int, int]]
 
 
 class Entry:
@@ -113,8 +116,15 @@ class Entry:
                 backend.run(direct.program, [descriptor[0] for descriptor in found], direct.device, stream)
                 if self._views:
                     return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in direct.outputs]
-                copy = library.copy
-                return [copy(value) for _, value, _ in direct.outputs]
+                made = []
+                for (_, value, _), (address, size) in zip(direct.outputs, direct.places, strict=True):
+                    fresh = library.empty_like(value) if size else None
+                    if fresh is None:
+                        made.append(library.copy(value))
+                    else:
+                        backend.copy(fresh[1], address, size, stream)
+                        made.append(fresh[0])
+                return made
             finally:
                 backend.end(stream)
         except MachineError as error:
@@ -239,7 +249,8 @@ class Entry:
         if len(self._direct) >= PLANS:
             self._direct.clear()
         rows = list(zip(self.outputs, outputs, self._outputs.epochs, strict=True))
-        self._direct[*map(type, tensors), *map(LAYOUT, found)] = Direct(self._first + program, found[0][4], rows)
+        places = [(0, 0)] * len(rows) if self._views else [_place(library.describe(value)) for value in outputs]
+        self._direct[*map(type, tensors), *map(LAYOUT, found)] = Direct(self._first + program, found[0][4], rows, places)
 
     def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
         """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""
@@ -265,3 +276,9 @@ class Entry:
             outputs.replay_into(whole, call, part, addresses)
             del kept  # the inputs had to live until the replay was done with them
         return outputs.guard(library, whole) if self._views else whole
+
+
+def _place(found: Descriptor) -> tuple[int, int]:
+    """The address and bytes of a tensor that is row-major."""
+    address, shape, dtype, strides, _ = found
+    return (address, prod(shape) * DTYPES[dtype]) if strides is None else (0, 0)

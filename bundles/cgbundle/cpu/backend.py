@@ -143,6 +143,9 @@ class CpuBackend:
         run, outputs, layouts = self._run[program]
         return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs), layouts, addresses)
 
+    def copy(self, target: int, source: int, size: int, stream: object = None) -> None:
+        ctypes.memmove(target, source, size)
+
     # --- what lasts from call to call -------------------------------------------------------------------------
 
     @property

@@ -188,6 +188,12 @@ class CudaBackend:
                 memory.copy(addresses[index], source, size, stream)
         return self._results[program]
 
+    def copy(self, target: int, source: int, size: int, stream: Any) -> None:
+        """Copies bytes of the GPU's, in the order of the stream."""
+        error = cu.cuMemcpyDtoDAsync(target, source, size, stream)
+        if error:
+            driver.check("cuMemcpyDtoDAsync", error)
+
     def _run_from_host(self, program: int, addresses: Sequence[int], stream: Any) -> HostOutputs:
         if caller_captures():
             raise CallError(

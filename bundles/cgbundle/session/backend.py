@@ -54,6 +54,9 @@ class Backend(Protocol):
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> Results:
         """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie there too."""
 
+    def copy(self, target: int, source: int, size: int, stream: Any) -> None:
+        """Copies bytes from one place on the device to another, in the order of the stream."""
+
     def session(self) -> Backend:
         """The same programs with memory of their own, over the same weights and code."""
 

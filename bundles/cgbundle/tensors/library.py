@@ -54,6 +54,10 @@ class Library(Protocol):
     def copy(self, value: Any) -> Any:
         """A row-major copy of `value` in memory of its own."""
 
+    def empty_like(self, value: Any) -> tuple[Any, int] | None:
+        """A tensor for a copy of `value`, which is row-major and on a GPU, and its address: of any contents, and ready in the order
+        of the caller's current stream.  None where `copy` does no worse."""
+
     def cast(self, value: Any, dtype: str) -> Any:
         """A tensor of `dtype` with the numbers of `value`, where it lies; `casts.is_safe` holds."""
 

@@ -83,6 +83,9 @@ class Numpy:
     def copy(self, value: Any) -> Any:
         return value.copy()
 
+    def empty_like(self, value: Any) -> None:
+        return None
+
     def cast(self, value: Any, dtype: str) -> Any:
         return value.astype(self._dtype(dtype))
 

@@ -20,7 +20,7 @@ class Torch:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.names: dict[Any, str] = {}
-        self._tensor, self._strided = module.Tensor, module.strided
+        self._tensor, self._strided, self._empty_like = module.Tensor, module.strided, module.empty_like
         # what torch's own generated code calls: the public way makes a Stream object, 3 us a call
         self._raw_stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream
 
@@ -96,6 +96,10 @@ class Torch:
 
     def copy(self, value: Any) -> Any:
         return value.clone(memory_format=self.module.contiguous_format)
+
+    def empty_like(self, value: Any) -> tuple[Any, int]:
+        made = self._empty_like(value)  # torch's `clone` asks more of the dispatcher than this and the driver's copy take
+        return made, made.data_ptr()
 
     def cast(self, value: Any, dtype: str) -> Any:
         return value.to(getattr(self.module, dtype))

@@ -11,14 +11,14 @@ pytest.importorskip("triton")
 
 import cgcompile
 from cgcompile.targets.cuda import host_regions
-from cgcompile.util import workers
+from tests.helpers.lowered_here import lower_here
 from tests.helpers.state_models import Between, between
 from tests.helpers.uncompiled import uncompiled
 
 
 def test_calls_carry_state_through_graphs_and_host_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_regions, "compile_host_regions", uncompiled)
-    monkeypatch.setattr(workers, "processors", lambda: 1)  # a second process would import torch for two or three kernels
+    lower_here(monkeypatch)
     built = cgcompile.build(Between().eval(), between, sizes=[2], out=tmp_path / "between.cgb", target="sm_90")
     manifest = built.manifest
     (proof,) = manifest.exam.proofs

@@ -12,8 +12,16 @@ import cgcompile
 from cgbundle.format import archive
 from cgbundle.format.entries import all_programs, each_entry
 from cgbundle.format.schema import Manifest
+from cgcompile.targets.cuda import host_regions
 from tests.golden.models import traced_entries
+from tests.helpers.lowered_here import lower_here
 from tests.helpers.raising import raises
+from tests.helpers.uncompiled import uncompiled
+
+
+@pytest.fixture(autouse=True)
+def lowered_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower_here(monkeypatch)
 
 
 class Hosted(nn.Module):
@@ -50,18 +58,19 @@ def check_shared(manifest: Manifest) -> None:
 
 def test_traced_entries_share_what_they_have(tmp_path: Path) -> None:
     model, entries = traced_entries()
-    built = cgcompile.build(model, entries, sizes=["batch=1,4", "fill:rows=2"], out=tmp_path / "lanes.cgb", target="sm_90")
+    built = cgcompile.build(model, entries, sizes=["batch=4", "fill:rows=2"], out=tmp_path / "lanes.cgb", target="sm_90")
     check_shared(built.manifest)
     assert [each.entry for each in each_entry(built.manifest)] == ["forward", "fill", "empty"]
     assert [file.path for file in built.manifest.files if file.path.endswith(".pt2")] == [
         "program.pt2", "programs/empty.pt2", "programs/fill.pt2",
     ]  # fmt: skip
     assert {file.path for file in built.manifest.files if file.path.startswith(archive.GRAPHS)} == {
-        "graphs/model-empty.bin", "graphs/model-fill-2.bin", "graphs/model-forward-1.bin", "graphs/model-forward-4.bin",
+        "graphs/model-empty.bin", "graphs/model-fill-2.bin", "graphs/model-forward-4.bin",
     }  # fmt: skip
 
 
-def test_an_entry_beside_the_host_and_one_without(tmp_path: Path) -> None:
+def test_an_entry_beside_the_host_and_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_regions, "compile_host_regions", uncompiled)
     torch.manual_seed(0)
     entries = {"plain": rows, "scaled": rows}
     built = cgcompile.build(Hosted(), entries, sizes=[4], out=tmp_path / "hosted.cgb", target="sm_90")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cgcompile.errors import CATALOGUE
+from tests.helpers.lowered_here import lower_here
 from tests.helpers.raising import raises
 from tests.helpers.uncompiled import uncompiled
 
@@ -156,6 +157,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / f"{name}.py").write_text(HEAD + text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
+        lower_here(patch)
         yield folder
 
 
@@ -273,9 +275,9 @@ def test_what_has_no_triton_kernel_builds_with_the_options_of_the_hint(make: Mak
 # --- what is caught -----------------------------------------------------------------------------------------------
 
 
-def overlapping(traced: Lowered) -> Any:
+def overlapping(traced: Lowered, *kept: Any) -> Any:
     """A plan that puts everything at one place."""
-    found = plan(traced)
+    found = plan(traced, *kept)
     return replace(found, offsets=dict.fromkeys(found.offsets, 0))
 
 

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from cgcompile.errors import CATALOGUE
+from tests.helpers.lowered_here import lower_here
 from tests.helpers.raising import raises
 
 pytest.importorskip("triton")
@@ -133,7 +134,9 @@ def hopper(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ampere(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ampere") / "gpt.cgb"
-    return cgcompile.build(str(files / "gpt.py"), sizes=[2], out=out, target="sm_80").path
+    with pytest.MonkeyPatch.context() as patch:
+        lower_here(patch)
+        return cgcompile.build(str(files / "gpt.py"), sizes=[2], out=out, target="sm_80").path
 
 
 @pytest.fixture(params=["sm_90", "sm_80"])

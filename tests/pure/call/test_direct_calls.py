@@ -17,6 +17,7 @@ from cgbundle.cuda.backend import CudaBackend
 from cgbundle.errors import CallError, MachineError
 from cgbundle.format.schema import Dimension, TensorSpec
 from cgbundle.program import Program
+from cgbundle.tensors.dlpack_tensors import DLPack
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from tests.helpers import cuda_bundles
 from tests.helpers.archives import ArchiveOf
@@ -158,3 +159,33 @@ def test_another_threads_session_is_busy(program: Program) -> None:
         thread.join()
     assert [error.code for error in found] == ["session-busy"]
     session.close()
+
+
+def test_copies_are_the_drivers_where_the_library_gives_the_memory(
+    program: Program, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch does: it is given here by the library of the runtime's own tensors, under another name."""
+    monkeypatch.setattr(DLPack, "name", "another")
+    monkeypatch.setattr(program, "_views", False)
+    monkeypatch.setattr(program._outputs, "_views", False)
+    copies, given = [], []
+
+    def copy(library: DLPack, value: Tensor) -> Tensor:
+        copies.append(value)
+        return from_bytes(ctypes.string_at(value.address, 4 * value.shape[0] * FLOATS), value.dtype, value.shape)
+
+    def empty_like(library: DLPack, value: Tensor) -> tuple[Tensor, int]:
+        fresh = ctypes.create_string_buffer(4 * value.shape[0] * FLOATS)
+        given.append(Tensor(ctypes.addressof(fresh), value.dtype, value.shape, value.strides, fresh, 0))
+        return given[-1], given[-1].address
+
+    monkeypatch.setattr(DLPack, "copy", copy)
+    monkeypatch.setattr(DLPack, "empty_like", empty_like)
+    for seed, key in enumerate((*KEYS, *KEYS, *reversed(KEYS))):
+        made = program(on_gpu(key, seed))
+        assert array("f", ctypes.string_at(made.address, 4 * key * FLOATS)) == expected(inputs(key, seed))
+        assert made.shape == (key, FLOATS)
+    assert len(copies) == len(KEYS) and len(given) == 2 * len(KEYS)
+    monkeypatch.setattr(DLPack, "empty_like", lambda library, value: None)
+    program(on_gpu(KEYS[0], 0))
+    assert len(copies) == len(KEYS) + 1
