@@ -51,6 +51,17 @@ class Carried(nn.Module):
         return i, a, b, square, kept, c, d[1:]
 
 
+class Shifted(nn.Module):
+    """A turn leaves in one thing what another one was, which it changes, too: forwards, backwards, and through a cast."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        def turn(i: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+            return i + 1, a + b, a.clone(), b.to(torch.float64)
+
+        n = (x[0, 0] * 4).to(torch.int64)
+        return torch.while_loop(lambda i, *rest: i < n, turn, (torch.zeros_like(n), x, x * 2, x.double()))
+
+
 class Overlapping(nn.Module):
     """A turn's first part gives a view of what is carried, and its last part reads the view where it writes what is carried."""
 
@@ -193,6 +204,7 @@ def middle_inputs() -> list[Tensor]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], tuple[str, ...]]] = {
     "nested": (Nested, nested_inputs, ("if", "if", "if", "while")),
     "carried": (Carried, carried_inputs, ("if", "while")),
+    "shifted": (Shifted, carried_inputs, ("while",)),
     "overlapping": (Overlapping, overlapping_inputs, ("if", "while")),
     "middle": (Middle, middle_inputs, ("if",)),
     "chosen": (Chosen, chosen_inputs, ("switch", "switch", "while")),

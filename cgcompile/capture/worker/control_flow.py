@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from ...errors import ModelError
 from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, straight_module, taken
 from ...partition.node_kinds import writes_to
+from ...partition.straight_parts import end_with_copies, held_tensors, keep_outputs, written_tensors
 from ...targets.cuda.lowering import repair
 from ...targets.cuda.tensors import tensor_place
 from .steps import Conditional, SetCondition, Step, Steps
-from .straight_parts import end_with_copies, held_tensors, keep_outputs, written_tensors
 
 Values = dict[str, Any]
 """By name, tensors on the GPU, and numbers."""
