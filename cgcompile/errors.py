@@ -49,7 +49,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "look for what it does otherwise while it is traced (is_compiling, is_exporting), or try another version of its library"),
     "branch-on-data": Cause(ModelError, 1,
         "Python branches on the value of a tensor: an exported program has one of the branches only.",
-        "compute both sides and choose with torch.where, or write the branch as torch.cond"),
+        "choose with torch.where, or write torch.cond; make in forward() what is always the same, such as a mask of ones"),
     "structure-unsupported": Cause(ModelError, 1, "An input or output is of a type that a bundle cannot describe.",
         "use tensors, None, numbers, text, and tuples, lists, dicts, named tuples or dataclasses of them"),
     "data-dependent-output": Cause(ModelError, 1, "An output is a number of the host, or has a size that depends on data.",

@@ -1,13 +1,15 @@
 """A GPT decoder that keeps its keys and values in buffers: a prompt goes in once, then one token at a time.
 
-    cgcompile build examples/decoder.py --sizes batch=1,8 --sizes seq=1,64 -o decoder.cgb
+    cgcompile build examples/decoder.py --sizes batch=1,8 --sizes prefill:seq=64 -o decoder.cgb
     python examples/generate.py decoder.cgb --batch 8 --tokens 200
 
-The buffers become state of a session: `generate.py` drives the bundle without torch, and `program.reset()` begins a new text.
+The bundle has two entries, `prefill` and `decode`, over one set of weights and one cache.  The buffers become state of a session:
+`generate.py` drives the bundle without torch.
 DECODER_DTYPE is float32 (default), bfloat16 or float16; DECODER_LAYERS (12) and DECODER_WIDTH (768, heads of 64) make it smaller.
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +74,15 @@ class Decoder(nn.Module):
         best, ids = self.head(self.norm(x[:, -1])).max(-1, keepdim=True)
         return ids, best
 
+    def prefill(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begins a new text with a prompt, (batch, seq)."""
+        self.length.zero_()
+        return self(ids)
+
+    def decode(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Goes on by a token for each row, (batch, 1)."""
+        return self(ids)
+
 
 def model() -> nn.Module:
     """The network with seeded weights, in eval mode; the same weights in every process."""
@@ -84,6 +95,16 @@ def model() -> nn.Module:
         return Decoder(layers, width).to(DTYPES[name]).eval()
 
 
-def inputs(batch: int, seq: int) -> tuple[torch.Tensor]:
+def prompts(batch: int, seq: int) -> tuple[torch.Tensor]:
     """`seq` token ids for `batch` rows."""
     return (torch.randint(0, VOCABULARY, (batch, seq)),)
+
+
+def tokens(batch: int) -> tuple[torch.Tensor]:
+    """A token id for each of `batch` rows."""
+    return prompts(batch, 1)
+
+
+def entries() -> dict[str, Callable[..., tuple[torch.Tensor]]]:
+    """The methods that are called, and what makes their inputs."""
+    return {"prefill": prompts, "decode": tokens}

@@ -20,13 +20,12 @@ VOCABULARY = 50257
 
 
 def generate(program: cgbundle.Program, prompt: list[list[int]], tokens: int) -> list[list[int]]:
-    """The next `tokens` tokens of every row of the prompt, greedily.  The prompt's shape and (rows, 1) have to be recorded."""
-    program.reset()  # a new text: an empty cache
+    """The next `tokens` tokens of every row of the prompt, greedily.  The prompt's shape and as many rows have to be recorded."""
     flat = array("q", [token for row in prompt for token in row])
-    ids, _ = program(from_bytes(flat.tobytes(), "int64", (len(prompt), len(prompt[0]))))
+    ids, _ = program.prefill(from_bytes(flat.tobytes(), "int64", (len(prompt), len(prompt[0]))))
     found = [ids]
     while len(found) < tokens:
-        ids, _ = program(ids)
+        ids, _ = program.decode(ids)
         found.append(ids)
     return [list(row) for row in zip(*[[row[0] for row in each.tolist()] for each in found], strict=True)]
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .call.entry import Entry
 from .call.outputs import Session
-from .call.plan import number_of_key
 from .errors import EntryMissing
 from .format.entries import FORWARD, each_entry
 from .format.schema import KERNEL_CODE, Manifest
@@ -42,12 +41,12 @@ class Program(Entry):
     ) -> None:
         """`exam`: the bundle's, which `warmup` and `open_exam` read."""
         first, *others = each_entry(manifest)
-        super().__init__(first, Session(backend), 0, on_miss, outputs, cast)
-        self.manifest, self._exam = manifest, exam
+        super().__init__(first, Session(backend, exam), 0, on_miss, outputs, cast)
+        self.manifest = manifest
         self._others: dict[str, Entry] = {}  # what is in here must not hold the program, which closes when it is forgotten
         if others and self.name != FORWARD:
             self._others[self.name] = Entry(first, self._session, 0, on_miss, outputs, cast)
-            self._flatten = _refusal(self.name, [first.entry, *[other.entry for other in others]])
+            self._flatten = _refusal([first.entry, *[other.entry for other in others]])
         number = len(first.programs)
         for other in others:
             self._others[other.entry] = Entry(other, self._session, number, on_miss, outputs, cast)
@@ -99,7 +98,7 @@ class Program(Entry):
         """
         root = self._root or self
         policies = (root._on_miss, "view" if root._views else "copy", root._cast)
-        made = Program(root.manifest, root._backend.session(), *policies, root._exam)
+        made = Program(root.manifest, root._backend.session(), *policies, root._session.exam)
         made._root = root
         if not root._sessions.add(made):
             made.close()
@@ -132,20 +131,18 @@ class Program(Entry):
         """Pays the costs of first calls ahead: reads the weights, builds what `lazy=True` put off, and makes a call of each of
         `int_keys` (default: all recorded ones of all entries), with the inputs that the build proved it with.
 
+        Keys are of `forward`, or of the only entry; `program.decode.warmup(key)` takes those of another one.
         State and random numbers are then what they were; views that were handed out are stale.  OpenMP's threads belong to the
-        thread that calls: do it in the one that serves.  Raises key-missing, and what a call raises.
+        thread that calls: do it in the one that serves.  Raises key-missing, EntryMissing, and what a call raises.
         """
+        if int_keys and self._others and self.name != FORWARD:
+            raise _no_forward("warmup", self.entries)
+        if int_keys:
+            return super().warmup(*int_keys)
         from .session.warmup import warm_up  # what does not need it loads faster
 
-        if self._exam is None:
-            raise closed(self.manifest.name)
-        for key in int_keys:
-            number_of_key(self.manifest, key)
-        own = each_entry(self.manifest)
-        calls = [(own[0], key, self.replay) for key in int_keys]
-        if not int_keys:
-            calls = [(each, program.key, self[each.entry].replay) for each in own for program in each.programs]
-        warm_up(self.manifest, self._backend, self._exam, calls)
+        entries = self.entries.values()
+        warm_up(self._session, [(each.manifest, key, each.replay) for each in entries for key in each.int_keys])
 
     def profile(self) -> Profile:
         """Times the calls that are made inside `with program.profile() as profile:`, and every step of theirs.
@@ -163,9 +160,9 @@ class Program(Entry):
         from .format.archive import EXAM  # no call needs it
         from .format.safetensors import Mapped
 
-        if self._exam is None:
+        if self._session.exam is None:
             raise closed(self.manifest.name)
-        return Mapped(self._exam.descriptor, EXAM)
+        return Mapped(self._session.exam.descriptor, EXAM)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Overwrites with `byte` what no replay may rely on: results must not change.  `reserved`: also the outputs that a later
@@ -182,7 +179,7 @@ class Program(Entry):
         self._backend.close()
         for entry in (self, *self._others.values()):
             entry.forget()
-        self._exam = None
+        self._session.exam = None
         self._finalizer.detach()
 
     def __enter__(self) -> Program:
@@ -201,11 +198,17 @@ class Program(Entry):
             entry.watch(profile)
 
 
-def _refusal(name: str, names: Sequence[str]) -> Callable[..., Sequence[Any]]:
+def _refusal(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
     """What a call of the program itself does where none of its entries is `forward`."""
 
     def refuse(args: object, kwargs: object) -> Sequence[Any]:
-        text = f"the bundle has the entries {', '.join(names)}, and none is called {FORWARD}"
-        raise EntryMissing("entry-missing", text, f"call program.{name}(...)")
+        raise _no_forward("", names)
 
     return refuse
+
+
+def _no_forward(method: str, names: Iterable[str]) -> EntryMissing:
+    """Of a call, or of a method of the program, that goes to `forward` alone."""
+    first, *_ = listed = list(names)
+    text = f"the bundle has the entries {', '.join(listed)}, and none is called {FORWARD}"
+    return EntryMissing("entry-missing", text, f"call program.{first}{f'.{method}' if method else ''}(...)")

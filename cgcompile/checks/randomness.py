@@ -17,10 +17,6 @@ from ..transforms.rng.recurrent_dropout import RECURRENT
 from ..transforms.rng.rewrite import can_rewrite, drawn, draws, generator_buffers, is_random, supported
 from .context import NOTE, REFUSE, RuleContext, finding, operator
 
-DRAWN_TOKEN = "draw with (p / torch.empty_like(p).exponential_()).argmax(-1), or pass the random tensor as an input"
-"""What to write for multinomial."""
-
-
 INSIDE = "inside this operator only a graph whose launches are traced can draw"
 """What compiled code for a CPU does there ended with a segmentation fault (AOTInductor, torch 2.13)."""
 
@@ -45,10 +41,9 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
     Why CUDA cares: a bundle without torch has no generator that could be registered with a graph, and would repeat its numbers.  So
     the program computes them itself, from a seed and a count of its calls in its state.
     Effect: fresh numbers at every call, and in every turn of a loop, not PyTorch's; `program.seed(n)` repeats them.  Refused are
-    other operators (multinomial, poisson, binomial, gamma), generators of the user's, operators inside of scan or map, those inside
+    other operators (poisson, binomial, gamma), generators of the user's, operators inside of scan or map, those inside
     of branches and loops that run on the host, and a second program that computes its own.
-    Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input (DRAWN_TOKEN for
-    multinomial).
+    Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input.
     Source: torch.Tag.nondeterministic_seeded; torch.cuda.CUDAGraph.register_generator_state; transforms/rng.
     """
     saved = generator_buffers(context.program)
@@ -66,9 +61,7 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
                 severity, effect, fix = NOTE, "fresh numbers at every call; program.seed(n) repeats them", "none needed"
             else:
                 severity, effect, fix = REFUSE, _obstacle(node, top), "pass the random tensor as an input"
-            if name == "multinomial":
-                fix = DRAWN_TOKEN
-            elif "dropout" in name:
+            if "dropout" in name:
                 fix += "; call model.eval() if the dropout was not meant"
             yield finding("random-operation", severity, f"{name} draws random numbers", node, effect, fix, top)
 

@@ -14,10 +14,14 @@ from ..export.functionalization import state_buffers
 from ..export.weights import weight_placeholders
 from ..model.flat_module import PREFIX
 from ..model.tracing.attributes import ATTRIBUTE_FIX
+from ..model.user_code import place
 from .context import NOTE, REFUSE, RuleContext, finding
 from .shapes import outputs
 
 CLONE = "clone the input before writing, and return the result"
+LISTED = 3
+"""Buffers of one line that are named."""
+
 RETURN = "return the new value as an output, and pass it in as an input"
 
 
@@ -32,12 +36,23 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
     Source: check_for_mutation in torch/_inductor/cudagraph_utils.py excepts static inputs (buffers).
     """
     placeholders = {target: name for name, target in context.program.graph_signature.inputs_to_buffers.items()}
+    lines: dict[tuple[str, str], list[tuple[str, Node | None]]] = {}
     for target in state_buffers(context.functionalized):
+        writer = _writer(context, placeholders.get(target, ""))
+        lines.setdefault(place(writer), []).append((f"{target.removeprefix(PREFIX)!r}", writer))
+    for name, writer in [pair for written in lines.values() for pair in _folded(written)]:
         yield finding(
-            "mutated-buffer", NOTE, f"{context.exported.source.entry}() writes to the buffer {target.removeprefix(PREFIX)!r}",
-            _writer(context, placeholders.get(target, "")), "it is state of a session; no call is padded or cut",
-            f"none needed; or {RETURN}",
+            "mutated-buffer", NOTE, f"{context.exported.source.entry}() writes to {name}", writer,
+            "it is state of a session; no call is padded or cut", f"none needed; or {RETURN}",
         )  # fmt: skip
+
+
+def _folded(written: list[tuple[str, Node | None]]) -> list[tuple[str, Node | None]]:
+    """Buffers that one line of the user's writes to, and where: many of them, as an optimizer has, are told as one."""
+    names = [name for name, _ in written]
+    if len(names) <= LISTED + 1:
+        return [(f"the buffer {name}", writer) for name, writer in written]
+    return [(f"{len(names)} buffers: {', '.join(names[:LISTED])} and {len(names) - LISTED} more", written[0][1])]
 
 
 def mutated_attribute(context: RuleContext) -> Iterable[Finding]:

@@ -20,7 +20,7 @@ from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
 from ..model.tracing.attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.tracing.held_tensors import held_tensors, make_buffer
-from ..model.tracing.questions import ALL, FLAGS_ALONE
+from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import first_line, user_line
 from .eager_check import check_dynamic, check_static
 from .exported import EagerShapes, Exported, memory_order
@@ -53,7 +53,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source.model)
-    flat = FlatModule(source.model, like, source.device, source.told, source.entry)
+    flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
     calls: list[SideEffects] = []
     flat.watch = calls.append
     seen = _try_eager(source, flat, sizes)
@@ -109,7 +109,7 @@ def _as_eager(
         if error.code != "export-differs":
             raise
         why = error
-    for questions in (FLAGS_ALONE, ALL):
+    for questions in (FLAGS_ALONE, KNOWN, ALL):
         flat.earlier, flat.known, flat.as_eager = first, frozenset(), questions
         try:
             return _made(source, flat, shapes, sizes, calls)

@@ -24,8 +24,7 @@ from .output_sizes import fitted, tabled
 def describe_signature(exported: Exported) -> Signature:
     """Raises size-excluded, export-failed, structure-unsupported, data-dependent-output."""
     source, programs, flat = exported.source, exported.programs, exported.flat
-    if flat.result is None or not flat.names:
-        raise ModelError("structure-unsupported", f"{source.label}: the model's result holds no tensor")
+    assert flat.result is not None  # it was called
     ranges = list(map(_widest, zip(*[index_ranges(program) for _, program in programs.each], strict=True)))
     inputs = [
         TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor), range=limits)

@@ -90,9 +90,16 @@ def on_device(program: ExportedProgram, device: torch.device, tensors: Mapping[s
     return with_graph(program, root, {}, state_dict=stand, constants=constants)
 
 
+def serializable(program: ExportedProgram) -> ExportedProgram:
+    """`program`, in its functional form where it has no outputs: what it writes are outputs of that, and `torch.export.save` fails
+    for a program without any (seen with 2.11 and 2.13)."""
+    return program if program.graph_signature.output_specs else program.run_decompositions({})
+
+
 def without_weights(program: ExportedProgram) -> ExportedProgram:
     """`program` for the CPU, without example inputs.  Every weight keeps its shape and dtype and is a single zero, seen through
     strides of 0."""
+    program = serializable(program)
     named = {**program.state_dict, **program.constants}
     hollow = {name: _hollow(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
     made = on_device(program, torch.device("cpu"), hollow)

@@ -36,11 +36,11 @@ def unwatched(effects: SideEffects) -> None:
 class FlatModule(torch.nn.Module):
     """The user's module over flat tensors: a tuple of tensors in, a tuple of tensors out.
 
-    `device` is where the module's tensors and those of a call are, `told` where the bundle will run; `entry` is the method that a
-    call runs.  After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects of each call before it
-    begins.  A traced call branches as `earlier` did, a call with real tensors, and takes the reads from it that `known` names by
-    position; of what `as_eager` names the user's code is told that nothing is traced.
-    `assigned` are attributes that are watched: whether a call reads them before it assigns them.
+    `device` is where the module's tensors and those of a call are, `told` where the bundle will run, a GPU of this `capability`;
+    `entry` is the method that a call runs.  After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects
+    of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, and takes the reads from it
+    that `known` names by position; of what `as_eager` names the user's code is told that nothing is traced.  `assigned` are
+    attributes that are watched: whether a call reads them before it assigns them.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
@@ -52,6 +52,7 @@ class FlatModule(torch.nn.Module):
         device: torch.device = CPU,
         told: torch.device = CUDA,
         entry: str = FORWARD,
+        capability: tuple[int, int] = (8, 0),
     ) -> None:
         super().__init__()
         self.model = model
@@ -59,6 +60,7 @@ class FlatModule(torch.nn.Module):
         self.like = like
         self.device = device
         self.told = told
+        self.capability = capability
         self.result: Tree | None = None
         self.names: list[str] = []
         self.earlier = SideEffects()
@@ -84,7 +86,7 @@ class FlatModule(torch.nn.Module):
             told_eager(self.as_eager),
             needless_conversions_left_out(),
             current_buffers(self.shared, self.told),
-            track_devices(tensors, self.earlier, self.known, self.device, self.told) as effects,
+            track_devices(tensors, self.earlier, self.known, self.device, self.told, self.capability) as effects,
         ):
             self.watch(effects)
             with early_reads(self.model, self.assigned, effects.early):

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 BRANCH = "Python needs the value of a tensor to know how to go on"
-BRANCH_FIX = "compute both sides and choose with torch.where, or write the branch as torch.cond"
+BRANCH_FIX = "choose with torch.where, or write torch.cond; make in forward() what is always the same, such as a mask of ones"
 """The obstacle of data-dependent-branch, in words."""
 
 

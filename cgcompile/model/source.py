@@ -37,8 +37,8 @@ class Source:
     `entry` is the method; the sources of a model with several entries have one and the same `model`.  `code` is the file or module
     that defines the model, "" where no other process can import it.  `dimensions` are the parameters of `inputs`.  `owned`: the
     model was made for this build, which may do with it what it likes.  `device`: where it lives.  `told`: where the bundle will
-    run; the model's code is told that its tensors are there.  `saved` is what a saved program says of its dimensions.  `chains` are
-    those of the whole model.
+    run; the model's code is told that its tensors are there, and the compute `capability` of that GPU.  `saved` is what a saved
+    program says of its dimensions.  `chains` are those of the whole model.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Source:
     owned: bool = False
     device: torch.device = CPU
     told: torch.device = CUDA
+    capability: tuple[int, int] = (8, 0)
     saved: tuple[SavedDimension, ...] = ()
     entry: str = FORWARD
     origin: str = ""

@@ -29,6 +29,7 @@ from ..model.flat_module import PREFIX
 from ..model.load import checked_chains, load_sources
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
+from ..targets.architectures import capability_of
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.chains import chains_of, check_layouts
 from ..targets.choice import CONDITIONALS, choose
@@ -62,7 +63,8 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             stack.enter_context(own_buffers(loaded[0].model))
             first = stack.enter_context(placed(loaded[0], chosen.device))
             told = CPU if chosen.recorder == "host" else CUDA
-            sources = [replace(source, device=first.device, told=told) for source in loaded]
+            capability = capability_of(chosen.target)
+            sources = [replace(source, device=first.device, told=told, capability=capability) for source in loaded]
             with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
                 build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
             several = f", {len(sources)} entries" if len(sources) > 1 else ""

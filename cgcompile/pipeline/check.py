@@ -32,6 +32,9 @@ from ..model.user_code import user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
+from ..targets.architectures import capability_of
+from ..targets.build_spec import EntrySpec
+from ..targets.chains import chains_of
 from ..targets.choice import CONDITIONALS, recorder_for
 from ..transforms.prepared import prepare
 from .kernel_coverage import operators_without_kernel
@@ -57,19 +60,23 @@ def check(
     sources = load_sources(model, inputs)
     each = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
     with evaluated(sources[0], train) as mode, own_buffers(sources[0].model):
-        reports = [
+        found = [
             _report(source, each.get(source.entry), len(sources) > 1, target, strict, host_ops, max_keys) for source in sources
         ]
+    reports, entries = [report for report, _ in found], [entry for _, entry in found if entry is not None]
+    if len(entries) == len(sources):
+        chains_of(sources[0].chains, entries)  # raises what a build would
     return replace(reports[0], mode=mode, others=tuple([replace(report, mode=mode) for report in reports[1:]]))
 
 
 def _report(
     source: Source, sizes: Given | None, several: bool, target: str, strict: bool, host_ops: Sequence[str], max_keys: int
-) -> Report:
-    """The report of one entry; `sizes` are those that were given for it, None where none were for any."""
+) -> tuple[Report, EntrySpec | None]:
+    """The report of one entry, and what a build would know of it, None where there can be none; `sizes` are those that were given
+    for it, None where none were for any."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
-    source = replace(source, told=CPU if recorder == "host" else CUDA)
+    source = replace(source, told=CPU if recorder == "host" else CUDA, capability=capability_of(named))
     assumed = tuple(source.dimensions) if sizes is None else ()
     wanted = assumed_sizes(assumed, source.saved, ASSUMED)
     if sizes is not None:
@@ -79,6 +86,7 @@ def _report(
     regions: tuple[RegionReport, ...] = ()
     returned: tuple[tuple[str, int], ...] = ()
     unpartitioned = per_size = ""
+    entry: EntrySpec | None = None
     try:
         exported = export(source, wanted)
     except ModelError as error:
@@ -95,6 +103,7 @@ def _report(
         if not any(finding.severity == "refuse" for finding in found):
             signature = describe_signature(exported)  # raises what a build would, and so does the next
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
+            entry = EntrySpec(source=source, prepared=prepared, sizes=wanted, dimensions=(), placements=checked.placements)
             if recorder == "trace":
                 found += operators_without_kernel(prepared, checked.placements, wanted, named)
         if target == "cuda":
@@ -111,10 +120,11 @@ def _report(
     if strict:
         found = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in found]
     found.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
-    return Report(
+    report = Report(
         name=source.name, entry=source.entry, others=(), target=target, sizes=tuple(wanted.items()), axes=axes, assumed=assumed,
         findings=tuple(found), regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
     )  # fmt: skip
+    return report, entry
 
 
 def _stopped(error: ModelError) -> Finding:

@@ -79,3 +79,9 @@ def arch(name: str) -> Arch:
         f"target {name!r}: no such architecture",
         f"there are {', '.join(row.name for row in ARCHES)}; cpu, {', '.join(row.name for row in LEVELS)}",
     )
+
+
+def capability_of(target: str) -> tuple[int, int]:
+    """The compute capability of `target`; where that names no architecture, that of the oldest there is."""
+    found = next((row for row in ARCHES if row.name == target), ARCHES[0])
+    return found.major, found.minor

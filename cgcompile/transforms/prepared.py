@@ -11,6 +11,7 @@ from torch.export import ExportGraphSignature
 
 from cgbundle.format.schema import IntKey
 
+from ..errors import ModelError
 from ..export.exported import Exported, Signature
 from ..export.functionalization import functional, state_buffers, written_inputs
 from ..export.programs import Programs
@@ -57,11 +58,15 @@ def prepare(
     programs = bare.changed(partial(with_generator, first=torch.zeros(2, dtype=torch.int64, device=exported.source.device)))
     signatures = [functionalized[key] if program is bare.at(key) else functional(program) for key, program in programs.each]
     state = tuple(sorted({name for each in signatures for name in state_buffers(each)}))
+    written = tuple(sorted({i for each in signatures for i in written_inputs(each)}))
+    if not (signature.outputs or written or state):
+        label, entry = exported.source.label, exported.source.entry
+        raise ModelError("structure-unsupported", f"{label}: {entry}() gives no tensor, and writes to no buffer or input")
     generator = next((name for _, program in programs.each if (name := generator_buffer(program))), "")
     reference: Reference = ProgramModule([program for _, program in programs.each]) if generator else exported.flat
     aliases = find_aliases(exported, signature.outputs, state)
     return Prepared(
-        programs=programs, signature=signature, written=tuple(sorted({i for each in signatures for i in written_inputs(each)})),
+        programs=programs, signature=signature, written=written,
         changes=state, state=state, weights=programs.weights(), generator=generator, aliases=aliases, reference=reference,
         exam_calls=_exam_calls(exported, reference, state), spread=_spread(exported, reference),
         on_gpu=exported.source.device != CPU,

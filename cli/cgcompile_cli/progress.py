@@ -34,6 +34,11 @@ def watching(quiet: bool, verbose: bool = False) -> Iterator[Watcher | None]:
         yield Progress(stack, verbose)
 
 
+def begin(stage: str, text: str) -> None:
+    """Tells that a stage begins, by a plain line: of what takes long before the first stage is done."""
+    say(f"{stage:<{NAMES}} {'...':>10}  {text}".rstrip())
+
+
 class Progress:
     """Watches a build: prints a line for every finished stage, with `verbose` also for what happens inside one.  On a terminal the
     stage that runs has a live line, until `stack` is closed."""
@@ -52,7 +57,7 @@ class Progress:
             self._stage = ""
             return
         if event.stage == IMPORT and event.state == "detail" and not self._detail:
-            self._print(f"{event.stage:<{NAMES}} {'...':>10}  {event.text}")
+            begin(event.stage, event.text)
         elif self._verbose and event.state == "detail" and event.text:
             self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {event.text}")
         self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds

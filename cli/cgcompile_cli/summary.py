@@ -57,6 +57,8 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "entries": [plain_entry(one) for one in each],
         "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
         "state": [weight.name for weight in stateful(manifest)],
+        "chains": chains(manifest),
+        "reserved": {row.entry: row.bytes for row in manifest.reserved},
         "load": load_lines(path, manifest),
         "manifest": json.loads(manifest_json.encode(manifest)),
     }
@@ -222,6 +224,22 @@ def state(manifest: Manifest) -> list[str]:
     rows = [f"{each.name}  {each.dtype} {shape(each.shape)}  {size(nbytes(each.dtype, each.shape))}" for each in buffers]
     lines += first_lines(rows, 4)
     return lines + ([f"{manifest.weights[manifest.random].name}: {RANDOM}"] if manifest.random >= 0 else [])
+
+
+def chains(manifest: Manifest) -> list[tuple[str, str]]:
+    """(`prefill.hidden`, `decode.hidden`): an output, and the input that takes it where it lies."""
+    each = {one.entry: one for one in each_entry(manifest)}
+    return [
+        (f"{row.source}.{each[row.source].outputs[row.output].name}", f"{row.target}.{each[row.target].inputs[row.input].name}")
+        for row in manifest.chains
+    ]
+
+
+def chain_lines(manifest: Manifest) -> list[str]:
+    """The chains, and what of the arena is reserved for their outputs; no line where there are none."""
+    lines = [f"{source} -> {target}" for source, target in chains(manifest)]
+    kept = ", ".join([f"{row.entry} {size(row.bytes)}" for row in manifest.reserved])
+    return [*lines, *([f"reserved in the arena: {kept}"] if kept else [])]
 
 
 def steps(program: Program) -> str:

@@ -3,8 +3,8 @@
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
 A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`,
-`cpu_entries`, `cpu_chains`, `traced_entries`, `traced_chains`, `traced_state` and `traced_branches`.  All are tiny, because the
-tests of every later version read them.
+`cpu_entries`, `cpu_lanes`, `cpu_chains`, `traced_entries`, `traced_chains`, `traced_state` and `traced_branches`.  All are tiny,
+because the tests of every later version read them.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ GOLDENS = {
     "state": Golden(sizes=(1, 4), gpu=True, limit=250_000, target="auto", level="max-autotune", environment=TRITON_ONLY),
     "cpu_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=700_000),
     "traced_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=110_000, target="sm_90"),
+    "cpu_lanes": Golden(sizes=("prefill:seq=64,256", "decode:batch=1,8"), gpu=False, limit=1_000_000),
     "cpu_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=400_000, chains=CHAINS),
     "traced_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=110_000, target="sm_90", chains=CHAINS),
     "traced_state": Golden(sizes=(1, 4), gpu=False, limit=110_000, target="sm_90"),

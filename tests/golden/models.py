@@ -270,6 +270,13 @@ def traced_entries() -> Made:
     return Lanes(), {"forward": rows, "fill": filling, "empty": emptied}
 
 
+def cpu_lanes() -> Made:
+    """fp32: prefill at two lengths, decode at two batch sizes and a method that only writes, over one key-value cache."""
+    from tests.helpers.entry_models import ENTRIES, lanes
+
+    return lanes(), ENTRIES
+
+
 class Recurrent(nn.Module):
     """A hidden state that calls pass on."""
 

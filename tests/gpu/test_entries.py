@@ -100,7 +100,8 @@ def test_calls_from_the_host(bundle: Path) -> None:
         for name, inputs in calls(20, 7):
             with torch.no_grad():
                 expected = getattr(model, name)(*inputs)
-            assert error(program[name](*inputs), expected) <= 1e-3  # the CPU's sums are in another order
+            got = program[name](*inputs)
+            assert got is expected is None or error(got, expected) <= 1e-3  # the CPU's sums are in another order
 
 
 def test_the_exam_passes_without_torch(bundle: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_decoder_generates_the_tokens_that_eager_pytorch_does(tmp_path: Path, 
     monkeypatch.setenv("DECODER_LAYERS", "2")
     monkeypatch.setenv("DECODER_WIDTH", "128")
     source = str(ROOT / "examples/decoder.py")
-    sizes = {"batch": [1, 2], "seq": [1, 8]}
+    sizes = {"prefill": {"batch": [1, 2], "seq": [8]}, "decode": {"batch": [1, 2]}}
     path = build(source, None, sizes, tmp_path / "decoder.cgb")
     generate = runpy.run_path(str(ROOT / "examples/generate.py"))["generate"]
     network = runpy.run_path(source)["model"]().cuda()
@@ -122,5 +122,5 @@ def test_a_decoder_generates_the_tokens_that_eager_pytorch_does(tmp_path: Path, 
             assert generate(program, prompt, 40) == expected
             assert generate(other, prompt[:1], 40) == expected[:1]
             assert generate(program, prompt, 40) == expected
-            ids, _ = other(from_bytes(bytes(8), "int64", (1, 1)))
+            ids, _ = other.decode(from_bytes(bytes(8), "int64", (1, 1)))
     passed(path)

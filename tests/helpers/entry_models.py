@@ -11,7 +11,7 @@ from torch import nn
 
 import cgbundle
 
-VOCABULARY, WIDTH, LANES, LONGEST = 64, 32, 8, 256
+VOCABULARY, WIDTH, LANES, LONGEST = 64, 8, 8, 256
 SIZES = {"prefill": {"seq": [64, 256]}, "decode": {"batch": [1, 8]}}
 BOUND = 1e-4
 """That of float32, as FORMAT.md has it."""
@@ -53,12 +53,11 @@ class Lanes(nn.Module):
         self.length[:batch] = at + 1
         return self.head(mixed.squeeze(1))
 
-    def reset_lane(self, lane: torch.Tensor) -> torch.Tensor:
-        """(1,) -> how long each lane is then, (LANES,)."""
+    def reset_lane(self, lane: torch.Tensor) -> None:
+        """(1,): empties a lane."""
         self.length[lane] = 0
         self.keys[lane] = 0
         self.values[lane] = 0
-        return self.length + 0
 
 
 def lanes() -> Lanes:
@@ -103,6 +102,9 @@ def check_calls(program: cgbundle.Program, model: Lanes, device: str, count: int
         with torch.no_grad():
             expected = getattr(model, name)(*given)
         got = program[name](*given)
+        if expected is None:
+            assert got is None
+            continue
         assert got.shape == expected.shape and got.dtype == expected.dtype and got.device == expected.device
         worst = max(worst, error(got, expected))
         assert worst <= BOUND, (name, worst)

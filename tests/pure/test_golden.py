@@ -35,7 +35,7 @@ from tests.helpers.raising import raises
 
 HOME = GOLDEN
 GOLDENS = sorted(HOME.glob("v*/*.cgb"))
-LIMIT = 800_000
+LIMIT = 2_000_000
 """Bytes of all goldens of a version for one kind of target."""
 
 FLIPS = (0, 0.5, 1)

@@ -3,7 +3,7 @@ outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -93,23 +93,28 @@ class Entry:
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        given = tensors
+        if self._views and View in map(type, tensors):
+            tensors = [each.tensor if type(each) is View else each for each in tensors]
         kind = type(tensors[0]) if tensors else None
         library = self._libraries.get(kind)  # type: ignore[arg-type]
         if library is None or len(tensors) != len(self.inputs):
-            return self._replay(tensors)
+            return self._replay(given)
         take = library.take
         try:
             taken = [take(tensor, "") for tensor in tensors]
         except CallError:
-            return self._replay(tensors)  # which names the input
+            return self._replay(given)  # which names the input
         found = [descriptor for _, descriptor in taken]
         direct = self._direct.get((*map(type, tensors), *map(LAYOUT, found)))
         if direct is None:
-            return self._replay(tensors)
+            return self._replay(given)
         backend, outputs = self._backend, self._outputs
         try:
             stream = backend.begin(library.stream(direct.device))
             try:
+                if given is not tensors:
+                    _check_views(given)
                 outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
                 if outputs.own is not None:
                     outputs.own.number += 1
@@ -165,8 +170,7 @@ class Entry:
         targets = None if written is None else written.targets(library, tensors, values, found)
         try:
             with self._backend.locked(None if device is None else library.stream(device)) as stream:
-                for view in views.values():
-                    view.tensor  # noqa: B018  raises where another thread's call came between
+                _check_views(views.values())
                 outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
                 if outputs.own is not None:
                     outputs.own.number += 1
@@ -209,6 +213,15 @@ class Entry:
         rows = [program.values[index] for index in program.inputs]
         device = self._backend.device
         return [Tensor(at, row.dtype, row.shape, row.strides, owner, device) for at, row in zip(addresses, rows, strict=True)]
+
+    def warmup(self, *int_keys: tuple[int, ...]) -> None:
+        """`Program.warmup` for this entry: calls of each of `int_keys`, of all its recorded ones where none is given.  Raises
+        key-missing, and what a call raises."""
+        from ..session.warmup import warm_up  # what does not need it loads faster
+
+        for key in int_keys:
+            number_of_key(self.manifest, key)
+        warm_up(self._session, [(self.manifest, key, self.replay) for key in int_keys or self.int_keys])
 
     def watch(self, profile: Profile | None) -> None:
         """From now on calls are told to a profile; None ends it."""
@@ -276,6 +289,13 @@ class Entry:
             outputs.replay_into(whole, call, part, addresses)
             del kept  # the inputs had to live until the replay was done with them
         return outputs.guard(library, whole) if self._views else whole
+
+
+def _check_views(tensors: Iterable[Any]) -> None:
+    """Raises stale-view where another thread's call came between a view's check and this call, which has the lock by now."""
+    for each in tensors:
+        if type(each) is View:
+            each.tensor  # noqa: B018
 
 
 def _place(found: Descriptor) -> tuple[int, int]:

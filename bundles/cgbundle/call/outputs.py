@@ -11,6 +11,7 @@ from .plan import Part, Slices
 from .views import Epoch, View
 
 if TYPE_CHECKING:
+    from ..format.open_files import KeptFile
     from ..session.backend import Backend
     from .output_aliases import OutputAliases
 
@@ -20,13 +21,13 @@ one."""
 
 
 class Session:
-    """What the entries of one session share: its memories and programs, and the count of its calls.  It is closed when the last
-    who holds it goes."""
+    """What the entries of one session share: its memories and programs, the count of its calls, and the bundle's exam.  It is
+    closed when the last who holds it goes."""
 
-    __slots__ = ("__weakref__", "backend", "epoch")
+    __slots__ = ("__weakref__", "backend", "epoch", "exam")
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend, self.epoch = backend, Epoch()
+    def __init__(self, backend: Backend, exam: KeptFile | None = None) -> None:
+        self.backend, self.epoch, self.exam = backend, Epoch(), exam
 
 
 class Outputs:

@@ -232,9 +232,13 @@ class CudaBackend:
             return output
 
     def populate(self) -> None:
-        """Of weights on the GPU nothing is left to do; of those that the host's operations read."""
+        """Of weights on the GPU nothing is left to do; of those that the host's operations read.  Programs over inputs that lie
+        where other calls leave them, which `lazy` put off, are built."""
         if self._shared.mapped is not None:
             self._shared.mapped.populate()
+        if self._lazy and self._shared.chained:
+            with self.locked(None), Relaxed():
+                self._bind_chained()
 
     def watch(self, profile: Profile | None) -> None:
         self._check_fork()
@@ -379,7 +383,8 @@ class CudaBackend:
                 rows = [
                     (position, offset) for position, places in inputs.items() for offset, own in places.items() if own == source
                 ]
-                self._bind_elsewhere(number, tuple(rows))
+                if (number, tuple(rows)) not in self._elsewhere:
+                    self._bind_elsewhere(number, tuple(rows))
 
     def _bind_elsewhere(self, number: int, elsewhere: Elsewhere) -> BoundProgram:
         bound = self._bind_one(number, elsewhere)

@@ -38,6 +38,9 @@ DIMENSIONS = 64
 ENTRIES = 64
 """Entries of a bundle."""
 
+CHAINED = 1_000_000
+"""Pairs of a program that gives an output and one that takes it where it lies, of all chains together, and programs of these."""
+
 INTEGER = 1 << 63
 """Whole numbers are from -INTEGER on and below INTEGER; so are the bytes of a tensor, and where it ends."""
 

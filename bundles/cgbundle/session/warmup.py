@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from ctypes import addressof, create_string_buffer
-from typing import Any
+from typing import Any, Protocol
 
 from ..format.archive import EXAM
 from ..format.open_files import KeptFile
@@ -19,14 +19,25 @@ from ..format.schema import Manifest
 from ..tensors.exam_tensors import inputs_of
 from ..validate.state import STATE
 from .backend import Backend
+from .locks import closed
 
 Call = tuple[Manifest, tuple[int, ...], Callable[[Sequence[Any]], object]]
 """What is replayed: a manifest, one of its int_keys, and the replay, which takes tensors in the order of the signature."""
 
 
-def warm_up(manifest: Manifest, backend: Backend, exam: KeptFile, calls: Sequence[Call]) -> None:
+class Warmed(Protocol):
+    """What a session needs to be warmed up."""
+
+    backend: Backend
+    exam: KeptFile | None
+
+
+def warm_up(session: Warmed, calls: Sequence[Call]) -> None:
     """Makes each of the calls once; state, and that of random numbers, is then what it was.  Other threads' calls wait where there
-    is any.  Raises as a call does."""
+    is any.  Raises as a call does, and program-closed."""
+    backend, exam, manifest = session.backend, session.exam, calls[0][0]
+    if exam is None:
+        raise closed(manifest.name)
     backend.populate()
     state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     stored = Mapped(exam.descriptor, EXAM)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..format.entries import chained_programs
+from ..format import limits
 from ..format.safetensors import ALIGNMENT
 from ..format.schema import DTYPES, Alias, Manifest, Program, Value
-from ..format.spans import HOST_ONLY, Spans, extent, span
+from ..format.spans import HOST_ONLY, Spans, extent, layout, span
 from .require import require, require_whole_calls
 from .steps import PERSISTENT
 
@@ -119,9 +119,17 @@ def check_chains(each: Sequence[Manifest]) -> None:
         shared = any(alias.output == chain.output and alias.memory != "outputs" for alias in source.aliases)
         require(not shared, f"{where}.output", "shares memory with an input, a weight or state")
         require(chain.input not in target.written, f"{where}.input", "calls write to it")
-    meeting = {chain for chain, _, _ in chained_programs(each)}
+    total = 0
     for place, chain in enumerate(chains):
-        require(chain in meeting, f"chains[{place}]", "output and input are laid out alike at no int_keys")
+        makers, takers = entries[chain.source].programs, entries[chain.target].programs
+        total += len(makers) + len(takers)
+        require(total <= limits.CHAINED, "chains", f"{total} programs, more than the limit of {limits.CHAINED} in all")
+        made_as = Counter([layout(program.values[program.outputs[chain.output]]) for program in makers])
+        taken_as = Counter([layout(program.values[program.inputs[chain.input]]) for program in takers])
+        pairs = sum(count * taken_as[each] for each, count in made_as.items())
+        require(pairs > 0, f"chains[{place}]", "output and input are laid out alike at no int_keys")
+        total += pairs
+        require(total <= limits.CHAINED, "chains", f"{total} pairs of programs, more than the limit of {limits.CHAINED} in all")
     _check_reserved(each)
 
 

@@ -119,6 +119,10 @@ class KnownValues:
         except _Drawn:
             return _UNKNOWN
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the value of a tensor is known."""
+        return self._of(tensor) is not _UNKNOWN
+
     def _of(self, leaf: Any) -> Any:
         """The value of an argument."""
         if isinstance(leaf, FakeTensor):

@@ -6,8 +6,9 @@ bundle will run, and follows the moves.  It leaves a marker operator in the grap
 device gets no marker.
 
 Private interfaces (torch 2.11, 2.13): `FakeTensor.device`, `torch.overrides._get_current_function_mode_stack`,
-`torch.autocast.__init__`.  Two are replaced while the model runs: `FakeTensor.device`, a property of Python that no mode is asked
-about, and autocast where tensors are on the CPU, since autocast for cuda would do nothing to them.
+`torch.autocast.__init__`.  Replaced while the model runs are `FakeTensor.device`, a property of Python that no mode is asked about,
+and, where tensors are on the CPU and told to be on a GPU, autocast, since autocast for cuda would do nothing to them, and
+`torch.cuda.get_device_capability`, which answers for the GPU that the bundle is for.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class DeviceTracking(TorchFunctionMode):
         super().__init__()
         self._places, self._reads, self._known = places, reads, known
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the value of a tensor is known."""
+        return self._known.has(tensor)
+
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))  # branches of torch.cond: they are traced without the mode
@@ -74,6 +79,12 @@ class DeviceTracking(TorchFunctionMode):
         return made[0]
 
 
+def has_value(tensor: torch.Tensor) -> bool:
+    """Whether the call that the user's code runs in knows what a traced tensor holds."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, DeviceTracking) and mode.knows(tensor) for mode in modes)
+
+
 @contextmanager
 def track_devices(
     inputs: Sequence[torch.Tensor],
@@ -81,17 +92,19 @@ def track_devices(
     known: Set[int] = frozenset(),
     real: torch.device = CPU,
     told: torch.device = CUDA,
+    capability: tuple[int, int] = (8, 0),
 ) -> Iterator[SideEffects]:
     """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
 
-    `told` is that of `TensorPlaces`, `earlier` and `known` are those of `DataReads`.  Fake tensors answer `.device` by a property
-    that asks no mode.  While the user's own code runs, the property asks this one; in what that code calls, the mode is off the
-    stack.
+    `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier` and
+    `known` are those of `DataReads`.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own code
+    runs, the property asks this one; in what that code calls, the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, told)
     values = KnownValues(real)
     mode = DeviceTracking(places, DataReads(places, values, earlier, known), values)
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
+    asked = torch.cuda.get_device_capability
 
     def device(tensor: FakeTensor) -> torch.device:
         real: torch.device = fake.fget(tensor)
@@ -105,9 +118,11 @@ def track_devices(
     FakeTensor.device = property(device, fake.fset)
     if real == CPU != told:
         torch.autocast.__init__ = on_the_cpu
+        torch.cuda.get_device_capability = lambda device=None: capability
     try:
         with mode:
             yield places.effects
     finally:
         FakeTensor.device = fake
         torch.autocast.__init__ = autocast
+        torch.cuda.get_device_capability = asked

@@ -17,28 +17,30 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..devices.tracking import has_value
 from ..user_code import is_user_file
 
 FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 
 
+FLAGS_ALONE, KNOWN, ALL = "flags", "known", "all"
+"""Which questions are answered with "no": `torch.compiler.is_exporting()` and its like; also what a tensor of known value is an
+instance of; what any tensor is.  A library that asks of a tensor means to leave its data alone: that answer is the last to be
+changed."""
+
+
 class _Asked(type):
-    """Of a class that no tensor is an instance of where the user asks."""
+    """Of a class that no tensor is an instance of where the user asks, or none of a known value."""
+
+    questions: str
 
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, FakeTensor) and not is_user_file(sys._getframe(1).f_code.co_filename)
+        if not isinstance(value, FakeTensor) or not is_user_file(sys._getframe(1).f_code.co_filename):
+            return isinstance(value, FakeTensor)
+        return cls.questions == KNOWN and not has_value(value)
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(FakeTensor, name)
-
-
-class _Stand(metaclass=_Asked):
-    """In place of `torch._subclasses.FakeTensor`."""
-
-
-FLAGS_ALONE, ALL = "flags", "all"
-"""Which questions are answered with "no": `torch.compiler.is_exporting()` and its like, or also what a tensor is an instance of.  A
-library that asks of a tensor means to leave its data alone: that answer is the last to be changed."""
 
 
 @contextmanager
@@ -51,8 +53,9 @@ def told_eager(questions: str) -> Iterator[None]:
     known = torch._subclasses.FakeTensor
     for name in FLAGS:
         setattr(torch.compiler, name, False)
-    if questions == ALL:
-        setattr(torch._subclasses, "FakeTensor", _Stand)  # noqa: B010  mypy knows it as a class
+    if questions != FLAGS_ALONE:
+        stand_in = _Asked("FakeTensor", (), {"questions": questions})
+        setattr(torch._subclasses, "FakeTensor", stand_in)  # noqa: B010  mypy knows it as a class
     try:
         yield
     finally:

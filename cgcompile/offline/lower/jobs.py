@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
+from ...export.torch_program import serializable
 from ...targets.build_spec import own_key
 from ...targets.cuda.recorded import RegionKey
 from ...targets.cuda.tensors import settings
@@ -97,5 +98,5 @@ def _saved(programs: Iterable[ExportedProgram], folder: Path) -> dict[int, Path]
     for program in programs:
         if id(program) not in files:
             files[id(program)] = folder / f"program{len(files)}.pt2"
-            torch.export.save(program, files[id(program)])
+            torch.export.save(serializable(program), files[id(program)])
     return files

@@ -103,12 +103,13 @@ def _compiled(
 ) -> Compiled:
     tell("loading Inductor")
     with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
-        from .compilations import side_by_side, unprobed
+        from .compilations import prefetch_triton_key, side_by_side, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
         from .loop_failures import failures_leave_loops
         from .parallel_loops import any_number_of_threads
 
+    prefetch_triton_key()
     if not hasattr(torch._inductor, "aot_compile"):
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}"

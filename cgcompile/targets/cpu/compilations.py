@@ -2,7 +2,7 @@
 
 Private interfaces (torch 2.11, 2.13): `torch._inductor.cpp_builder.CppBuilder`, whose `build` compiles or links;
 `torch._inductor.cpu_vec_isa`, whose `VecISA.check_build` compiles and loads a probe for an instruction set, a second each, and
-keeps the answers for the process; `torch._inductor.exc.CppCompileError`.
+keeps the answers for the process; `torch._inductor.exc.CppCompileError`; `torch._inductor.codecache.triton_key`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import IO, Any
 from unittest.mock import patch
 
 import torch
-from torch._inductor import cpp_builder, cpu_vec_isa, exc
+from torch._inductor import codecache, cpp_builder, cpu_vec_isa, exc
 
 from ...errors import BuildError
 from ...util.workers import end_group
@@ -29,6 +29,10 @@ from .interface import Interface
 ASIDE = (".wrapper.cpp", ".kernel.cpp")
 """Endings of the sources of a program: what is made of them is first needed by the linker."""
 
+
+NEWER, OLDER = "-std=c++20", "-std=c++17"
+"""Inductor asks for the newer standard from torch 2.13 on.  Its headers compile by the older one, too, and a fifth faster: those of
+the standard library are smaller.  Both are laid out alike, and compute the same."""
 
 LINKING = "-shared"
 """What is in the linker's command alone."""
@@ -51,12 +55,14 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A source of a program, which is being compiled.  `whole`: its text where `interface` was taken out of it, else ""."""
+    """A source of a program, which is being compiled by another command than Inductor's, `given`, or without `interface`.  `whole`:
+    the text that Inductor wrote."""
 
     path: Path
+    given: list[str]
+    whole: str
     running: Running
-    whole: str = ""
-    interface: Interface | None = None
+    interface: Interface | None
 
 
 @contextmanager
@@ -87,27 +93,26 @@ def side_by_side(interface: Interface | None) -> Iterator[None]:
         yield
 
 
-def _begin(command: list[str], source: Path, interface: Interface | None, stack: ExitStack) -> Source:
-    whole = source.read_text() if interface is not None else ""
-    rest = interface.without(whole, command) if interface is not None else None
-    if rest is None:
-        return Source(path=source, running=_start(command, source.parent, stack))
-    source.write_text(rest)
-    return Source(path=source, running=_start(command, source.parent, stack), whole=whole, interface=interface)
+def _begin(given: list[str], path: Path, interface: Interface | None, stack: ExitStack) -> Source:
+    whole = path.read_text()
+    rest = interface.without(whole, given) if interface is not None else None
+    if rest is not None:
+        path.write_text(rest)
+    running = _start([OLDER if word == NEWER else word for word in given], path.parent, stack)
+    return Source(path=path, given=given, whole=whole, running=running, interface=interface if rest is not None else None)
 
 
 def _finish(source: Source, stack: ExitStack) -> list[str]:
-    """Waits for a source, and returns what is linked besides.  What cannot be compiled apart is compiled whole.  Raises
+    """Waits for a source, and returns what is linked besides.  What the compiler refuses is compiled as Inductor would.  Raises
     CppCompileError."""
-    if source.interface is None:
-        source.running.wait()
-        return []
     with suppress(exc.CppCompileError):
         source.running.wait()
+        if source.interface is None:
+            return []
         if (made := source.interface.made.result()) is not None:
             return [str(made)]
     source.path.write_text(source.whole)
-    _start(source.running.command, source.path.parent, stack).wait()
+    _start(source.given, source.path.parent, stack).wait()
     return []
 
 
@@ -120,6 +125,12 @@ def _start(command: list[str], folder: Path, stack: ExitStack) -> Running:
     stack.callback(process.wait)
     stack.callback(end_group, process)
     return Running(command=command, process=process, said=said)
+
+
+def prefetch_triton_key() -> None:
+    """Begins what Inductor will wait for: its name for the state of the machine has a hash of all of Triton, 0.4 s, for the CPU
+    too.  torch 2.11 cannot do it beside something else."""
+    getattr(getattr(codecache, "triton_key", None), "prefetch", bool)()
 
 
 @contextmanager

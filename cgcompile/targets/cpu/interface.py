@@ -46,10 +46,10 @@ WITHOUT_EFFECT = ("CPU_CAPABILITY_", "TORCH_INDUCTOR_PRECOMPILE_HEADERS")
 """Beginnings of macros that change no class of the interface: which vectors loops use, and whether headers are compiled before."""
 
 OPTIONS = (
-    "-std=c++20", "-O1", "-fPIC", "-w", *[f"-D{name}" for name in DEFINED],
+    "-std=c++17", "-O1", "-fPIC", "-w", *[f"-D{name}" for name in DEFINED],
     f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}",
 )  # fmt: skip
-"""The standard may be a newer one than the model's: classes of the standard library are laid out alike in all."""
+"""The standard may be another one than the model's: classes of the standard library are laid out alike in all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

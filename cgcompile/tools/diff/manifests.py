@@ -21,7 +21,7 @@ from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, com
 ELSEWHERE = frozenset({
     "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result", "weights",
     "memories", "regions", "programs", "module_state", "findings", "waivers", "exam", "provenance", "files", "entry", "entries",
-    "changes",
+    "changes", "chains", "reserved",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
 
@@ -34,6 +34,7 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from compare_fields("target", "", *[as_row(each.target, "features") for each in both])
     yield from _sets("target", "features", a.target.features, b.target.features)
     yield from _sets("signature", "entries", *[[each.entry for each in each_entry(found)] for found in both])
+    yield from _sets("signature", "chains", *[_chains(each) for each in both])
     yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in both])
     for pair in pairs:
         yield from _of_entry(pair, _signature(*pair))
@@ -108,6 +109,14 @@ def _signature(a: Manifest, b: Manifest) -> Iterator[Difference]:
         yield from compare_fields("signature", "", *changes)
 
 
+def _chains(manifest: Manifest) -> list[str]:
+    each = {one.entry: one for one in each_entry(manifest)}
+    return [
+        f"{row.source}.{each[row.source].outputs[row.output].name} -> {row.target}.{each[row.target].inputs[row.input].name}"
+        for row in manifest.chains
+    ]
+
+
 def _specs(manifest: Manifest, side: str) -> dict[str, Row]:
     """The inputs or outputs: what the call does to them is a property of theirs."""
     if side == "input":
@@ -144,6 +153,9 @@ def _weight_name(manifest: Manifest, index: int) -> str:
 
 def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from _bytes("", dict(a.memories), dict(b.memories))
+    yield from compare_rows(
+        "memory", *[{f"reserved {row.entry}": as_row(row, "entry") for row in each.reserved} for each in (a, b)]
+    )
     for key, mine, theirs in [each for pair in common_entries(a, b) for each in common_programs(*pair)]:
         yield from _bytes(key, *[{"arena": each.arena, "inputs": each.static} for each in (mine, theirs)])
     before, after = [{each.name: each.offset for each in found.weights} for found in (a, b)]

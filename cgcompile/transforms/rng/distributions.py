@@ -13,6 +13,8 @@ distributions, and the bits per number, are.
     bernoulli     a constant p: 32 bits, off by 2^-33 at most; a tensor of them: 24 bits (float64: 53), as PyTorch
     exponential, cauchy, geometric, log_normal   inverse transform
     randperm      the order of 63-bit integers
+    multinomial   without replacement the order of weight / exponential (Efraimidis and Spirakis, "Weighted random sampling with a
+                  reservoir", 2006), as PyTorch; with it the inverse transform, 53 bits
 """
 
 from __future__ import annotations

@@ -211,6 +211,20 @@ def _randperm(stream: Stream, count: Limit, *, dtype: Dtype = None, device: Devi
     return keys.argsort().to(dtype or torch.int64)
 
 
+def _multinomial(stream: Stream, x: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
+    """int64 [..., count] of weights [..., categories].
+
+    Without replacement: a race of exponential times, whose rates are the weights; those of weight 0 come last.  With it: where a
+    uniform number lies among the sums of the weights, in float64, so that it is below their total.
+    """
+    if not replacement:
+        race = x.to(wide(x.dtype)) / exponential01(stream.block(torch.empty_like(x)), wide(x.dtype))
+        return race.argmax(-1, keepdim=True) if count == 1 else race.topk(count, -1).indices
+    sums = x.double().cumsum(-1)
+    drawn = uniform01(stream.block(x.new_empty([*x.shape[:-1], count])), torch.float64) * sums[..., -1:]
+    return (sums.unsqueeze(-2) <= drawn.unsqueeze(-1)).sum(-1)
+
+
 def _into(function: Operator, stream: Stream, x: Tensor, *args: Any, **options: Any) -> Tensor:
     """The operator that writes to its first argument what `function` makes."""
     return x.copy_(function(stream, x, *args, **options))
@@ -233,6 +247,7 @@ LEAVES: Mapping[torch._ops.OpOverload, Operator] = {
     ),
     **dict.fromkeys((aten.randint_like.low_dtype, aten.randint_like.low_generator_dtype), _randint_like_low),
     **dict.fromkeys((aten.randperm.default, aten.randperm.generator), _randperm),
+    aten.multinomial.default: _multinomial,
     aten.random.default: _random,
     aten.random.to: _random_to,
     getattr(aten.random, "from"): _random_from,

@@ -8,8 +8,8 @@ import typer
 
 from ..errors import FINDINGS, INTERRUPTED
 from ..options import BundlePath, check_writable, peer_names, recorded_keys
-from ..output import complain, write_json
-from ..progress import watching
+from ..output import complain, count, write_json
+from ..progress import begin, watching
 
 
 def bench(
@@ -62,6 +62,7 @@ def bench(
     from cgbundle.format.entries import one_entry
     from cgbundle.validate.bundle import checked_manifest
     from cgcompile.tools.bench.measure import measure
+    from cgcompile.tools.bench.peers import choose
     from cgcompile.tools.bench.plot import svg
 
     from .. import int_keys
@@ -70,10 +71,14 @@ def bench(
     manifest = one_entry(checked_manifest(bundle), entry)
     if plot:
         check_writable(plot)
+    peers = against.replace(",", " ").split()
+    beside, _ = choose(peers, manifest.target.kind)
+    if not quiet:  # before the first process ends, which takes seconds
+        begin("measure", f"{manifest.name} beside {', '.join(beside) or 'nothing'}, {count(rounds, 'round')}")
     with watching(quiet) as progress:
         report = measure(
             bundle,
-            against=against.replace(",", " ").split(),
+            against=peers,
             keys=[int_keys.parse(manifest, text) for text in sizes or ()],
             entry=manifest.entry,
             rounds=rounds,

@@ -38,6 +38,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         ("memory", summary.memory(manifest)),
         ("weights", summary.weights(manifest)),
         *([("state", summary.state(manifest))] if summary.state(manifest) else []),
+        *([("chains", summary.chain_lines(manifest))] if manifest.chains else []),
         ("regions", _regions(manifest)),
     ]
     for one in each:

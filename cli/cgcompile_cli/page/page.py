@@ -46,6 +46,11 @@ def page(path: str, manifest: Manifest) -> str:
     ]
     sections += [
         *([("kernels", "Kernels", pageparts.kernel_rows(rows))] if rows else []),
+        *(
+            [("chains", "Chains", [tag("ul", *[tag("li", line) for line in summary.chain_lines(manifest)])])]
+            if manifest.chains
+            else []
+        ),
         ("weights", "Weights", _weights(manifest)),
         ("provenance", "Provenance", _provenance(path, manifest)),
     ]

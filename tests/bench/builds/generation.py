@@ -28,7 +28,8 @@ def main(bundle: str | None) -> int:
             import cgcompile
 
             bundle = str(Path(scratch, "decoder.cgb"))
-            cgcompile.build(str(EXAMPLES / "decoder.py"), sizes={"batch": BATCHES, "seq": (1, PROMPT)}, out=bundle, target="cuda")
+            sizes = {"prefill": {"batch": BATCHES, "seq": (PROMPT,)}, "decode": {"batch": BATCHES}}
+            cgcompile.build(str(EXAMPLES / "decoder.py"), sizes=sizes, out=bundle, target="cuda")
         found: dict[str, dict[int, Any]] = {"bundle": {}, **{way: {} for way in WAYS}}
         for batch in BATCHES:
             counts = ["--batch", str(batch), "--prompt", str(PROMPT), "--tokens", str(TOKENS)]

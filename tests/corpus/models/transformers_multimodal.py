@@ -25,18 +25,36 @@ IMAGE = 499
 """The token that stands for a piece of a picture."""
 
 
-def with_picture(pieces: int, side: int = 32):
+def with_picture(pieces: int, side: int = 32, mask: bool = True):
     """A sentence that begins with as many image tokens as the picture has pieces."""
 
     def inputs(batch: int) -> dict[str, torch.Tensor]:
         words = torch.randint(5, IMAGE, (batch, 8))
-        return {
+        given = {
             "input_ids": torch.cat([torch.full((batch, pieces), IMAGE), words], 1),
             "pixel_values": torch.randn(batch, 3, side, side),
-            "attention_mask": torch.ones(batch, pieces + 8, dtype=torch.int64),
-        }  # fmt: skip
+        }
+        return {**given, "attention_mask": torch.ones(batch, pieces + 8, dtype=torch.int64)} if mask else given
 
     return inputs
+
+
+def vilt() -> Made:
+    """ViLT reads the patches in an order that it draws: of what it gives, the pooled state does not depend on that."""
+    from transformers import ViltConfig, ViltModel
+
+    class Pooled(torch.nn.Module):
+        """The state of both together."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = ViltModel(ViltConfig(max_image_length=16, **{**TEXT, **VISION}))
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+            """[batch, 16], [batch, 16], [batch, 3, 32, 32] -> [batch, 64]."""
+            return self.network(input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values).pooler_output
+
+    return Pooled(), named(input_ids=ids(), attention_mask=ones(16), pixel_values=noise(3, 32, 32))
 
 
 def llava() -> Made:
@@ -59,7 +77,7 @@ def paligemma() -> Made:
         text_config=GemmaConfig(**LLAMA, head_dim=16, num_image_tokens=16), image_token_index=IMAGE, image_token_id=IMAGE,
         projection_dim=64,
     )  # fmt: skip
-    return PaliGemmaForConditionalGeneration(config), with_picture(16)
+    return PaliGemmaForConditionalGeneration(config), with_picture(16, mask=False)
 
 
 def qwen2_vl_vision() -> Made:
@@ -142,8 +160,7 @@ CASES = [
     transformer("multimodal/align", "AlignTextModel", "AlignTextConfig", named(input_ids=ids(), attention_mask=ones(16)), **TEXT),
     transformer("multimodal/blip", "BlipVisionModel", "BlipVisionConfig", pixels(32), **VISION),
     Case(name="transformers/multimodal/blip-2-query", make=blip_2_query, needs=NEEDS),
-    transformer("multimodal/vilt", "ViltModel", "ViltConfig", named(input_ids=ids(), attention_mask=ones(16),
-        pixel_values=noise(3, 32, 32)), max_image_length=16, **{**TEXT, **VISION}),
+    Case(name="transformers/multimodal/vilt", make=vilt, needs=NEEDS),
     transformer("multimodal/lxmert", "LxmertModel", "LxmertConfig", named(input_ids=ids(), visual_feats=noise(6, 32),
         visual_pos=noise(6, 4), attention_mask=ones(16)), vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4,
         intermediate_size=128, l_layers=1, x_layers=1, r_layers=1, visual_feat_dim=32, max_position_embeddings=64),

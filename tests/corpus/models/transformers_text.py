@@ -17,6 +17,9 @@ def two_dimensions(batch: int, seq: int) -> dict[str, object]:
     return {"input_ids": ids(seq)(batch), "attention_mask": ones(seq)(batch)}
 
 
+LONGFORMER = {"attention_window": 8, **SIZE, "max_position_embeddings": 80}
+"""Whether any token attends to all is asked of the mask: one that is given decides a branch, the one that it makes does not."""
+
 CASES = [
     transformer("text/bert", "BertModel", "BertConfig", SENTENCE, **BERT),
     transformer("text/bert-classification", "BertForSequenceClassification", "BertConfig", SENTENCE, **BERT),
@@ -38,11 +41,11 @@ CASES = [
     transformer("text/camembert", "CamembertModel", "CamembertConfig", tokens(), **{**SIZE, "max_position_embeddings": 80}),
     transformer("text/funnel", "FunnelModel", "FunnelConfig", SENTENCE, vocab_size=VOCABULARY, block_sizes=[1, 1],
         num_decoder_layers=1, d_model=64, n_head=4, d_head=16, d_inner=128),
-    transformer("text/longformer", "LongformerModel", "LongformerConfig", tokens(), attention_window=8,
-        **{**SIZE, "max_position_embeddings": 80}),
+    transformer("text/longformer", "LongformerModel", "LongformerConfig", only_ids(), **LONGFORMER),
+    transformer("text/longformer-masked", "LongformerModel", "LongformerConfig", tokens(), **LONGFORMER),
     transformer("text/big-bird", "BigBirdModel", "BigBirdConfig", tokens(32), block_size=4, num_random_blocks=1,
         attention_type="original_full", **SIZE),
-    transformer("text/nystromformer", "NystromformerModel", "NystromformerConfig", tokens(), segment_means_seq_len=16,
+    transformer("text/nystromformer", "NystromformerModel", "NystromformerConfig", only_ids(), segment_means_seq_len=16,
         num_landmarks=4, **SIZE),
     transformer("text/fnet", "FNetModel", "FNetConfig", only_ids(), vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2,
         intermediate_size=128, max_position_embeddings=64),

@@ -104,6 +104,22 @@ def write_buffer(m: Model, x: torch.Tensor) -> torch.Tensor:
     return x + m.table[0]
 
 
+class Averages(nn.Module):
+    """One line writes to six buffers, another one to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place in range(6):
+            self.register_buffer(f"mean{place}", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place in range(6):
+            getattr(self, f"mean{place}").add_(x.mean())
+        self.calls.add_(1)
+        return x * 2
+
+
 class Tied(nn.Module):
     """A buffer that calls change and that is also seen under another name."""
 
@@ -153,7 +169,7 @@ CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
     ("note random-operation", "dropout", nn.Dropout()),
     ("note random-operation", "rrelu", nn.RReLU()),
     ("note random-operation", "scaled_dot_product_attention", lambda m, x: attention(x[None], x[None], x[None], dropout_p=0.1)),
-    ("refuse random-operation", "multinomial", lambda m, x: torch.multinomial(x, 1)),
+    ("note random-operation", "multinomial", lambda m, x: torch.multinomial(x, 1)),
     ("refuse random-operation", "poisson", lambda m, x: torch.poisson(x)),
     ("refuse rng-state-operation", "run_and_save_rng_state", checkpointed),
     ("refuse data-dependent-branch", "", lambda m, x: x + 1 if x.sum() > 0 else x),
@@ -417,6 +433,14 @@ def test_a_loop_with_something_of_the_hosts_turns_there() -> None:
 def test_writes_to_a_buffer_of_two_names_are_refused() -> None:
     with raises("state-shared", match="the buffers 'table' and 'again' share memory"):
         check(exported(Tied()))
+
+
+def test_buffers_that_one_line_writes_to_are_one_note() -> None:
+    found = [each.message for each in check(exported(Averages())).findings]
+    assert found == [
+        "forward() writes to the buffer 'calls'",
+        "forward() writes to 6 buffers: 'mean0', 'mean1', 'mean2' and 3 more",
+    ]
 
 
 def test_nothing_is_placed_for_the_cpu() -> None:

@@ -242,13 +242,29 @@ def while_exported(m: Holding, x: torch.Tensor) -> torch.Tensor:
     return m.linear(x) if torch.compiler.is_exporting() else m.linear(x) * 2
 
 
+def is_fake(x: torch.Tensor) -> bool:
+    return isinstance(x, torch._subclasses.FakeTensor)
+
+
 def on_fake(m: Holding, x: torch.Tensor) -> torch.Tensor:
     """As transformers, which keeps a mask of ones where it cannot look at it."""
-    ones = torch.ones(3, 8)
-    return m.linear(x) * (2 if isinstance(ones, torch._subclasses.FakeTensor) else 3)
+    return m.linear(x) * (2 if is_fake(torch.ones(3, 8)) else 3)
 
 
-@pytest.mark.parametrize("function", [while_exported, on_fake])
+def on_fake_inputs(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    """The same for any tensor."""
+    return m.linear(x) * (2 if is_fake(x) else 3)
+
+
+def warned(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    """As transformers, which looks for padding among inputs that it can look at, and at the mask of ones that it makes."""
+    if not is_fake(x) and x.sum() < -1e9:
+        raise ValueError
+    mask = torch.ones(x.shape[0], 7)
+    return m.linear(x) if not is_fake(mask) and mask.all() else m.linear(x) + mask
+
+
+@pytest.mark.parametrize("function", [while_exported, on_fake, on_fake_inputs, warned])
 @pytest.mark.parametrize("sizes", [{"batch": (1, 3)}, {"batch": (3, 8)}, {}])
 def test_a_model_that_does_otherwise_while_it_is_traced_is_told_that_it_is_not(
     function: Callable[..., Any], sizes: dict[str, tuple[int, ...]]
@@ -264,7 +280,7 @@ def test_a_model_that_does_otherwise_while_it_is_traced_is_told_that_it_is_not(
 
 def masked(m: Holding, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Looks at a mask that is an input, unless it is traced: then it fails."""
-    if not isinstance(mask, torch._subclasses.FakeTensor) and mask.all():
+    if not is_fake(mask) and mask.all():
         return m.linear(x)
     return m.linear(x) + mask[:, :5]
 

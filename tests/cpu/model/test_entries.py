@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import cgcompile
 from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
@@ -140,3 +141,27 @@ def test_inputs_that_do_not_fit_name_the_method(tmp_path: Path) -> None:
     (source,) = load_sources(file(tmp_path, "def entries(): return {'decode': lambda: (torch.zeros(1), 2)}"))
     with raises("source-invalid", match=r"what makes the inputs of 'decode' does not fit the model's decode\(\): too many"):
         sample(source, {})
+
+
+class Silent(nn.Module):
+    """It gives nothing, and where it writes that is all that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forget(self, x: torch.Tensor) -> None:
+        self.seen.zero_()
+
+    def idle(self, x: torch.Tensor) -> None:
+        x + 1
+
+
+def test_a_method_that_gives_no_tensor_writes_something() -> None:
+    def rows() -> tuple[torch.Tensor, ...]:
+        return (torch.randn(4),)
+
+    report = cgcompile.check(Silent(), {"forget": rows}, target="cpu")
+    assert not report.refused
+    with raises("structure-unsupported", match=r"idle\(\) gives no tensor, and writes to no buffer or input"):
+        cgcompile.check(Silent(), {"idle": rows}, target="cpu")

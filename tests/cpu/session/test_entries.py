@@ -13,6 +13,7 @@ from cgbundle.format import archive
 from cgbundle.format.entries import each_entry
 from cgbundle.format.safetensors import Mapped
 from tests.golden.models import Lanes
+from tests.helpers.entry_models import check_calls, lanes
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
@@ -91,3 +92,46 @@ def test_buffers_of_an_entry(program: cgbundle.Program) -> None:
             expected = model.fill(torch.ones(2, 16), torch.tensor([3]))
         got = program.fill(torch.from_dlpack(x), torch.from_dlpack(lane))
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+LANES = GOLDEN / "v5/cpu_lanes.cgb"
+
+
+@pytest.fixture
+def decoder() -> cgbundle.Program:
+    """Prefill at lengths 64 and 256, decode at batch sizes 1 and 8, and a method that only writes."""
+    try:
+        return cgbundle.load(LANES)
+    except MachineError as error:
+        pytest.skip(str(error))
+
+
+def test_a_thousand_calls_of_prefill_decode_and_reset_lane(decoder: cgbundle.Program) -> None:
+    keys = {each.entry: [program.key for program in each.programs] for each in each_entry(decoder.manifest)}
+    assert keys == {"prefill": [(64,), (256,)], "decode": [(1,), (8,)], "reset_lane": [()]}
+    with decoder:
+        assert check_calls(decoder, lanes(), "cpu", 1000) <= 1e-4
+
+
+def test_a_method_that_gives_no_tensor(decoder: cgbundle.Program) -> None:
+    with decoder, decoder.session() as other:
+        for program in (decoder, other):
+            program.decode(torch.zeros(8, dtype=torch.int64))
+            assert program.reset_lane(torch.tensor([3])) is None
+            assert program.state["length"].tolist() == [1, 1, 1, 0, 1, 1, 1, 1]
+        assert decoder.reset_lane.outputs == () and other["reset_lane"].warmup() is None
+        assert other.state["length"].tolist() == [1, 1, 1, 0, 1, 1, 1, 1]
+
+
+def test_one_set_of_weights_one_state_and_what_is_printed_of_them(decoder: cgbundle.Program) -> None:
+    with decoder:
+        stored = archive.Archive(str(LANES)).tensors(archive.WEIGHTS)
+        bytes_of = {name: entry.end - entry.begin for name, entry in stored.items()}
+        state = {"keys", "values", "length"}
+        assert {name for name in bytes_of if not name.startswith(("lifted", "cgcompile."))} == {
+            "head.weight", "mixed.weight", "mixed.bias", *state,
+        }  # fmt: skip
+        assert decoder.memory["weights"] == sum(size for name, size in bytes_of.items() if name not in state)
+        kept = [weight for weight in decoder.manifest.weights if weight.name in state]
+        assert decoder.memory["state"] == max(weight.offset + bytes_of[weight.tensor] for weight in kept)
+        assert set(decoder.memory) == {"weights", "state"}

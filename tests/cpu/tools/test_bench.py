@@ -55,6 +55,7 @@ def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
         assert all(each["seconds"][0] > 0 for each in peer["timings"])
         assert [each["key"] for each in peer["errors"]] == [[1], [4]] and peer["memory"]["resident"] > peer["memory"]["own"] > 0
     assert theirs["starts"][0]["import"] > ours["starts"][0]["import"]
+    assert result.stderr.startswith("measure           ...  tiny beside eager, 1 round\n")
     assert found["wrong"] == [] and not found["interrupted"] and found["machine"]["gpu"] == ""
     assert plot.read_text().startswith("<svg")
 

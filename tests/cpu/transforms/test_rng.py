@@ -122,6 +122,11 @@ DISTRIBUTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gumbel_softmax": lambda x: F.gumbel_softmax(x.view(-1, 4)).reshape(-1),
     "gumbel_softmax hard": lambda x: F.gumbel_softmax(x.view(-1, 4), hard=True).argmax(-1),
     "a token by exponential race": lambda x: (x.view(-1, 8).softmax(-1) / torch.empty(COUNT // 8, 8).exponential_(1)).argmax(-1),
+    "multinomial": lambda x: torch.multinomial(x.view(-1, 8).softmax(-1), 1),
+    "multinomial of several": lambda x: torch.multinomial(x.view(-1, 8).double().exp(), 3),
+    "multinomial of all": lambda x: torch.multinomial(x.exp(), COUNT),
+    "multinomial with replacement": lambda x: torch.multinomial(x.view(-1, 8).exp(), 6, replacement=True),
+    "multinomial of half precision": lambda x: torch.multinomial(x.view(-1, 8).softmax(-1).half(), 4, True),
     "attention": lambda x: F.scaled_dot_product_attention(*(x.view(1, -1, 50, 4),) * 3, dropout_p=0.3).reshape(-1),
     "a slice of a tensor": lambda x: x.view(-1, 4).clone()[:, 1:3].normal_(),
 }  # fmt: skip
@@ -151,6 +156,16 @@ def distance(left: Tensor, right: Tensor) -> float:
     both = torch.cat([left, right])
     parts = [torch.searchsorted(sample, both, right=True) / len(sample) for sample in (left, right)]
     return float((parts[0] - parts[1]).abs().max())
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_category_of_weight_zero_is_never_drawn(replacement: bool) -> None:
+    weights = torch.tensor([0.0, 1e-30, 0.0, 1e-30, 0.0]).expand(COUNT // 8, 5).clone()
+    program = with_generator(
+        export(load_source(Drawing(lambda w: torch.multinomial(w, 2, replacement)).train(), lambda: (weights,)), {}).programs.first
+    )
+    (made,) = run(program, weights, seed=3)
+    assert set(made.flatten().tolist()) == {1, 3}
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -462,7 +477,7 @@ def random_operators() -> set[torch._ops.OpOverload]:
 def test_every_random_operator_of_pytorch_is_rewritten_or_refused_on_purpose() -> None:
     left = {op.name().removeprefix("aten::") for op in random_operators() - supported()}
     assert left == {
-        "multinomial", "poisson", "binomial",  # no inverse transform of a fixed length
+        "poisson", "binomial",  # no inverse transform of a fixed length
         "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data",  # packed sequences, which torch.export does not take
     }  # fmt: skip
 
@@ -475,7 +490,6 @@ def random_findings(function: Callable[..., Any]) -> list[Finding]:
 @pytest.mark.parametrize(
     ("function", "effect", "fix"),
     [
-        (lambda x: torch.multinomial(x, 1), "has no generator for it", "argmax"),
         (lambda x: torch.poisson(x), "has no generator for it", "as an input"),
         (lambda x: torch.rand(3, out=torch.empty(3)) + x[:, :3], "has no generator for it", "as an input"),
         (
@@ -484,7 +498,7 @@ def random_findings(function: Callable[..., Any]) -> list[Finding]:
             "model.eval()",
         ),
     ],
-    ids=["multinomial", "poisson", "out", "inside a map"],
+    ids=["poisson", "out", "inside a map"],
 )
 def test_what_cannot_be_rewritten_is_refused(function: Callable[..., Any], effect: str, fix: str) -> None:
     (found,) = random_findings(function)

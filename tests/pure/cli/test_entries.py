@@ -85,3 +85,25 @@ def test_attributes_of_a_program_are_reached_by_brackets() -> None:
         "program.decode", "program['reset']", "program['inputs']",
     ]  # fmt: skip
     assert one_entry(archive.read_manifest(str(BUNDLE)), "fill").entry == "fill"
+
+
+CHAINED = GOLDEN / "v5/traced_chains.cgb"
+
+
+def test_chains_and_what_is_reserved_for_them_are_shown(tmp_path: Path) -> None:
+    code, text = call("inspect", CHAINED)
+    assert code == 0
+    for words in ("encode.output -> step.hidden", "step.0 -> step.hidden", "reserved in the arena: encode 512 B, step 512 B"):
+        assert words in text, words
+    plain = json.loads(call("inspect", CHAINED, "--json")[1])
+    assert plain["chains"] == [["encode.output", "step.hidden"], ["step.0", "step.hidden"]]
+    assert plain["reserved"] == {"encode": 512, "step": 512}
+    assert call("inspect", CHAINED, "--html", tmp_path / "page.html")[0] == 0
+    assert "<li>encode.output -&gt; step.hidden</li>" in (tmp_path / "page.html").read_text()
+    assert "\nchains  " in text and "\nchains  " not in call("inspect", BUNDLE)[1]
+
+
+def test_diff_knows_chains() -> None:
+    code, text = call("diff", CHAINED, BUNDLE)
+    assert code == 1
+    assert "only in A: encode.output -> step.hidden, step.0 -> step.hidden" in text and "reserved encode" in text

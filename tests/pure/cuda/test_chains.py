@@ -274,3 +274,22 @@ def test_the_exam_sees_a_taker_that_writes_over_what_it_takes(
 def test_the_exam_sees_what_is_not_reserved(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
     short = replace(manifest, reserved=(replace(manifest.reserved[0], bytes=SIZE - 4), manifest.reserved[1]))
     assert ("make -> take", False) in examined(short, tmp_path / "chained.cgb")
+
+
+def test_calls_like_one_before(fake: FakeDriver, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go straight to their replay, with views too."""
+    with views(manifest, tmp_path / "chained.cgb") as program:
+        call, x = Calls(fake, program._backend), numbers(3)
+        for turn in range(3):
+            made = program.make(device(call, x))
+            before = fake.calls.count("cuMemcpyDtoDAsync")
+            out = program.take(made, made)
+            assert fake.calls.count("cuMemcpyDtoDAsync") == before
+            assert read(out.tensor.address) == taken(twice(x), twice(x))
+            if not turn:
+                for entry in (program.make, program.take):
+                    assert entry._direct
+                    monkeypatch.setattr(entry, "_replay", None)
+        stale, made = made, program.make(device(call, x))
+        with raises("stale-view", match="call 3 of 'make' was read after call 4 of 'make'"):
+            program.take(made, stale)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import manifest_json
+from cgbundle.format import limits, manifest_json
 from cgbundle.format.entries import each_entry, with_entries
 from cgbundle.format.schema import Alias, Manifest
 from cgbundle.tables import codec as tables
@@ -172,3 +172,11 @@ def test_an_empty_list_is_left_out(manifest: Manifest) -> None:
     blank = text.replace(seal, b"0" * 64)
     with raises("manifest-invalid", match="chains: stands there, and is empty"):
         manifest_json.decode(text.replace(seal, hashlib.sha256(blank).hexdigest().encode()))
+
+
+@pytest.mark.parametrize("most", [1, 2, 10])
+def test_what_chains_cost_is_limited(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(limits, "CHAINED", most)
+    bad(manifest, f"more than the limit of {most} in all")
+    monkeypatch.setattr(limits, "CHAINED", 3 * len(CHAINS))
+    check_chains(each_entry(manifest))

@@ -125,3 +125,12 @@ def test_integers_are_counted_where_the_cpu_stands_for_a_gpu() -> None:
     with track_devices([x], SideEffects()):
         for made in (torch.histc(x, bins=4, min=0, max=3), x.histc(4, 0, 3), torch.histc(input=x, bins=4, min=0, max=3)):
             assert made.dtype == torch.int32 and made.tolist() == [1, 1, 0, 3]
+
+
+def test_a_model_may_ask_what_the_gpu_can_do_that_is_not_here() -> None:
+    asked = torch.cuda.get_device_capability
+    with track_devices([torch.zeros(1)], SideEffects(), capability=(9, 0)):
+        assert torch.cuda.get_device_capability() == (9, 0)
+    with track_devices([torch.zeros(1)], SideEffects(), told=CPU, capability=(9, 0)):
+        assert torch.cuda.get_device_capability is asked
+    assert torch.cuda.get_device_capability is asked
